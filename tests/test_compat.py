@@ -21,8 +21,8 @@ from jax import lax
 from jax.custom_derivatives import linear_call
 from jax.experimental import io_callback, sparse
 from jax.extend.core import jaxprs_in_params
-from jax.interpreters import batching
-from jax.sharding import AxisType, Mesh
+from jax.interpreters import batching, mlir
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from batchax import _compat
@@ -589,6 +589,49 @@ def test_what_a_compiler_says_of_a_program():
     located = [message(b[3]) for b in messages(assignment[1])]
     assert located
     assert ids >= {integer(place[4]) for place in located}
+
+
+def test_programs_that_are_one_function():
+    def run(x):
+        for _ in range(3):
+            x = lax.optimization_barrier(jnp.sin(x) * x[0] + jnp.cos(x))
+        return [x, x > 0]
+
+    def one(x):
+        return _compat.in_one_function(run, jax.eval_shape(run, x), [x])
+
+    program = jax.jit(one).lower(X).compile()
+    entry = program.as_text().split("ENTRY")[1]
+    assert " call(" in entry, "XLA inlines a call, though it is told not to"
+    assert " fusion(" not in entry
+    expected = np.asarray(X)
+    for _ in range(3):
+        expected = np.sin(expected) * expected[0] + np.cos(expected)
+    np.testing.assert_allclose(program(X)[0], expected, rtol=1e-5)
+    # Of so many numbers XLA would have threads compute parts.
+    large = jax.ShapeDtypeStruct((100, 100_000), X.dtype)
+    entry = jax.jit(one).lower(large).compile().as_text().split("ENTRY")[1]
+    assert " call(" in entry
+
+
+def test_whether_a_compiler_divides_a_program():
+    seen = []
+    primitive = jex_core.Primitive("seen")
+    primitive.def_abstract_eval(lambda x: x)
+
+    def lower(ctx, x):
+        seen.append(_compat.is_divided(ctx))
+        return [x]
+
+    mlir.register_lowering(primitive, lower)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), "d")
+    sharded = jax.ShapeDtypeStruct((4,), "float32", sharding=NamedSharding(mesh, P("d")))
+    jax.jit(primitive.bind).lower(X)
+    jax.jit(primitive.bind).lower(sharded)
+    jax.jit(jax.shard_map(primitive.bind, mesh=mesh, in_specs=P("d"), out_specs=P("d"))).lower(
+        sharded
+    )
+    assert seen == [False, True, False]
 
 
 # --- caches -------------------------------------------------------------------------------------

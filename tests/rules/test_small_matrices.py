@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.lax import linalg as ll
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
@@ -122,6 +122,26 @@ def test_on_meshes():
     explicit = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
         same(jax.jit(bx.vmap(f))(jax.device_put(xs, P("d"))), expected, LOOSE)
+
+
+def test_inside_of_shard_map():
+    def one(a, np=jnp):
+        roots, values = np.linalg.eigh(a)[0], np.linalg.svd(a, full_matrices=False)[1]
+        both = np.linalg.cholesky(a), np.linalg.inv(a), np.linalg.qr(a)[1]
+        return np.concatenate([*both, np.stack([roots, values], -2)], -2)
+
+    mesh, xs = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,)), definite(2 * LANES)
+    run = jax.jit(jax.shard_map(bx.vmap(one), mesh=mesh, in_specs=P("d"), out_specs=P("d")))
+    same(run(xs), one(xs, np), LOOSE)
+
+
+def test_lanes_that_a_compiler_divides_among_devices_stay_there():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+    like = jax.ShapeDtypeStruct((4 * LANES, 2, 2), "float32", sharding=NamedSharding(mesh, P("d")))
+    fun = bx.vmap(lambda a: jnp.linalg.qr(jnp.linalg.cholesky(jnp.linalg.inv(a)))[1])
+    program = jax.jit(fun).lower(like).compile()
+    assert "all-gather" not in program.as_text()
+    assert program.output_shardings.spec == P("d")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -16,6 +16,7 @@ from batchax._compat.effects import *
 from batchax._compat.jaxprs import *
 from batchax._compat.lines import *
 from batchax._compat.mesh_types import *
+from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.sharded import *

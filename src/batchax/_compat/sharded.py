@@ -1,4 +1,4 @@
-"""What `jax.shard_map` is told of outputs."""
+"""What `jax.shard_map` is told of outputs, and whether a compiler divides a program."""
 
 from __future__ import annotations
 
@@ -31,3 +31,17 @@ class Outputs:
     @classmethod
     def tree_unflatten(cls, _: None, arrays: Sequence[Any]) -> Outputs:
         return cls(arrays)
+
+
+def is_divided(ctx: Any) -> bool:
+    """Whether a program that is being lowered is for devices among which its compiler divides it.
+
+    Args:
+      ctx: what a lowering rule is given; what it says of devices has no public name.
+    """
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return getattr(context, "num_devices", 1) > 1
+    rest = [size for name, size in mesh.shape.items() if name not in context.manual_axes]
+    return any(size > 1 for size in rest)

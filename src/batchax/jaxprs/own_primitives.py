@@ -7,11 +7,14 @@ as one thing. Compilers get the operations it stands for, and so does whoever re
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.interpreters import mlir
+from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr, Eqn
@@ -34,14 +37,38 @@ def stands_for(
 ) -> None:
     """Says that `primitive` is lowered as the function `operations` of operands and parameters.
 
-    Users call what it does `called`. For a CPU it is lowered as the function `on_cpu`, if given.
+    Users call what it does `called`. For a CPU it is lowered as the function `on_cpu`, if given,
+    which is staged as it is outside of ``shard_map``: nothing in it has to be cast to vary.
     """
     _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
     mlir.register_lowering(primitive, mlir.lower_fun(operations, multiple_results=several))
     if on_cpu is not None:
         lowering = mlir.lower_fun(on_cpu, multiple_results=several)
-        mlir.register_lowering(primitive, lowering, platform="cpu")
+
+        def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+            token = _divided.set(_compat.is_divided(ctx))
+            try:
+                if not any(map(_compat.varying_axes, ctx.avals_in)):
+                    return lowering(ctx, *operands, **params)
+                plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    return lowering(ctx.replace(avals_in=plain), *operands, **params)
+            finally:
+                _divided.reset(token)
+
+        mlir.register_lowering(primitive, lower, platform="cpu")
+
+
+_divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
+
+
+def divided() -> bool:
+    """Whether a function `on_cpu` is staged for a program that its compiler divides among devices.
+
+    That is not so inside ``shard_map``, where each device has its own arrays.
+    """
+    return _divided.get()
 
 
 def is_own(primitive: _compat.Primitive) -> bool:

@@ -29,6 +29,7 @@ from batchax.kernel.inner import batch_function, batched_aval, example_aval
 from batchax.kernel.own_primitive import declare, own_primitive
 from batchax.kernel.varying import vary_over, varying_of
 from batchax.memo import Memo
+from batchax.small import table
 from batchax.small.table import DECOMPOSITIONS, lanes_last_pays
 
 small_matrices_p = declare("small_matrices")
@@ -117,7 +118,8 @@ def _operations(*operands: Any, of: str, **params: Any) -> list[Any]:
 
 
 def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
-    return DECOMPOSITIONS[of].run(*operands, **params)
+    types = _types(*map(jax.typeof, operands), of=of, **params)
+    return table.with_lanes_last(of, operands, types, params)
 
 
 def _compute(*operands: Any, **params: Any) -> list[Any]:

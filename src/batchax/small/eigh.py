@@ -16,11 +16,10 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.blocks import in_blocks
 from batchax.small.order import in_order
 from batchax.small.planes import parts, squares, whole
 from batchax.small.rotations import Rounds, rounds, turned
-from batchax.small.rows import column, rows
+from batchax.small.rows import column, fold, rows
 from batchax.small.scaling import largest, scale
 
 _MOST_SWEEPS = 30  # 6 to 8 are usual
@@ -47,15 +46,13 @@ def eigh(a: Value, *, lower: bool, **_: Any) -> list[Any]:
       a: ``[n, n, lanes]``, real or complex.
       lower: whether the lower triangles are given, or the upper ones.
     """
-    n = a.shape[0]
     if jnp.iscomplexobj(a):
         # The upper triangle, of what is the conjugate of the lower one.
         a = jnp.conj(jnp.swapaxes(a, 0, 1)) if lower else a
     elif lower:
         a = jnp.swapaxes(a, 0, 1)
     planes = parts(a)
-    numbers = len(planes) * (3 * n * n + 2 * n)
-    values, *vectors = in_blocks(_block, planes, numbers)
+    values, *vectors = _decomposed(planes)
     return [whole(vectors), values]
 
 
@@ -149,7 +146,7 @@ def _tables(n: int) -> _Tables:
     )
 
 
-def _block(planes: Sequence[Any]) -> list[Any]:
+def _decomposed(planes: Sequence[Any]) -> list[Any]:
     n = planes[0].shape[0]
     table = _tables(n)
     order = rounds(n)
@@ -195,17 +192,12 @@ def _large(square: Any, first: Any, second: Any) -> Any:
 def _left(table: _Tables, state: Sequence[Any]) -> Any:
     """Which lanes have elements left that are not negligible."""
     number = table.above.shape[1]
+    if number == 0:
+        return jnp.zeros(state[0].shape[1:], bool)
     i, j = table.above + number
     between = squares([x[:number] for x in state])
     large = jnp.where(_large(between, rows(state[0], i), rows(state[0], j)), 1, 0)
-    # A product, as the sum of rows is not vectorised.
-    ones = np.ones((number,), between.dtype)
-    return (
-        lax.dot_general(
-            ones, lax.optimization_barrier(large.astype(ones.dtype)), (([0], [0]), ([], []))
-        )
-        > 0
-    )
+    return fold(jnp.maximum, large) > 0
 
 
 def _round(table: _Tables, order: Rounds, state: Any, vectors: Any, active: Any) -> Any:

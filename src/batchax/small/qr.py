@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.blocks import in_blocks
 from batchax.small.planes import conjugate, parts, squares, times, whole
 from batchax.small.rows import fold, rows
 from batchax.small.scaling import power_of_two
@@ -34,7 +33,7 @@ def qr(a: Value, *, full_matrices: bool, **_: Any) -> list[Any]:
     """
     m, n, _ = a.shape
     planes = parts(a)
-    both = in_blocks(_block, planes, 3 * len(planes) * m * (m + n))
+    both = _decomposed(planes)
     left = m if full_matrices else min(m, n)
     upper = np.arange(m)[:, None, None] <= np.arange(n)[:, None]
     r = [jnp.where(upper, x[:, :n], 0)[:left] for x in both]
@@ -56,7 +55,7 @@ class _Reflection(NamedTuple):
     corner: list[Any]
 
 
-def _block(planes: Sequence[Any]) -> list[Any]:
+def _decomposed(planes: Sequence[Any]) -> list[Any]:
     """The second factor and next to it the conjugate transpose of the first, a square matrix.
 
     After each reflection the first row is finished. It goes last, as nothing but zeros, and the

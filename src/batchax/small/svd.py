@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.blocks import in_blocks
 from batchax.small.order import in_order
 from batchax.small.planes import conjugate, parts, squares, times, whole
 from batchax.small.rotations import Rounds, rounds, turned
@@ -51,8 +50,7 @@ def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[An
         return [values, *(jnp.conj(jnp.swapaxes(x, 0, 1)) for x in reversed(both))]
     planes = parts(a)
     left = (m if full_matrices else n) if compute_uv else 0
-    run = functools.partial(_block, left)
-    values, *vectors = in_blocks(run, planes, 2 * len(planes) * n * (m + n))
+    values, *vectors = _decomposed(left, planes)
     if not compute_uv:
         return [values]
     half = len(planes)
@@ -60,7 +58,7 @@ def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[An
     return [values, whole(u), whole(conjugate(vectors[half:]))]
 
 
-def _block(left: int, planes: Sequence[Any]) -> list[Any]:
+def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
     """The values, the left vectors and the right ones, each vector a row."""
     m, n, lanes = planes[0].shape
     order = rounds(n)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from batchax.jaxprs.words import Aval
+from batchax import _compat
+from batchax.jaxprs.own_primitives import divided
+from batchax.jaxprs.words import Aval, Value
 from batchax.small import eigh, product, qr, svd, tridiagonal_solve
+from batchax.small.blocks import in_blocks
 from batchax.small.cholesky import cholesky
 from batchax.small.lu import lu
 from batchax.small.pays import of_library
@@ -46,6 +50,19 @@ DECOMPOSITIONS = {
     ),
     "dot_general": Decomposition(product.product, None, product.serves, product.pays),
 }
+
+
+def with_lanes_last(
+    primitive: str, operands: Sequence[Value], types: Sequence[Aval], params: Any
+) -> list[Any]:
+    """What a primitive of JAX computes of operands with lanes last, on a CPU; of `types`."""
+    decomposition = DECOMPOSITIONS[primitive]
+    run = functools.partial(decomposition.run, **params)
+    # A product is one operation. A compiler that divides lanes among devices knows neither which
+    # lanes a block has, nor what a call of a function of its own needs of others.
+    if decomposition.ranks is None or divided():
+        return run(*operands)
+    return _compat.in_one_function(functools.partial(in_blocks, run, types), types, operands)
 
 
 def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: Any) -> bool:
