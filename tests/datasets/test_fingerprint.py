@@ -26,8 +26,12 @@ class Input:
         return self._identity
 
 
+def staged(f, *examples):
+    return jax.make_jaxpr(f, return_shape=True)(*examples)
+
+
 def of(f, *examples, version=None, inputs=(), **options):
-    return fingerprint(f, examples or (ROW,), f, inputs, options, version)
+    return fingerprint(f, staged(f, *(examples or (ROW,))), inputs, options, version)
 
 
 def program(f, *examples, **more):
@@ -198,7 +202,8 @@ def f(x):
     return {"y": ours(x), "n": jax.random.normal(jax.random.key(table["bb"]), (2,))}
 
 row = jax.ShapeDtypeStruct((3,), jnp.float32)
-print(json.dumps(fingerprint(f, [row], f, [], {"b": 1, "a": (2,)}, "1")))
+staged = jax.make_jaxpr(f, return_shape=True)(row)
+print(json.dumps(fingerprint(f, staged, [], {"b": 1, "a": (2,)}, "1")))
 """
 
 

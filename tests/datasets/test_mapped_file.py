@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -213,3 +214,23 @@ def test_who_is_told_of_progress_may_write_to_an_input(tmp_path, monkeypatch):
     assert told
     assert threading.main_thread() not in told
     np.testing.assert_array_equal(np.load(x), 0)
+
+
+@needs_leases
+def test_the_function_itself_may_write_to_an_input(monkeypatch):
+    """What it is computed from is a copy, so it need not wait for itself (45 seconds)."""
+
+    def write(x):
+        with open("x.npy", "ab") as file:
+            file.write(b" ")
+        return x
+
+    def fun(x):
+        total = x.sum()
+        type = jax.ShapeDtypeStruct((), total.dtype)
+        return jax.pure_callback(write, type, total, vmap_method="sequential")
+
+    begun = time.monotonic()
+    with pytest.raises(bx.StorageError, match="was changed since it was opened"):
+        bx.map(fun, "x.npy", batch_size=2, commit_rows=2, progress=False)
+    assert time.monotonic() - begun < 30

@@ -264,3 +264,20 @@ def test_elements_of_any_type(x, dtype, out):
     assert got.dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(got, np.asarray(jax.vmap(fun)(np.abs(x))))
     assert out is None or verify(out)
+
+
+def positive(x):
+    """Finds a size, of which a row by itself has no program."""
+    return bx.compress(x > 0, x).sum()
+
+
+@pytest.mark.parametrize(
+    "executor", [None, "shard:0/1", pytest.param("processes:1", marks=pytest.mark.nightly)]
+)
+def test_sizes_that_the_function_finds(x, executor):
+    how = dict(out="y.npy", executor=executor, batch_size=2, commit_rows=4)
+    assert quiet(positive, "x.npy", **how).reused == 0
+    np.testing.assert_allclose(np.load("y.npy"), np.where(x > 0, x, 0).sum(1), 1e-5, 1e-5)
+    assert quiet(positive, "x.npy", **how).reused == 10
+    with pytest.raises(bx.JobError, match="computes something else"):
+        quiet(lambda x: positive(2 * x), "x.npy", out="y.npy", batch_size=2, commit_rows=4)

@@ -19,8 +19,7 @@ _ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no resul
 
 def fingerprint(
     fun: Callable[..., Any],
-    examples: Sequence[Any],
-    call: Callable[..., Any],
+    staged: Any,
     sources: Sequence[Source],
     options: dict[str, Any],
     version: str | None = None,
@@ -29,8 +28,7 @@ def fingerprint(
 
     Args:
       fun: the function of the user's, for messages.
-      examples: what `call` takes for one row: arrays, or their shapes and types.
-      call: computes one row.
+      staged: the program that stands for it, mostly of one row, and the types of what it returns.
       sources: of the rows, and of what they share.
       options: those of the call that change results.
       version: what the user says of what cannot be seen here.
@@ -38,7 +36,7 @@ def fingerprint(
     Raises:
       UnsupportedError: if the function calls Python on the host, and no `version` was given.
     """
-    program, shapes = jax.make_jaxpr(call, return_shape=True)(*examples)
+    program, shapes = staged
     on_host = next(_calls_of_host(program.jaxpr), None)
     if on_host and version is None:
         raise UnsupportedError(
@@ -57,8 +55,7 @@ def fingerprint(
 
 
 def as_seen_here(
-    examples: Sequence[Any],
-    call: Callable[..., Any],
+    staged: Any,
     rows: Sequence[Source],
     shared: Sequence[Source],
     platform: str,
@@ -69,12 +66,12 @@ def as_seen_here(
     Files of rows are looked at, and not read; of rows in memory, there is a copy in the call.
 
     Args:
-      examples, call: as for `fingerprint`.
+      staged: as for `fingerprint`.
       rows: sources of them.
       shared: sources of what they share, which is read.
       platform: of the process that made the call.
     """
-    program, shapes = jax.make_jaxpr(call, return_shape=True)(*examples)
+    program, shapes = staged
     each = [(s, s.origin() or {}) for s in rows] + [(s, s.content()) for s in shared]
     inputs = [
         {"name": s.name, "shape": s.shape, "dtype": str(s.dtype), **known_by}

@@ -17,10 +17,12 @@ from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of, 
 from batchax.datasets.parts import Rows
 from batchax.datasets.ragged_parts import as_ragged, kept
 from batchax.divergence.auto import for_any_machine
+from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
+from batchax.jaxprs.inside import with_inside
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
 from batchax.rows.arrow import by_axis
@@ -188,10 +190,31 @@ class RowFunction:
         return call, [keys, rows, shared]
 
     @functools.cached_property
+    def known_by(self) -> Any:
+        """What tells it from others, staged, and what that returns: the function of one row, or
+        where that finds sizes, and so no row by itself has a program, of a few.
+        """
+        call, types = self.of_one_row()
+        try:
+            return jax.make_jaxpr(call, return_shape=True)(*types)
+        except UnsupportedError:
+            return self._staged
+
+    @property
+    def _lanes(self) -> Callable[..., Any]:
+        """The function of some rows, none of which are added up."""
+        return functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
+
+    @functools.cached_property
     def _staged(self) -> Any:
-        """The program of a few rows, none of which are added up, and what it returns."""
-        lanes = functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
-        return jax.make_jaxpr(lanes, return_shape=True)(*self.types(_FEW))
+        """The program of a few rows, and what it returns."""
+        return jax.make_jaxpr(self._lanes, return_shape=True)(*self.types(_FEW))
+
+    @functools.cached_property
+    def runs_python(self) -> bool:
+        """Whether a row calls Python on the host, which may do anything."""
+        program, _ = self._staged
+        return any(e.primitive.name.endswith("callback") for e in with_inside(program.eqns))
 
     @property
     def _returned(self) -> Any:

@@ -122,8 +122,7 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
     sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
     if how.by_content:
         sources = list(map(ByContent, sources))
-    call, types = function.of_one_row()
-    return fingerprint(function.fun, types, call, sources, options, how.version)
+    return fingerprint(function.fun, function.known_by, sources, options, how.version)
 
 
 def _described_key(key: Any) -> str:

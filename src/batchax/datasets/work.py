@@ -55,7 +55,9 @@ class Work:
         """The rows of a unit, of each mapped argument."""
         parts = []
         for m in self.function.inputs.mapped:
-            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
+            # What is mapped nobody can write to while it is computed: the function itself might.
+            fresh = m.source.maps and self.function.runs_python
+            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=fresh)
             parts.append(trying(read, self.retries, self.stop))
         return parts
 

@@ -150,10 +150,10 @@ def saved(work: Work, out: Address) -> Attempts:
 
 def _seen(function: RowFunction, platform: str) -> dict[str, Any]:
     """What it computes, and of what, as this process sees it."""
-    inputs, (call, types) = function.inputs, function.of_one_row()
+    inputs = function.inputs
     rows = [m.source for m in inputs.mapped]
     shared = list(map(as_source, inputs.shared, inputs.shared_paths))
-    return as_seen_here(types, call, rows, shared, platform)
+    return as_seen_here(function.known_by, rows, shared, platform)
 
 
 def _check(function: RowFunction) -> None:
