@@ -10,7 +10,7 @@ from batchax.errors import UnsupportedError
 from batchax.rows.by_switch import MOST_LENGTHS
 
 from support.oracle import same
-from support.rows import check_rows, ragged
+from support.rows import check_rows, images, ragged
 
 
 def square(x):
@@ -116,3 +116,22 @@ def test_what_is_refused():
         )
     with pytest.raises(TypeError, match="can only concatenate"):
         refused(lambda x: x.shape + 1)
+
+
+SIZES = ((2, 3), (1, 2), (3, 1), (2, 2))
+
+
+def test_rows_of_several_sizes():
+    x = images(shapes=SIZES, spare=0)
+    y = ragged(lengths=[w for _, w in SIZES], spare=0)
+    functions = {
+        "by lines": lambda x, y: jnp.fft.fft(x * y, axis=1).real,
+        "outer": lambda x, y: jnp.outer(jnp.linspace(0, 1, x.shape[0]), jnp.abs(jnp.fft.rfft(y))),
+        "sizes": lambda x, y: (x.shape[0] * len(y), x.sum() if x.shape[0] > 1 else y.sum()),
+    }
+    together = lambda x, y: [f(x, y) for f in functions.values()]
+    in_axes = (bx.ragged("h", "w"), bx.ragged("w"))
+    check_rows(together, x, y, in_axes=in_axes, modes=("vjp",), reverse_traced=True)
+    with pytest.raises(UnsupportedError, match="lengths are traced") as error:
+        jax.jit(bx.vmap(together, in_axes))(x.with_max_length((8, 8)), y)
+    assert "of several sizes, so many together" in error.value.__notes__[0]

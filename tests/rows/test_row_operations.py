@@ -71,3 +71,14 @@ def test_as_the_row_alone(first):
         alone = [jax.jit(together)(row) for row in bx.Ragged(x.data, np.asarray(x.lengths)).rows()]
         for way, options in ways.items():
             agree(jax.jit(bx.vmap(together, **options))(x), alone, way)
+
+
+def test_a_reshape_to_another_number_of_elements_is_told_by_jax():
+    x = bx.Ragged.from_rows([np.ones((n, 2), np.float32) for n in (3, 0, 2)])
+    with pytest.raises(ValueError, match="number of output elements"):
+        bx.vmap(lambda x: jax.lax.reshape(x, (x.shape[0], 3)))(x)
+
+
+def test_a_batch_of_rows_for_each_lane_is_refused_by_name():
+    with pytest.raises(bx.ArgumentTypeError, match=r"a batch of rows of its own .*to_padded"):
+        bx.vmap(lambda x: bx.vmap(lambda y: bx.compress(y > 0, y))(x))(np.ones((2, 3, 4)))

@@ -214,8 +214,8 @@ def test_out_axes_that_ask_for_rows():
 
 
 def test_names_are_checked():
-    for names, shown in (((), "None"), (("a", "b c"), "'b c'"), ((1,), "1")):
-        with pytest.raises(bx.ArgumentTypeError, match=f"takes a name .* got {shown}"):
+    for names, shown in (((), "none is given"), (("a", "b c"), "got 'b c'"), ((1,), "got 1")):
+        with pytest.raises(bx.ArgumentTypeError, match=f"takes a name .*{shown}"):
             bx.ragged(*names)
     assert repr(bx.ragged("h", "w")) == "batchax.ragged('h', 'w')"
 
@@ -257,9 +257,27 @@ def test_many_shapes_are_put_into_few_buckets():
     assert buckets.waste < 0.6 * buckets.waste_unbucketed
 
 
-def test_buckets_of_traced_sizes_are_refused_by_name():
-    with pytest.raises(bx.UnsupportedError, match="rows are ragged along several axes"):
-        jax.jit(bx.vmap(jnp.sin, HW, buckets=2))(X)
+IN_CLASSES = {
+    "gram": lambda x, y: jnp.tanh(x @ x.T),
+    "turned": lambda x, y: x.T + y,
+    "pairs": lambda x, y: y[:, None] * y * x.sum(),
+    "softmax": lambda x, y: jax.nn.softmax(x, 1) + y[:, None],
+    "one longer": lambda x, y: jnp.pad(x, ((1, 0), (2, 1))),
+}
+
+
+def test_size_classes_of_traced_sizes():
+    """A row in each class: full, one more, long and thin, without elements."""
+    x = images(shapes=[(2, 3), (1, 4), (0, 2), (3, 0), (7, 8), (5, 3), (1, 8), (3, 4)], spare=0)
+    y = ragged(lengths=x.lengths[0].tolist(), spare=0)
+    together = lambda x, y: [f(x, y) for f in IN_CLASSES.values()]
+    in_axes = (HW, bx.ragged("h"))
+    check_rows(together, x, y, in_axes=in_axes, buckets=3, modes=("vjp",), reverse_traced=True)
+    spoilt = x.with_data(x.data.at[0].set(np.nan))
+    got = jax.jit(bx.vmap(together, in_axes, buckets=3))(spoilt, y)
+    for each in jax.tree.leaves(jax.device_get(got), is_leaf=lambda x: isinstance(x, bx.Ragged)):
+        assert np.isnan(each[0]).any() or not np.isnan(y[0]).any()
+        assert not any(np.isnan(each[i]).any() for i in range(1, len(x)))
 
 
 def test_sizes_that_are_found_beside_each_other():
@@ -273,14 +291,6 @@ def test_sizes_that_are_found_beside_each_other():
     for i, row in enumerate(x):
         y = row[row > 0]
         same([each[i] for each in got], [np.outer(y, y), np.outer(y, row)])
-
-
-def test_maps_refuse_rows_along_two_axes_by_name(tmp_path):
-    x, one = jax.device_get(X), bx.Ragged(np.arange(6.0), [1, 3, 2])
-    with pytest.raises(bx.UnsupportedError, match=r"are ragged along one axis, and these along"):
-        bx.map(jnp.sum, x, out=tmp_path / "sums.npy", progress=False)
-    with pytest.raises(bx.UnsupportedError, match=r"along axis \(0, 1\), and out_axes"):
-        bx.map(lambda x: jnp.outer(x, x), one, out=tmp_path / "squares.parquet", progress=False)
 
 
 def _softmax(x, axis):
@@ -326,3 +336,13 @@ def test_rows_of_drawn_sizes_are_as_each_alone(dtype):
             for mine, theirs in zip(got, of_arrays(row, np, _softmax), strict=True):
                 assert mine[i].shape == theirs.shape
                 np.testing.assert_allclose(mine[i], theirs, 2e-5, 2e-5)
+
+
+def test_what_padding_costs_is_counted_along_both_axes():
+    x = images(shapes=[(2, 9), (9, 2), (3, 8), (8, 3), (2, 2), (9, 9)], spare=0)
+    f = lambda x: jnp.sort(x, 1) @ x.T
+    told = bx.explain(f, in_axes=HW, compile=False)(x)
+    (finding,) = [each for each in told.findings if each.kind == "ragged rows run padded"]
+    elements = sum(h * w for h, w in zip(*x.lengths, strict=True))
+    assert f"6 rows take {6 * 81} places for {elements} elements" in finding.message
+    assert finding.advice == {"buckets": 4}

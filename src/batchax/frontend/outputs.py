@@ -14,7 +14,12 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend import reducing
-from batchax.frontend.containers import is_container, is_container_spec, parts_of_output
+from batchax.frontend.containers import (
+    BatchOfRows,
+    is_container,
+    is_container_spec,
+    parts_of_output,
+)
 from batchax.frontend.in_axes import LANES, Terms, is_position, show
 from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
 from batchax.frontend.objects import is_array, is_object
@@ -257,6 +262,12 @@ def check_array(value: Value, path: str) -> None:
     Raises:
       ArgumentTypeError: it is not.
     """
+    if isinstance(value, BatchOfRows):
+        raise ArgumentTypeError(
+            f"the function returned {path}, a batch of rows of its own for each lane, as a vmap in "
+            "it makes: batches of such batches there are none. Return them padded, x.to_padded(), "
+            "with x.lengths; or give all rows to one vmap."
+        )
     if not is_array(value):
         raise ArgumentTypeError(
             f"the function returned {path} of type {type(value).__name__}, which is not an "

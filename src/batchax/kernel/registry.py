@@ -215,7 +215,7 @@ def _note_rule_of_jax(primitive: _compat.Primitive | str) -> None:
         _of_jax[declared] = rule if rule is None or _compat.is_jaxs_rule(rule) else None
 
 
-def _is_replaced_in_jax(primitive: _compat.Primitive) -> bool:
+def is_replaced_in_jax(primitive: _compat.Primitive) -> bool:
     """Whether ``jax.vmap`` batches `primitive` by a rule that a user put into JAX's table."""
     of_jax = _of_jax.get(primitive, _UNKNOWN)
     now = batching.fancy_primitive_batchers.get(primitive)
@@ -242,7 +242,7 @@ def find(primitive: _compat.Primitive) -> Registered | None:
         entry = by_itself or by_name
     else:
         entry = max(by_itself, by_name, key=lambda entry: entry.number)
-    if entry is not None and not entry.is_users and _is_replaced_in_jax(primitive):
+    if entry is not None and not entry.is_users and is_replaced_in_jax(primitive):
         return None
     return entry
 

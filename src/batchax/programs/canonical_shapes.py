@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -119,7 +120,8 @@ def _iota(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
 def _reshape(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     x, (shape, dtype) = args[0], typed(eqn.outvars[0].aval)
     sized = all(isinstance(n, int) and n > 0 for n in (*x.shape, *shape))
-    if len(args) > 1 or not sized or is_placed(eqn.params.get("sharding")):
+    fits = sized and math.prod(x.shape) == math.prod(shape)  # JAX finds out when it is compiled
+    if len(args) > 1 or not fits or is_placed(eqn.params.get("sharding")):
         return p.opaque(eqn, args)
     if eqn.params["dimensions"] is not None:
         order = eqn.params["dimensions"]

@@ -28,7 +28,7 @@ from batchax.rows.ragged import Ragged
 from batchax.rows.row_size import RaggedSize, SizeAlone
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NotedSize:
     """What notes say of a size, which outlive the arrays that have it.
 

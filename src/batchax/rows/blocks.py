@@ -6,7 +6,8 @@ rows, padded rows and blocks is a gather, and so is its transpose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,9 @@ from batchax.jaxprs.words import Value
 from batchax.rows.sizes import Sizes
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
+
+Dims = Sequence[Any]
+"""The sizes of the ragged axes of a value, in order."""
 
 
 @dataclass(frozen=True)
@@ -66,30 +70,37 @@ class SizeClasses:
         """The room that a row has in each class along a dimension of size `dim`."""
         return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
 
-    def elements(self, dim: Any) -> int:
-        """The elements of a block along a dimension of size `dim`."""
-        return int((self.widths(dim) * np.array(self.rows)).max())
+    def elements(self, dims: Dims) -> int:
+        """The elements of a block along dimensions of the sizes `dims`."""
+        each = np.array([self.widths(dim) for dim in dims], np.int64)
+        return int((each.prod(0) * np.array(self.rows)).max())
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Where rows are along an axis of an array.
+    """Where rows are along an axis of an array, which holds all of their ragged axes.
 
     Attributes:
-      starts, sizes: of each row.
-      rows, places: of each element of the axis: its row, and its place there.
+      starts: of each row.
+      sizes: of each row, along each of its axes.
+      rows: of each element of the axis the row.
+      places: of each element its place there, along each axis.
+      room: how many places there are along each axis.
     """
 
     starts: Any
-    sizes: Any
+    sizes: Sequence[Any]
     rows: Any
-    places: Any
+    places: Sequence[Any]
+    room: Sequence[int]
 
     @property
     def inside(self) -> Any:
         """Which elements of the axis belong to a row."""
-        sizes = jnp.take(self.sizes, self.rows, mode="clip")
-        return (self.rows < self.sizes.shape[0]) & (self.places < sizes)
+        inside = self.rows < self.starts.shape[0]
+        for size, place in zip(self.sizes, self.places, strict=True):
+            inside &= place < jnp.take(size, self.rows, mode="clip")
+        return inside
 
 
 class Blocks:
@@ -143,37 +154,54 @@ class Blocks:
         back = jnp.where(self.own, self.row, -1).reshape(-1)
         return moved(lax.collapse(x, 0, 2), self._slots, back)
 
-    def split(self, x: Value, dim: Any, elements: Elements) -> Any:
+    def split(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
-        there, _ = self._places(dim, elements)
-        out = moved(x, there, self._at(dim, elements))
-        return out.reshape(self.classes.blocks, self.classes.elements(dim), *x.shape[1:])
+        there, _ = self._places(dims, elements)
+        out = moved(x, there, self._at(dims, elements))
+        return out.reshape(self.classes.blocks, self.classes.elements(dims), *x.shape[1:])
 
-    def join(self, x: Value, dim: Any, elements: Elements) -> Any:
+    def join(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """What `split` made."""
-        there = self._at(dim, elements)
-        _, back = self._places(dim, elements)
+        there = self._at(dims, elements)
+        _, back = self._places(dims, elements)
         return moved(lax.collapse(x, 0, 2), there, back)
 
-    def _at(self, dim: Any, elements: Elements) -> Any:
+    def _widths(self, dims: Dims) -> list[Any]:
+        return [jnp.maximum(jnp.asarray(self.classes.widths(dim)), 1) for dim in dims]
+
+    def _at(self, dims: Dims, elements: Elements) -> Any:
         """Where in the blocks each element is; -1 for those of no row."""
-        widths = jnp.asarray(self.classes.widths(dim))
-        first = self.block * self.classes.elements(dim) + self.slot * widths[self.class_of_row]
-        place = jnp.take(first, elements.rows, mode="clip") + elements.places
+        widths = [width[self.class_of_row] for width in self._widths(dims)]
+        first = self.block * self.classes.elements(dims) + self.slot * math.prod(widths)
+        of_elements = lambda x: jnp.take(x, elements.rows, mode="clip")
+        place = of_elements(first) + linear(elements.places, list(map(of_elements, widths)))
         return jnp.where(elements.inside, place, -1)
 
-    def _places(self, dim: Any, elements: Elements) -> tuple[Any, Any]:
+    def _places(self, dims: Dims, elements: Elements) -> tuple[Any, Any]:
         """The element at each place of the blocks; the same but for rows that run again.
 
         -1 where there is none.
         """
-        widths = jnp.maximum(jnp.asarray(self.classes.widths(dim)), 1)[self.kind][:, None]
-        places = np.arange(self.classes.elements(dim), dtype=np.int32)[None]
-        slot, place = places // widths, places % widths
+        widths = [width[self.kind][:, None] for width in self._widths(dims)]
+        rest = np.arange(self.classes.elements(dims), dtype=np.int32)[None]
+        slot = rest // math.prod(widths)
         of_slots = lambda x: jnp.take_along_axis(x, slot, 1, mode="clip")
-        start, size = (of_slots(x[self.row]) for x in (elements.starts, elements.sizes))
-        there = jnp.where((place < size) & (slot < self.row.shape[1]), start + place, -1)
+        inside, places = slot < self.row.shape[1], []
+        for width, size in reversed(list(zip(widths, elements.sizes, strict=True))):
+            places.insert(0, rest % width)
+            rest = rest // width
+            inside &= places[0] < of_slots(size[self.row])
+        start = of_slots(elements.starts[self.row])
+        there = jnp.where(inside, start + linear(places, elements.room), -1)
         return there.reshape(-1), jnp.where(of_slots(self.own), there, -1).reshape(-1)
+
+
+def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
+    """The place of an element among all of a row, the last axis of which is the fastest."""
+    at = places[0]
+    for place, size in zip(places[1:], room[1:], strict=True):
+        at = at * size + place
+    return at
 
 
 def moved(x: Value, there: Any, back: Any) -> Any:

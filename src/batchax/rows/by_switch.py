@@ -40,9 +40,10 @@ from batchax.rows.sizes import is_symbolic
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
 
 
-def are_few(size: RowSize) -> bool:
-    """Whether there may be a program for each length of rows."""
-    return not size.of_lanes and size.bound < MOST_LENGTHS
+def are_few(sizes: Sequence[RowSize]) -> bool:
+    """Whether there may be a program for each length of rows, or for all lengths together."""
+    programs = math.prod(size.bound + 1 for size in sizes)
+    return programs <= MOST_LENGTHS and not any(size.of_lanes for size in sizes)
 
 
 def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
@@ -56,20 +57,21 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
       chunking: how many rows run at a time; None for all.
 
     Returns:
-      None if it cannot be: lengths may be too many, rows have several sizes, or the function works
-      for none, or uses the name of the axis, or references, or returns arrays of other kinds for
-      some.
+      None if it cannot be: lengths may be too many, or the function works for none, or uses the
+      name of the axis, or references, or returns arrays of other kinds for some.
     """
     axis, mapped = call.axis, call.mapped
     sizes_of, sizes = find_sizes(mapped)
-    if len(sizes) != 1 or not are_few(sizes[0]):
+    if not are_few(sizes) or not all(size.bound for size in sizes):
         return None
-    (size,) = sizes
-    staged = _staged(lambda length: stage_at(call, sizes_of, sizes, (length,)), size.bound)
-    if size.bound not in staged or not size.bound:
+    lengths = _Lengths(sizes)
+    staged = _staged(lambda k: stage_at(call, sizes_of, sizes, lengths.of(k)), lengths.count)
+    longest = lengths.count - 1
+    if longest not in staged:
         return None
-    if 0 in staged and not _takes_nothing(staged[0][0], staged[size.bound][0]):
-        del staged[0]
+    for k in [k for k in staged if 0 in lengths.of(k)]:
+        if not _takes_nothing(staged[k][0], staged[longest][0]):
+            del staged[k]
     programs = [program for program, _ in staged.values()]
     alike = all(kinds(program) == kinds(programs[0]) for program in programs)
     if not alike or any(any_uses_axis(axis, program) for program in programs):
@@ -79,10 +81,10 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     for program in programs:
         refuse_order(program)
     check_constants([outputs for _, outputs in staged.values()])
-    recording.fact("groups", lengths=[(n,) for n in staged], rows=[size.rows])
-    outputs = staged[size.bound][1]
+    recording.fact("groups", lengths=list(map(lengths.of, staged)), rows=[sizes[0].rows])
+    outputs = staged[longest][1]
     results = [
-        _Result(size, list(staged), each)
+        _Result(lengths, list(staged), each)
         for each in zip(*(program.out_avals for program in programs), strict=True)
     ]
     placed = [
@@ -92,12 +94,14 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
         )
     ]
     branches = [
-        _branch(sizes_of, mapped, n, staged[n][0] if n in staged else None, results)
-        for n in range(size.bound + 1)
+        _branch(sizes_of, mapped, lengths.named(k), staged[k][0] if k in staged else None, results)
+        for k in range(lengths.count)
     ]
 
-    def padded_row(length: Any, *arrays: Any) -> tuple[list[Any], FlatOutputs]:
-        return lax.switch(length, branches, *arrays), replace(outputs, described=placed)
+    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        own, arrays = values[: len(sizes)], values[len(sizes) :]
+        outs = lax.switch(lengths.place(own), branches, *arrays)
+        return outs, replace(outputs, described=placed)
 
     arguments = padded_arguments(mapped, sizes_of, sizes)
     with _compat.named_scope(axis.name, axis.size):
@@ -111,16 +115,44 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     ], outputs
 
 
+class _Lengths:
+    """All lengths that rows may have, by number: the last are the longest.
+
+    Attributes:
+      sizes: of rows.
+      count: how many there are.
+    """
+
+    def __init__(self, sizes: Sequence[RowSize]) -> None:
+        self.sizes = sizes
+        self._each = tuple(size.bound + 1 for size in sizes)
+        self.count = math.prod(self._each)
+        self.along = np.indices(self._each, np.int32).reshape(len(sizes), -1)
+
+    def of(self, k: int) -> tuple[int, ...]:
+        return tuple(self.along[:, k].tolist())
+
+    def named(self, k: int) -> dict[str, int]:
+        return {size.name: n for size, n in zip(self.sizes, self.of(k), strict=True)}
+
+    def place(self, own: Sequence[Any]) -> Any:
+        """The number of such lengths."""
+        k = own[0]
+        for count, n in zip(self._each[1:], own[1:], strict=True):
+            k = k * count + n
+        return k
+
+
 def _staged(
-    stage: Callable[[int], tuple[ClosedJaxpr, FlatOutputs]], bound: int
+    stage: Callable[[int], tuple[ClosedJaxpr, FlatOutputs]], count: int
 ) -> dict[int, tuple[ClosedJaxpr, FlatOutputs]]:
-    """The program for each length that the function takes, by length."""
+    """The program for all lengths that the function takes, by their number."""
     staged = {}
-    for length in range(bound, -1, -1):
+    for k in range(count - 1, -1, -1):
         try:
-            staged[length] = stage(length)
-        except Exception:  # maybe no row has this length, and so the function need not take it
-            if length == bound:  # it is wrong
+            staged[k] = stage(k)
+        except Exception:  # maybe no row has these lengths, and so the function need not take them
+            if k == count - 1:  # it is wrong
                 break
     return dict(sorted(staged.items()))
 
@@ -145,7 +177,7 @@ def _takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
 
 
 class _Result:
-    """A result for rows of each length.
+    """A result for rows of all lengths.
 
     Attributes:
       shape: for one row, with a symbol for what differs with the length.
@@ -153,15 +185,22 @@ class _Result:
       bounds: the shape of an array that has room for that of each row.
     """
 
-    def __init__(self, size: RowSize, lengths: Sequence[int], avals: Sequence[Aval]) -> None:
+    def __init__(self, lengths: _Lengths, taken: list[int], avals: Sequence[Aval]) -> None:
         shapes = [getattr(aval, "shape", ()) for aval in avals]
         self.shape = symbolic_shape(shapes)
         self.axes = tuple(i for i, dim in enumerate(self.shape) if is_symbolic(dim))
         self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
-        self.aval, self._size = avals[-1], size
-        self._own = [np.zeros(size.bound + 1, np.int32) for _ in self.axes]
-        for own, at in zip(self._own, self.axes, strict=True):
-            own[list(lengths)] = [shape[at] for shape in shapes]
+        self.aval, self._lengths = avals[-1], lengths
+        self._own = [self._size_of([s[at] for s in shapes], taken) for at in self.axes]
+
+    def _size_of(self, own: Sequence[int], taken: list[int]) -> RowSize | np.ndarray:
+        """What a result has along an axis: a size of the rows, or what it comes to, by number."""
+        for size, along in zip(self._lengths.sizes, self._lengths.along, strict=True):
+            if np.array_equal(along[taken], own):
+                return size
+        all_own = np.zeros(self._lengths.count, np.int32)
+        all_own[taken] = own
+        return all_own
 
     def padded(self, x: Any) -> Any:
         """The result of one row as part of an array with room for that of each."""
@@ -176,36 +215,37 @@ class _Result:
 
     def packed(self, x: Any) -> Ragged:
         """Padded results of rows, the rows in front, as rows."""
-        size, bounds = self._size, tuple(self.bounds[at] for at in self.axes)
+        bounds = tuple(self.bounds[at] for at in self.axes)
+        place = self._lengths.place([size.index.lengths for size in self._lengths.sizes])
         lengths = [
-            size.lengths
-            if np.array_equal(own, np.arange(size.bound + 1))
-            else jnp.asarray(own)[size.index.lengths]
+            own.lengths if isinstance(own, RowSize) else jnp.asarray(own)[place]
             for own in self._own
         ]
-        same = len(lengths) == 1 and lengths[0] is size.lengths
-        capacity = size.capacity if same else size.rows * math.prod(bounds)
-        index = size.index if same else RowIndex.of_axes(lengths, capacity, bounds)
-        axis = self.axes if len(bounds) > 1 else self.axes[0]
-        return Ragged(pack_rows(x, index, axis, capacity), lengths, bounds, axis=self.axes)
+        first = self._own[0]
+        if len(lengths) == 1 and isinstance(first, RowSize):
+            capacity, index = first.capacity, first.index
+        else:
+            capacity = len(x) * math.prod(bounds)
+            index = RowIndex.of_axes(lengths, capacity, bounds)
+        return Ragged(pack_rows(x, index, self.axes, capacity), lengths, bounds, axis=self.axes)
 
 
 def _branch(
     sizes_of: Sequence[SizesOf],
     mapped: Sequence[Mapped],
-    length: int,
+    lengths: dict[str, int],
     program: ClosedJaxpr | None,
     results: Sequence[_Result],
 ) -> Callable[..., list[Any]]:
-    """What is done for a row of that length, of arrays with room for the longest."""
+    """What is done for a row of those lengths, of arrays with room for the longest."""
 
     def run(*arrays: Any) -> list[Any]:
         if program is None:
             return [result.missing() for result in results]
         own = []
         for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
-            for axis in m.value.axes if sizes else ():
-                x = lax.slice_in_dim(x, 0, length, axis=axis)
+            for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
+                x = lax.slice_in_dim(x, 0, lengths[size.name], axis=axis)
             own.append(x)
         outs = eval_jaxpr(program.jaxpr, program.consts, *own)
         # Numbers of Python's come out as they are written in the program.

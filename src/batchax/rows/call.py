@@ -16,6 +16,7 @@ from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described
 from batchax.kernel.lasting import call_key
 from batchax.rows.arguments import (
+    NotedSize,
     RowSize,
     SizesOf,
     capacity_for,
@@ -71,6 +72,11 @@ class RowCall(Call):
     @property
     def values(self) -> list[Any]:
         return [*self.lengths, *self.arrays] if self.gives_lengths else self.arrays
+
+    @property
+    def noted(self) -> list[tuple[NotedSize, ...]]:
+        """What notes say of rows: for each ragged argument, its sizes."""
+        return list(dict.fromkeys(tuple(s.noted for s in own) for own in self.sizes_of if own))
 
     @property
     def arguments(self) -> list[tuple[Mapped, SizesOf]]:

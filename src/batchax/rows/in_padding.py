@@ -49,7 +49,7 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
     """What a call returns, each of whose rows is padded to the longest."""
     if recording.is_on():
         steps = flatten(call.staged).steps
-        recording.fact("region", layout="padded", steps=steps, sizes=[s.noted for s in call.sizes])
+        recording.fact("region", layout="padded", steps=steps, rows=call.noted)
     recording.found_program(call.axis, call.staged, call.mapped)
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]

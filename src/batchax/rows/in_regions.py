@@ -28,7 +28,7 @@ from batchax.rows.padded import Operation
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
 from batchax.rows.size_classes import obstacle
-from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
 from batchax.rows.steps import RowProgram, flatten
 
 Classes = int | Literal["auto"] | None
@@ -58,9 +58,8 @@ class InRegions(Way):
         assert isinstance(call, RowCall)
         program, regions, classes = self._find_regions(call)
         for region in regions if recording.is_on() else ():
-            sizes = [s.noted for s in call.sizes]
             name = "in size classes" if classes and region.layout == "padded" else region.layout
-            recording.fact("region", layout=name, steps=region.steps, sizes=sizes)
+            recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
         segments = {size.name: Segments(size.index, size.capacity) for size in call.sizes}
         rows = PackedRows(call.axis, segments)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
@@ -126,6 +125,16 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
     return Packed(pad_rows(x.data, index_in(x, own), x.axis), shape, 0)
 
 
+def _along_several(call: RowCall) -> bool:
+    """Whether rows that are given or returned are ragged along several axes.
+
+    Of these nothing is known of how many elements there are, and so of what classes would gain.
+    """
+    jaxpr = call.staged.jaxpr
+    arrays = (*jaxpr.invars, *jaxpr.outvars)
+    return any(len(ragged_axes(getattr(v.aval, "shape", ()))) > 1 for v in arrays)
+
+
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
     """How many size classes rows may be in; None where they are in none.
 
@@ -138,7 +147,8 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
     why = obstacle(call.axis, call.staged, in_chunks)
     if options.buckets is None:
         # Outside of `jit` a loop over blocks would be compiled.
-        return "auto" if options.layout == "auto" and call.traced and why is None else None
+        auto = options.layout == "auto" and call.traced and why is None
+        return "auto" if auto and not _along_several(call) else None
     if why is not None:
         raise UnsupportedError(
             "buckets was given, and the lengths of rows are traced here, so that they would be "

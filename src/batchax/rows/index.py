@@ -110,14 +110,19 @@ Axes = int | tuple[int, ...]
 
 def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: Any = 0) -> Any:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
-    if isinstance(axis, int):
-        return _pad_pieces(data, index, axis, fill_value)
-    pieces = _pad_pieces(data, index, axis[0], fill_value)
+    axes = _axes(axis)
+    pieces = _pad_pieces(data, index, axes[0], fill_value)
+    if len(axes) == 1:
+        return pieces
     split = pieces.reshape(-1, *index.before, *pieces.shape[1:])
-    return jnp.moveaxis(split, *_of_pieces(axis))
+    return jnp.moveaxis(split, *_of_pieces(axes))
 
 
-def _of_pieces(axes: tuple[int, ...]) -> tuple[list[int], list[int]]:
+def _axes(axis: Axes) -> list[int]:
+    return [axis] if isinstance(axis, int) else list(axis)
+
+
+def _of_pieces(axes: Sequence[int]) -> tuple[list[int], list[int]]:
     """Where an array of pieces has the ragged axes of rows, and where one of padded rows does."""
     count = len(axes)
     return [*range(1, count), count + axes[0]], [axis + 1 for axis in axes]
@@ -139,11 +144,12 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
 
 def pack_rows(padded: Any, index: RowIndex, axis: Axes, capacity: int) -> Any:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
-    if not isinstance(axis, int):
-        in_pieces, in_rows = _of_pieces(axis)
+    axes = _axes(axis)
+    if len(axes) > 1:
+        in_pieces, in_rows = _of_pieces(axes)
         padded = jnp.moveaxis(padded, in_rows, in_pieces)
-        padded, axis = padded.reshape(-1, *padded.shape[len(axis) :]), axis[0]
-    return _linear_gather(_pack, _pad, index, padded, axis, capacity)
+        padded = padded.reshape(-1, *padded.shape[len(axes) :])
+    return _linear_gather(_pack, _pad, index, padded, axes[0], capacity)
 
 
 def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, *how: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -23,8 +25,13 @@ class NoArray:
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(f"numpy.{ufunc.__name__} is of arrays")
 
-    def __jax_array__(self) -> NoReturn:
-        _refuse("JAX wants an array")
+    @property
+    def __jax_array__(self) -> Any:
+        # Of its primitives' operands JAX asks only whether they have this, and refuses them without
+        # a word of what they are.
+        if sys._getframe(1).f_code.co_name in ("typeof", "shaped_abstractify", "bind"):
+            _refuse("JAX wants an array")
+        return functools.partial(_refuse, "JAX wants an array")
 
     if not TYPE_CHECKING:  # else every name would be an attribute to type checkers
 

@@ -93,9 +93,8 @@ def as_ragged(
         room = room if most is None else min(room, most)
     else:
         room = min(room, _capacity(dims, bounds, sizes, arguments))
-    at = axes[0] if len(axes) == 1 else axes
     index = RowIndex.of_axes(lengths, room, bounds)
-    return Ragged(pack_rows(padded, index, at, room), lengths, tuple(bounds), axis=axes)
+    return Ragged(pack_rows(padded, index, axes, room), lengths, tuple(bounds), axis=axes)
 
 
 def _lengths_of(dim: Any, sizes: Sequence[RowSize]) -> Any:

@@ -13,6 +13,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn
+from batchax.kernel.registry import is_replaced_in_jax
 from batchax.kernel.rule_makers import reduced_dims
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule
@@ -172,6 +173,10 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
     Also whether operands that have no ragged axis may differ between rows.
     """
     facts = facts_of(primitive)
+    if is_replaced_in_jax(
+        primitive
+    ):  # by a rule for batches of arrays, of which padded rows are one
+        return None, False
     if facts.elementwise:
         return _always, True
     if facts.reduces:

@@ -31,6 +31,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
 from batchax.kernel import recording
+from batchax.kernel.registry import is_replaced_in_jax
 from batchax.kernel.varying import bind_varying
 from batchax.rows.found_places import finds_size, leaves_with_found
 from batchax.rows.sizes import Sizes, depends_on_sizes
@@ -222,6 +223,8 @@ def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     rule = _find_rule(eqn.primitive)
     if rule is None:
         raise op.refuse(_OWN.get(eqn.primitive.name, "it has no rule for rows."))
+    if is_replaced_in_jax(eqn.primitive) and not facts_of(eqn.primitive).elementwise:
+        raise op.refuse("a rule of yours batches it in jax.vmap, which is for arrays of one size.")
     if (size := leaves_with_found(eqn)) is not None:
         raise op.refuse(
             f"it returns an array of the size {size}, which is found in it. Return what does not "

@@ -21,7 +21,7 @@ from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packing import is_packable
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.size_classes import run_in_classes
-from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rows.sizes import Sizes, has_symbols, ragged_axis
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
 
@@ -63,8 +63,7 @@ def regions_of_classes(
 ) -> list[Region]:
     """As `find_regions`, for rows in size classes.
 
-    What rows share is computed first, or each block of rows would compute it again. Values go from
-    one region to another along one axis: where that is not enough, all else is padded.
+    What rows share is computed first, or each block of rows would compute it again.
     """
     differs = differing_values(program, batched)
     own: dict[RowStep, Layout | None] = {
@@ -75,12 +74,6 @@ def regions_of_classes(
     shared = [step for step in program.steps if step not in own]
     rest = replace(program, steps=list(own))
     regions = find_regions(rest, list(own.values()))
-    for region in regions:
-        made = {v for step in region.steps for v in step.outputs}
-        given = (program.shapes[v] for step in region.steps for v in step.used if v not in made)
-        if any(sum(map(is_symbolic, shape)) > 1 for shape in given):
-            regions = [Region("padded", rest.steps)]
-            break
     return [*([Region("packed", shared)] if shared else []), *regions]
 
 

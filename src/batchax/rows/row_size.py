@@ -91,7 +91,12 @@ def ragged(*names: str) -> RaggedSize:
       >>> bx.vmap(lambda x: x @ x.T, bx.ragged("h", "w"))(images)
       Ragged(2 rows of float32[n, n], lengths=([2, 4], [2, 4]), max_length=(4, 4))
     """
-    for name in names or (None,):
+    if not names:
+        raise ArgumentTypeError(
+            'ragged() takes a name for the size of rows, such as ragged("n"), or for each of '
+            'several, ragged("h", "w"); none is given.'
+        )
+    for name in names:
         check_size_name(name, "ragged")
     return RaggedSize(names)
 

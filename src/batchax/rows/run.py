@@ -129,10 +129,11 @@ class InRows(Way):
                 return outs
         cause, raised = told.args[0], told()
         sizes = find_sizes(call.mapped)[1]
-        if isinstance(raised, UnsupportedError) and not any(map(are_few, sizes)):
+        if isinstance(raised, UnsupportedError) and not are_few(sizes):
+            several = "" if len(sizes) == 1 else ", or, of several sizes, so many together"
             raised.add_note(
-                f"Where the Ragged has a max_length of at most {MOST_LENGTHS - 1}, a program for "
-                "each length is compiled instead."
+                f"Where the Ragged has a max_length of at most {MOST_LENGTHS - 1}{several}, a "
+                "program for each length is compiled instead."
             )
         hidden = isinstance(cause, CannotPad)
         raise raised from (None if hidden else _compat.without_hidden_frames(cause))

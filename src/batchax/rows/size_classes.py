@@ -11,6 +11,7 @@ its derivatives are chunk loops as well.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,20 +29,17 @@ from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
-from batchax.rows.blocks import Blocks, Elements, SizeClasses
+from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
 from batchax.rows.found_places import find_found
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packing import is_packable
-from batchax.rows.sizes import Sizes, is_symbolic, ragged_axis
+from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
     """Why a program cannot run in blocks of rows that are in no order; None if it can."""
     jaxpr = program.jaxpr
-    arrays = (*jaxpr.invars, *jaxpr.outvars)
-    if any(sum(map(is_symbolic, getattr(v.aval, "shape", ()))) > 1 for v in arrays):
-        return "rows are ragged along several axes, and blocks hold rows that are so along one"
     if in_chunks:
         return "batch_size was given, too, and rows run in blocks of their own"
     if axis.mesh_axis is not None or axis.spmd_name is not None:
@@ -142,58 +140,67 @@ class _Moving:
 
     def into_blocks(self, given: Packed) -> Any:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
-        at, x = ragged_axis(given.shape), given.value
-        if at is None:
+        at, x = ragged_axes(given.shape), given.value
+        if not at:
             assert given.axis is not None
             return self.blocks.take(jnp.moveaxis(x, given.axis, 0))
-        dim = given.shape[at]
+        dims = [given.shape[k] for k in at]
         if given.axis is None:
-            return self.blocks.split(jnp.moveaxis(x, at, 0), dim, self._packed(dim))
-        x = jnp.moveaxis(x, at + 1, 1)
-        bound = x.shape[1]
-        return self.blocks.split(lax.collapse(x, 0, 2), dim, self._padded(dim, bound))
+            return self.blocks.split(jnp.moveaxis(x, at[0], 0), dims, self._packed(*dims))
+        x, bounds = _collapsed(x, at)
+        return self.blocks.split(x, dims, self._padded(dims, bounds))
 
     def out_of_blocks(self, x: Value, shape: tuple[Any, ...]) -> Packed:
         """A result, from what it is in blocks."""
-        at = ragged_axis(shape)
-        if at is None:
+        at = ragged_axes(shape)
+        if not at:
             return Packed(self.blocks.put(x), shape, 0)
-        dim = shape[at]
+        dims = [shape[k] for k in at]
         if is_packable(shape):
-            return Packed(jnp.moveaxis(self.blocks.join(x, dim, self._packed(dim)), 0, at), shape)
-        bound = int(self.blocks.classes.widths(dim)[0])
-        x = self.blocks.join(x, dim, self._padded(dim, bound))
-        x = x.reshape(self.rows.axis.size, bound, *x.shape[1:])
-        return Packed(jnp.moveaxis(x, 1, at + 1), shape, 0)
+            x = self.blocks.join(x, dims, self._packed(*dims))
+            return Packed(jnp.moveaxis(x, 0, at[0]), shape)
+        bounds = [int(self.blocks.classes.widths(dim)[0]) for dim in dims]
+        x = self.blocks.join(x, dims, self._padded(dims, bounds))
+        return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
 
     def _packed(self, dim: Any) -> Elements:
         segments = self.rows.segments[str(dim)]
         starts = jnp.asarray(segments.index.starts)
-        return Elements(starts, self.sizes.size(dim), segments.rows, segments.places)
+        size, room = self.sizes.size(dim), [segments.index.bound]
+        return Elements(starts, [size], segments.rows, [segments.places], room)
 
-    def _padded(self, dim: Any, bound: int) -> Elements:
-        starts = jnp.arange(self.rows.axis.size, dtype=np.int32) * np.int32(bound)
-        places = np.arange(self.rows.axis.size * bound, dtype=np.int32)
-        return Elements(starts, self.sizes.size(dim), places // bound, places % bound)
+    def _padded(self, dims: Dims, bounds: Sequence[int]) -> Elements:
+        rows, *places = np.indices((self.rows.axis.size, *bounds), np.int32)
+        starts = jnp.arange(self.rows.axis.size, dtype=np.int32) * np.int32(math.prod(bounds))
+        sizes = list(map(self.sizes.size, dims))
+        return Elements(starts, sizes, rows.reshape(-1), [x.reshape(-1) for x in places], bounds)
+
+
+def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """Padded rows, with the rows in front, as one axis, and the bounds of their ragged axes."""
+    together = range(1, len(at) + 1)
+    x = jnp.moveaxis(x, [k + 1 for k in at], together)
+    return lax.collapse(x, 0, len(at) + 1), x.shape[1 : len(at) + 1]
+
+
+def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> Any:
+    """The reverse of `_collapsed`; `sizes` are the number of rows and the bounds."""
+    x = x.reshape(*sizes, *x.shape[1:])
+    return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
 
 
 def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any]) -> Any:
     """The rows of a block of class `k`, padded and in front."""
-    at, count = ragged_axis(shape), classes.rows[k]
-    if at is None:
-        return x[:count]
-    width = int(classes.widths(shape[at])[k])
-    x = x[: count * width].reshape(count, width, *x.shape[1:])
-    return jnp.moveaxis(x, 1, at + 1)
+    at, count = ragged_axes(shape), classes.rows[k]
+    widths = [int(classes.widths(shape[a])[k]) for a in at]
+    return _expanded(x[: count * math.prod(widths)], at, [count, *widths])
 
 
 def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
     """The reverse of `_rows_of_block`, with as much room as a block of any class needs."""
-    at = ragged_axis(shape)
-    size = classes.rows[-1]
-    if at is not None:
-        x = jnp.moveaxis(x, at + 1, 1)
-        x, size = lax.collapse(x, 0, 2), classes.elements(shape[at])
+    at = ragged_axes(shape)
+    x, _ = _collapsed(x, at)
+    size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
     if x.shape[0] == size:
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero

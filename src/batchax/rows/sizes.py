@@ -205,6 +205,11 @@ def ragged_axis(shape: Sequence[Any]) -> int | None:
     return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
 
 
+def ragged_axes(shape: Sequence[Any]) -> list[int]:
+    """Where a shape has ragged sizes."""
+    return [i for i, dim in enumerate(shape) if is_symbolic(dim)]
+
+
 def _in_params(params: Any) -> bool:
     if isinstance(params, dict):
         return any(map(_in_params, params.values()))

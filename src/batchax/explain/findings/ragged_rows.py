@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from batchax.explain.wording import count, show_work
 from batchax.programs.weights import STEP
 from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
+from batchax.rows.checks import elements_of
 from batchax.rows.sizes import depends_on_sizes
 
 _ENOUGH = 1.5  # places for each element, up to which padding, or room to spare, is no matter
@@ -32,17 +34,15 @@ def padding(draft: Draft) -> Iterator[Finding]:
     if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
         return
     # Regions of one program hold the same rows.
-    sizes = list({id(s): s for s in (_leading(r["sizes"]) for r in padded)}.values())
-    places = sum(s.rows * s.bound for s in sizes)
-    elements, exact = 0, True
-    for size in sizes:
-        exact &= size.lengths is not None
-        elements += size.capacity if size.lengths is None else int(size.lengths.sum())
+    rows_of = list(dict.fromkeys(max(r["rows"], key=_places) for r in padded))
+    places = sum(map(_places, rows_of))
+    exact = all(s.lengths is not None for sizes in rows_of for s in sizes)
+    elements = sum(map(_elements, rows_of))
     if not elements or places <= _ENOUGH * elements:
         return
     eqns = [e for e in draft.equations if e.rule != "rows.packed"]
     work = sum((e.work for e in eqns), Work())
-    rows = count(sum(s.rows for s in sizes), "row")
+    rows = count(sum(sizes[0].rows for sizes in rows_of), "row")
     rows += " on each device" * bool(_facts(draft, "dealt"))
     yield Finding(
         "ragged rows run padded",
@@ -51,12 +51,23 @@ def padding(draft: Draft) -> Iterator[Finding]:
         f"{places / elements:.2f} for each, and {show_work(work)}.",
         equation="",
         cost=(1 - elements / places) * price(work),
-        **_remedy(draft, sizes, places / elements, exact),
+        **_remedy(draft, rows_of, places / elements, exact),
     )
 
 
-def _leading(sizes: Sequence[NotedSize]) -> NotedSize:
-    return max(sizes, key=lambda s: s.rows * s.bound)
+_Sizes = tuple[NotedSize, ...]
+"""The sizes of rows, along each of their ragged axes."""
+
+
+def _places(sizes: _Sizes) -> int:
+    return sizes[0].rows * math.prod(s.bound for s in sizes)
+
+
+def _elements(sizes: _Sizes) -> int:
+    """How many there are, or at most."""
+    if any(s.lengths is None for s in sizes):
+        return sizes[0].capacity if len(sizes) == 1 else _places(sizes)
+    return int(elements_of(tuple(s.lengths for s in sizes)).sum())  # pyright: ignore
 
 
 def _operations(region: dict[str, Any]) -> int:
@@ -78,7 +89,7 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
     return f"Rows run with {' and '.join(told)}."
 
 
-def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, exact: bool) -> dict[str, Any]:
+def _remedy(draft: Draft, rows_of: Sequence[_Sizes], waste: float, exact: bool) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
     if draft.options.get("layout") == "padded":
         remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
@@ -91,11 +102,10 @@ def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, exact: bool)
         return {"remedy": remedy, "advice": {"buckets": 4}, "otherwise": f"{least}."}
     cut = "Cut the longest rows in two, or leave them to a call of their own."
     if draft.options.get("buckets") is not None:
-        number = 2 * len(sizes)
+        number = 2 * len(rows_of)
         remedy = f"Give buckets={number}: each bucket is padded to its own longest row."
         return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
-    longest = max(sizes, key=lambda s: s.bound)
-    best = _best_buckets(longest, waste)
+    best = _best_buckets(max(rows_of, key=_places), waste)
     if best is None:
         return {"remedy": cut}
     number, rest = best
@@ -103,9 +113,10 @@ def _remedy(draft: Draft, sizes: Sequence[NotedSize], waste: float, exact: bool)
     return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
 
 
-def _best_buckets(size: NotedSize, waste: float) -> tuple[int, float] | None:
+def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
     """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
-    wastes = [(k, bucket(size.lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
+    lengths = sizes[0].lengths if len(sizes) == 1 else tuple(s.lengths for s in sizes)
+    wastes = [(k, bucket(lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
     least = min(w for _, w in wastes)
     number, rest = next((k, w) for k, w in wastes if w <= _NEARLY * least)
     return (number, rest) if rest < _HELPS * waste else None
@@ -135,7 +146,7 @@ def groups(draft: Draft) -> Iterator[Finding]:
 def spare_room(draft: Draft) -> Iterator[Finding]:
     """Packed arrays with more places than rows have elements."""
     regions = [r for r in _facts(draft, "region") if r["layout"] == "packed" and _operations(r)]
-    for size in {id(s): s for r in regions for s in r["sizes"]}.values():
+    for size in dict.fromkeys(s for r in regions for sizes in r["rows"] for s in sizes):
         if size.lengths is None or not size.lengths.size:
             continue
         places, elements = size.capacity, int(np.sum(size.lengths))
