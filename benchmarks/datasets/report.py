@@ -119,12 +119,12 @@ what reads and writes beside it takes some of their time.
 
 {tables[0]}
 
-Whole calls, each with what it stages and compiles, until results are on the disk: loops and Dask
-write to a mapped file that is flushed at the end, what is in Zarr or Arrow is synced file by file.
-The loops read a slice of as many rows as a unit has, and compute it in batches of the same size as
-`bx.map`. Dask runs blocks of such slices in threads. `datasets.map` reads and writes Arrow. The
-second figure of a cell is `bx.map` to Zarr over that way. None of the others can go on after it
-was killed.
+Whole calls, each with what it stages and compiles, until results are on the disk: loops, Dask and
+xarray write to a mapped file that is flushed at the end, what is in Zarr or Arrow is synced file by
+file. The loops read a slice of as many rows as a unit has, and compute it in batches of the same
+size as `bx.map`. Dask runs blocks of such slices in threads, and xarray (`dask="parallelized"`) has
+Dask do it. `datasets.map` reads and writes Arrow. The second figure of a cell is `bx.map` to Zarr
+over that way. None of the others can go on after it was killed.
 
 {tables[1]}
 

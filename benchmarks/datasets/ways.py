@@ -83,6 +83,28 @@ def dask_blocks(work: DatasetWorkload, x: Path, out: Path) -> None:
     results.flush()
 
 
+def xarray_ufunc(work: DatasetWorkload, x: Path, out: Path) -> None:
+    """xarray's `apply_ufunc(dask="parallelized")`, in threads, to a mapped file."""
+    import dask.array as da
+    import xarray
+
+    dataset, compute = np.load(x, mmap_mode="r"), _by_batches(work)
+    rows = xarray.DataArray(dataset, dims=["row", "column"]).chunk(row=work.commit_rows)
+    computed = xarray.apply_ufunc(
+        compute,
+        rows,
+        input_core_dims=[["column"]],
+        output_core_dims=[["result"]],
+        dask="parallelized",
+        output_dtypes=[np.float32],
+        dask_gufunc_kwargs={"output_sizes": {"result": work.results}},
+    )
+    shape = len(dataset), work.results
+    results = np.lib.format.open_memmap(out.with_suffix(".npy"), "w+", np.float32, shape)
+    da.store(computed.data, results, lock=False, scheduler="threads")
+    results.flush()
+
+
 def huggingface_map(work: DatasetWorkload, x: Path, out: Path) -> None:
     """`datasets.Dataset.map`, from Arrow to Arrow. Its input is made beforehand (`prepare`)."""
     import datasets
@@ -117,13 +139,18 @@ def prepare(ways: dict[str, Way], x: Path) -> None:
         dataset.save_to_disk(str(x.with_suffix(".arrow")))
 
 
-NEEDS = {"Dask, `map_blocks`": "dask", "Hugging Face, `datasets.map`": "datasets"}
+NEEDS = {
+    "Dask, `map_blocks`": ("dask",),
+    "xarray, `apply_ufunc`": ("dask", "xarray"),
+    "Hugging Face, `datasets.map`": ("datasets",),
+}
 WAYS: dict[str, Way] = {
     "bx.map to Zarr": mapped,
     "bx.map to .npy": mapped_to_npy,
     "a loop to .npy": loop_to_npy,
     "a loop to Zarr": loop_to_zarr,
     "Dask, `map_blocks`": dask_blocks,
+    "xarray, `apply_ufunc`": xarray_ufunc,
     "Hugging Face, `datasets.map`": huggingface_map,
 }
 

@@ -281,3 +281,23 @@ def test_sizes_that_the_function_finds(x, executor):
     assert quiet(positive, "x.npy", **how).reused == 10
     with pytest.raises(bx.JobError, match="computes something else"):
         quiet(lambda x: positive(2 * x), "x.npy", out="y.npy", batch_size=2, commit_rows=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (dict(x=[[1.0, 2.0], [3.0]]), r"x\[0\]\[0\], which is a number.*numpy\.asarray"),
+        (dict(x=3), "x, which is a number, and so has no rows"),
+        (dict(x={1, 2}), "of type set, which has no rows that can be read"),
+        (dict(x=b"x.npy"), "of type bytes, which has no rows that can be read"),
+        (dict(x=iter([np.ma.array([1.0, 2.0], mask=[0, 1])])), "item 0 is a masked array"),
+        (dict(x="x.npy", out=".npy"), r"out='\.npy' is a suffix without a name"),
+        (dict(x="x.npy", out="a/.zarr"), r"out='a/\.zarr' is a suffix without a name"),
+        (dict(x="x.npy", out="y.npy", executor="shard:0/0"), "one shard at least"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind_are_told(x, given, says):
+    with pytest.raises(bx.BatchaxError, match=says):
+        quiet(same, given.pop("x"), **given)
+    assert os.listdir() == ["x.npy"]

@@ -247,6 +247,11 @@ def _on_disk(x: Any) -> bool:
 
 def _axis(path: str, source: Source, axis: int) -> int:
     ndim = len(source.shape)
+    if not ndim:
+        raise AxisError(
+            f"in_axes gives axis {axis} for {path}, which is a number, and so has no rows. Give "
+            "None for what all rows share; of a list of numbers make an array, numpy.asarray(x)."
+        )
     if not -ndim <= axis < ndim:
         raise AxisError(
             f"in_axes gives axis {axis} for {path}, which has shape {source.shape}: an axis must "

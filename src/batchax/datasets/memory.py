@@ -88,13 +88,18 @@ class Mapped(Source):
             self._mapped.release()
 
 
-def in_memory(x: Any, name: str) -> Source:
-    """A source of an array of NumPy, mapped or not, or of a number."""
+def refuse_masked(x: Any, name: str) -> None:
+    """Refuses arrays with elements that are not there."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArgumentTypeError(
             f"{name} is a masked array, and what is masked would count as numbers. Fill it "
             "(x.filled), or drop those rows."
         )
+
+
+def in_memory(x: Any, name: str) -> Source:
+    """A source of an array of NumPy, mapped or not, or of a number."""
+    refuse_masked(x, name)
     whole = x
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
         whole = whole.base

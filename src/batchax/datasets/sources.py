@@ -76,8 +76,8 @@ def as_source(x: Any, name: str) -> Source:
         return Sliced(x, name)
     raise ArgumentTypeError(
         f"{name} is of type {type(x).__name__}, which has no rows that can be read: give an array, "
-        "or a path to one, or make one of it with numpy.asarray. Of what Python iterates over "
-        "batchax.map_batches makes batches of results."
+        "a path to one, or what Python iterates over in an order; or make an array of it with "
+        "numpy.asarray."
     )
 
 

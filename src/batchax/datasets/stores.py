@@ -96,6 +96,8 @@ def kind_of(out: Any) -> str:
         raise ArgumentTypeError(f"out={name!r}: a path has no zero bytes.")
     place = address(out, "out")
     kind = place.suffix[1:]
+    if not kind and place.name[1:] in STORES:
+        raise ArgumentTypeError(f"out={name!r} is a suffix without a name before it.")
     if isinstance(place, ObjectPath):
         if not kind or name.endswith("/"):
             return FOLDER

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from batchax.datasets.memory import refuse_masked
 from batchax.datasets.parts import ENDLESS
 from batchax.datasets.source import Index, Source, native
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
@@ -27,8 +28,8 @@ def is_one_by_one(x: Any) -> bool:
 
 def is_stream(x: Any) -> bool:
     """Whether rows of an argument are had by iterating over it, or by their numbers."""
-    if isinstance(x, (str, bytes, os.PathLike, Source, np.generic)):
-        return False
+    if isinstance(x, (str, bytes, os.PathLike, Source, np.generic, set, frozenset)):
+        return False  # the last two have no order that they had in another process
     if not jax.tree_util.all_leaves([x]):  # it is a tree, of arrays
         return False
     if all(hasattr(x, name) for name in ("shape", "dtype")) or _is_arrow(x):
@@ -209,6 +210,7 @@ def _is_numbers(x: Any) -> bool:
 
 def _array(x: Any, name: str) -> np.ndarray:
     """An array of its own: whoever makes rows may make the next one in the same memory."""
+    refuse_masked(x, name)
     try:
         array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
         array = array if isinstance(x, (list, numbers.Number)) else array.copy()

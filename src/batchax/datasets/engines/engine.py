@@ -140,7 +140,9 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
     if shard is None:
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())
-    if not (count and index <= count):
+    if not count:
+        raise ArgumentTypeError(f"executor={executor!r}: there is one shard at least.")
+    if index > count:
         raise ArgumentTypeError(
             f"executor={executor!r}: of {count} shards, numbers go from 0 to {count - 1}, or from "
             f"1 to {count}."
