@@ -22,6 +22,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
@@ -137,18 +138,14 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     check_small_matrices(options.get("small_matrices", "auto"))
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])
-    specs, extra = _by_parameter(_name(fun), signature, ranks)
+    specs, extra = _by_parameter(name_of(fun), signature, ranks)
     rest = {k: v for k, v in named.items() if k not in options}
-    specs |= _by_name(_name(fun), signature, rest, specs)
+    specs |= _by_name(name_of(fun), signature, rest, specs)
     return _Declared(specs, extra, outputs, options)
 
 
-def _name(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
-    signature, name = _signature(fun), _name(fun)
+    signature, name = _signature(fun), name_of(fun)
 
     @functools.wraps(fun)
     @_compat.api_boundary

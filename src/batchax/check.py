@@ -18,6 +18,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import is_position, spread_in_axes
 from batchax.frontend.objects import without_objects
 from batchax.frontend.outputs import lanes_first
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
@@ -108,7 +109,7 @@ class _Comparison:
         self._batched = vmap(fun, in_axes, **lanes_first(options))
         leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
         self._fun, self._tolerance = fun, tolerance
-        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._name = name_of(fun)
         self._paths = [leaf.path for leaf in leaves]
         self._whole = [leaf.value for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]

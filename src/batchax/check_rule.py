@@ -14,6 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, RuleMismatchError
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import move_axis
 from batchax.kernel.derivatives import with_values
@@ -65,7 +66,7 @@ def check_rule(
       >>> bx.check_rule(total, jnp.ones(3))
     """
     examples = _Examples(example_args, others)
-    check = _Comparison(getattr(fun, "__name__", repr(fun)), rtol, atol)
+    check = _Comparison(name_of(fun), rtol, atol)
     for subset in examples.subsets():
         case = _Case(fun, examples, subset)
         loop, one = case.over(_loop_over), case.one_example

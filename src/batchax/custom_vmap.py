@@ -11,6 +11,7 @@ import jax
 from batchax import _compat
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.outputs import flatten_arrays
+from batchax.jaxprs.spoken import name_of
 from batchax.user_rules.arguments import split_arguments
 from batchax.user_rules.call import call, with_captured
 from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
@@ -268,7 +269,7 @@ class custom_vmap(Generic[P, R]):
 
     @property
     def _name(self) -> str:
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
+        return name_of(self.fun)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is the first argument."""

@@ -31,7 +31,6 @@ from batchax.frontend.carries import (
     check_structure,
     check_types,
     flatten_carry,
-    name_of,
     settle,
 )
 from batchax.frontend.containers import is_container_spec
@@ -46,6 +45,7 @@ from batchax.frontend.outputs import (
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.words_of_others import in_our_words
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
@@ -259,8 +259,8 @@ def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
     raise ArgumentTypeError(
-        f"{name_of(fun)} must return a pair (carry, ys), but it returned {describe_returned(out)}. "
-        "Return None for ys if there is nothing to stack."
+        f"{name_of(fun)!r} must return a pair (carry, ys), but it returned "
+        f"{describe_returned(out)}. Return None for ys if there is nothing to stack."
     )
 
 

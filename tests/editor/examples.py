@@ -4,6 +4,8 @@ Behind `reveal_type` that is a type; elsewhere the rule of pyright that is broke
 mypy differs what it says comes second.
 """
 
+from collections.abc import Callable
+from collections.abc import Callable
 from typing import Any, NamedTuple, reveal_type
 
 import jax
@@ -66,6 +68,12 @@ reveal_type(bx.vmap(number)(x, x, x))  # Any
 reveal_type(bx.vmap(bx.vmap(f))(rows))  # Any
 reveal_type(bx.vmap(keyed)(x, key=x))  # Array
 reveal_type(bx.vmap(jax.grad(f))(x))  # Any
+reveal_type(bx.vmap(jax.value_and_grad(f))(x))  # tuple[Any, Any]
+declared: Callable[[Array], Array] = jax.grad(f)  # JAX says of gradients that they are callable
+reveal_type(bx.vmap(declared)(x))  # Array
+reveal_type(bx.vmap(jax.value_and_grad(f))(x))  # tuple[Any, Any]
+declared: Callable[[Array], Array] = jax.grad(f)  # JAX says of gradients that they are callable
+reveal_type(bx.vmap(declared)(x))  # Array
 
 # what is missing, misspelled or too much
 bx.vmap(f)()  # reportCallIssue

@@ -11,6 +11,7 @@ import jax
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 
 
@@ -56,7 +57,7 @@ def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
         parameters = inspect.signature(fun).parameters.values()
         kinds = [p.kind for p in parameters]
         if len(kinds) <= count and inspect.Parameter.VAR_POSITIONAL not in kinds:
-            name = getattr(fun, "__name__", type(fun).__name__)
+            name = name_of(fun)
             raise ArgumentTypeError(
                 f"key is given, and {name} has no parameter for the key of a row beside those for "
                 f"its {count} arrays: it comes first, or is called key."

@@ -23,6 +23,7 @@ from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.spoken import name_of
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
 from batchax.rows.arrow import by_axis
@@ -92,7 +93,7 @@ class RowFunction:
     @property
     def name(self) -> str:
         """What people call it."""
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
+        return name_of(self.fun)
 
     def batched(
         self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None

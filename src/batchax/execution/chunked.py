@@ -15,6 +15,7 @@ from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.memo import Memo
 
@@ -85,7 +86,7 @@ def find_chunking(
             )
         return None
     if batch_size == "auto":
-        name = getattr(fun, "__name__", type(fun).__name__)
+        name = name_of(fun)
         return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", told)
     if not is_position(batch_size):
         raise ArgumentTypeError(

@@ -17,6 +17,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from batchax.jaxprs.spoken import name_of
 from batchax.progress import How, Progress, check_progress
 
 
@@ -99,7 +100,7 @@ def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
       ArgumentTypeError: it is neither a bool nor callable.
     """
     check_progress(how, unit)
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     return None if how is False else LoopProgress(how, name, unit)
 
 

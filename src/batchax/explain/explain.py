@@ -27,6 +27,7 @@ from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.jaxprs.spoken import name_of
 from batchax.vmap import MoreOptions, made_by_vmap, vmap
 
 P = ParamSpec("P")
@@ -166,7 +167,7 @@ def _of_batched(
                 "jax.checkpoint inside of it remembers what it did. Leave jit out, or give explain "
                 "what vmap returned."
             )
-        name = getattr(ways.fun, "__name__", type(ways.fun).__name__)
+        name = name_of(ways.fun)
         around = _compat.named_axes(staged.traced.jaxpr.effects)
         if around and time_limit is not None:
             raise UnsupportedError(

@@ -22,6 +22,7 @@ from batchax.frontend.arguments import find_axis_size, flatten_arguments
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import argument_names
 from batchax.frontend.mapped import with_lane_indices
+from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
@@ -117,7 +118,7 @@ def measure(
     sizes = [size for size in dict.fromkeys(sizes) if size != first.batch_size]
     ways += [(size, {}) for size in sizes]
     # Nobody watches: nothing is shown.
-    name = getattr(fun, "__name__", type(fun).__name__)
+    name = name_of(fun)
     shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
     begun, left = [(first, first_call(first))], []
     longest = (first.compiling or 0.0) + 2 * begun[0][1]

@@ -16,6 +16,7 @@ from jax.core import Tracer
 from batchax.errors import AxisError, BatchaxError
 from batchax.frontend.leaked import escaped, leaked
 from batchax.frontend.prefixes import SpecifiedLeaf
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 
 
@@ -71,7 +72,7 @@ def named_in_errors(
             error.args = (f"{_NO_NAME}{_SAYS}{error.args[0]}", *error.args[1:])
         raise
     except jax.errors.UnexpectedTracerError as error:
-        short = escaped(_name_of(fun), str(error))
+        short = escaped(name_of(fun), str(error))
         if short:
             error.args = (short,)
         raise
@@ -88,14 +89,10 @@ def named_in_errors(
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
         raise
     except Exception as error:
-        short = leaked(_name_of(fun), str(error))
+        short = leaked(name_of(fun), str(error))
         if short:
             error.args = (short,)
         raise
-
-
-def _name_of(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
 
 
 _SAYS = "\nJAX says: "
@@ -110,7 +107,7 @@ def _batched_already(fun: Any, error: Exception) -> str:
     if not str(error).startswith((NO_SUCH_AXIS, "vmap was requested to map its argument along")):
         return ""
     return (
-        f"{_name_of(fun)} gets its arguments without the axes that "
+        f"{name_of(fun)} gets its arguments without the axes that "
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
         "give the function of one example instead, with its in_axes."
     )
@@ -215,7 +212,7 @@ def _shapes_of_one_example(
     lines = [f"  {_whence(m.path)}: {_one_example(m)}" for m in arrays]
     others = _listed([(p, x) for p, x in _arrays_of(shared) if x.shape], f", the same {each}")
     return (
-        f"{_name_of(fun)} is given one example of each argument that is mapped, without its batch "
+        f"{name_of(fun)} is given one example of each argument that is mapped, without its batch "
         "axis:\n" + "\n".join([*lines, *([others] if others else [])])
     )
 

@@ -12,6 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.objects import is_array
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.rule_results import describe_returned
 
@@ -82,7 +83,7 @@ def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
     if first != then:
         shown = [str(tree).removeprefix("PyTreeDef(").removesuffix(")") for tree in (first, then)]
         raise ArgumentTypeError(
-            f"the carry that {name_of(fun)} returns must have the structure of the one it is "
+            f"the carry that {name_of(fun)!r} returns must have the structure of the one it is "
             "given, but (each * an array)\n  {}\nbecame\n  {}".format(*shown)
         )
 
@@ -98,8 +99,8 @@ def check_types(
     ]
     if wrong:
         raise ArgumentTypeError(
-            f"the carry that {name_of(fun)} returns must have the shapes and dtypes of the one it "
-            "is given, but\n" + "\n".join(wrong) + "\nGive a first carry of the type that each "
+            f"the carry that {name_of(fun)!r} returns must have the shapes and dtypes of the one "
+            "it is given, but\n" + "\n".join(wrong) + "\nGive a first carry of the type that each "
             "step returns, or convert the carry in the step."
         )
 
@@ -113,7 +114,7 @@ def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
     if aval is None or aval.shape != () or aval.dtype != np.bool_:
         returned = describe_returned(out) if aval is None else aval.str_short()
         raise ArgumentTypeError(
-            f"{name_of(fun)} must return one truth value, a boolean array of shape (), but it "
+            f"{name_of(fun)!r} must return one truth value, a boolean array of shape (), but it "
             f"returned {returned}."
         )
     return out
@@ -121,8 +122,3 @@ def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
 
 def _same_type(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def name_of(fun: Callable[..., Any]) -> str:
-    """What messages call a function of the user's."""
-    return repr(getattr(fun, "__name__", fun))

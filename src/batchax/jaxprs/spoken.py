@@ -1,11 +1,18 @@
-"""Equations as messages tell of them: what users call them, and the line that they come from."""
+"""Equations and functions as messages tell of them: what users call them, and where they are."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.words import Eqn
+
+
+def name_of(fun: Any) -> str:
+    """What messages and bars call a function of the user's."""
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def spoken(eqn: Eqn) -> str:

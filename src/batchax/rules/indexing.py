@@ -11,10 +11,9 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, inserted, match_axis
 from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import common_position
+from batchax.kernel.rule_makers import common_position, example_shape
 from batchax.rules.gather_scatter import gather, scatter
 
 enter("linear moderate: dynamic_slice dynamic_update_slice slice")
@@ -45,7 +44,7 @@ def slice_(
 def dynamic_slice(axis: Axis, args: Any, axes: Any, /, *, slice_sizes: Any) -> tuple[Any, Any]:
     (operand, *starts), (position, *start_axes) = args, axes
     starts, start_axes, moving = _starts_that_matter(
-        _example_shape(operand, position), slice_sizes, starts, start_axes
+        example_shape(operand, position), slice_sizes, starts, start_axes
     )
     if all(a is None for a in start_axes):
         if position is not None:
@@ -72,9 +71,9 @@ def dynamic_slice(axis: Axis, args: Any, axes: Any, /, *, slice_sizes: Any) -> t
 @register_rule(lax.dynamic_update_slice_p)
 def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
     (operand, update, *starts), (position, update_position, *start_axes) = args, axes
-    update_shape = _example_shape(update, update_position)
+    update_shape = example_shape(update, update_position)
     starts, start_axes, moving = _starts_that_matter(
-        _example_shape(operand, position), update_shape, starts, start_axes
+        example_shape(operand, position), update_shape, starts, start_axes
     )
     if all(a is None for a in start_axes):
         if position is not None or update_position is not None:
@@ -129,8 +128,3 @@ def _index_vectors(
 
 def _zero(starts: Sequence[Any]) -> Any:
     return np.zeros((), jax.typeof(starts[0]).dtype if starts else np.int32)
-
-
-def _example_shape(x: Value, position: Position) -> tuple[int, ...]:
-    shape = np.shape(x)
-    return shape if position is None else shape[:position] + shape[position + 1 :]

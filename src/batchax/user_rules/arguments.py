@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 
 
@@ -120,7 +121,7 @@ def _by_position(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = getattr(fun, "__name__", type(fun).__name__)
+        name = name_of(fun)
         raise ArgumentTypeError(f"{name}(): {error}") from None
     # A rule finds its arguments by position, so none may be left out. It need not have
     # parameters for keywords that are not given.
