@@ -241,6 +241,41 @@ def test_what_is_not_counted_says_why(fun, why, options):
     assert step.needed is step.done is step.masked is step.bound is None
 
 
+@pytest.mark.parametrize(
+    ("options", "done"),
+    [
+        ({"divergence": "predicate"}, LANES * 12),
+        ({"divergence": bx.Compact(width=1)}, None),
+        ({"divergence": FORCED}, None),
+        ({"batch_size": 3}, 3 * (7 + 12)),
+    ],
+    ids=["masked", "compact", "auto", "chunks"],
+)
+def test_steps_back_over_a_bounded_loop(options, done):
+    """Each lane goes back over as many steps as it took, be they in a loop around."""
+
+    def total(n, x):
+        half = lambda c: (c[0] - 1, np.float32(0.5) * lax.sin(c[1]))
+        return bx.bounded_while(lambda c: c[0] > 0, half, (n, x), 20)[1]
+
+    forth, back = steps_of(jax.grad(total, 1), NUMBERS, NUMBERS * np.float32(0.1), **options)
+    for step in forth, back:
+        assert (step.needed, step.longest, step.least) == (28, 12, 28)
+        assert step.masked == (3 * (7 + 12) if "batch_size" in options else LANES * 12)
+        assert step.done == done or (done is None and 28 <= step.done < LANES * 12)
+
+    def around(n, x):
+        return lax.scan(lambda x, _: (total(n, x), None), x, None, length=2)[0]
+
+    steps = steps_of(jax.grad(around, 1), NUMBERS, NUMBERS * np.float32(0.1), **options)
+    if options.get("divergence") is FORCED:  # each lane at a place of its own: other loops
+        assert all(s.why or s.done >= s.needed for s in steps)
+        return
+    loops = [s for s in steps if s.longest == 24]
+    assert len(loops) == 2
+    assert all((s.needed, s.masked) == (56, 2 * forth.masked) for s in loops)
+
+
 def test_what_a_rule_of_the_users_runs_is_not_told_of():
     (step,) = steps_of(lambda n: with_rule(n) + count_down(n), NUMBERS)
     assert (step.needed, step.done) == (28, 72)

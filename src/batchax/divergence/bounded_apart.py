@@ -31,6 +31,7 @@ from batchax.execution.entries import entry_of
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.execution.slices import with_derivative_of
 from batchax.jaxprs.words import Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
@@ -125,7 +126,8 @@ class Apart:
         forth = Form(0, form.n_consts, n, form.steps, form.x_axes, (), None)
         args = lanes._replace(checkpoints=[], returning=[]).flat
         programs = [loop.steps[0]], [loop.guarded[0]]
-        outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
+        with recording.uncounted():  # what a sweep computes again are no steps of it
+            outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
         return [outs[i] for i in form.kept]
 
     def _many(self, active: Any, steps: Any) -> Any:

@@ -8,6 +8,7 @@ a bounded loop like any other, with its derivatives; and so is the batched sweep
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -83,10 +84,12 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
         return run_parting(axis, reverse_sweep_p, *operands, params, loop, every_step)
     recording.note(divergence="together")
+    ahead = loop.steps[0], loop.guarded[0]
     entries = list(map(entry_axis, at.xs, form.x_axes))
     kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
     carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
-    carry, _, *forth = _settled(axis, loop.steps[0], loop.guarded[0], at.consts, carry, entries)
+    with recording.uncounted():
+        carry, _, *forth = _settled(axis, *ahead, at.consts, carry, entries)
     before = [*carry, *entries]
     returning, ys, *back = _settled(
         axis, loop.steps[1], loop.guarded[1], at.consts, at.returning, before
@@ -287,13 +290,21 @@ def _masked(
         return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
-    step = made(_masked_step(axis, body, positions, plain))
+    # What a sweep computes again are no steps of it.
+    counts = recording.uncounted if i < len(loop.steps) - 1 else nullcontext
+    step = made(_masked_step(axis, body, positions, plain, counts))
     if guarded is body and safe == plain:
         return step, None
-    return step, made(_masked_step(axis, guarded, positions, safe))
+    return step, made(_masked_step(axis, guarded, positions, safe, counts))
 
 
-def _masked_step(axis: Axis, program: Any, positions: Sequence[Position], plan: MaskPlan) -> Step:
+def _masked_step(
+    axis: Axis,
+    program: Any,
+    positions: Sequence[Position],
+    plan: MaskPlan,
+    counts: Callable[[], AbstractContextManager[None]],
+) -> Step:
     """A step of the active lanes; the others keep their carry, and return zeros."""
 
     calls = is_seen(program)
@@ -305,7 +316,8 @@ def _masked_step(axis: Axis, program: Any, positions: Sequence[Position], plan: 
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         operands = [*[active] * calls, *consts, *carry, *x]
-        outs, at = run_masked(active, run, operands, positions, plan, ())
+        with counts():
+            outs, at = run_masked(active, run, operands, positions, plan, ())
         outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
         new, ys = outs[: len(carry)], outs[len(carry) :]
         new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]

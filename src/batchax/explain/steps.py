@@ -66,7 +66,7 @@ def steps_unknown(equations: Mapping[str, Equation], why: str) -> tuple[StepCoun
     return tuple(c for eqn in shown for c in _each(eqn, {}, {}, {}, 0, why))
 
 
-_SHOWN = "scan", "while", "cond", "bounded loop"
+_SHOWN = "scan", "while", "cond", "bounded loop", "derivative of a bounded loop"
 
 
 def _uncountable(staged: Staged) -> str:

@@ -18,7 +18,7 @@ from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variabl
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
-from batchax.programs.marks import Mark, mark_of, shows_only
+from batchax.programs.marks import Mark, mark_of, named_as_marked, shows_only
 
 Around = Callable[[Any], AbstractContextManager[Any]]
 """What is to hold while the operations of an equation are staged."""
@@ -162,7 +162,8 @@ class Counted:
         carry = [operands[i] for i in body.carry_operands]
         active, counts = asked(carry, counts)
         goes_on = lambda state: state[0].any()
-        _, carry, counts = lax.while_loop(goes_on, once, (jnp.asarray(active), carry, counts))
+        with named_as_marked(programs[1]):
+            _, carry, counts = lax.while_loop(goes_on, once, (jnp.asarray(active), carry, counts))
         return carry, counts
 
     def _scan(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
@@ -176,7 +177,8 @@ class Counted:
             return (outs[: body.carried], counts), outs[body.carried :]
 
         how = {k: eqn.params[k] for k in ("length", "reverse")}
-        (carry, counts), ys = lax.scan(step, (carry, counts), xs, **how)
+        with named_as_marked(program):
+            (carry, counts), ys = lax.scan(step, (carry, counts), xs, **how)
         return [*carry, *ys], counts
 
     def _cond(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:

@@ -11,9 +11,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
@@ -21,6 +24,7 @@ from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES
 from batchax.jaxprs.words import ClosedJaxpr, Eqn
 
 _LOOP = "batchax_loop_"
+_NO_LOOP = "batchax_beside"
 _NUMBER = re.compile(_LOOP + r"(\d+)\)*$")
 _RUN = "batchax_runs_"
 _MARK = re.compile(_RUN + r"(\d+)_(\d*)_(\d+)\)*$")
@@ -28,7 +32,7 @@ _CALLS = frozenset(("debug_callback", "debug_print"))
 
 # The parameters that hold what runs in each step, or in each branch.
 _STEPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "bounded_loop": "body"}
-_COUNTED = LOOPS_AND_BRANCHES | {"bounded_loop"}
+_COUNTED = LOOPS_AND_BRANCHES | {"bounded_loop", "reverse_sweep"}
 
 
 class Mark(NamedTuple):
@@ -69,6 +73,8 @@ def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
 
     def change(eqn: Eqn, params: dict[str, Any]) -> Any:
         number = loop_number(eqn)
+        if number is not None and eqn.primitive.name == "reverse_sweep":
+            return _counted_beside(eqn, params, number)
         if number is not None:
             name = _STEPS[eqn.primitive.name]
             held = params[name]
@@ -81,6 +87,27 @@ def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
         return _compat.named_equation(eqn, None, params)
 
     return _rewritten(program, change)
+
+
+def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
+    """A sweep back over the steps of a loop, and before it a loop that counts them.
+
+    The sweep itself runs in several loops, and computes steps again on its way.
+    """
+    most = params["form"].steps.most
+
+    @jax.jit
+    def counted(count: Any) -> Any:
+        def step(i: Any) -> Any:
+            put_mark(Mark(number, None, 1))
+            return i + 1
+
+        return lax.while_loop(lambda i: i < jnp.minimum(count, most), step, jnp.zeros_like(count))
+
+    count, *rest = eqn.invars
+    (call,) = _compat.stage(lambda count: [counted(count)], [count.aval]).jaxpr.eqns
+    sweep = _compat.named_equation(eqn, _NO_LOOP, params)
+    return [call.replace(invars=[count]), sweep.replace(invars=[*call.outvars, *rest])]
 
 
 def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
@@ -96,6 +123,16 @@ def put_mark(what: Mark) -> None:
     branch = "" if what.branch is None else what.branch
     with jax.named_scope(f"{_RUN}{what.loop}_{branch}_{what.lanes}"):
         jax.debug.callback(_nothing)
+
+
+def named_as_marked(step: ClosedJaxpr) -> AbstractContextManager[Any]:
+    """Context for a loop to be staged in: it has the number that marks in its steps say, or none.
+
+    What a primitive stands for may be several loops, of which one takes the steps.
+    """
+    marks = (mark_of(eqn) for eqn in step.jaxpr.eqns)
+    numbers = [mark.loop for mark in marks if mark is not None]
+    return jax.named_scope(f"{_LOOP}{numbers[0]}" if numbers else _NO_LOOP)
 
 
 def _nothing() -> None:
@@ -131,6 +168,9 @@ def _rewritten(program: Any, change: Callable[[Any, dict[str, Any]], Any]) -> An
         return value
 
     jaxpr = getattr(program, "jaxpr", program)
-    eqns = [change(eqn, {k: inside(v) for k, v in eqn.params.items()}) for eqn in jaxpr.eqns]
+    eqns = []
+    for eqn in jaxpr.eqns:
+        changed = change(eqn, {k: inside(v) for k, v in eqn.params.items()})
+        eqns += changed if isinstance(changed, list) else [changed]
     jaxpr = jaxpr.replace(eqns=eqns)
     return _compat.close(jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else jaxpr
