@@ -7,7 +7,6 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -357,7 +356,8 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
     """A line for each row; a traceback is in the first that has it."""
     seen: set[str] = set()
     for b in alike(bad):
-        yield json.dumps({**asdict(b), "traceback": "" if b.traceback in seen else b.traceback})
+        traceback = "" if b.traceback in seen else b.traceback
+        yield json.dumps({"row": b.row, "error": b.error, "traceback": traceback})
         seen.add(b.traceback)
 
 

@@ -84,7 +84,7 @@ def elements_in(lengths: np.ndarray) -> np.ndarray:
     return lengths if lengths.ndim == 1 else lengths.prod(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be millions
 class Bad:
     """A row whose result could not be had.
 
@@ -105,10 +105,11 @@ def alike(bad: Iterable[Bad]) -> list[Bad]:
     A traceback takes kilobytes, and ends with what is told of its own row.
     """
     first: dict[str, str] = {}
-    return [
-        replace(b, traceback=first.setdefault(b.traceback.removesuffix(b.error), b.traceback))
-        for b in bad
-    ]
+    rows = []
+    for b in bad:
+        told = first.setdefault(b.traceback.removesuffix(b.error), b.traceback)
+        rows.append(b if told is b.traceback else replace(b, traceback=told))
+    return rows
 
 
 def packed(bad: Iterable[Bad]) -> dict[str, list[Any]]:

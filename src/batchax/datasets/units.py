@@ -355,9 +355,10 @@ def _without_nonfinite(
     for output, x in zip(outputs, results, strict=True):
         if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
-        for place in _places_not_finite(x, output.leaf.axis):
-            if batch.row(int(place)) not in bad_rows:
-                wrong.setdefault(int(place), FloatingPointError(f"{output.path} is not finite"))
+        error = FloatingPointError(f"{output.path} is not finite")
+        for place in _places_not_finite(x, output.leaf.axis).tolist():
+            if batch.row(place) not in bad_rows:
+                wrong.setdefault(place, error)
     wrong |= _not_finite_in_sums(batch, results, {*batch.places_of(bad_rows), *wrong}, policy)
     if not wrong:
         return results, []
