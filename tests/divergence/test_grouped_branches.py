@@ -232,7 +232,9 @@ def test_in_a_scan():
 
         return lax.scan(step, x, jnp.linspace(-1, 1, 3))
 
-    check(f, X, W, in_axes=(0, None))
+    check(
+        f, X, W, in_axes=(0, None), loops=0
+    )  # lanes wait before the branch, at steps of their own
 
 
 def test_in_a_while_loop():

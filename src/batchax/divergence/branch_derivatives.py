@@ -20,11 +20,11 @@ from jax.core import Tracer, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from batchax import _compat
-from batchax.divergence.widths import time_to_move
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Position
 from batchax.kernel.derivatives import with_values
+from batchax.programs.dear_branches import time_to_move
 from batchax.programs.shapes import bytes_of
 from batchax.rules.masking import is_inexact
 

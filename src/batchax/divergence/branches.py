@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.divergence.branch_derivatives import Derivative, RunLanes, run_differentiable
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.divergence.widths import launch_time, time_begun, time_to_move
+from batchax.divergence.widths import launch_time
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -37,6 +37,7 @@ from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.dear_branches import time_begun, time_to_move
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results

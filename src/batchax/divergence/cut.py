@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,12 +12,12 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import (
     dynamic_slice_p,
     dynamic_update_slice_p,
-    scan_p,
     while_p,
 )
 
-from batchax import _compat
-from batchax.divergence.nest import Inner, Nest, Segment
+from batchax.divergence.branch_as_while import DearBranch
+from batchax.divergence.nest import Dear, Inner, Nest, Part, Segment
+from batchax.divergence.opening import opened_places
 from batchax.divergence.price import (
     Price,
     price_of,
@@ -26,24 +25,20 @@ from batchax.divergence.price import (
     price_of_keeping,
     price_of_moving,
     total,
+    width_of_block,
 )
-from batchax.divergence.scan_as_while import opened_scan
-from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
-from batchax.jaxprs.joined import called, copy_of, fresh, joined, named_inputs, renamed
+from batchax.jaxprs.joined import fresh, joined
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,
-    differing_in,
     differing_in_steps,
     differing_through,
     differs_of,
 )
 from batchax.kernel.inner import remembered
-from batchax.kernel.unvmap import asked_of_each_lane
-from batchax.kernel.written_out import written_out
 from batchax.programs.shapes import bytes_of
 from batchax.rules.aliases import kept_carries
 
@@ -52,6 +47,7 @@ FEW_STEPS = 4  # of a loop inside: those which lanes wait for anyhow
 # own, may take so many times the bytes of what differs between them.
 _MOST_COPIED = 4
 _PLACE = jax.typeof(np.int32(0))
+_WAITED = jax.typeof(np.float32(0))
 
 
 def nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs) -> Nest:
@@ -76,7 +72,9 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     copies = False
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
-        cut = _Cut(axis, test, _opened(axis, body, differs), n_body, differs)
+        places: dict[Any, DearBranch] = {}
+        opened = opened_places(axis, body, differs, places)
+        cut = _Cut(axis, test, opened, n_body, differs, places)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
         copies = cut.copies_what_is_shared()
         copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
@@ -90,7 +88,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     return Nest(test, body, (), *counts, slots, price, copies)
 
 
-def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
+def _pays(parts: Sequence[Part], lanes: int) -> bool:
     """Whether it may pay that lanes are at places of their own.
 
     Not if what is around the loops inside is much dearer than some of their steps: nobody would
@@ -101,96 +99,40 @@ def _pays(parts: Sequence[Segment | Inner], lanes: int) -> bool:
 
 
 def price_inside(nest: Nest) -> Price:
-    """The price of a step of each loop inside."""
+    """The price of a step of each loop inside, and of a block of each dear branch."""
     return _inside(nest.parts)
 
 
-def _inside(parts: Sequence[Segment | Inner]) -> Price:
-    return total([_step(part.nest) for part in parts if isinstance(part, Inner)])
+def _inside(parts: Sequence[Part]) -> Price:
+    dear = [part.block for part in parts if isinstance(part, Dear)]
+    return total([*dear, *(_step(part.nest) for part in parts if isinstance(part, Inner))])
 
 
 def _step(nest: Nest) -> Price:
     return total([nest.price, *(part.price for part in nest.segments), _inside(nest.parts)])
 
 
-def _opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
-    """`program` with each call that holds such a loop replaced by what it calls.
-
-    And with each ``scan`` that holds one replaced by a ``while``.
-    """
-    jaxpr = program.jaxpr
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    opening = _Opening(axis, dict(zip(jaxpr.invars, differs, strict=True)), {}, constants, renamed)
-    eqns = list(opening.equations(jaxpr))
-    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
-        return program
-    outputs = [called(v, opening.names) for v in jaxpr.outvars]
-    return joined(jaxpr, jaxpr.invars, eqns, outputs, constants)
-
-
-@dataclass(frozen=True, eq=False)
-class _Opening:
-    """How a program is opened that is, or becomes, a part of another.
-
-    Attributes:
-      axis: the axis of the lanes.
-      apart: which of its variables differ between lanes: its inputs, and then all.
-      names: what its variables are called in the other program.
-      constants: the values of constants of that, which more join.
-      own: makes of an equation, with `names`, one that is in the program once.
-    """
-
-    axis: Axis
-    apart: dict[Any, bool]
-    names: dict[Any, Any]
-    constants: dict[Any, Any]
-    own: Callable[[Eqn, dict[Any, Any]], Any]
-
-    def equations(self, jaxpr: Jaxpr) -> Iterator[Any]:
-        """Its equations, opened."""
-        for step in plan(jaxpr.eqns, jaxpr.outvars):
-            eqn = step.eqn
-            of_operands = differs_of(self.apart, eqn.invars)
-            of_results = differing_in(eqn, of_operands)
-            self.apart.update(zip(eqn.outvars, of_results.results, strict=True))
-            if eqn.primitive is while_p:
-                yield self._asked_of_each(self.own(eqn, self.names))
-            elif not of_results.parts:
-                yield self.own(eqn, self.names)
-            elif eqn.primitive is scan_p:
-                yield from opened_scan(self.axis, self.own(eqn, self.names), self.constants)
-            else:
-                yield from self._called(eqn, of_operands)
-
-    def _asked_of_each(self, eqn: Eqn) -> Any:
-        test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
-        if test is eqn.params["cond_jaxpr"]:
-            return eqn
-        return eqn.replace(params={**eqn.params, "cond_jaxpr": test})
-
-    def _called(self, eqn: Eqn, differs: Differs) -> Iterator[Any]:
-        inner = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
-        names = named_inputs(inner, [called(v, self.names) for v in eqn.invars], self.constants)
-        apart = dict(zip(inner.jaxpr.invars, differs, strict=True))
-        inside = _Opening(self.axis, apart, names, self.constants, copy_of)
-        yield from inside.equations(inner.jaxpr)
-        results = [called(v, names) for v in inner.jaxpr.outvars]
-        self.names.update(zip(eqn.outvars, results, strict=True))
-
-
 class _Cut:
     """A body of a loop, cut at the loops in it that lanes leave one by one.
 
     Attributes:
-      inner: those loops.
+      inner: those loops, and dear branches as loops.
       zeros: variables that are zero, cast to vary over the axes of a mesh.
       slots: the types of what a lane keeps.
     """
 
     def __init__(
-        self, axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, n_body: int, differs: Differs
+        self,
+        axis: Axis,
+        test: ClosedJaxpr,
+        body: ClosedJaxpr,
+        n_body: int,
+        differs: Differs,
+        places: Mapping[Any, DearBranch],
+        whole: bool = False,
     ) -> None:
         self.axis, self.test, self.body, self.n_body = axis, test, body, n_body
+        self.places = places
         jaxpr = body.jaxpr
         self.n_test = len(test.in_avals) - len(body.out_avals)
         self.carry = jaxpr.invars[n_body:]
@@ -200,10 +142,11 @@ class _Cut:
         self.zeros = {
             e.outvars[0] for e in casts if isinstance(e.invars[0], Literal) and e.invars[0].val == 0
         }
-        self.inner = [eqn for eqn, of in through if of.parts and eqn.primitive is while_p]
+        inner = [eqn for eqn, of in through if of.parts and eqn.primitive is while_p]
+        self.inner = [] if whole else inner
 
-    def parts(self) -> tuple[Segment | Inner, ...]:
-        """The segments and loops, in order."""
+    def parts(self) -> tuple[Part, ...]:
+        """The segments, and the loops and dear branches, in order."""
         # The types of all values, constants first; and where a variable is kept. What one more is
         # computed of is constants that all lanes share, or numbers: it is computed again wherever
         # it is read.
@@ -215,18 +158,24 @@ class _Cut:
         groups = self._groups(own)
         inner = []
         for eqn in self.inner:
-            nest = self._nest(eqn)
-            slots = self._keep(nest.slots)
+            inside = self._dear(eqn) if eqn.outvars[0] in self.places else self._nest(eqn)
+            is_dear = isinstance(inside, Segment)
+            slots = self._keep([*_types_of(eqn), _WAITED] if is_dear else inside.slots)
             self.place.update(zip(eqn.outvars, slots, strict=False))
-            # What a loop updates in place is copied where lanes come to it.
-            program, count = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-            moved = [nest.slots[k] for k in kept_carries(program, count)]
-            inner.append((eqn, nest, slots, moved))
-        parts: list[Segment | Inner] = []
-        for j, (eqn, nest, slots, moved) in enumerate(inner):
-            writes = dict(zip(slots, _first_carry(eqn), strict=False))
-            if nest.parts:
-                writes[slots[nest.n_carry]] = Literal(np.int32(0), _PLACE)
+            inner.append((eqn, inside, slots))
+        parts: list[Part] = []
+        for j, (eqn, inside, slots) in enumerate(inner):
+            first = _first_carry(eqn)
+            writes = dict(zip(slots, first, strict=False))
+            moved: list[Aval] = []
+            if isinstance(inside, Segment):
+                writes[slots[len(first)]] = Literal(np.float32(0), _WAITED)
+            else:
+                # What a loop updates in place is copied where lanes come to it.
+                program, count = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
+                moved = [inside.slots[k] for k in kept_carries(program, count)]
+                if inside.parts:
+                    writes[slots[inside.n_carry]] = Literal(np.int32(0), _PLACE)
             kept = self._kept(groups, j)
             places = self._keep([v.aval for v in kept])
             writes.update(zip(places, kept, strict=True))
@@ -236,7 +185,12 @@ class _Cut:
             # Only now: the segment computes these, and does not read them.
             self.place.update(zip(kept, places, strict=True))
             program, reads = self._program([], _constants(eqn), ())
-            parts.append(Inner(nest, program, reads, slots, eqn))
+            if isinstance(inside, Segment):
+                branch = self.places[eqn.outvars[0]]
+                width = width_of_block(inside.price, inside.moves, self.axis.size)
+                parts.append(Dear(inside, program, reads, slots, width, branch))
+            else:
+                parts.append(Inner(inside, program, reads, slots, eqn))
         last = zip(map(self.place.__getitem__, self.carry), jaxpr.outvars, strict=True)
         changed = {k: v for k, v in last if isinstance(v, Literal) or self.place.get(v) != k}
         return *parts, self._segment(groups[-1], changed)
@@ -290,6 +244,14 @@ class _Cut:
         count = eqn.params["cond_nconsts"]
         differs = differs_of(self.apart, eqn.invars[count:])
         return nest_of(self.axis, test, body, differs)
+
+    def _dear(self, eqn: Eqn) -> Segment:
+        """What a dear branch does, a ``while`` of one step."""
+        test, body, count = (eqn.params[k] for k in ("cond_jaxpr", "body_jaxpr", "body_nconsts"))
+        differs = (*differs_of(self.apart, eqn.invars[:count]), *[True] * len(eqn.outvars))
+        (segment,) = _Cut(self.axis, test, body, count, differs, {}, whole=True).parts()
+        assert isinstance(segment, Segment)
+        return segment
 
     def _segment(self, eqns: Sequence[Eqn], writes: dict[int, Any]) -> Segment:
         slots = {v: k for k, v in writes.items() if not isinstance(v, Literal)}
@@ -385,6 +347,10 @@ class _Cut:
         variables = [fresh(aval) if v is None else v for v, aval in inputs]
         eqns = [step.eqn for step in steps]
         return joined(self.body.jaxpr, variables, eqns, outs, constants), reads
+
+
+def _types_of(eqn: Eqn) -> list[Aval]:
+    return [v.aval for v in eqn.outvars]
 
 
 def _first_carry(loop: Eqn) -> list[Any]:

@@ -17,6 +17,7 @@ et al., 2020; Dance, Glaser, Orbanz and Adams, "Efficiently vectorized MCMC on m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +26,11 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.divergence.blocks import anyone
 from batchax.divergence.flat_derivatives import tangents_of_lanes
+from batchax.divergence.gathering import Gathering
 from batchax.divergence.loops import PartingLoop
-from batchax.divergence.nest import Inner, Nest, Segment
+from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
@@ -149,6 +152,7 @@ class Lanes:
                 tally = counted(tally, count_active(active))
             return active & self.asked(values), values, self.time, tally
         here, spent = active & (values[self._place] == 0), self.time
+        others_move = self._others_move(active, values)
         for number, part in enumerate(nest.parts):
             match part:
                 case Segment():
@@ -161,6 +165,17 @@ class Lanes:
                         number, part, here, active, values, left, tally
                     )
                     spent = spent + taken
+                case Dear():
+                    here, values, taken = self._come_to_branch(
+                        number, part, here, active, others_move, values
+                    )
+                    spent = spent + taken
+        for number, part in self._dear:
+            k = part.slots[-1]
+            waits = values[self._place] == number
+            values[k] = lax.select(
+                waits, values[k] + spent, lax.full_like(spent, 0, shape=waits.shape)
+            )
         return active & (self.asked(values) | ~here), values, spent, tally
 
     def asked(self, values: Sequence[Any]) -> Any:
@@ -186,6 +201,55 @@ class Lanes:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
         return SegmentRun(self.axis, self.nest.test, segment, positions)
 
+    @property
+    def _dear(self) -> list[tuple[int, Dear]]:
+        return [(n, part) for n, part in enumerate(self.nest.parts) if isinstance(part, Dear)]
+
+    def _others_move(self, active: Any, values: Sequence[Any]) -> Any:
+        """Whether any lane does not wait before a dear branch."""
+        dear = [number for number, _ in self._dear]
+        waits = [values[self._place] == number for number in dear]
+        return anyone(functools.reduce(lambda left, w: left & ~w, waits, active)) if dear else None
+
+    def _come_to_branch(
+        self, number: int, part: Dear, here: Any, active: Any, others_move: Any, values: list[Any]
+    ) -> tuple[Any, list[Any], Any]:
+        """Runs a dear branch for those who come to it and who wait there, if it is time.
+
+        Returns:
+          Which lanes have come through, the values, and how long it took.
+        """
+        values, place = list(values), values[self._place]
+        consts, consts_at = self._constants(part, values)
+        waited, come = active & (place == number), here & values[part.slots[0]]
+        mine = [values[k] for k in part.slots]
+        positions = (*consts_at, *[0] * len(mine))
+        run = SegmentRun(self.axis, self.nest.test, part.segment, positions)
+        everyone = count_active(active, np.int32)
+        gathering = Gathering(run, min(part.width, self.axis.size), part.block.begin)
+        eqn, branch, dear = part.branch
+        with recording.inside(self.axis, eqn), recording.part(f"branch {branch}"):
+            recording.note(divergence="gathered", apart=dear, widths=(gathering.width,))
+            own, taken = gathering(waited, come, everyone, others_move, [*consts, *mine])
+        for k, x in zip(part.slots, own[len(consts) :], strict=True):
+            values[k] = x
+        waits = (waited | come) & values[part.slots[0]]
+        through = (here | waited) & ~waits
+        place = lax.select(waits, lax.full_like(place, number), place)
+        values[self._place] = lax.select(through, lax.full_like(place, 0), place)
+        return through, values, taken
+
+    def _constants(
+        self, part: Inner | Dear, values: Sequence[Any]
+    ) -> tuple[list[Any], tuple[Position, ...]]:
+        """The constants of a loop or branch inside, and where each has the batch axis."""
+        program = part.constants
+        at = [*self.constants_at, *[0] * len(self.nest.slots)]
+        reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
+        with recording.uncounted():
+            consts, at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
+        return consts, tuple(at)
+
     def _come_through(
         self,
         number: int,
@@ -201,12 +265,9 @@ class Lanes:
         Returns:
           Which lanes have come through, the values, how long it took, and the count of steps.
         """
-        values, program = list(values), part.constants
-        at = [*self.constants_at, *[0] * len(self.nest.slots)]
-        reads, reads_at = [values[k] for k in part.reads], [at[k] for k in part.reads]
-        with recording.uncounted():
-            consts, consts_at = interpret(self.axis, program.jaxpr, program.consts, reads, reads_at)
-        lanes = Lanes(self.axis, part.nest, tuple(consts_at))
+        values = list(values)
+        consts, consts_at = self._constants(part, values)
+        lanes = Lanes(self.axis, part.nest, consts_at)
         mine = [values[k] for k in part.slots]
         inside = active & (values[self._place] == number)
         first = inside | (here & lanes.asked([*consts, *mine]))

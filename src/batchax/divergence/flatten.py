@@ -17,7 +17,7 @@ from batchax.divergence.flat_bounded import run_flat_bounded
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
-from batchax.divergence.most import holds_while
+from batchax.divergence.most import may_wait
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.divergence.waiting import VARIES_LESS, Waiting
 from batchax.execution.names import index_as_input
@@ -48,7 +48,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
     body = loop.params[_BODIES[loop.primitive.name]]
-    if not holds_while.in_program(body):  # as most do not: the rest is asked of few
+    if not may_wait.in_program(body):  # as most do not: the rest is asked of few
         return None
     if not can_move(axis, loop.args):
         return None

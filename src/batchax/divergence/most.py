@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
+from batchax.divergence.branch_as_while import TODO
 from batchax.divergence.price import (
     STEPS_INSIDE,
     Price,
+    dearest_block,
     dearest_of,
     price_of_copying,
     price_of_cost,
     price_of_keeping,
+    price_of_moving,
     total,
 )
 from batchax.jaxprs.bodies import bodies_of
@@ -25,6 +28,7 @@ from batchax.kernel.divergence import AnyLoop
 from batchax.kernel.written_out import LOOPS, written_out
 from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
+from batchax.programs.dear_branches import may_be_dear
 from batchax.programs.inner import integers_in
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
@@ -81,14 +85,22 @@ def _kept(jaxpr: Jaxpr) -> Cost:
 
 @kept_with("what a step of each loop in programs costs")
 def _loops(jaxpr: Jaxpr) -> Price:
-    return total([_loops_of(eqn) for eqn in jaxpr.eqns if holds_while.in_equation(eqn)])
+    return total([_loops_of(eqn) for eqn in jaxpr.eqns if may_wait.in_equation(eqn)])
 
 
 def _loops_of(eqn: Eqn) -> Price:
     if eqn.primitive is while_p or eqn.primitive is scan_p:
         return _step(eqn)
-    # Branches are not cut.
-    return total([] if eqn.primitive is cond_p else list(map(_loops, _inside(eqn))))
+    if eqn.primitive is cond_p:  # of which no loops are cut out
+        return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_dear(jaxpr)])
+    return total(list(map(_loops, _inside(eqn))))
+
+
+def _block(branch: Jaxpr) -> Price:
+    """The price of a block of lanes that take a branch, whatever they have of their own."""
+    work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + Cost(launches=1))
+    read, written = ([v.aval for v in some] for some in (branch.invars, branch.outvars))
+    return dearest_block(work, price_of_moving([*read, *written], [*written, TODO]))
 
 
 def _step(loop: Eqn) -> Price:
@@ -116,8 +128,11 @@ def _once(jaxpr: Jaxpr) -> Price:
 
 def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
     whole = price_of_cost(cost_of_equation(eqn, integers, steps=STEPS_INSIDE))
-    if eqn.primitive is cond_p or not holds_while.in_equation(eqn):
+    if not may_wait.in_equation(eqn):
         return whole
+    if eqn.primitive is cond_p:  # the others, what asks who takes a dear one, and a block of that
+        asked = price_of_cost(Cost(bytes=8, launches=2))
+        return dearest_of([whole, total([whole, asked, _loops_of(eqn)])])
     if eqn.primitive is while_p or eqn.primitive is scan_p:
         # Cut out, it has a segment before it, in which what it updates in place is copied.
         kept = [v.aval for v in eqn.outvars]
@@ -132,5 +147,11 @@ def _inside(eqn: Eqn) -> list[Jaxpr]:
     return programs_inside(eqn) if operations is None else [operations.jaxpr]
 
 
-holds_while = Anywhere(lambda eqn: eqn.primitive is while_p or eqn.primitive.name in LOOPS)
-"""Whether a program holds a loop that lanes may leave one by one."""
+def _may_wait_at(eqn: Eqn) -> bool:
+    if eqn.primitive is cond_p:
+        return any(may_be_dear(branch.jaxpr) for branch in eqn.params["branches"])
+    return eqn.primitive is while_p or eqn.primitive.name in LOOPS
+
+
+may_wait = Anywhere(_may_wait_at)
+"""Whether a program holds a loop that lanes may leave one by one, or a dear branch."""

@@ -1,23 +1,24 @@
-"""A loop of one example that holds other loops, taken apart where its lanes may wait for others.
+"""A loop of one example that holds others, or dear branches, taken apart where lanes may wait.
 
-The body of such a loop is cut at each loop in it that lanes leave one by one (Radul, Patton,
-Maclaurin, Hoffman and Saurous, "Automatically batching control-intensive programs for modern
-accelerators", 2020, cut whole programs so). Between two cuts is a `Segment`. What a lane must keep
-while it is in a loop inside is in *slots*: what it carries, what an earlier segment computed for a
-later one, and, of each loop inside, all that this has slots for.
+The body of such a loop is cut at each loop in it that lanes leave one by one, and at each dear
+branch (Radul, Patton, Maclaurin, Hoffman and Saurous, "Automatically batching control-intensive
+programs for modern accelerators", 2020, cut whole programs so). Between two cuts is a `Segment`.
+What a lane must keep while it is in a loop inside is in *slots*: what it carries, what an earlier
+segment computed for a later one, and, of each loop inside, all that this has slots for.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from batchax.divergence.branch_as_while import DearBranch
 from batchax.divergence.price import Price
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What is done between two loops.
+    """What is done between two loops, or in a dear branch.
 
     Attributes:
       program: of the values it reads, of the entries it takes, and of what is in the slots it
@@ -64,13 +65,44 @@ class Inner:
 
 
 @dataclass(frozen=True, eq=False)
+class Dear:
+    """A dear branch, before which lanes wait until a block of them is full.
+
+    Attributes:
+      segment: what is done in it, of constants of its own and then its slots.
+      constants: the program of its constants, of the values it reads.
+      reads: these, as those of a `Segment`.
+      slots: its slots, among the values of the loop around it: whether the lane is still to take
+        it, what it computes, and for how long the lane has waited.
+      width: how many lanes make a block.
+      branch: which branch it is, of which ``cond``.
+    """
+
+    segment: Segment
+    constants: ClosedJaxpr
+    reads: tuple[int, ...]
+    slots: range
+    width: int
+    branch: DearBranch
+
+    @property
+    def block(self) -> Price:
+        """The price of a block."""
+        price, moves = self.segment.price, self.segment.moves
+        return Price(price.of(self.width) + moves.of(self.width), 0.0)
+
+
+Part = Segment | Inner | Dear
+
+
+@dataclass(frozen=True, eq=False)
 class Nest:
     """A ``while`` of one example.
 
     Attributes:
       test: the predicate, of its constants and what is carried.
       body: the program of a step; None if it is cut in parts.
-      parts: segments and loops inside, in order; none of a loop that is not cut.
+      parts: segments, and loops and dear branches inside, in order; none of a loop that is not cut.
       n_test, n_consts: how many constants the predicate has, and how many all have: those of the
         predicate come first.
       n_carry: how many slots hold what is carried; they are the first. If there are parts, the
@@ -82,7 +114,7 @@ class Nest:
 
     test: ClosedJaxpr
     body: ClosedJaxpr | None
-    parts: tuple[Segment | Inner, ...]
+    parts: tuple[Part, ...]
     n_test: int
     n_consts: int
     n_carry: int

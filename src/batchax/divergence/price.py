@@ -7,12 +7,17 @@ from typing import Any, NamedTuple
 
 from batchax.divergence.widths import launch_time
 from batchax.programs.cost import Cost, cost_of_program
+from batchax.programs.dear_branches import NARROWEST
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
 _KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
 _MOVED = 0.03
 _ROW = 2.0  # for an entry, whatever its size
+# A block of a dear branch works so many times as long as it takes to begin, or has the most lanes;
+# all lanes fill so many blocks at most.
+_ENOUGH, _WIDEST = 2.0, 256
+_BLOCKS = 8
 STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
 
 
@@ -55,6 +60,20 @@ def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
     rows = len(read) + 2 * len(written)
     moved = bytes_of(read) + bytes_of(written)
     return Price(launch_time(rows), _ROW * rows + _MOVED * moved)
+
+
+def width_of_block(work: Price, moves: Price, lanes: int) -> int:
+    """How many lanes make a block of a dear branch, so that to begin it is little beside them."""
+    width, lane = NARROWEST, work.lane + moves.lane
+    while width < _WIDEST and width * lane < _ENOUGH * (work.begin + moves.begin):
+        width *= 2
+    return min(max(width, lanes // _BLOCKS), max(1, lanes // 2))
+
+
+def dearest_block(work: Price, moves: Price) -> Price:
+    """The price of a block of some of the lanes, if no lane costs more than this."""
+    begin, lane = work.begin + moves.begin, work.lane + moves.lane
+    return Price(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
 
 
 def total(prices: Sequence[Price]) -> Price:

@@ -56,7 +56,7 @@ class SegmentRun:
         width = self.width
         if width is None:
             return self._masked(here, list(values))
-        return self._in_blocks(width, here, list(values))
+        return self.in_blocks(width, *in_front([here]), values)
 
     @property
     def width(self) -> int | None:
@@ -100,12 +100,11 @@ class SegmentRun:
         target = lax.select(here, lanes, axis.size + lanes)
         return self._put(values, target, new, old=None)
 
-    def _in_blocks(self, width: int, here: Any, values: list[Any]) -> list[Any]:
+    def in_blocks(self, width: int, queue: Any, count: Any, values: Sequence[Value]) -> list[Any]:
+        """The values, after so many lanes, the first in the queue, have done it in blocks."""
         part, size, axis = self.segment, self.axis.size, replace(self.axis, size=width)
-        program, changed = part.program, [*part.writes, *part.puts]
+        program, changed, values = part.program, [*part.writes, *part.puts], list(values)
         old_places = list(zip(part.writes, _used(program), strict=False))
-
-        queue, count = _in_front(here)
 
         def once(state: Any) -> Any:
             first, changing = state
@@ -172,15 +171,17 @@ class SegmentRun:
         return values
 
 
-def _in_front(here: Any) -> tuple[Any, Any]:
-    """The lanes that are `here`, in order, before any others; and how many they are."""
-    size = here.shape[0]
-    lanes, ones = lax.iota(np.int32, size), lax.convert_element_type(here, np.int32)
-    upto = lax.cumsum(ones)
+def in_front(sets: Sequence[Any]) -> tuple[Any, Any]:
+    """The lanes of some sets, one set after the other, before any others; and how many they are."""
+    size = sets[0].shape[0]
+    lanes, count = lax.iota(np.int32, size), np.int32(0)
     # Others are written out of bounds, where they are dropped; each differs, as places must.
-    target = lax.select(here, upto - ones, size + lanes)
-    queue = put(lax.full_like(lanes, 0), lanes, target, 0)
-    return queue, upto[size - 1]
+    target = size + lanes
+    for some in sets:
+        ones = lax.convert_element_type(some, np.int32)
+        upto = count + lax.cumsum(ones)
+        target, count = lax.select(some, upto - ones, target), upto[size - 1]
+    return put(lax.full_like(lanes, 0), lanes, target, 0), count
 
 
 def _within(index: Any, length: int) -> Any:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 
 from batchax.jaxprs.inside import programs_inside, with_inside
-from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
-from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
+from batchax.programs.cost import STEPS, Cost, cost_of_program
+from batchax.programs.dear_branches import time_begun, time_to_move
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
@@ -171,18 +172,6 @@ def most_left(widths: Sequence[int], overhead: float) -> int:
     size, width = widths[:2]
     share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
     return max(min(size - 1, round(share * size)), width)
-
-
-def time_to_move(arrays: Iterable[Value]) -> float:
-    """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
-    each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
-    return TOGETHER.time(2 * sum(each_way, Cost()))
-
-
-def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
-    """Nanoseconds that a lane takes in operations which are not fused with others."""
-    costs = costs_of_equations(jaxpr, {}, differs, STEPS)
-    return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
 
 
 def power_of_two(lanes: float) -> int:

@@ -261,7 +261,8 @@ class StepCount:
       branch: which branch, of a `cond`; None of a loop.
       way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
         "neighbours", together until the last of them is done; "flat", each at a place of its own;
-        "grouped", a branch for the lanes that take it; "once", for all lanes alike.
+        "grouped", a branch for the lanes that take it; "gathered", the same, for which lanes of a
+        loop around it wait; "once", for all lanes alike.
       needed: the lane-steps that one lane after another would take, alone; None if unknown.
       done: those that were computed; None if unknown.
       masked: those that would be if lanes were masked; None if unknown.

@@ -208,7 +208,7 @@ def _each(
         branches = sorted(listed | {b for b in needed if b is not None})
     for branch in branches:
         way = notes.get("divergence", "together")
-        if way == "grouped" and branch not in notes["apart"]:
+        if way in ("grouped", "gathered") and branch not in notes["apart"]:
             way = "masked"
         if eqn.service == "once":
             yield StepCount(eqn.number, branch, "once", why=why or "it runs once for all lanes")

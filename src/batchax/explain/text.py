@@ -246,6 +246,9 @@ def _remarks(eqn: Equation) -> str:
         remarks.append(f"{eqn.notes['widths'][0]} neighbours at a time")
     if divergence == "flat":
         remarks.append("each lane is at a place of its own")
+    if divergence == "gathered":
+        branches, width = ", ".join(map(str, eqn.notes["apart"])), eqn.notes["widths"][0]
+        remarks.append(f"lanes wait before branch {branches} until they are {width}")
     if divergence == "grouped":
         branches = ", ".join(map(str, eqn.notes["apart"]))
         remarks.append(f"branch {branches} for the lanes that take it")

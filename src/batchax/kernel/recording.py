@@ -23,7 +23,7 @@ from batchax import _compat
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.memo import Memo
-from batchax.programs.marks import Mark, loop_number, numbered, put_mark
+from batchax.programs.marks import mark_for, numbered, put_mark
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")
@@ -244,11 +244,12 @@ def runs(axis: Axis) -> None:
     place = _active()
     if place is None or not (place.recorder.counts and place.counts) or place.record is None:
         return
-    number = loop_number(place.record.eqn)
-    if number is None or place.role == "condition":
+    if place.role == "condition":
         return
     branch = place.role.removeprefix("branch ")
-    put_mark(Mark(number, int(branch) if branch.isdigit() else None, axis.size))
+    mark = mark_for(place.record.eqn, int(branch) if branch.isdigit() else None, axis.size)
+    if mark is not None:
+        put_mark(mark)
 
 
 def uncounted(is_counted: bool = False) -> AbstractContextManager[None]:

@@ -1,0 +1,69 @@
+"""Lanes that wait before a dear branch, until they are many or have waited enough.
+
+A branch runs in blocks of a fixed width, and a block costs as much with one lane in it as with
+many. So lanes that come to it wait: full blocks run at once. The rest runs when its lanes have
+waited for as long, in sum, as the empty places of its block cost all active lanes, or when no
+other lane can move. Who waits until that has cost as much as not to wait costs pays at most twice
+what the best choice would have cost that knew who is to come (Karlin, Manasse, Rudolph and
+Sleator, "Competitive snoopy caching", 1988).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from batchax.divergence.segments import SegmentRun, in_front
+from batchax.divergence.window import count_active
+from batchax.jaxprs.words import Value
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """How lanes come through a dear branch.
+
+    Attributes:
+      run: what is done in it.
+      width: how many lanes make a block.
+      block: nanoseconds that a block takes.
+    """
+
+    run: SegmentRun
+    width: int
+    block: float
+
+    def __call__(
+        self, waited: Any, come: Any, everyone: Any, others_move: Any, values: Sequence[Value]
+    ) -> tuple[list[Any], Any]:
+        """Runs it for those whose time it is.
+
+        Args:
+          waited, come: which lanes waited before it, and which have just come.
+          everyone: how many are active in the loop around it.
+          others_move: whether some of these do not wait before any branch.
+          values: its constants, and what all lanes hold in its slots, of which the last says how
+            long each has waited.
+
+        Returns:
+          The values, and how long it took: in nanoseconds, by a model.
+        """
+        width, block = self.width, np.float32(self.block)
+        count = count_active(waited | come, np.int32)
+        rest = lax.rem(count, np.int32(width))
+        long = lax.select(waited, values[-1], lax.full_like(values[-1], 0))
+        empty = lax.convert_element_type(np.int32(width) - rest, np.float32)
+        enough = block / np.float32(width) * empty * lax.convert_element_type(everyone, np.float32)
+        last = (long.sum() >= enough) | ~others_move | (count == everyone)
+        done = count - lax.select(last, lax.full_like(rest, 0), rest)
+        # Who waited is first, or some would be left behind.
+        nobody = lambda *_: lax.iota(np.int32, waited.shape[0])
+        queue = lax.cond(done > 0, lambda *sets: in_front(sets)[0], nobody, waited, come)
+        values = self.run.in_blocks(width, queue, done, values)
+        blocks = lax.convert_element_type(done + np.int32(width - 1), np.float32) / np.float32(
+            width
+        )
+        return values, lax.floor(blocks) * block

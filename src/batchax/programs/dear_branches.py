@@ -1,0 +1,76 @@
+"""Which branches are so dear that lanes may wait before them, until many have come.
+
+That depends on nothing but their programs, so that all who ask get the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core.primitives import cond_p
+
+from batchax.jaxprs.evaluate import variables_in, variables_read
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr
+from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
+from batchax.programs.shapes import bytes_of
+from batchax.programs.weights import LAUNCH, TOGETHER
+
+# Results do not depend on these; the benchmark `nests` does.
+NARROWEST = 32  # lanes in a block, if there are twice as many
+LEAST = 15_000.0  # nanoseconds that a block takes
+GAIN = 8.0  # how many times the cost of moving its lanes
+BEGUN = 0.5  # which share is not one loop with what selects its result: that skips who is elsewhere
+
+
+def dear_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
+    """Which branches of a ``cond`` are.
+
+    Args:
+      eqn: the equation.
+      differs: which of its operands differ between lanes.
+    """
+    if eqn.primitive is not cond_p or eqn.params.get("branches_platforms"):
+        return []
+    programs = [program.jaxpr for program in eqn.params["branches"]]
+    return [i for i, jaxpr in enumerate(programs) if _is_dear(jaxpr, differs[1:])]
+
+
+def may_be_dear(jaxpr: Jaxpr) -> bool:
+    """Whether a branch is dear enough, whatever lanes have of their own."""
+    return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= LEAST
+
+
+def time_of_block(cost: Cost) -> float:
+    """Nanoseconds that a narrow block takes of lanes of which each costs so much."""
+    return LAUNCH * cost.launches + NARROWEST * TOGETHER.time(cost)
+
+
+def _is_dear(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
+    cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
+    if time_of_block(cost) < LEAST:
+        return False
+    work = TOGETHER.time(cost)
+    moving = time_to_move(moved(jaxpr, differs))
+    return work > GAIN * moving and time_begun(jaxpr, differs) >= BEGUN * work
+
+
+def moved(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[Aval]:
+    """What of a lane is moved: what a branch reads, and what it computes."""
+    read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
+    computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+    own = (v for v, d in zip(jaxpr.invars, differs, strict=True) if d and v in read)
+    made = dict.fromkeys(v for v in variables_in(jaxpr.outvars) if v in computed)
+    return [v.aval for v in (*own, *made)]
+
+
+def time_to_move(arrays: Iterable[Any]) -> float:
+    """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
+    each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
+    return TOGETHER.time(2 * sum(each_way, Cost()))
+
+
+def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
+    """Nanoseconds that a lane takes in operations which are not fused with others."""
+    costs = costs_of_equations(jaxpr, {}, differs, STEPS)
+    return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
