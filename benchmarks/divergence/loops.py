@@ -123,6 +123,28 @@ def bounded(n: Any, x: Any, weights: Any) -> Any:
     return x, i
 
 
+def bounded_runge_kutta(n: Any, y: Any, mu: Any) -> Any:
+    """Steps of one size along Van der Pol's equation: each is cheap, and some lanes take many."""
+
+    def slope(y: Any) -> Any:
+        return jnp.stack([y[1], mu * (1 - y[0] ** 2) * y[1] - y[0]])
+
+    def step(carry: Any) -> Any:
+        i, y = carry
+        h = 0.01
+        a = slope(y)
+        b = slope(y + h / 2 * a)
+        c = slope(y + h / 2 * b)
+        return i + 1, y + h / 6 * (a + 2 * b + 2 * c + slope(y + h * c))
+
+    i, y = bx.bounded_while(lambda carry: carry[0] < n, step, (jnp.int32(0), y), 1000)
+    return y, i
+
+
+def _with_stiffness(lanes: int, most: int) -> tuple[Any, ...]:
+    return heavy_tailed(lanes, most), normal(lanes, 2), uniform(lanes, low=0.5, high=2.0)
+
+
 def in_place(n: Any, x: Any) -> Any:
     """Writes one element of a long array in each step."""
 
@@ -267,6 +289,18 @@ WORKLOADS = {
         LoopWorkload("NUTS", chain, _chains, 256, 3, (0, 0, None), turns=5),
         LoopWorkload(
             "bounded loop", bounded, _with_counts, 512, 300, (0, 0, None), gradient=(1, 2)
+        ),
+        LoopWorkload(
+            "bounded loop, 4,096 lanes",
+            bounded,
+            _with_counts,
+            4096,
+            300,
+            (0, 0, None),
+            gradient=(1,),
+        ),
+        LoopWorkload(
+            "bounded Runge-Kutta", bounded_runge_kutta, _with_stiffness, 4096, 300, gradient=(1,)
         ),
         *(
             LoopWorkload(f"in place, {n:,} elements", in_place, _long_arrays, 4, n, turns=3)

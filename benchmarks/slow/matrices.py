@@ -210,7 +210,7 @@ WORKLOADS = [
             ("complex 4 x 4", _pair(4, complex), 0.25),
         )
     ),
-    Slow("expm, 4 x 4", FAMILY, expm, exponential_by_hand, _square(4), _LANES, 0.25),
+    Slow("expm, 4 x 4", FAMILY, expm, exponential_by_hand, _square(4), 2_000, 0.25),
     Slow(
         "tridiagonal solve of 16",
         FAMILY,
