@@ -11,8 +11,10 @@ import pytest
 import batchax as bx
 from kills.__main__ import KINDS
 
+from support import object_servers
+
 TESTS, PACKAGE = Path(__file__).parents[1], Path(bx.__file__).parents[1]
-COUNTS = {"disk": 28, "network": 5, "s3": 6, "processes": 4, "dask": 3, "scheduler": 2}
+COUNTS = {"disk": 28, "network": 5, "s3": 6, "google": 6, "processes": 4, "dask": 3, "scheduler": 2}
 OFTEN = {"disk", "network"}
 
 
@@ -28,6 +30,8 @@ def test_every_kind_is_killed_and_all_shares_are_one():
 )
 def test_a_map_that_is_killed_leaves_what_one_leaves_that_is_not(kind, request):
     """By another seed in each turn; `make kills` has more of them."""
+    if kind == "google" and object_servers.fake_google() is None:
+        pytest.skip("fake-gcs-server is not installed: make fake-gcs")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)])}
     seed = str(request.config.getoption("turn") or 0)
     command = [sys.executable, "-m", "kills", "--only", kind, "--count", str(COUNTS[kind])]

@@ -1,7 +1,8 @@
-"""Kills calls of `map` to S3, each until it ends in spite of it, and compares what they leave.
+"""Kills calls of `map` to stores of objects, each until it ends in spite of it, and compares what
+they leave.
 
-The server is moto's. The oracle is the same call to a disk that nobody killed: each object has the
-bytes of the file.
+The servers are moto's of S3, and fake-gcs-server. The oracle is the same call to a disk that nobody
+killed: each object has the bytes of the file.
 """
 
 from __future__ import annotations
@@ -79,7 +80,15 @@ def run(count: int, seed: int, root: Path) -> Tally:
         return outputs(count, seed, root, killed)
 
 
-def outputs(count: int, seed: int, root: Path, attempt: Attempt) -> Tally:
+def run_google(count: int, seed: int, root: Path) -> Tally:
+    """The same of Google's, if there is a server of that: `make fake-gcs`."""
+    if object_servers.fake_google() is None:
+        return Tally()
+    with object_servers.google():
+        return outputs(count, seed, root, killed, "gs")
+
+
+def outputs(count: int, seed: int, root: Path, attempt: Attempt, scheme: str = "s3") -> Tally:
     """Computes outputs by attempts that may fail, of each again and again, and compares them."""
     draw, tally = random.Random(seed), Tally()
     jax.config.update("jax_platforms", "cpu")
@@ -94,7 +103,7 @@ def outputs(count: int, seed: int, root: Path, attempt: Attempt) -> Tally:
             code, expected[name] = forked_to_do(lambda: on_disk(job, inputs, root / name))
             assert code == 0, f"{name} fails by itself"
         left, told, seen, _ = expected[name]
-        url = f"s3://{object_servers.BUCKET}/{seed}-{tally['outputs']}-{name}"
+        url = f"{scheme}://{object_servers.BUCKET}/{seed}-{tally['outputs']}-{name}"
         answer, kills = None, 0
         while answer is None:
             moment, answer = attempt(job, inputs, url, draw, seen, kills < PATIENCE)

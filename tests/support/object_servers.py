@@ -219,6 +219,7 @@ def proxy(
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else each answer waits 40 ms
 
         def handle_one(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -254,7 +255,11 @@ def proxy(
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    between = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(http.server.ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """Nothing: callers that are killed leave connections behind."""
+
+    between = Server(("127.0.0.1", 0), Handler)
     between.daemon_threads = True
     thread = threading.Thread(target=between.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
