@@ -30,7 +30,7 @@ def pads(x):
 
 
 def groups(x):
-    return jnp.abs(jnp.fft.fft(x, axis=0)).sum()
+    return jnp.linalg.svd(x)[1].sum()  # all vectors, of which none has an exact padded form
 
 
 def found(fun, x, **options):

@@ -98,22 +98,20 @@ def refused(fun, bound=4, **options):
 
 
 def test_what_is_refused():
-    spectrum = FUNCTIONS["spectrum"]
-    refused(spectrum)
-    refused(spectrum, bound=MOST_LENGTHS - 1)
+    by_number = FUNCTIONS["range"]
+    refused(by_number)
+    refused(by_number, bound=MOST_LENGTHS - 1)
     for options in ({"bound": MOST_LENGTHS}, {"layout": "padded"}, {"layout": "packed"}):
         with pytest.raises(UnsupportedError, match="lengths are traced") as error:
-            refused(spectrum, **options)
+            refused(by_number, **options)
         notes = "".join(getattr(error.value, "__notes__", ()))
         assert ("max_length of at most 32" in notes) == ("bound" in options)
     with pytest.raises(UnsupportedError, match="lengths are traced"):  # all rows meet there
-        refused(lambda x: jax.lax.psum(spectrum(x).sum(), "rows"))
+        refused(lambda x: jax.lax.psum(by_number(x).sum(), "rows"))
     with pytest.raises(UnsupportedError, match="needs the length of a row as a number"):
-        refused(lambda x: jnp.fft.fft(x).real.sum().astype(int if len(x) > 2 else float))
+        refused(lambda x: x.sum().astype(int if len(x) > 2 else float))
     with pytest.raises(UnsupportedError, match="callback is to be called in order"):
-        refused(
-            lambda x: jax.debug.callback(lambda x: None, jnp.fft.fft(x).real.sum(), ordered=True)
-        )
+        refused(lambda x: jax.debug.callback(lambda x: None, x.sum() + len(x), ordered=True))
     with pytest.raises(TypeError, match="can only concatenate"):
         refused(lambda x: x.shape + 1)
 
@@ -135,3 +133,48 @@ def test_rows_of_several_sizes():
     with pytest.raises(UnsupportedError, match="lengths are traced") as error:
         jax.jit(bx.vmap(together, in_axes))(x.with_max_length((8, 8)), y)
     assert "of several sizes, so many together" in error.value.__notes__[0]
+
+
+def by_length(x):
+    n = x.shape[0]
+    if n > 20:
+        return x[:3].sum(), x * 2
+    if n == 4:
+        return x[3], x
+    return (x**2).sum(), jnp.gradient(x)  # which wants two elements at least
+
+
+def test_a_program_for_each_answer():
+    """Not one for each length: these may be too many"""
+    lengths = np.array([4, 1, 30, 3, 0, 5], np.int32)
+    x = bx.Ragged(jnp.arange(1.0, 48.0), lengths, 100)
+
+    def both(data, lengths):
+        def loss(data):
+            numbers, rows = bx.vmap(by_length)(bx.Ragged(data, lengths, 100))
+            return jnp.where(jnp.isnan(numbers), 0, numbers).sum(), (numbers, rows)
+
+        return jax.value_and_grad(loss, has_aux=True)(data)
+
+    (_, (numbers, rows)), gradient = jax.jit(both)(x.data, jnp.asarray(lengths))
+    start = np.cumsum(lengths) - lengths
+    for i, n in enumerate(lengths):
+        row = x.data[start[i] : start[i] + n]
+        if n < 2:  # no row of that length is taken alone
+            assert np.isnan(numbers[i])
+            continue
+        (value, alone), own = jax.value_and_grad(by_length, has_aux=True)(row)
+        same(numbers[i], value)
+        same(rows.rows()[i], alone)
+        same(gradient[start[i] : start[i] + n], own)
+
+
+def test_how_many_programs_there_are():
+    program = jax.make_jaxpr(bx.vmap(by_length))(
+        bx.Ragged(jnp.ones(9), jnp.asarray([4, 5]), 10_000)
+    )
+    assert len(str(program)) < 100_000
+    with pytest.raises(UnsupportedError, match="lengths are traced"):  # a number in each answer
+        jax.make_jaxpr(bx.vmap(lambda x: sum(range(len(x))) if x.shape[0] > 5 else x.sum()))(
+            bx.Ragged(jnp.ones(9), jnp.asarray([4, 5]), 10_000)
+        )

@@ -264,7 +264,10 @@ REFUSED = {
         "a size that it finds as a number",
     ),
     "its length": (lambda x: len(positive(x)), r"a size that it finds as a number.* `len"),
-    "a transform": (lambda x: jnp.fft.fft(positive(x)), "(?s)no padding.*bx.size, in in_axes"),
+    "vectors": (
+        lambda x: jnp.linalg.svd(jnp.stack([positive(x)] * 3))[1],
+        "(?s)full_matrices.*bx.size, in in_axes",
+    ),
     "sizes of two conditions": (lambda x: positive(x) + positive(2 * x), "found0_6.*found1_6"),
     "another number of elements": (
         lambda x: positive(x).reshape(2),

@@ -9,7 +9,7 @@ import pytest
 
 import batchax as bx
 
-from support.row_operations import FEW, MANY, calls, function_of, left_out, page, rows, why_not
+from support.row_operations import FEW, calls, function_of, kind_of, left_out, page, rows
 
 WAYS = {
     "auto": {},
@@ -62,7 +62,7 @@ def agree(got, alone, where):
 def test_as_the_row_alone(first):
     x = rows(FEW)
     functions = {name: function_of(name, CALLS[name]) for name in [*CALLS][first:][:TOGETHER]}
-    any_length = {name: f for name, f in functions.items() if why_not(f, MANY) is None}
+    any_length = {name: f for name, f in functions.items() if kind_of(f) == "any"}
     others = {name: f for name, f in functions.items() if name not in any_length}
     for chosen, ways in ((any_length, WAYS), (others, {"auto": {}, "chunks": WAYS["chunks"]})):
         if not chosen:

@@ -348,34 +348,41 @@ def rows(bound):
     return bx.Ragged(jnp.asarray(data), jnp.asarray(LENGTHS), bound)
 
 
-def why_not(fun, bound):
+def why_not(fun, bound, **options):
     """How it fails to be staged for traced lengths of up to `bound`; None if it does not."""
     try:
-        jax.make_jaxpr(bx.vmap(fun))(rows(bound))
+        jax.make_jaxpr(bx.vmap(fun, **options))(rows(bound))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def ran():
-    """How each call runs: "any", "each" or "refused", and why not for any length."""
-    results = {}
-    for name, call in calls().items():
-        fun = function_of(name, call)
-        why = why_not(fun, MANY)
-        kind = "any" if why is None else "each" if why_not(fun, FEW) is None else "refused"
-        results[name] = kind, why or ""
-    return results
+    """How each call runs."""
+    return {name: kind_of(function_of(name, call)) for name, call in calls().items()}
+
+
+def kind_of(fun):
+    """How it runs for traced lengths: "any", "parted", "each" or "refused"."""
+    for kind, bound, options in (
+        ("any", MANY, {"layout": "padded"}),
+        ("parted", MANY, {}),
+        ("each", FEW, {}),
+    ):
+        if why_not(fun, bound, **options) is None:
+            return kind
+    return "refused"
 
 
 PAGE = """# Operations on rows
 
 Every function of `jax.numpy` and its siblings in JAX {version}, called on a row of a
 [`Ragged`](../guides/ragged.md) under `jit`, where lengths are not known: whether there is one
-program for rows of any length, packed or padded; a program for each length, where `max_length` is
-at most 32; or neither. Where lengths are known, what has no program for any length runs for rows
-of one length together. Made by `make docs`; tests compare each with the row alone, packed, padded
-and in chunks. Results of two axes are compared by their sums along one.
+program for rows of any length, packed or padded; one for all but few lengths, which have programs
+of their own beside it, as the function tells them apart; a program for each length, where
+`max_length` is at most 32; or none of these. Where lengths are known, what has no program for any
+length runs for rows of one length together. Made by `make docs`; tests compare each with the row
+alone, packed, padded and in chunks. Results of two axes are compared by their sums along one.
 
 A call is of `x` and `y`, floats of shape `(n,)`; `p`, between 0 and 1; `i`, ints; `b`, bools; `c`,
 complex numbers; `m`, of shape `(n, 3)`, and `t`, `(3, n)`; `s`, of shape `(n, n)`, symmetric; the
@@ -389,12 +396,12 @@ def page():
     """The page of all of them."""
     results = ran()
     by_name = calls()
-    lines = ["| module | functions | one program for any length | one for each length | refused |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
-    kinds = ("any", "each", "refused")
+    kinds = ("any", "parted", "each", "refused")
+    lines = ["| module | functions | any length | any but few | each length | refused |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     total = dict.fromkeys(kinds, 0)
     for title in MODULES:
-        own = [kind for name, (kind, _) in results.items() if name.rpartition(".")[0] == title]
+        own = [kind for name, kind in results.items() if name.rpartition(".")[0] == title]
         counts = {kind: own.count(kind) for kind in kinds}
         total = {kind: total[kind] + counts[kind] for kind in kinds}
         lines.append(f"| `{title}` | {len(own)} | " + " | ".join(map(str, counts.values())) + " |")
@@ -408,9 +415,10 @@ def page():
     for kind, title in (
         ("refused", "Refused"),
         ("each", "A program for each length"),
+        ("parted", "One program for all but few lengths"),
         ("any", "One program for any length"),
     ):
-        names = [name for name, (own, _) in results.items() if own == kind]
+        names = [name for name, own in results.items() if own == kind]
         if names:
             text += f"\n## {title}\n\n| function | call |\n| --- | --- |\n"
             shown = {name: by_name[name].replace("|", "\\|") for name in names}

@@ -53,6 +53,10 @@ class RowDimension(SIZE):
             return other.scope is self.scope and self._eq(other)
         return isinstance(other, (int, np.integer)) and self._eq(other)
 
+    def astype(self, dtype: Any) -> Any:
+        """The size as an array, as NumPy's integers have it."""
+        return jax.numpy.asarray(self).astype(dtype)
+
     def hashed(self) -> int:
         """JAX's hash, which is that of the expression."""
         return SIZE.__hash__(self)

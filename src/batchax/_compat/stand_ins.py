@@ -21,16 +21,26 @@ STAND_IN_PLACES = {
     "associative_scan": ("jax.lax", "associative_scan"),
     "associative_scan of cumprod": ("jax._src.lax.control_flow.loops", "associative_scan"),
     "convolution": ("jax._src.numpy.lax_numpy", "_conv"),
+    "convolution of scipy": ("jax._src.scipy.signal", "_convolve_nd"),
     "derivative of a reduction": ("jax._src.lax.lax", "_reduce_jvp"),
+    "fourier transform": ("jax._src.numpy.fft", "_fft_core"),
     "indices": ("jax._src.numpy.indexing", "_parse_indices"),
     "interp": ("jax.numpy", "interp"),
     "linspace": ("jax.numpy", "linspace"),
     "loop of fori_loop": ("jax._src.lax.control_flow.loops", "while_loop"),
+    "number": ("jax._src.core", "concrete_or_error"),
+    **{name: ("jax.numpy", name) for name in ("polyder", "polyint", "polymul")},
     "permutation": ("jax.random", "permutation"),
     "rfftfreq": ("jax.numpy.fft", "rfftfreq"),
     "searchsorted": ("jax.numpy", "searchsorted"),
     "psum": ("jax._src.lax.parallel", "_psum"),
     "shuffle": ("jax._src.random.core", "_shuffle"),
+    "steps of geomspace and logspace": ("jax._src.numpy.array_creation", "linspace"),
+    "vander": ("jax.numpy", "vander"),
+    **{
+        f"matrix of a size, {name}": ("jax.scipy.linalg", name)
+        for name in ("dft", "helmert", "hilbert", "invhilbert", "invpascal", "pascal")
+    },
 }
 """The module that looks a function up, and its name there."""
 

@@ -180,7 +180,7 @@ def _last_result(eqn: Eqn) -> tuple[float, float]:
 
 def _fourier(eqn: Eqn) -> tuple[float, float]:
     """5 n log2 n of a complex transform of n numbers, half of it if they are real."""
-    lengths = math.prod(eqn.params["fft_lengths"])
+    lengths = math.prod(map(number_of, eqn.params["fft_lengths"]))
     real = any(v.aval.dtype.kind != "c" for v in (eqn.invars[0], eqn.outvars[0]))
     largest = max(_read(eqn), size_of(eqn.outvars[0].aval))
     return (2.5 if real else 5) * largest * math.log2(max(lengths, 2)), 0

@@ -145,8 +145,14 @@ class _Along:
     name: str | None
 
 
-def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[SizesOf], list[RowSize]]:
+def find_sizes(
+    mapped: Sequence[Mapped], among: np.ndarray | None = None
+) -> tuple[list[SizesOf], list[RowSize]]:
     """The sizes of each argument, none for those that are not ragged; and all that there are.
+
+    Args:
+      mapped: the arguments.
+      among: the lengths that rows have, where those of others run otherwise; for one size.
 
     Raises:
       AxisError: arguments whose sizes have one name are known to differ in length; or `in_axes`
@@ -175,7 +181,10 @@ def find_sizes(mapped: Sequence[Mapped]) -> tuple[list[SizesOf], list[RowSize]]:
         for members in groups
     ]
     lengths = [of(members[0]) for members in groups]
-    symbols = _symbols(names, _lengths(names, lengths, bounds))
+    if among is not None:
+        bounds = [int(among.max())] * len(bounds)
+    there_are = Lengths(dict.fromkeys(names, among), False) if among is not None else None
+    symbols = _symbols(names, there_are or _lengths(names, lengths, bounds))
     size_of: dict[tuple[int, int], RowSize] = {}
     sizes = []
     described = zip(groups, names, symbols, lengths, bounds, strict=True)

@@ -55,8 +55,8 @@ from batchax.rows.ragged import Ragged
 from batchax.rows.stand_ins import rows_of_one_length
 from batchax.rules.in_turn import calls_library
 
-Lengths = tuple[int, ...]
-"""The length of a row, for each of the sizes that rows have."""
+Lengths = tuple[Any, ...]
+"""The length of a row, for each of the sizes that rows have: a number, or a symbol."""
 
 
 def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:

@@ -9,7 +9,7 @@ lengths, and so this is for small bounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,19 +60,62 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
       None if it cannot be: lengths may be too many, or the function works for none, or uses the
       name of the axis, or references, or returns arrays of other kinds for some.
     """
-    axis, mapped = call.axis, call.mapped
+    mapped = call.mapped
     sizes_of, sizes = find_sizes(mapped)
     if not are_few(sizes) or not all(size.bound for size in sizes):
         return None
-    lengths = _Lengths(sizes)
+    lengths = AllLengths(sizes)
     staged = _staged(lambda k: stage_at(call, sizes_of, sizes, lengths.of(k)), lengths.count)
     longest = lengths.count - 1
     if longest not in staged:
         return None
     for k in [k for k in staged if 0 in lengths.of(k)]:
-        if not _takes_nothing(staged[k][0], staged[longest][0]):
+        if not takes_nothing(staged[k][0], staged[longest][0]):
             del staged[k]
     programs = [program for program, _ in staged.values()]
+    runs = [
+        _run(sizes_of, mapped, lengths.named(k), staged[k][0]) if k in staged else None
+        for k in range(lengths.count)
+    ]
+    shapes = {k: program.out_avals for k, (program, _) in staged.items()}
+    return switched(
+        call, chunking, lengths, list(staged.values()), shapes, same_results(programs), runs
+    )
+
+
+Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""The results for a row of the lengths, and arrays with room for the longest, that it is given."""
+
+
+def switched(
+    call: Call,
+    chunking: Chunking | None,
+    lengths: AllLengths,
+    staged: Sequence[tuple[ClosedJaxpr, FlatOutputs]],
+    avals: Mapping[int, Sequence[Any]],
+    same: Sequence[bool],
+    runs: Sequence[Run | None],
+    which: np.ndarray | None = None,
+) -> Outputs | None:
+    """The outputs of a call by branches, of which each row runs one.
+
+    Args:
+      call: of a function of one row.
+      chunking: how many rows run at a time; None for all.
+      lengths: those that rows may have.
+      staged: the function for rows of some lengths, and what describes its outputs; the longest
+        ones last.
+      avals: for each number of lengths that the function takes, what it returns.
+      same: of each result, whether all branches compute it alike.
+      runs: the branches; None for rows that the function does not take.
+      which: the branch of each number of lengths; None if that is the number.
+
+    Returns:
+      None if it cannot be: the function uses the name of the axis, or references, or returns arrays
+      of other kinds for some rows.
+    """
+    axis = call.axis
+    programs = [program for program, _ in staged]
     alike = all(kinds(program) == kinds(programs[0]) for program in programs)
     if not alike or any(any_uses_axis(axis, program) for program in programs):
         return None
@@ -80,30 +123,26 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
         return None
     for program in programs:
         refuse_order(program)
-    check_constants([outputs for _, outputs in staged.values()])
-    recording.fact("groups", lengths=list(map(lengths.of, staged)), rows=[sizes[0].rows])
-    outputs = staged[longest][1]
-    results = [
-        _Result(lengths, list(staged), each)
-        for each in zip(*(program.out_avals for program in programs), strict=True)
-    ]
+    check_constants([outputs for _, outputs in staged])
+    sizes_of, sizes = find_sizes(call.mapped)
+    ends = np.flatnonzero(np.diff(which, append=-1)) if which is not None else range(lengths.count)
+    of_groups = [lengths.of(int(k)) for k in ends if int(k) in avals]
+    recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows])
+    outputs = staged[-1][1]
+    results = [_Result(lengths, list(avals), each) for each in zip(*avals.values(), strict=True)]
     placed = [
-        place_for_lengths(axis, output, result.shape, same)
-        for output, result, same in zip(
-            outputs.described, results, same_results(programs), strict=True
-        )
+        place_for_lengths(axis, output, result.shape, alike)
+        for output, result, alike in zip(outputs.described, results, same, strict=True)
     ]
-    branches = [
-        _branch(sizes_of, mapped, lengths.named(k), staged[k][0] if k in staged else None, results)
-        for k in range(lengths.count)
-    ]
+    branches = [_branch(run, results) for run in runs]
 
     def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
         own, arrays = values[: len(sizes)], values[len(sizes) :]
-        outs = lax.switch(lengths.place(own), branches, *arrays)
-        return outs, replace(outputs, described=placed)
+        place = lengths.place(own)
+        branch = place if which is None else jnp.asarray(which, np.int32)[place]
+        return lax.switch(branch, branches, own, arrays), replace(outputs, described=placed)
 
-    arguments = padded_arguments(mapped, sizes_of, sizes)
+    arguments = padded_arguments(call.mapped, sizes_of, sizes)
     with _compat.named_scope(axis.name, axis.size):
         rows = Call(replace(axis, name=None), padded_row, arguments)
         outs, _ = executed_as_arrays(rows, chunking)
@@ -115,7 +154,7 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     ], outputs
 
 
-class _Lengths:
+class AllLengths:
     """All lengths that rows may have, by number: the last are the longest.
 
     Attributes:
@@ -130,9 +169,11 @@ class _Lengths:
         self.along = np.indices(self._each, np.int32).reshape(len(sizes), -1)
 
     def of(self, k: int) -> tuple[int, ...]:
+        """The lengths of that number."""
         return tuple(self.along[:, k].tolist())
 
     def named(self, k: int) -> dict[str, int]:
+        """Those lengths by the names of sizes."""
         return {size.name: n for size, n in zip(self.sizes, self.of(k), strict=True)}
 
     def place(self, own: Sequence[Any]) -> Any:
@@ -157,7 +198,7 @@ def _staged(
     return dict(sorted(staged.items()))
 
 
-def _takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
+def takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
     """Whether the program of a row without elements can be compiled, and returns what others do.
 
     JAX stages a Fourier transform of no elements, and fails where it is compiled; and a Python loop
@@ -185,12 +226,12 @@ class _Result:
       bounds: the shape of an array that has room for that of each row.
     """
 
-    def __init__(self, lengths: _Lengths, taken: list[int], avals: Sequence[Aval]) -> None:
+    def __init__(self, lengths: AllLengths, taken: list[int], avals: Sequence[Aval]) -> None:
         shapes = [getattr(aval, "shape", ()) for aval in avals]
         self.shape = symbolic_shape(shapes)
         self.axes = tuple(i for i, dim in enumerate(self.shape) if is_symbolic(dim))
         self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
-        self.aval, self._lengths = avals[-1], lengths
+        self.dtype, self._lengths = jnp.result_type(avals[-1]), lengths
         self._own = [self._size_of([s[at] for s in shapes], taken) for at in self.axes]
 
     def _size_of(self, own: Sequence[int], taken: list[int]) -> RowSize | np.ndarray:
@@ -209,7 +250,7 @@ class _Result:
 
     def missing(self) -> Any:
         """What stands for the result of a row that there is none of."""
-        nothing = jnp.zeros(1, self.aval.dtype)
+        nothing = jnp.zeros(1, self.dtype)
         filled = nothing.at[1].get(mode="fill")
         return lax.broadcast(filled, self.bounds)
 
@@ -230,25 +271,42 @@ class _Result:
         return Ragged(pack_rows(x, index, self.axes, capacity), lengths, bounds, axis=self.axes)
 
 
-def _branch(
+def _branch(run: Run | None, results: Sequence[_Result]) -> Callable[..., list[Any]]:
+    def branch(own: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        if run is None:
+            return [result.missing() for result in results]
+        # Numbers of Python's come out as they are written in the program.
+        outs = map(jnp.asarray, run(own, arrays))
+        return [result.padded(x) for result, x in zip(results, outs, strict=True)]
+
+    return branch
+
+
+def _run(
     sizes_of: Sequence[SizesOf],
     mapped: Sequence[Mapped],
     lengths: dict[str, int],
-    program: ClosedJaxpr | None,
-    results: Sequence[_Result],
-) -> Callable[..., list[Any]]:
-    """What is done for a row of those lengths, of arrays with room for the longest."""
+    program: ClosedJaxpr,
+) -> Run:
+    """A program of rows of those lengths, on arrays with room for the longest."""
 
-    def run(*arrays: Any) -> list[Any]:
-        if program is None:
-            return [result.missing() for result in results]
-        own = []
-        for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
-            for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
-                x = lax.slice_in_dim(x, 0, lengths[size.name], axis=axis)
-            own.append(x)
-        outs = eval_jaxpr(program.jaxpr, program.consts, *own)
-        # Numbers of Python's come out as they are written in the program.
-        return [result.padded(jnp.asarray(x)) for result, x in zip(results, outs, strict=True)]
+    def run(_: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        own = cropped(sizes_of, mapped, lengths, arrays)
+        return eval_jaxpr(program.jaxpr, program.consts, *own)
 
     return run
+
+
+def cropped(
+    sizes_of: Sequence[SizesOf],
+    mapped: Sequence[Mapped],
+    lengths: Mapping[str, int],
+    arrays: Sequence[Any],
+) -> list[Any]:
+    """Arrays with room for the longest rows, as arrays with room for rows of those lengths."""
+    own = []
+    for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
+        for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
+            x = lax.slice_in_dim(x, 0, lengths[size.name], axis=axis)
+        own.append(x)
+    return own

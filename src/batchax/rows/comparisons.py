@@ -30,16 +30,48 @@ from batchax.rows.user_code import is_users, line_around
 _MOST_COMBINATIONS = 1 << 20  # of lengths that a question is asked for; arrays hold them all
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A question about sizes of rows, ``ask(size, other)``."""
+
+    ask: Any
+    size: Any
+    other: Any
+
+    def answers(self) -> np.ndarray | None:
+        """The answer for each length that rows may have; None if they have several sizes."""
+        sizes = [x for x in (self.size, self.other) if _compat.is_row_size(x)]
+        if len(sizes[0].scope.lengths.values) != 1 or any(map(_is_of_found, sizes)):
+            return None
+        values = _in_every_row(self.size, self.other)
+        return None if values is None else np.asarray(self.ask(*values))
+
+
+def _is_of_found(size: Any) -> bool:
+    return not _compat.symbols(size) <= size.scope.lengths.values.keys()
+
+
+def asked_by(error: BaseException | None) -> Asked | None:
+    """The question that rows have different answers to, if that is why a function failed."""
+    while error is not None:
+        asked = getattr(error, "asked", None)
+        if isinstance(asked, Asked):
+            return asked
+        error = error.__cause__
+    return None
+
+
 class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOperation):
     """A question to which rows have different answers."""
 
-    def __init__(self, line: str, question: str) -> None:
+    def __init__(self, line: str, question: str, asked: Asked | None = None) -> None:
         super().__init__(
             f"{line}: {question}. Where lengths are known rows of one length can run together: "
             'batchax.vmap(..., layout="grouped"). Or compute with the size: '
             "jnp.where(jnp.asarray(x.shape[0]) == 1, ...)."
         )
         self.question = question
+        self.asked = asked
 
 
 class HashedSizeError(UndecidedSizeError, TypeError):
@@ -146,7 +178,7 @@ class SizeOfRow(_compat.RowDimension):
     def _compared(self, ask: Any, sign: str, other: Any) -> Any:
         frame = sys._getframe(2)
         if not is_users(frame):
-            return getattr(super(), f"__{ask.__name__}__")(other)
+            return self._compared_by_jax(ask, other)
         if isinstance(other, (jax.Array, Tracer, np.ndarray)):
             return ask(jnp.asarray(self), other)
         number = isinstance(other, (int, float, np.number))
@@ -154,13 +186,24 @@ class SizeOfRow(_compat.RowDimension):
             return getattr(super(), f"__{ask.__name__}__")(other)
         return _answer(frame, ask, self, other, f"{self} {sign} {other}")
 
+    def _compared_by_jax(self, ask: Any, other: Any) -> Any:
+        """JAX's answer, which is for all rows there are; of those there may be, if it has none."""
+        try:
+            return getattr(super(), f"__{ask.__name__}__")(other)
+        except ASKED_FOR_NUMBERS as error:
+            answer = agreed(self, other, ask)
+            if answer is None:
+                error.asked = Asked(ask, self, other)  # type: ignore[attr-defined]
+                raise
+            return answer
+
 
 def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:
     """What all rows there may be agree on."""
     answer = agreed(size, other, ask)
     if answer is None:
         question = f"`{question}` may be true of one row and false of another"
-        raise UndecidedSizeError(line_around(frame), question)
+        raise UndecidedSizeError(line_around(frame), question, Asked(ask, size, other))
     return answer
 
 

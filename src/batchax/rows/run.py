@@ -17,6 +17,7 @@ from batchax.execution.devices.shards import Shards
 from batchax.frontend.rows import RowOptions, runs_rows
 from batchax.kernel import recording
 from batchax.rows.arguments import all_known, check_meshes, find_sizes
+from batchax.rows.by_answer import run_by_answer
 from batchax.rows.by_length import run_by_length
 from batchax.rows.by_switch import MOST_LENGTHS, are_few, run_by_switch
 from batchax.rows.call import RowCall
@@ -124,7 +125,8 @@ class InRows(Way):
     def _by_switch(self, call: Call, told: functools.partial[Exception]) -> Outputs:
         """By a branch for each length, if that can be; else raises what is `told` of an error."""
         if self.shards is None and self.options.layout == "auto":
-            outs = run_by_switch(call, self.chunking)
+            outs = run_by_answer(call, self.chunking, told.args[0])
+            outs = run_by_switch(call, self.chunking) if outs is None else outs
             if outs is not None:
                 return outs
         cause, raised = told.args[0], told()

@@ -126,7 +126,7 @@ def _convolution(
     if not ragged or np.ndim(x) != np.ndim(y) or mode not in ("full", "same", "valid"):
         return original(x, y, mode, op, *args, **more)
     n, m = np.shape(x)[0], np.shape(y)[0]
-    x, y = _with_zeros(x, greatest(n)), _with_zeros(y, greatest(m))
+    x, y = with_zeros(x, greatest(n)), with_zeros(y, greatest(m))
     whole = original(x, y, "full", op, *args, **more)
     first = y.shape[0] - m if op == "correlate" else 0
     is_longer = agreed(n, m)
@@ -143,7 +143,7 @@ def _convolution(
 
 
 @_compat.stands_in_for("linspace")
-def _linspace(
+def linspace_of_rows(
     original: Any,
     start: Any,
     stop: Any,
@@ -154,7 +154,7 @@ def _linspace(
     axis: int = 0,
     **kwargs: Any,
 ) -> Any:
-    # JAX computes the number of steps as a number, and puts the end behind what comes before.
+    """As `jnp.linspace`: JAX computes the number of steps as a number, and puts the end behind."""
     if not _compat.is_row_size(num) or kwargs or axis != 0:
         return original(start, stop, num, endpoint, retstep, dtype, axis, **kwargs)
     start, stop = jnp.asarray(start), jnp.asarray(stop)
@@ -257,7 +257,7 @@ def _associative_scan(
         given = zip((before[0], after[0]), pair, strict=True)
         return fn(*(_where(own, xs, safe, axis) for xs, safe in given)), own
 
-    wide = jax.tree.map(lambda x: _with_zeros(x, most, axis), elems)
+    wide = jax.tree.map(lambda x: with_zeros(x, most, axis), elems)
     own = jnp.arange(most) < jnp.asarray(sizes[0])
     own = own.reshape([*[1] * axis, most])
     out, _ = original(combine, (wide, own), axis=axis)
@@ -282,7 +282,7 @@ def _reduce_jvp(
     def reduce(*xs: Any) -> Any:
         for axis in axes:
             most = room[axis]
-            ends: Any = [_with(s, x, most, axis) for x, s in zip(xs, starts, strict=True)]
+            ends: Any = [padded_with(s, x, most, axis) for x, s in zip(xs, starts, strict=True)]
             pair, own = _first_pair(ends, axis), jnp.arange(most) < jnp.asarray(shape[axis])
             while len(own) > 1:
                 halves, (own, both) = _halves(ends, axis), _halves(own, 0)
@@ -298,7 +298,7 @@ def _halves(xs: Any, axis: int) -> tuple[Any, Any]:
     """Two halves of arrays along an axis, as long as each other: the second may end with a zero."""
     half = (jax.tree.leaves(xs)[0].shape[axis] + 1) // 2
     cut = lambda *at: jax.tree.map(lambda x: lax.slice_in_dim(x, *at, axis=axis), xs)
-    return cut(0, half), jax.tree.map(lambda x: _with_zeros(x, half, axis), cut(half, None))
+    return cut(0, half), jax.tree.map(lambda x: with_zeros(x, half, axis), cut(half, None))
 
 
 def _room(size: Any) -> int | None:
@@ -307,13 +307,13 @@ def _room(size: Any) -> int | None:
     return None if most is None else max(most, 1)
 
 
-def _with_zeros(x: Value, size: Any, axis: int = 0) -> Any:
+def with_zeros(x: Value, size: Any, axis: int = 0) -> Any:
     """`x` with zeros after its elements along an axis, which is of that size then."""
-    return _with(0, x, size, axis)
+    return padded_with(0, x, size, axis)
 
 
-def _with(value: Value, x: Value, size: Any, axis: int) -> Any:
-    """As `_with_zeros`, with that value in place of zero."""
+def padded_with(value: Value, x: Value, size: Any, axis: int) -> Any:
+    """As `with_zeros`, with that value in place of zero."""
     return _padded(x, size - np.shape(x)[axis], axis, value)
 
 

@@ -16,4 +16,6 @@ from batchax.rows.padded_rules import reduction as reduction
 from batchax.rows.padded_rules import scattering as scattering
 from batchax.rows.padded_rules import shape as shape
 from batchax.rows.padded_rules import sorting as sorting
+from batchax.rows.padded_rules import spectra as spectra
+from batchax.rows.padded_rules import transforms as transforms
 from batchax.rows.padded_rules import windows as windows

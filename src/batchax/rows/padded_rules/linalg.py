@@ -1,8 +1,7 @@
 """Linear algebra: a matrix with padding is the row's own beside an identity.
 
 Factors of such a matrix are those of the row's own beside an identity, and solutions those of
-the row's own beside zeros. What mixes all of a row in an order that padding would disturb
-(eigenvalues, singular values) is refused; where a row is many small matrices it is not.
+the row's own beside zeros. Eigenvalues and singular values are in `spectra`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
@@ -39,17 +39,19 @@ def _beside_identity(op: Operation, x: Row) -> Any:
     return value if mask is None else lax.select(mask, value, _eye(op, x))
 
 
-def _outputs(op: Operation, outs: Sequence[Value]) -> list[Any]:
+def outputs(op: Operation, outs: Sequence[Value]) -> list[Any]:
     """Results through whose padding no derivative passes."""
     avals = [v.aval for v in op.eqn.outvars]
     return [op.cut(x, aval.shape) for x, aval in zip(outs, avals, strict=True)]
 
 
-def _has_ragged_core(x: Row, rank: int) -> bool:
+def has_ragged_core(x: Row, rank: int) -> bool:
+    """Whether the last `rank` axes, which are an operand's own, have a size of rows."""
     return any(map(is_symbolic, x.shape[len(x.shape) - rank :]))
 
 
-def _check_square(op: Operation, x: Row) -> None:
+def check_square(op: Operation, x: Row) -> None:
+    """Refuses a ragged matrix that is not square."""
     if x.shape[-1] != x.shape[-2]:
         raise op.refuse(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and for one that is ragged "
@@ -63,17 +65,23 @@ def _many(name: str, ranks: tuple[int, ...]) -> None:
     @padded_rule(name)
     def rule(op: Operation, *rows: Row, **params: Any) -> Any:
         for x, rank in zip(rows, ranks, strict=True):
-            if _has_ragged_core(x, rank):
+            if has_ragged_core(x, rank):
                 raise op.refuse(
                     f"its matrix has the shape ({', '.join(map(str, x.shape[-2:]))}), and what it "
                     "computes depends on all of that, in an order that padding would disturb."
                 )
-        harmless = [
-            _beside_identity(op, x) if rank == 2 else op.filled(x, 0)
-            for x, rank in zip(rows, ranks, strict=True)
-        ]
-        outs = op.bind(*harmless)
-        return _outputs(op, outs if op.eqn.primitive.multiple_results else [outs])
+        return of_one_size(op, *rows)
+
+
+def of_one_size(op: Operation, *rows: Row) -> Any:
+    """A decomposition of matrices that have one size, in rows of any."""
+    ranks = RANKS[op.eqn.primitive.name]
+    harmless = [
+        _beside_identity(op, x) if rank == 2 else op.filled(x, 0)
+        for x, rank in zip(rows, ranks, strict=True)
+    ]
+    outs = op.bind(*harmless)
+    return outputs(op, outs if op.eqn.primitive.multiple_results else [outs])
 
 
 for _name, _ranks in RANKS.items():
@@ -82,23 +90,23 @@ for _name, _ranks in RANKS.items():
 
 @padded_rule("cholesky")
 def _cholesky(op: Operation, x: Row, **params: Any) -> Any:
-    return _outputs(op, [op.bind(_beside_identity(op, x))])
+    return outputs(op, [op.bind(_beside_identity(op, x))])
 
 
 @padded_rule("lu")
 def _lu(op: Operation, x: Row, **params: Any) -> Any:
     # A column of the row's own part is zero in the padding, so that its pivot is never taken from
     # there.
-    if _has_ragged_core(x, 2):
-        _check_square(op, x)
-    return _outputs(op, op.bind(_beside_identity(op, x)))
+    if has_ragged_core(x, 2):
+        check_square(op, x)
+    return outputs(op, op.bind(_beside_identity(op, x)))
 
 
 @padded_function("_det")
 def _det(op: Operation, x: Row) -> Any:
-    if not _has_ragged_core(x, 2):
+    if not has_ragged_core(x, 2):
         return None
-    return _outputs(op, [jnp.linalg.det(_beside_identity(op, x))])
+    return outputs(op, [jnp.linalg.det(_beside_identity(op, x))])
 
 
 @padded_rule("lu_pivots_to_permutation")
@@ -114,34 +122,46 @@ def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
 @padded_rule("qr")
 def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
     # More rows, of zeros, change neither the triangular factor nor the rows that the orthogonal
-    # factor has for the matrix itself.
-    ragged = _has_ragged_core(x, 2)
-    if ragged and (full_matrices or params.get("pivoting") or is_symbolic(x.shape[-1])):
+    # factor has for the matrix itself; nor do more columns behind its own. Those have a one each,
+    # in rows of their own, so that derivatives, which divide by the diagonal, are finite.
+    if not has_ragged_core(x, 2):
+        return outputs(op, op.bind(_beside_identity(op, x)))
+    rows, columns = x.shape[-2:]
+    if params.get("pivoting"):
+        raise op.refuse("it pivots columns, in an order that padding would disturb.")
+    if full_matrices and is_symbolic(columns) and rows != columns:
         raise op.refuse(
-            f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}); what is exact with padding "
-            "is the reduced decomposition, without pivoting, of a matrix whose number of columns "
-            "is the same for all rows."
+            f"its matrix has the shape ({rows}, {columns}), and what is exact with padding is the "
+            "reduced decomposition."
         )
-    value = op.filled(x, 0, [len(x.shape) - 2]) if ragged else _beside_identity(op, x)
-    return _outputs(op, op.bind(value))
+    value = jnp.asarray(op.filled(x, 0))
+    if is_symbolic(rows) and is_symbolic(columns):
+        at, along = (
+            np.arange(bound) - op.sizes.size(dim)
+            for bound, dim in zip(value.shape[-2:], (rows, columns), strict=True)
+        )
+        value = jnp.where((at[:, None] == along) & (along >= 0), 1, value)
+    crop = [op.sizes.bounds_of(v.aval.shape) for v in op.eqn.outvars]
+    outs = [lax.slice(y, [0] * y.ndim, b) for y, b in zip(op.bind(value), crop, strict=True)]
+    return outputs(op, outs)
 
 
 @padded_rule("geqrf")
 def _geqrf(op: Operation, x: Row, **params: Any) -> Any:
-    if _has_ragged_core(x, 2) and is_symbolic(x.shape[-1]):
-        _check_square(op, x)
-        return _outputs(op, op.bind(_beside_identity(op, x)))
-    return _outputs(op, op.bind(op.filled(x, 0)))
+    if has_ragged_core(x, 2) and is_symbolic(x.shape[-1]):
+        check_square(op, x)
+        return outputs(op, op.bind(_beside_identity(op, x)))
+    return outputs(op, op.bind(op.filled(x, 0)))
 
 
 @padded_rule("householder_product")
 def _householder_product(op: Operation, x: Row, taus: Row, **params: Any) -> Any:
-    return _outputs(op, [op.bind(op.filled(x, 0), op.filled(taus, 0))])
+    return outputs(op, [op.bind(op.filled(x, 0), op.filled(taus, 0))])
 
 
 @padded_rule("triangular_solve")
 def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> Any:
-    return _outputs(op, [op.bind(_beside_identity(op, a), op.filled(b, 0))])
+    return outputs(op, [op.bind(_beside_identity(op, a), op.filled(b, 0))])
 
 
 @padded_rule("tridiagonal_solve")
@@ -161,7 +181,7 @@ def _tridiagonal_solve(
     else:
         above = op.filled(upper, 0)
     operands = op.filled(lower, 0), op.filled(diagonal, 1), above, op.filled(b, 0)
-    return _outputs(op, [op.bind(*operands)])
+    return outputs(op, [op.bind(*operands)])
 
 
 @padded_rule("custom_linear_solve")
@@ -197,16 +217,6 @@ def _custom_linear_solve(
     )
 
 
-@padded_rule("fft")
-def _fft(op: Operation, x: Row, *, fft_lengths: Any, **params: Any) -> Any:
-    if _has_ragged_core(x, len(fft_lengths)):
-        raise op.refuse(
-            "it transforms an axis whose size differs from row to row, and no padding makes that "
-            "exact."
-        )
-    return op.bind(x.value)
-
-
 @padded_rule("cholesky_update")
 def _cholesky_update(op: Operation, r: Row, w: Row) -> Any:
-    return _outputs(op, [op.bind(_beside_identity(op, r), op.filled(w, 0))])
+    return outputs(op, [op.bind(_beside_identity(op, r), op.filled(w, 0))])
