@@ -28,7 +28,8 @@ def test_digits(tmp_path, capsys):
     digits.main(tmp_path)
     account = capsys.readouterr().out
     assert "1,797 handwritten digits" in account
-    assert "agreed" in account
+    assert "0.5MB" in account  # of 15
+    assert "and those of 36 digits one by one" in account
     assert (tmp_path / "digits.png").stat().st_size > 50_000
 
 
@@ -46,7 +47,8 @@ def test_explained(tmp_path, capsys):
     account = capsys.readouterr().out
     assert "`while` goes on until the last of 64 lanes is done" in account
     assert "64 fits took" in account
-    assert "agreed" in account
+    assert "0.5MB" in account  # of 15
+    assert "and those of 36 digits one by one" in account
     page = (tmp_path / "explained_predicate.html").read_text()
     assert "measurements @ weights" in page
 
@@ -61,7 +63,8 @@ def test_embeddings(tmp_path, capfd, monkeypatch):
     assert "ended by signal 9" in account
     assert "3,000 rows, " in account
     assert " reused, " in account
-    assert "agreed" in account
+    assert "0.5MB" in account  # of 15
+    assert "and those of 36 digits one by one" in account
     assert (tmp_path / "embeddings.png").stat().st_size > 10_000
 
 
@@ -72,7 +75,8 @@ def test_data_parallel(capsys):
     account = capsys.readouterr().out
     assert "601 rows on 4 devices; 601 of them in process 0 of 1" in account
     assert "64 at a time:" in account
-    assert "agreed" in account
+    assert "0.5MB" in account  # of 15
+    assert "and those of 36 digits one by one" in account
 
 
 @pytest.mark.nightly
