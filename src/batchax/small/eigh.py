@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
+from batchax.small.loops import fold
 from batchax.small.order import in_order
 from batchax.small.planes import parts, squares, whole
 from batchax.small.rotations import Rounds, rounds, turned
-from batchax.small.rows import column, fold, rows
+from batchax.small.rows import column, rows
 from batchax.small.scaling import largest, scale
 
 _MOST_SWEEPS = 30  # 6 to 8 are usual

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from batchax.jaxprs.words import Value
+from batchax.small.loops import put, repeat, row
 from batchax.small.planes import conjugate, parts, squares, times, whole
 from batchax.small.scaling import power_of_two
 
@@ -26,38 +27,45 @@ def lu(a: Value) -> list[Any]:
     """
     m, n, lanes = a.shape
     steps = min(m, n)
-    rows = lax.broadcasted_iota("int32", (m, 1), 0)
-    columns = lax.broadcasted_iota("int32", (1, n, 1), 1)
+    columns = np.arange(n, dtype=np.int32)[:, None]
 
     def step(j: Any, state: Any) -> Any:
         planes, pivots = state
-        column = [lax.dynamic_index_in_dim(x, j, 1, keepdims=False) for x in planes]
-        pivot = lax.argmax(jnp.where(rows >= j, _size(column), -1), 0, "int32")
-        row = [x[0] for x in planes]
-        for i in range(1, m):  # takes less time than a gather
-            row = [jnp.where(pivot == i, x[i], y) for x, y in zip(planes, row, strict=True)]
+        top = [row(x, j) for x in planes]
 
-        def swapped(x: Any, row: Any, rows: Any) -> Any:
-            other = lax.dynamic_index_in_dim(x, j, 0)
-            return jnp.where(rows == j, row, jnp.where(rows == pivot, other, x))
+        def compare(i: Any, best: Any) -> Any:
+            here = [row(x, i) for x in planes]
+            new, size = (_size([row(x, j) for x in y]) for y in (here, best[1]))
+            # Nothing is more than the first NaN.
+            more = (new > size) | (jnp.isnan(new) & ~jnp.isnan(size))
+            rows = [jnp.where(more, x, y) for x, y in zip(here, best[1], strict=True)]
+            return jnp.where(more, i, best[0]), rows
 
-        head = [lax.dynamic_index_in_dim(x, j, 0, keepdims=False) for x in row]
-        column = [swapped(x, y, rows) for x, y in zip(column, head, strict=True)]
-        factors = [x[:, None] for x in _quotients(column, head)]
-        here = rows[:, None]
-        new = []
-        for x, y, f, away in zip(planes, row, factors, times(factors, row), strict=True):
-            x = swapped(x, y, here)
-            left = jnp.where(columns == j, f, x - away)
-            new.append(jnp.where((here > j) & (columns >= j), left, x))
-        return new, lax.dynamic_update_index_in_dim(pivots, pivot, j, 0)
+        pivot, chosen = repeat(j + 1, m, compare, (jnp.broadcast_to(j, (lanes,)), top))
+        head = [row(x, j) for x in chosen]
+
+        def eliminate(i: Any, planes: Any) -> Any:
+            here = [jnp.where(pivot == i, x, row(y, i)) for x, y in zip(top, planes, strict=True)]
+            factors = _quotients([row(x, j) for x in here], head)
+            new = []
+            for x, f, away in zip(here, factors, times(factors, chosen), strict=True):
+                new.append(jnp.where(columns == j, f, jnp.where(columns > j, x - away, x)))
+            return [put(x, y, i) for x, y in zip(planes, new, strict=True)]
+
+        planes = [put(x, y, j) for x, y in zip(planes, chosen, strict=True)]
+        return repeat(j + 1, m, eliminate, planes), put(pivots, pivot, j)
 
     start = parts(a), jnp.zeros((steps, lanes), "int32")
-    planes, pivots = lax.fori_loop(0, steps, step, start)
-    order = jnp.broadcast_to(rows, (m, lanes))
-    for j in reversed(range(steps)):  # where what ends in a row was before
-        order = jnp.where(order == j, pivots[j], jnp.where(order == pivots[j], j, order))
-    return [whole(planes), pivots, order]
+    planes, pivots = repeat(0, steps, step, start)
+
+    def before(k: Any, order: Any) -> Any:
+        """What ends in a row, where it was before a step."""
+        j = steps - 1 - k
+        pivot = row(pivots, j)
+        return jnp.where(order == j, pivot, jnp.where(order == pivot, j, order))
+
+    order = np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (m, lanes))
+    return [whole(planes), pivots, repeat(0, steps, before, jnp.asarray(order))]
 
 
 def _size(planes: Sequence[Value]) -> Any:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
 from batchax.small.planes import conjugate, parts, squares, times, whole
-from batchax.small.rows import fold, rows
+from batchax.small.rows import rows
 from batchax.small.scaling import power_of_two
 
 
@@ -112,13 +112,13 @@ def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
     state = [x.reshape(-1, width, x.shape[-1]) for x in state]
     column = [x[:, 0] for x in state]
     # Numbers are brought near 1 before they are squared.
-    size = fold(jnp.maximum, functools.reduce(jnp.maximum, map(jnp.abs, column)))
+    size = _fold(jnp.maximum, functools.reduce(jnp.maximum, map(jnp.abs, column)))
     info = jnp.finfo(size.dtype)
     by = jnp.where(size < jnp.inf, jnp.clip(power_of_two(size), info.tiny, 1 / info.tiny), 1)
     near = [x * (1 / by) for x in column]
     top, below = ([x[0] for x in near], [x[1:] for x in near])
     # In the last row there is nothing below. (Rows that are done may be NaN where others are.)
-    tail = fold(jnp.add, squares(below)) if len(below[0]) else jnp.zeros_like(size)
+    tail = _fold(jnp.add, squares(below)) if len(below[0]) else jnp.zeros_like(size)
     tail = jnp.where(done == len(below[0]), 0, tail)
     length = jnp.sqrt(tail + squares(top))
     # Nothing is to be reflected; not so where something is NaN.
@@ -135,7 +135,12 @@ def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
     vector = [jnp.where(idle, 0, x) for x in vector]
     ahead = [jnp.ones_like(column[0][:1]), *(jnp.zeros_like(x[:1]) for x in column[1:])]
     vector = [jnp.concatenate([x, y]) for x, y in zip(ahead, vector, strict=True)]
-    sums = [fold(jnp.add, x) for x in times([x[:, None] for x in conjugate(vector)], state)]
+    sums = [_fold(jnp.add, x) for x in times([x[:, None] for x in conjugate(vector)], state)]
     multiples = [x / beta for x in times(conjugate(t), sums)]
     corner = [jnp.where(idle, column[0][0], beta * by), *(jnp.zeros_like(x[0]) for x in column[1:])]
     return _Reflection(vector, multiples, corner)
+
+
+def _fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
+    """All rows combined. Written out, as they are few and a loop of loops would take longer."""
+    return functools.reduce(combine, [x[i] for i in range(x.shape[0])])

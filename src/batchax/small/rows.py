@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,3 @@ def rows(x: Value, places: Any) -> Any:
 def column(numbers: Any, like: Value) -> Any:
     """A number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
-
-
-def fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
-    """All rows combined. Written out, as a reduction over what is not last is not vectorised."""
-    return functools.reduce(combine, [x[i] for i in range(x.shape[0])])

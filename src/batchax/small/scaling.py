@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
-from batchax.small.rows import fold
+from batchax.small.loops import fold
 
 
 def largest(planes: Sequence[Value]) -> Any:

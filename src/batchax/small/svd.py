@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
+from batchax.small.loops import each_pair, fold, put, repeat, row, sums
 from batchax.small.order import in_order
 from batchax.small.planes import conjugate, parts, squares, times, whole
-from batchax.small.rotations import Rounds, rounds, turned
-from batchax.small.rows import fold, rows
 from batchax.small.scaling import largest, scale
 
 _MOST_SWEEPS = 30  # 6 to 9 are usual
@@ -61,7 +60,6 @@ def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[An
 def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
     """The values, the left vectors and the right ones, each vector a row."""
     m, n, lanes = planes[0].shape
-    order = rounds(n)
     size = largest(planes)
     finite = size < jnp.inf
     by = scale(size, 8)
@@ -70,24 +68,23 @@ def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
         identity = jnp.broadcast_to(np.eye(n, dtype=by.dtype)[..., None], (n, n, lanes))
         beside = [identity, *(jnp.zeros_like(identity) for _ in planes[1:])]
         state = [jnp.concatenate([x, y], 1) for x, y in zip(state, beside, strict=True)]
+    none = jnp.zeros((lanes,), bool)
 
     def sweep(carry: Any) -> Any:
         count, active, state = carry
 
-        def one(_: Any, carry: Any) -> Any:
-            state, oblique = carry
-            state, more = _round(order, m, state, active)
-            return state, jnp.maximum(oblique, more)
+        def pair(i: Any, j: Any, carry: Any) -> Any:
+            oblique, state = carry
+            turns, state = _orthogonal(i, j, m, state, active)
+            return oblique | turns, state
 
-        oblique = jnp.zeros((order.pairs.shape[0] + 1, lanes), by.dtype)
-        state, oblique = lax.fori_loop(0, order.number, one, (state, oblique))
-        return count + 1, active & (fold(jnp.maximum, oblique) > 0), state
+        return (count + 1, *each_pair(n, pair, (none, state)))
 
     goes_on = lambda carry: carry[1].any() & (carry[0] < _MOST_SWEEPS)
-    start = (0, jnp.full((lanes,), n > 1), state)
-    _, active, state = lax.while_loop(goes_on, sweep, start)
-    lengths = jnp.sqrt(_sums(squares([x[:, :m] for x in state])))
-    values, *state = in_order(-lengths, state)
+    _, active, state = lax.while_loop(goes_on, sweep, (0, jnp.full((lanes,), n > 1), state))
+    square = lambda k: [squares([lax.dynamic_index_in_dim(x, k, 1, False) for x in state])]
+    (length,) = sums(m, square, jnp.zeros((n, lanes), by.dtype), 1)
+    values, *state = in_order(-jnp.sqrt(length), state)
     values = -values
     bad = active | ~finite
     clean = lambda x: jnp.where(bad, jnp.nan, x)
@@ -102,57 +99,71 @@ def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
     return [clean(values / by), *map(clean, u), *(clean(x[:, m:]) for x in state)]
 
 
-def _sums(x: Any) -> Any:
-    """The sums over the elements of vectors."""
-    return fold(jnp.add, jnp.swapaxes(x, 0, 1))
+def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> Any:
+    """Which lanes have columns `i` and `j` far from orthogonal, and all columns once they are not.
 
-
-def _round(order: Rounds, m: int, state: Sequence[Any], active: Any) -> Any:
-    """The columns once all pairs of a round are rotated, and which were far from orthogonal."""
+    A column is a row of `state`, with what makes it of the columns of the matrix behind it.
+    """
     info = jnp.finfo(state[0].dtype)
-    # The last pair is one column twice, which is not rotated.
-    first, second = ([rows(x, [*order.pairs[:, side], 0])[:, :m] for x in state] for side in (0, 1))
-    one, two = _sums(squares(first)), _sums(squares(second))
-    between = [_sums(x) for x in times(conjugate(first), second)]
+    first, second = ([row(x, k) for x in state] for k in (i, j))
+
+    def products(k: Any) -> list[Any]:
+        x, y = ([row(z, k) for z in column] for column in (first, second))
+        return [squares(x), squares(y), *times(conjugate(x), y)]
+
+    blank = jnp.zeros(active.shape, info.dtype)
+    one, two, *between = sums(m, products, blank, 2 + len(state))
     more = jnp.maximum(jnp.maximum(one, two), info.tiny)
     less = jnp.minimum(one, two) / more
     apart = (two - one) / more
     between = [x / more for x in between]
-    pair = np.arange(len(order.pairs) + 1)[:, None] < len(order.pairs)
     size = functools.reduce(jnp.maximum, map(jnp.abs, between))
-    turns = active & pair & (size > float(info.eps) * jnp.sqrt(less))
-    length = jnp.abs(apart) + jnp.sqrt(apart * apart + 4 * squares(between))
-    twice = jnp.where(apart < 0, -2, 2) / jnp.maximum(length, info.tiny)
-    tangent = [jnp.where(turns, jnp.clip(twice * x, -1, 1), 0) for x in between]
-    cosine = 1 / jnp.sqrt(1 + squares(tangent))
-    sine = [x * cosine for x in tangent]
-    return turned(order, cosine, sine, state), turns.astype(info.dtype)
+    turns = active & (size > float(info.eps) * jnp.sqrt(less))
+
+    def rotated(state: Any) -> Any:
+        length = jnp.abs(apart) + jnp.sqrt(apart * apart + 4 * squares(between))
+        twice = jnp.where(apart < 0, -2, 2) / jnp.maximum(length, info.tiny)
+        tangent = [jnp.where(turns, jnp.clip(twice * x, -1, 1), 0) for x in between]
+        cosine = 1 / jnp.sqrt(1 + squares(tangent))
+        sine = [x * cosine for x in tangent]
+        of_first, of_second = times(conjugate(sine), second), times(sine, first)
+        new = []
+        for x, y, z, here, there in zip(state, of_first, of_second, first, second, strict=True):
+            new.append(put(put(x, cosine * here - y, i), cosine * there + z, j))
+        return new
+
+    return turns, lax.cond(turns.any(), rotated, lambda state: state, list(state))
 
 
 def _completed(there: Any, u: Sequence[Any]) -> list[Any]:
-    """Vectors that are orthogonal to the others, for those that are not there.
+    """Vectors that are orthogonal to the others, for those that are not there, which are 0.
 
-    The first of them is always the one that is computed, and goes last. It is what is left of the
-    unit vector that is farthest from all that are there, made orthogonal twice, as in "twice is
-    enough" (Parlett 1980, "The symmetric eigenvalue problem", 6.9).
+    One after another is what is left of the unit vector that is farthest from all that are there,
+    made orthogonal twice, as in "twice is enough" (Parlett 1980, "The symmetric eigenvalue
+    problem", 6.9).
     """
-    m = u[0].shape[1]
+    left, m, lanes = u[0].shape
+    nothing = jnp.zeros((lanes,), u[0].dtype)
 
-    def one(_: Any, carry: Any) -> Any:
-        u, there = carry
-        near = fold(jnp.add, squares(u))
-        least = fold(jnp.minimum, near)
-        before = jnp.cumsum(near == least, 0)
-        unit = jnp.where((near == least) & (before == 1), 1, 0).astype(near.dtype)
-        vector = [unit, *(jnp.zeros_like(unit) for _ in u[1:])]
-        for _ in range(2):
-            along = [_sums(x) for x in times(conjugate(u), [x[None] for x in vector])]
-            away = [fold(jnp.add, x) for x in times(u, [x[:, None] for x in along])]
-            vector = [x - y for x, y in zip(vector, away, strict=True)]
+    def away(vector: Any, from_: Any) -> Any:
+        def product(k: Any) -> list[Any]:
+            x, y = ([row(z, k) for z in of] for of in (from_, vector))
+            return times(conjugate(x), y)
+
+        along = times(from_, sums(m, product, nothing, len(u)))
+        return [x - y for x, y in zip(vector, along, strict=True)]
+
+    def one(i: Any, u: Any) -> Any:
+        square = lambda k: [squares([row(x, k) for x in u])]
+        (near,) = sums(left, square, jnp.zeros_like(u[0][0]), 1)
+        unit = np.arange(m, dtype=np.int32)[:, None] == lax.argmin(near, 0, "int32")
+        unit = unit.astype(near.dtype)
+        start = [unit, *(jnp.zeros_like(unit) for _ in u[1:])]
+        step = lambda k, vector: away(vector, [row(x, lax.rem(k, np.int32(left))) for x in u])
+        vector = repeat(0, 2 * left, step, start)
         length = jnp.sqrt(fold(jnp.add, squares(vector)))
-        vector = [jnp.where(there[0], x[0], y / length) for x, y in zip(u, vector, strict=True)]
-        u = [jnp.concatenate([x[1:], y[None]]) for x, y in zip(u, vector, strict=True)]
-        return u, jnp.concatenate([there[1:], jnp.ones_like(there[:1])])
+        has = row(there, i)
+        pairs = zip(u, vector, strict=True)
+        return [put(x, jnp.where(has, row(x, i), y / length), i) for x, y in pairs]
 
-    assert m >= len(there)
-    return lax.fori_loop(0, len(there), one, (list(u), there))[0]
+    return repeat(0, left, one, list(u))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from batchax.jaxprs.words import Value
+from batchax.small.loops import put, repeat, row
 
 
 def triangular_solve(
@@ -22,8 +22,8 @@ def triangular_solve(
 ) -> list[Any]:
     """What `jax.lax.linalg.triangular_solve` returns, for the matrices of each lane.
 
-    Each unknown is taken off all equations as soon as it is known (Golub and Van Loan 2013, "Matrix
-    Computations", 3.1.3).
+    All unknowns that are known are taken off an equation, then it is solved (Golub and Van Loan
+    2013, "Matrix Computations", 3.1.1).
 
     Args:
       a: ``[n, n, lanes]``.
@@ -34,23 +34,20 @@ def triangular_solve(
         a = jnp.conj(a)
     # x op(a) = b is op(a)^T x^T = b^T.
     across = transpose_a == left_side  # whether equations are columns of `a`
+    if across:
+        a = a.swapaxes(0, 1)
     if not left_side:
         b = b.swapaxes(0, 1)
-    forward = lower != across
-    rows = lax.broadcasted_iota("int32", (n, 1, 1), 0)
+    in_order = (lambda i: i) if lower != across else (lambda i: n - 1 - i)
 
     # As the library has it: a division for each lane and equation, and none in the loop.
     by = 1 / jnp.stack([a[i, i] for i in range(n)])
 
-    def step(k: Any, x: Any) -> Any:
-        j = k if forward else n - 1 - k
-        column = lax.dynamic_index_in_dim(a, j, 0 if across else 1, keepdims=False)
-        solved = lax.dynamic_index_in_dim(x, j, 0, keepdims=False)
-        if not unit_diagonal:
-            solved = solved * lax.dynamic_index_in_dim(by, j, 0, keepdims=False)
-        rest = rows > j if forward else rows < j
-        left = x - column[:, None] * solved
-        return jnp.where(rest, left, jnp.where(rows == j, solved, x))
+    def solved(done: Any, x: Any) -> Any:
+        i = in_order(done)
+        left = lambda k, rest: rest - row(a, i, in_order(k)) * row(x, in_order(k))
+        rest = repeat(0, done, left, row(x, i))
+        return put(x, rest if unit_diagonal else rest * row(by, i), i)
 
-    x = lax.fori_loop(0, n, step, b)
+    x = repeat(0, n, solved, b)
     return [x if left_side else x.swapaxes(0, 1)]
