@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax.small import pays
 from batchax.small.table import DECOMPOSITIONS
 
 from support.oracle import same
@@ -20,6 +21,12 @@ from support.oracle import same
 LANES = 1024
 LOOSE = dict(rtol=2e-3, atol=2e-3)
 rng = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def many_calls(monkeypatch):
+    """As many as few small matrices need, to make up for what compiling takes."""
+    monkeypatch.setattr(pays, "CALLS", 4000)
 
 
 def definite(*lead, n=2):
@@ -163,9 +170,28 @@ def test_where_it_is_used():
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 100, 100)))
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 0, 0)))
     assert not uses(bx.vmap(f, small_matrices="library"), xs)
+    for lanes in (511, 512):
+        assert uses(bx.vmap(jnp.matmul), *[jnp.zeros((lanes, 4, 4))] * 2) == (lanes == 512)
     assert not uses(bx.vmap(f, spmd_axis_name="d"), xs)
     assert not uses(bx.auto_vmap(2, small_matrices="library")(f), xs)
     assert uses(bx.auto_vmap(2)(f), xs.reshape(2, -1, 2, 2))
+
+
+@pytest.mark.parametrize("primitive", pays.GAINS)
+def test_few_matrices_are_the_librarys_as_they_gain_nothing_in_so_many_calls(
+    primitive, monkeypatch
+):
+    def least(calls, dtype, rows):
+        monkeypatch.setattr(pays, "CALLS", calls)
+        enough = [pays.of_library(primitive, dtype, rows, 2**k) for k in range(20)]
+        assert enough == sorted(enough)
+        return 2 ** enough.index(True)
+
+    for dtype in ("float32", "float64", "complex64", "complex128"):
+        assert 250 <= least(500, dtype, 3) < least(36, dtype, 3)
+        assert not pays.of_library(primitive, dtype, 17, 2**20)
+        assert not pays.of_library(primitive, dtype, 0, 2**20)
+    assert not pays.of_library(primitive, "float16", 4, 2**20)
 
 
 def test_outside_of_jit_and_with_jit_disabled():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
-from batchax.small.cholesky import cholesky
+from support.matrices import DTYPES, error, lanes_last, positive, product, with_wrong_elements
 
-from support.matrices import DTYPES, error, positive, product, with_wrong_elements
+cholesky = functools.partial(lanes_last, "cholesky")
 
 
 @functools.cache
@@ -26,7 +26,7 @@ def both(x):
         return [np.asarray(y) for y in _both()(x)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.each_commit(5, "float32-5", "complex128-5")
 def test_factors_are_as_near_as_the_librarys(dtype, n):

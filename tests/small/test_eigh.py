@@ -7,9 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from batchax.small.eigh import eigh
+from support.matrices import (
+    DTYPES,
+    error,
+    general,
+    lanes_last,
+    positive,
+    product,
+    with_wrong_elements,
+)
 
-from support.matrices import DTYPES, error, general, positive, product, with_wrong_elements
+eigh = functools.partial(lanes_last, "eigh")
 
 EPS = {dtype: float(np.finfo(dtype).eps) for dtype in DTYPES}
 
@@ -45,7 +53,7 @@ def hermitian(n, dtype):
     return kinds
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 6])
+@pytest.mark.parametrize("n", [1, 2, 5, 6, 10])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.each_commit(4, "float32-6", "complex128-5", "float64-2")
 def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are(dtype, n):

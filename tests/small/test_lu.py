@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
-from batchax.small.lu import lu
+from support.matrices import DTYPES, error, general, lanes_last, product, with_wrong_elements
 
-from support.matrices import DTYPES, error, general, product, with_wrong_elements
+lu = functools.partial(lanes_last, "lu")
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def errors(x, factors):
     return error(np.take_along_axis(x, order[..., None], 1), product(lower, upper))
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("n", [1, 2, 5, 16])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.each_commit(5, "float32-5", "complex128-5")
 def test_factors_are_as_near_as_the_librarys(dtype, n):

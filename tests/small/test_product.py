@@ -84,7 +84,6 @@ def test_where_it_pays():
         return pays(types, n, dict(dimension_numbers=numbers, precision=lax.Precision.DEFAULT))
 
     assert lanes(512, (4, 4), (4, 4))
-    assert not lanes(100, (4, 4), (4, 4))
     assert not lanes(512, (3, 3), (3, 3))
     assert not lanes(512, (8, 8), (8, 8))
     assert lanes(2048, (8, 8), (8, 8))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
-from batchax.small.qr import qr
+from support.matrices import DTYPES, error, general, lanes_last, product, with_wrong_elements
 
-from support.matrices import DTYPES, error, general, product, with_wrong_elements
+qr = functools.partial(lanes_last, "qr")
 
 
 @functools.cache

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
-from batchax.small.svd import svd
+from support.matrices import DTYPES, error, general, lanes_last, product
 
-from support.matrices import DTYPES, error, general, product
+svd = functools.partial(lanes_last, "svd")
 
 
 @functools.cache

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax.lax import linalg as ll
 
-from batchax.small.triangular_solve import triangular_solve
+from support.matrices import DTYPES, general, lanes_last, product, with_wrong_elements
 
-from support.matrices import DTYPES, general, product, with_wrong_elements
+triangular_solve = functools.partial(lanes_last, "triangular_solve")
 
 NAMES = ("left_side", "lower", "transpose_a", "conjugate_a", "unit_diagonal")
 WAYS = [

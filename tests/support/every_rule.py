@@ -412,7 +412,7 @@ def _own():
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
         "rules.small_matrices": {
             "small_matrices": (
-                lambda x: small_matrices_p.bind(jnp.stack([x] * 2, -1), of="cholesky"),
+                lambda x: small_matrices_p.bind(jnp.stack([x] * 2, -1), of="cholesky", first=False),
                 M,
             )
         },

@@ -1,6 +1,11 @@
 """Matrices that decompositions are tested on, and how far a decomposition is from its matrix."""
 
+import functools
+
+import jax
 import numpy as np
+
+from batchax.small.table import DECOMPOSITIONS, with_lanes_last
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 
@@ -86,3 +91,9 @@ def error(x, product):
         apart = np.linalg.norm((x.astype(wide) - product) / scale, axis=(-2, -1))
         size = np.linalg.norm(x.astype(wide) / scale, axis=(-2, -1))
         return apart / np.where(size > 0, size, 1) / float(np.finfo(x.dtype).eps)
+
+
+def lanes_last(primitive, *operands, **params):
+    """What a CPU computes in the place of a primitive of JAX, of operands with lanes last."""
+    run = functools.partial(DECOMPOSITIONS[primitive].run, **params)
+    return with_lanes_last(primitive, operands, jax.eval_shape(run, *operands), params, False)

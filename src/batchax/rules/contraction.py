@@ -29,7 +29,6 @@ from batchax.kernel.axis import (
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
 from batchax.rules.small_matrices import with_lanes_last
-from batchax.small.product import LEAST_LANES
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
@@ -56,8 +55,7 @@ def _dot_general(
 ) -> tuple[Any, Any]:
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     both = lhs_axis is not None and rhs_axis is not None
-    many = isinstance(axis.size, int) and axis.size >= LEAST_LANES  # and is no symbol
-    if both and many and max(lhs.ndim, rhs.ndim) == 3:
+    if both and max(lhs.ndim, rhs.ndim) == 3:
         kept = dict(
             dimension_numbers=dimension_numbers,
             precision=precision,

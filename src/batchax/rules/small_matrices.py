@@ -1,7 +1,8 @@
 """Decompositions of small matrices: one element of all lanes at a time, on a CPU, where that pays.
 
 They are the primitive `small_matrices_p`, which holds the name and the parameters of the primitive
-of JAX that it stands for, and the lanes along the last dimension of all operands and results. Its
+of JAX that it stands for, and the lanes along the last dimension of all operands and results, or
+along the first of all. Its
 derivatives are those of JAX's primitive for one matrix, batched again, and not those of what is
 computed: elimination with pivots has none to speak of. Compiled for anything but a CPU it is the
 primitive of JAX.
@@ -42,6 +43,8 @@ def with_lanes_last(
     decomposition = DECOMPOSITIONS.get(primitive.name)
     if decomposition is None:
         return None
+    if isinstance(axis.size, int) and axis.size < decomposition.least:
+        return None
     if decomposition.ranks is not None:
         recording.note(small_matrices="library")
     if not _may(axis, args):
@@ -57,13 +60,15 @@ def with_lanes_last(
     lanes = axis.size * math.prod(batch)
     if not lanes_last_pays(primitive.name, lane, lanes, params):
         return None
+    first = decomposition.alone and not batch and all(a == 0 for a in axes)
     operands = [
-        _to_last(match_axis(axis, x, a, -1), len(batch)) for x, a in zip(args, axes, strict=True)
+        x if first else _to_last(match_axis(axis, x, a, -1), len(batch))
+        for x, a in zip(args, axes, strict=True)
     ]
     recording.note(small_matrices="together")
-    outs = _bind(operands, of=primitive.name, **params)
-    placed = [_from_last(x, (*batch, axis.size)) for x in outs]
-    at = [x.ndim - 1 for x in placed]
+    outs = _bind(operands, of=primitive.name, first=first, **params)
+    placed = outs if first else [_from_last(x, (*batch, axis.size)) for x in outs]
+    at = [_at(x, first) for x in placed]
     return (placed, at) if primitive.multiple_results else (placed[0], at[0])
 
 
@@ -112,14 +117,19 @@ def _of_jax(of: str, params: Any) -> Any:
     return run
 
 
-def _operations(*operands: Any, of: str, **params: Any) -> list[Any]:
-    outs = _of_jax(of, params)(*(jnp.moveaxis(x, -1, 0) for x in operands))
-    return [jnp.moveaxis(x, 0, -1) for x in outs]
+def _at(x: Aval | Value, first: bool) -> int:
+    """Along which dimension lanes are."""
+    return 0 if first else x.ndim - 1
 
 
-def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
-    types = _types(*map(jax.typeof, operands), of=of, **params)
-    return table.with_lanes_last(of, operands, types, params)
+def _operations(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
+    outs = _of_jax(of, params)(*(jnp.moveaxis(x, _at(x, first), 0) for x in operands))
+    return [jnp.moveaxis(x, 0, _at(x, first)) for x in outs]
+
+
+def _on_cpu(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
+    types = _types(*map(jax.typeof, operands), of=of, first=first, **params)
+    return table.with_lanes_last(of, operands, types, params, first)
 
 
 def _compute(*operands: Any, **params: Any) -> list[Any]:
@@ -131,30 +141,34 @@ def _compute(*operands: Any, **params: Any) -> list[Any]:
 _programs = Memo("decompositions of small matrices, outside of jit", most=256)
 
 
-def _lanes(x: Aval | Value) -> Axis:
-    return Axis(x.shape[-1])
+def _lanes(x: Aval | Value, first: bool) -> Axis:
+    return Axis(x.shape[_at(x, first)])
 
 
-def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
-    axis = _lanes(avals[0])
+def _types(*avals: Any, of: str, first: bool, **params: Any) -> list[Any]:
+    axis = _lanes(avals[0], first)
     primitive: Any = _compat.find_primitive(of)
-    out, _ = primitive.abstract_eval(*(example_aval(axis, x, x.ndim - 1) for x in avals), **params)
+    one = [example_aval(axis, x, _at(x, first)) for x in avals]
+    out, _ = primitive.abstract_eval(*one, **params)
     outs = list(out) if primitive.multiple_results else [out]
-    return [batched_aval(axis, x, x.ndim) for x in outs]
+    return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
 
 
-def _all_lanes(function: Any, operands: Sequence[Value]) -> list[Any]:
-    """A function of one matrix of each operand, for those of all lanes, which are last."""
-    axis = _lanes(operands[0])
-    outs, axes = batch_function(axis, function, operands, [x.ndim - 1 for x in operands])
+def _all_lanes(function: Any, operands: Sequence[Value], first: bool) -> list[Any]:
+    """A function of one matrix of each operand, for those of all lanes."""
+    axis = _lanes(operands[0], first)
+    outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
     return [
-        match_axis(axis, x, a, x.ndim - (a is not None)) for x, a in zip(outs, axes, strict=True)
+        match_axis(axis, x, a, 0 if first else x.ndim - (a is not None))
+        for x, a in zip(outs, axes, strict=True)
     ]
 
 
-def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, of: str, **params: Any) -> Any:
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Value], *, of: str, first: bool, **params: Any
+) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    types = _types(*map(jax.typeof, primals), of=of, **params)
+    types = _types(*map(jax.typeof, primals), of=of, first=first, **params)
     smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
 
     def one(*xs: Any) -> list[Any]:
@@ -163,14 +177,14 @@ def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, of: str, **para
         )
         return [*outs, *dots]
 
-    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)])
+    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first)
     outs, dots = both[: len(types)], iter(both[len(types) :])
     return outs, [
         next(dots) if k in smooth else ad.Zero(t.to_tangent_aval()) for k, t in enumerate(types)
     ]
 
 
-def _transpose(cotangents: Any, *operands: Any, of: str, **params: Any) -> list[Any]:
+def _transpose(cotangents: Any, *operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     results: list[Any] = [None] * len(operands)
@@ -179,34 +193,42 @@ def _transpose(cotangents: Any, *operands: Any, of: str, **params: Any) -> list[
     if not given:
         return results
     others = [x for x in operands if not ad.is_undefined_primal(x)]
-    axis = _lanes(cotangents[given[0]])
-    types = [example_aval(axis, operands[i].aval, operands[i].aval.ndim - 1) for i in linear]
+    axis = _lanes(cotangents[given[0]], first)
+    types = [example_aval(axis, x, _at(x, first)) for x in (operands[i].aval for i in linear)]
 
     def one(*xs: Any) -> list[Any]:
         back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
         return back(xs[len(others) :])
 
-    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)])
+    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first)
     for i, x in zip(linear, outs, strict=True):
         results[i] = x
     return results
 
 
-def _rule(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
+def _rule(
+    axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, **params: Any
+) -> tuple[Any, Any]:
     """Lanes of two axes are those of one."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
-        run = functools.partial(_operations, of=of, **params)
+        run = functools.partial(_operations, of=of, first=first, **params)
         return batch_function(plain, run, args, axes)
     merged = []
     for x, a in zip(args, axes, strict=True):
-        at = x.ndim - 1 - (a is not None)
+        at = 0 if first else x.ndim - 1 - (a is not None)
         x = match_axis(axis, x, a, at)
-        merged.append(lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1])))
+        merged.append(
+            lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
+        )
     recording.note(small_matrices="together")
-    outs = _bind(merged, of=of, **params)
-    outs = [lax.reshape(x, (*x.shape[:-1], axis.size, x.shape[-1] // axis.size)) for x in outs]
-    return outs, [x.ndim - 2 for x in outs]
+    outs = _bind(merged, of=of, first=first, **params)
+    at = [_at(x, first) for x in outs]
+    apart = [
+        lax.reshape(x, (*x.shape[:i], axis.size, x.shape[i] // axis.size, *x.shape[i + 1 :]))
+        for x, i in zip(outs, at, strict=True)
+    ]
+    return apart, at
 
 
 own_primitive(

@@ -14,22 +14,38 @@ _SIZE = 112  # an odd multiple of a vector's: rows that lie powers of two apart 
 
 
 def in_blocks(
-    run: Callable[..., Sequence[Any]], types: Sequence[Aval], *arrays: Value
+    run: Callable[..., Sequence[Any]], first: bool, types: Sequence[Aval], *arrays: Value
 ) -> list[Any]:
-    """`run` of some lanes of `arrays` at a time; lanes come last in arrays and results.
+    """`run`, which has lanes last, of some lanes of `arrays` at a time.
 
-    `types` are those of all results.
+    Args:
+      run: what is computed of a block.
+      first: whether lanes come first in arrays and results; else they come last.
+      types: those of all results.
+      *arrays: of all lanes.
     """
-    lanes = arrays[0].shape[-1]
+    at = lambda x: 0 if first else x.ndim - 1
+    lanes = arrays[0].shape[at(arrays[0])]
+
+    placed = lambda *arrays: as_blocks_are(run, first, arrays)
     if lanes <= _SIZE:
-        return list(run(*arrays))
+        return placed(*arrays)
 
     # Lanes of the last block that there are too few of are computed by the last two.
     def block(i: Any, outs: Any) -> Any:
         start = lax.min(i * _SIZE, lanes - _SIZE)
-        parts = [lax.dynamic_slice_in_dim(x, start, _SIZE, x.ndim - 1) for x in arrays]
-        written = zip(outs, run(*parts), strict=True)
-        return [lax.dynamic_update_slice_in_dim(x, y, start, x.ndim - 1) for x, y in written]
+        parts = [lax.dynamic_slice_in_dim(x, start, _SIZE, at(x)) for x in arrays]
+        written = zip(outs, placed(*parts), strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, y, start, at(x)) for x, y in written]
 
     outs = [jnp.zeros(x.shape, x.dtype) for x in types]
     return lax.fori_loop(0, -(-lanes // _SIZE), block, outs)
+
+
+def as_blocks_are(
+    run: Callable[..., Sequence[Any]], first: bool, arrays: Sequence[Value]
+) -> list[Any]:
+    """`run`, which has lanes last, of arrays that have them first or last, as the results do."""
+    if not first:
+        return list(run(*arrays))
+    return [jnp.moveaxis(x, -1, 0) for x in run(*(jnp.moveaxis(x, 0, -1) for x in arrays))]

@@ -1,63 +1,87 @@
 """From how many lanes on decompositions with lanes last take less time than the library, on a CPU.
 
-By measurements, on two cores, of 64, 256 and 10,000 matrices of 1 to 10 rows.
-
-All take longer to compile, too, 0.1 s (Cholesky factors) to 1.5 s (singular values). What a call of
-the least number of lanes gains makes up for it in 2,000 calls at most: so many seconds, divided by
-2,000 and by what is gained for each of 10,000 lanes (Cholesky factors 0.07 to 0.11 us, inverses and
-solves 0.2 to 0.3, QR 0.7, eigenvalues and singular values 1.5 to 1.8), are lanes.
+All take longer to compile, and less for each lane. They are taken where so many lanes gain in
+`CALLS` calls what compiling takes longer, and that is no loss worth a thought where there are
+fewer calls: a fraction of a second, once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEAST: dict[str, dict[str, Sequence[int | None]]] = {
+CALLS = 500
+
+
+def pays_back(gain: float, seconds: float, lanes: int) -> bool:
+    """Whether `CALLS` calls gain what compiling takes longer.
+
+    Args:
+      gain: microseconds for each lane.
+      seconds: what compiling takes longer.
+      lanes: how many there are.
+    """
+    return CALLS * lanes * gain * 1e-6 >= seconds
+
+
+GAINS: dict[str, dict[str, Sequence[float]]] = {
     "cholesky": {
-        "float32": (64, 128, 128, 128, 128, 128),
-        "float64": (64, 128, 128, 128, 128),
-        "complex64": (64, 128, 128, 128),
-        "complex128": (64, 128, 128),
+        "float32": (0.03, 0.05, 0.07, 0.105, 0.11, *[0.12] * 7),
+        "float64": (0.03, 0.04, 0.05, 0.05, 0.07, 0.1),
+        "complex64": (0.03, 0.05, 0.08, 0.11, 0.16),
+        "complex128": (0.03, 0.05, 0.06, 0.1),
     },
     "lu": {
-        "float32": (64, 256, 256, 256, 256, 256),
-        "float64": (64, 256, 256, 256, 256),
-        "complex64": (64, 256, 256, 2048),
-        "complex128": (64, 256, 2048),
+        "float32": (0.03, 0.06, 0.1, 0.16, 0.24, 0.32, 0.4, *[0.5] * 9),
+        "float64": (0.03, 0.06, 0.1, 0.16, 0.2, 0.22, 0.27, 0.33),
+        "complex64": (0.03, 0.08, 0.13, 0.19, 0.2),
+        "complex128": (0.03, 0.09, 0.14, 0.14),
     },
     "triangular_solve": {
-        "float32": (64, 256, 256, 256, 256, 256),
-        "float64": (64, 256, 256, 256, 256),
-        "complex64": (64, 256, 256, 256, 256, 256),
-        "complex128": (64, 256, 256, 1024),
+        "float32": (0.03, 0.05, 0.07, 0.07, 0.1, 0.12, 0.2, 0.26, *[0.3] * 8),
+        "float64": (0.03, 0.05, 0.07, 0.07, 0.1, 0.16, 0.18, 0.2),
+        "complex64": (0.03, 0.05, 0.1, 0.11, 0.18, 0.24),
+        "complex128": (0.03, 0.05, 0.1, 0.1),
     },
     "eigh": {
-        "float32": (None, 128, 128, 128, 128, 128, 256, 256),
-        "float64": (None, 256, 256, 128, 128, 128),
-        "complex64": (None, 256, 256, 256, 256),
-        "complex128": (None, 256),
+        "float32": (0.0, 0.28, 0.75, 1.2, 1.7, 2.1, 2.6, 3.0, 3.4, 3.8),
+        "float64": (0.0, 0.26, 0.75, 1.2, 1.6, 1.9, 2.1, 2.3),
+        "complex64": (0.0, 0.7, 1.2, 1.7, 2.0, 2.1),
+        "complex128": (0.0, 0.6, 1.0, 1.3),
     },
     "qr": {
-        "float32": (None, 128, 256, 256, 256, 256, 256, 256),
-        "float64": (None, 256, 256, 256, 256, 256),
-        "complex64": (None, 1024, 1024),
+        "float32": (0.0, 0.17, 0.32, 0.46, 0.6, 0.8, 0.9, 1.05, 1.2, 1.4),
+        "float64": (0.0, 0.19, 0.32, 0.47, 0.6, 0.68),
+        "complex64": (0.0, 0.3, 0.5, 0.58),
+        "complex128": (0.0, 0.24, 0.34),
     },
     "svd": {
-        "float32": (None, 128, 128, 256, 256, 256),
-        "float64": (None, 256, 256, 256, 256),
-        "complex64": (None, 256, 256, 256),
-        "complex128": (None, 256, 256),
+        "float32": (0.0, 0.9, 1.7, 2.4, 3.3, 4.2, 5.2, 6.2, 7.2, 8.1),
+        "float64": (0.0, 0.9, 1.7, 2.5, 3.3, 4.2, 4.7, 5.2, 5.5, 5.8),
+        "complex64": (0.0, 1.5, 2.4, 3.5, 4.3, 5.1, 6.0, 6.7),
+        "complex128": (0.0, 1.5, 2.5, 3.4, 4.0, 4.6),
     },
 }
-"""For each primitive and dtype the least number of lanes for matrices of 1, 2, 3 ... rows."""
+"""For each primitive and dtype how many microseconds a matrix of 1, 2, 3 ... rows gains.
+
+Measured, in processor time, of 4,000 and of 10,000 matrices. What is not here gains nothing.
+"""
+
+_LEAST_LANES = 256
+"""Of fewer the gain was not measured."""
+
+_COMPILING = {
+    "cholesky": (0.05, 0.1),
+    "lu": (0.03, 0.12),
+    "triangular_solve": (0.03, 0.1),
+    "eigh": (0.45, 0.75),
+    "qr": (0.15, 0.35),
+    "svd": (0.6, 0.8),
+}
+"""For each primitive how many seconds longer compiling takes, for real and for complex numbers."""
 
 
 def of_library(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
-    """Whether so many matrices of so many rows take less time with lanes last than a library."""
-    least = LEAST.get(primitive, {}).get(dtype, ())
-    enough = least[rows - 1] if 0 < rows <= len(least) else None
-    return enough is not None and lanes >= max(enough, _PAY_BACK.get(primitive, 512))
-
-
-_PAY_BACK = {"cholesky": 1000}
-"""The least number of lanes of which 2,000 calls gain what compiling takes; of others 512."""
+    """Whether so many matrices of so many rows are not to be left to a library."""
+    gains = GAINS.get(primitive, {}).get(dtype, ())
+    gain = gains[rows - 1] if 0 < rows <= len(gains) and lanes >= _LEAST_LANES else 0.0
+    return gain > 0 and pays_back(gain, _COMPILING[primitive][dtype.startswith("complex")], lanes)

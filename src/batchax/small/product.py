@@ -61,8 +61,7 @@ def pays(lane: Sequence[Aval], lanes: int, params: Any) -> bool:
     if max(sizes) > most or inner < 2 or min(outer) < least:
         return False
     usual = 4 <= max(sizes) <= 7
-    least_lanes = LEAST_LANES if usual else 4 * LEAST_LANES
-    return math.prod(sizes) >= multiplications and lanes >= least_lanes
+    return math.prod(sizes) >= multiplications and (usual or lanes >= 4 * LEAST_LANES)
 
 
 LEAST_LANES = 512

@@ -10,7 +10,7 @@ from batchax import _compat
 from batchax.jaxprs.own_primitives import divided
 from batchax.jaxprs.words import Aval, Value
 from batchax.small import eigh, product, qr, svd, tridiagonal_solve
-from batchax.small.blocks import in_blocks
+from batchax.small.blocks import as_blocks_are, in_blocks
 from batchax.small.cholesky import cholesky
 from batchax.small.lu import lu
 from batchax.small.pays import of_library
@@ -27,42 +27,53 @@ class Decomposition(NamedTuple):
       serves: whether it does what the primitive does for these operands of one matrix and
         parameters.
       pays: whether it takes less time, for so many lanes.
+      least: the number of lanes below which the answer is no.
+      alone: whether its results are seldom operands of others. Where lanes are first they stay so,
+        then, outside of it: a block is transposed sooner than all.
     """
 
     run: Callable[..., list[Any]]
     ranks: tuple[int, ...] | None
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
     pays: Callable[[Sequence[Aval], int, Any], bool] | None = None
+    least: int = 0
+    alone: bool = False
 
 
 DECOMPOSITIONS = {
-    "cholesky": Decomposition(cholesky, (2,)),
+    "cholesky": Decomposition(cholesky, (2,), alone=True),
     "lu": Decomposition(lu, (2,)),
     "triangular_solve": Decomposition(triangular_solve, (2, 2)),
-    "eigh": Decomposition(eigh.eigh, (2,), eigh.serves),
-    "qr": Decomposition(qr.qr, (2,), qr.serves),
-    "svd": Decomposition(svd.svd, (2,), svd.serves),
+    "eigh": Decomposition(eigh.eigh, (2,), eigh.serves, alone=True),
+    "qr": Decomposition(qr.qr, (2,), qr.serves, alone=True),
+    "svd": Decomposition(svd.svd, (2,), svd.serves, alone=True),
     "tridiagonal_solve": Decomposition(
         tridiagonal_solve.tridiagonal_solve,
         (1, 1, 1, 2),
         tridiagonal_solve.serves,
         tridiagonal_solve.pays,
     ),
-    "dot_general": Decomposition(product.product, None, product.serves, product.pays),
+    "dot_general": Decomposition(
+        product.product, None, product.serves, product.pays, product.LEAST_LANES
+    ),
 }
 
 
 def with_lanes_last(
-    primitive: str, operands: Sequence[Value], types: Sequence[Aval], params: Any
+    primitive: str, operands: Sequence[Value], types: Sequence[Aval], params: Any, first: bool
 ) -> list[Any]:
-    """What a primitive of JAX computes of operands with lanes last, on a CPU; of `types`."""
+    """What a primitive of JAX computes on a CPU, with lanes last, or as if so; of `types`.
+
+    Lanes come last in operands and results, or first.
+    """
     decomposition = DECOMPOSITIONS[primitive]
     run = functools.partial(decomposition.run, **params)
     # A product is one operation. A compiler that divides lanes among devices knows neither which
     # lanes a block has, nor what a call of a function of its own needs of others.
     if decomposition.ranks is None or divided():
-        return run(*operands)
-    return _compat.in_one_function(functools.partial(in_blocks, run, types), types, operands)
+        return as_blocks_are(run, first, operands)
+    in_turn = functools.partial(in_blocks, run, first, types)
+    return _compat.in_one_function(in_turn, types, operands)
 
 
 def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: Any) -> bool:

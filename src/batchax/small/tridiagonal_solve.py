@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
+from batchax.small.pays import pays_back
 
 
 def tridiagonal_solve(dl: Value, d: Value, du: Value, b: Value, **_: Any) -> list[Any]:
@@ -71,8 +72,5 @@ def serves(lane: Sequence[Aval], params: Any) -> bool:
 
 
 def pays(lane: Sequence[Aval], lanes: int, params: Any) -> bool:
-    """Whether 2,000 calls of so many systems gain what compiling takes longer, 0.5 s, on a CPU.
-
-    Each row of a system gains about 8 ns.
-    """
-    return lanes * lane[3].shape[0] >= 2**15
+    """Whether so many systems gain what compiling takes longer, on a CPU."""
+    return pays_back(0.008 * lane[3].shape[0], 0.3, lanes)
