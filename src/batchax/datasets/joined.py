@@ -56,8 +56,9 @@ def fits_objects(pattern: ObjectPath) -> Fits:
 
 
 def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether nothing is the folder of a job, or in one, that the pattern does not name itself."""
-    return not any(name.endswith(JOB) and name not in patterns for name in names)
+    """Whether nothing is the folder of a job, or in one; or the pattern asks for those."""
+    asked = any(pattern.endswith(JOB) for pattern in patterns)
+    return asked or not any(name.endswith(JOB) for name in names)
 
 
 def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
