@@ -112,6 +112,12 @@ def test_data_parallel_on_two_processes():
             ["10 molecules of 3 to 62", "agreed"],
             marks=pytest.mark.nightly,
         ),
+        pytest.param(
+            "silhouettes",
+            dict(PICTURES=24, STEPS=3, SIZES=(4, 12)),
+            ["24 pictures of", "agreed", "other pictures it tells"],
+            marks=pytest.mark.nightly,
+        ),
         ("nbody", dict(LANES=8, CHUNK=3, FRAMES=30), ["8 encounters of 600", "agreed"]),
         ("private_sgd", dict(STEPS=3, NOISE=(1.0,)), ["3 runs at once", "agreed", "not private"]),
         (
@@ -122,7 +128,7 @@ def test_data_parallel_on_two_processes():
     ],
 )
 @pytest.mark.compiles(600)
-@pytest.mark.each_commit(1, "nbody-sizes6-expected6")
+@pytest.mark.each_commit(1, "nbody-sizes7-expected7")
 def test_agrees_with_the_loop_and_draws(name, sizes, expected, tmp_path, capsys):
     example = load(name)
     for size, value in sizes.items():

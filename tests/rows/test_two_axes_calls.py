@@ -346,3 +346,57 @@ def test_what_padding_costs_is_counted_along_both_axes():
     elements = sum(h * w for h, w in zip(*x.lengths, strict=True))
     assert f"6 rows take {6 * 81} places for {elements} elements" in finding.message
     assert finding.advice == {"buckets": 4}
+
+
+WEIGHTS = np.random.default_rng(2).normal(size=(2, 3)).astype(np.float32)
+ON_ELEMENTS = {
+    "network": lambda x, s: jnp.tanh(x @ jnp.asarray(WEIGHTS, x.dtype)) * s,
+    "centred": lambda x, s: x - x.sum((0, 1)) / 9,
+    "greatest": lambda x, s: jnp.max(x, (0, 1), initial=-9),
+    "softmax": lambda x, s: jax.nn.softmax(x * s, -1).sum((0, 1)),
+    "reshaped": lambda x, s: x[:, :, None] * jnp.ones((3, 1), x.dtype),
+    "joined": lambda x, s: jnp.concatenate([x, jnp.cumsum(x, 2)], 2),
+    "again": jax.checkpoint(lambda x, s: jnp.sin(x) * s),
+    "by place": lambda x, s: (x[:, :, 0] * s).sum(0) + x.sum((0, 1))[0],
+}
+PACKED = {"packed": {"layout": "packed"}}
+
+
+def on_elements(x, s):
+    return [f(x, s) for f in ON_ELEMENTS.values()]
+
+
+def test_packed_along_two_axes():
+    """What acts on elements runs packed, whatever else there is between."""
+    s = np.arange(1.0, 5.0, dtype=np.float32)
+    check_rows(on_elements, CHANNELS, s, in_axes=(HW, 0), ways=PACKED, modes=("vjp",))
+    told = bx.explain(bx.vmap(on_elements, (HW, 0), layout="packed"), compile=False)(CHANNELS, s)
+    rules = [(e.primitive, e.rule) for e in told.walk()]
+    assert {p for p, rule in rules if rule == "rows.padded"} == {"gather", "reduce_sum"}
+    assert ("dot_general", "rows.packed") in rules
+    spoilt = CHANNELS.with_data(CHANNELS.data.at[0].set(np.nan))
+    got = jax.device_get(jax.jit(bx.vmap(on_elements, (HW, 0), layout="packed"))(spoilt, s))
+    for each in got:
+        assert np.isnan(each[0]).any()
+        assert not any(np.isnan(each[i]).any() for i in range(1, len(SHAPES)))
+
+
+def test_packed_along_two_axes_on_devices_and_under_vmaps():
+    f = lambda x, s: (jnp.tanh(x) * s, (x * s).sum((0, 1)))
+    scales = jnp.arange(1.0, 3.0)
+    options = dict(in_axes=(HW, None), layout="packed")
+    both = jax.vmap(lambda s: bx.vmap(f, **options)(CHANNELS, s)[1])(scales)
+    same(both[1], 2 * both[0])
+    spread = jax.device_get(jax.jit(bx.vmap(f, mesh="all", **options))(CHANNELS, 1.0))
+    for i, row in enumerate(jax.device_get(CHANNELS).rows()):
+        same([each[i] for each in spread], [np.tanh(row), row.sum((0, 1))])
+
+
+def test_most_of_a_program_runs_packed_where_that_costs_less():
+    sizes = np.random.default_rng(0).lognormal(3, 1, (40, 2)).astype(int) + 1
+    x = bx.Ragged.from_rows([np.zeros((h, w, 4), np.float32) for h, w in sizes], axis=(0, 1))
+    f = lambda x: jnp.tanh(jnp.tanh(x @ jnp.ones((4, 32))) @ jnp.ones((32, 4))).max(0)
+    told = bx.explain(f, in_axes=HW, compile=False)(x)
+    rules = [(e.primitive, e.rule) for e in told.walk()]
+    assert rules.count(("dot_general", "rows.packed")) == 2
+    assert ("reduce_max", "rows.padded") in rules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -16,15 +16,13 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.memo import Memo
-from batchax.rows.arguments import SizesOf, index_in, with_room
+from batchax.rows.arguments import SizesOf, capacity_of, with_room
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.call import RowCall
 from batchax.rows.class_choice import choose_classes, find_classes
-from batchax.rows.index import pad_rows
 from batchax.rows.layouts import Costs, choose_layouts
 from batchax.rows.outputs import as_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
-from batchax.rows.padded import Operation
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
 from batchax.rows.size_classes import obstacle
@@ -56,21 +54,21 @@ class InRegions(Way):
 
     def run(self, call: Call) -> tuple[list[Any], list[Position]]:
         assert isinstance(call, RowCall)
-        program, regions, classes = self._find_regions(call)
+        segments = {size.name: Segments(size.index, size.capacity) for size in call.sizes}
+        room = {
+            tuple(size.name for size in own): capacity_of(m.value)
+            for m, own in reversed(call.arguments)  # of several the first
+            if len(own) > 1
+        }
+        rows = PackedRows(call.axis, segments, room)
+        program, regions, classes = self._find_regions(call, rows)
         for region in regions if recording.is_on() else ():
             name = "in size classes" if classes and region.layout == "padded" else region.layout
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
-        segments = {size.name: Segments(size.index, size.capacity) for size in call.sizes}
-        rows = PackedRows(call.axis, segments)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
             outs = run_regions(rows, call.bounds, program, regions, arguments, classes)
-        return [
-            Operation(None, rows.sizes).cut(out.value, out.shape)
-            if out.axis is None and has_symbols(out.shape)
-            else out.value
-            for out in outs
-        ], [out.axis for out in outs]
+        return [rows.cut(out) for out in outs], [out.axis for out in outs]
 
     def check(self, call: Call, said: Any) -> None:
         check_unbatched(call.axis, call.described, said)
@@ -84,17 +82,21 @@ class InRegions(Way):
             elif axis is not None:
                 results.append(as_ragged(x, shape, call.sizes, call.arguments))
             else:
-                size = next(s for s in call.sizes if s.symbol in shape)
-                at = shape.index(size.symbol)
-                results.append(Ragged(x, size.lengths, size.bound, axis=at))
+                at = ragged_axes(shape)
+                own = [next(s for s in call.sizes if s.symbol == shape[k]) for k in at]
+                lengths, bounds = [s.lengths for s in own], tuple(s.bound for s in own)
+                results.append(Ragged(x, lengths, bounds, axis=tuple(at)))
         return results, call.outputs
 
-    def _find_regions(self, call: RowCall) -> tuple[RowProgram, list[Region], SizeClasses | None]:
+    def _find_regions(
+        self, call: RowCall, rows: PackedRows
+    ) -> tuple[RowProgram, list[Region], SizeClasses | None]:
         """The program in regions, and the classes that padded rows are in."""
         program = flatten(call.staged)
         batched = [m.axis is not None for m in call.mapped]
         room = {size.name: size.capacity for size in call.sizes}
-        costs = Costs(Sizes(room, {}), Sizes(call.bounds, {}), call.sizes[0].rows)
+        packed, padded = Sizes(room, {}), Sizes(call.bounds, {})
+        costs = Costs(packed, padded, call.sizes[0].rows, rows.room)
         only = self.layout if self.layout in ("packed", "padded") else None
         layouts = choose_layouts(program, batched, costs, only)
         if self.classes == "auto":
@@ -119,10 +121,9 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
             del shape[m.axis]
         return Packed(x, tuple(shape), m.axis)
     shape = x.shape_of_row([each.symbol for each in own])
-    if len(own) == 1:
-        data = with_room(x.data, x.element_axis, own[0].capacity)
-        return Packed(Operation(None, rows.sizes).cut(data, shape), shape)
-    return Packed(pad_rows(x.data, index_in(x, own), x.axis), shape, 0)
+    capacity = rows.along(tuple(size.name for size in own)).capacity
+    data = with_room(x.data, x.element_axis, capacity)
+    return replace(packed := Packed(data, shape), value=rows.cut(packed))
 
 
 def _along_several(call: RowCall) -> bool:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchax.programs.cost import Cost, cost_of_equation
 from batchax.programs.shapes import reading_symbols
 from batchax.programs.weights import ROWS
-from batchax.rows.packing import REDUCED, can_pack, is_packable
+from batchax.rows.merged import Names, can_hold, groups_in, has_several, merge
+from batchax.rows.packing import REDUCED, can_pack
 from batchax.rows.row_rules import size_of_rule
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols
 from batchax.rows.steps import Constant, RowProgram, RowStep
@@ -39,25 +40,31 @@ class Costs:
       packed: the sizes of one long row.
       padded: the bounds of each row.
       rows: how many there are.
+      room: how many elements packed rows have room for that are ragged along several axes, by
+        their sizes.
     """
 
     packed: Sizes
     padded: Sizes
     rows: int
+    room: Mapping[Names, int] = field(default_factory=dict)
 
     def of(self, step: RowStep, layout: Layout, differs: Sequence[bool]) -> float:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
         eqn = step.eqn
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
         sizes, times = (self.packed, 1) if layout == "packed" else (self.padded, self.rows)
-        if layout == "packed" and size_of_rule(eqn) is not None:  # which tells rows apart
+        merged = merge(eqn) if layout == "packed" and has_several(eqn) else None
+        if merged is not None:
+            eqn, sizes, times = merged, Sizes({merged.size: self.room[merged.names]}, {}), 1
+        elif layout == "packed" and size_of_rule(eqn) is not None:  # which tells rows apart
             each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
             sizes, times = Sizes(each, {}), self.rows
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
         reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)
         if reduced and layout == "packed":  # each element is added to the result of its row
-            cost += Cost(places=2 * max(self.packed.bounds.values()))
+            cost += Cost(places=2 * max(sizes.bounds.values()))
         return ROWS.time(cost)
 
     def move(self, shape: Sequence[Any]) -> float:
@@ -99,7 +106,8 @@ def choose_layouts(
         dense = [
             not isinstance(i, Constant) and i not in ragged and differs[i] for i in step.inputs
         ]
-        possible.append(can_pack(step.eqn, dense))
+        held = all(names in costs.room for names in groups_in(step.eqn))
+        possible.append(held and can_pack(step.eqn, dense))
     if only is not None:
         packed = [p is True and only == "packed" for p in possible]
     elif False in possible and True in possible:
@@ -162,6 +170,6 @@ def _cost(
         moved |= {v for v in step.used if v in ragged and made.get(v, "packed") != layout}
         made.update(dict.fromkeys(step.outputs, layout))
     for v in program.outputs:  # what is returned is packed, as arguments are
-        if isinstance(v, int) and v in ragged and is_packable(program.shapes[v]):
+        if isinstance(v, int) and v in ragged and can_hold(costs.room, program.shapes[v]):
             moved |= {v} if made.get(v, "packed") != "packed" else set()
     return total + sum(costs.move(program.shapes[v]) for v in moved)

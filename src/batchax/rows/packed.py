@@ -8,8 +8,9 @@ each element of a row, and reductions over a row become reductions over segments
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,11 +28,19 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
+from batchax.rows.merged import Names, has_several, merge, merged_shape, names_of
 from batchax.rows.packing import REDUCED
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
 from batchax.rows.segments import reduce_segments
-from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
+from batchax.rows.sizes import (
+    Sizes,
+    depends_on_sizes,
+    has_symbols,
+    is_symbolic,
+    ragged_axes,
+    ragged_axis,
+)
 from batchax.rows.steps import Constant, RowProgram, flatten
 
 
@@ -81,10 +90,40 @@ class PackedRows:
     Attributes:
       axis: the axis being mapped, whose lanes are rows.
       segments: by the name of each size.
+      room: of packed arrays that are ragged along several axes, by their sizes.
     """
 
     axis: Axis
     segments: Mapping[str, Segments]
+    room: Mapping[Names, int] = field(default_factory=dict)
+
+    def along(self, names: Names) -> Segments:
+        """Where rows are that are ragged along axes of these sizes."""
+        if len(names) == 1:
+            return self.segments[names[0]]
+        lengths = [self.segments[name].index.lengths for name in names]
+        bounds = [self.segments[name].index.bound for name in names]
+        capacity = self.room[names]
+        return Segments(RowIndex.of_axes(lengths, capacity, bounds), capacity)
+
+    def merged(self, names: Names, size: str) -> PackedRows:
+        """These rows, with one axis in place of several, whose size has that name."""
+        lengths = [self.segments[name].index.lengths for name in names]
+        bounds = [self.segments[name].index.bound for name in names]
+        capacity = self.room[names]
+        index = RowIndex.of(math.prod(lengths), capacity, math.prod(bounds))
+        return PackedRows(self.axis, {size: Segments(index, capacity)})
+
+    def cut(self, x: Packed) -> Any:
+        """The array of a value; if it is packed, no derivative passes through what is no row's."""
+        if x.axis is not None or not has_symbols(x.shape):
+            return x.value
+        names, rows, shape = names_of(x.shape), self, x.shape
+        assert names is not None
+        if len(names) > 1:
+            shape = merged_shape(shape)
+            rows = self.merged(names, str(shape[ragged_axes(shape)[0]]))
+        return Operation(None, rows.sizes).cut(x.value, shape)
 
     def inside(self) -> PackedRows:
         """These for a program that is staged within another.
@@ -95,7 +134,7 @@ class PackedRows:
             name: Segments(replace(s.index, _places={}), s.capacity)
             for name, s in self.segments.items()
         }
-        return PackedRows(self.axis, segments)
+        return PackedRows(self.axis, segments, self.room)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -142,6 +181,8 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
             outs, out_axes = batch_equation(rows.axis, eqn, operands, axes)
         return [Packed(*out) for out in zip(outs, shapes, out_axes, strict=True)]
     name = eqn.primitive.name
+    if has_several(eqn) and not facts_of(eqn.primitive).again:
+        return _merged(rows, eqn, values)
     if name == "dim_as_value":
         sizes = rows.size_of_rows(eqn.params["dim"])
         return [Packed(lax.convert_element_type(sizes, eqn.outvars[0].aval.dtype), (), 0)]
@@ -159,6 +200,22 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
         return [Packed(operands[0].value, shapes[0])]
     outs = run_equation(rows.sizes, eqn, operands)
     return [Packed(row.value, row.shape) for row in outs]
+
+
+def _merged(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed]:
+    """The results of an equation of rows that are ragged along several axes."""
+    merged = merge(eqn)
+    assert merged is not None
+    operands = []
+    for x, v in zip(values, merged.invars, strict=True):
+        shape = tuple(v.aval.shape)
+        if not has_symbols(x.shape) and shape != x.shape:  # of one element along ragged axes
+            value = x.value if x.axis is None else move_axis(x.value, x.axis, 0)
+            lanes = () if x.axis is None else value.shape[:1]
+            x = Packed(lax.reshape(value, (*lanes, *shape)), shape, None if x.axis is None else 0)
+        operands.append(replace(x, shape=shape))
+    outs = run_packed(rows.merged(merged.names, merged.size), merged, operands)
+    return [replace(x, shape=eqn.outvars[0].aval.shape) for x in outs]
 
 
 def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) -> list[Packed]:

@@ -15,6 +15,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn
 from batchax.kernel.registry import is_replaced_in_jax
 from batchax.kernel.rule_makers import reduced_dims
+from batchax.rows.merged import has_several, merge
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule
 from batchax.rows.segments import REDUCTIONS
@@ -30,9 +31,8 @@ REDUCED = {
 
 
 def is_packable(shape: Sequence[Any]) -> bool:
-    """Whether values of that shape can be packed: with a row's size, once or not at all."""
-    sizes = [dim for dim in shape if is_symbolic(dim)]
-    return len(sizes) < 2 and all(str(dim).isidentifier() for dim in sizes)
+    """Whether values of that shape can be packed: what is ragged in it are sizes of the row."""
+    return all(str(dim).isidentifier() for dim in shape if is_symbolic(dim))
 
 
 def _apart(*names: str) -> Callable[[Any, int], bool]:
@@ -204,6 +204,11 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
         return True
     if size_of_rule(eqn) is not None:
         return not eqn.params["steps"] and not _closes_over_rows(eqn, batched)
+    if has_several(eqn):
+        if facts_of(eqn.primitive).again:
+            return _can_pack_inside(eqn, batched, seen)
+        merged = merge(eqn)
+        return merged is not None and _can_pack(merged, batched, seen)
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
     if len(ragged) != 1 or not all(map(is_packable, shapes)):

@@ -17,11 +17,11 @@ from batchax.kernel.inner import batch_function
 from batchax.rows.blocks import SizeClasses
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import Layout, differing_values, other_layout
+from batchax.rows.merged import can_hold, has_one, names_of
 from batchax.rows.packed import Packed, PackedRows, run_and_note
-from batchax.rows.packing import is_packable
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.size_classes import run_in_classes
-from batchax.rows.sizes import Sizes, has_symbols, ragged_axis
+from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
 from batchax.rows.steps import Constant, RowProgram, RowStep
 
 
@@ -92,7 +92,7 @@ def run_regions(
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
-        values.put(number, value, "packed" if is_packable(value.shape) else "padded")
+        values.put(number, value, "packed" if can_hold(rows.room, value.shape) else "padded")
     last_use = _last_uses(program, regions)
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}
@@ -104,7 +104,7 @@ def run_regions(
     return [
         Packed(v.value, v.shape)
         if isinstance(v, Constant)
-        else values.get(v, "packed" if is_packable(program.shapes[v]) else "padded")
+        else values.get(v, "packed" if can_hold(rows.room, program.shapes[v]) else "padded")
         for v in program.outputs
     ]
 
@@ -146,9 +146,9 @@ class _Values:
         self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
 
     def _moved(self, x: Packed, layout: Layout) -> Packed:
-        at = ragged_axis(x.shape)
-        assert at is not None
-        segments = self.rows.segments[str(x.shape[at])]
+        at, names = tuple(ragged_axes(x.shape)), names_of(x.shape)
+        assert names
+        segments = self.rows.along(names)
         if layout == "packed":
             value = pack_rows(x.value, segments.index, at, segments.capacity)
             return Packed(value, x.shape)
@@ -181,7 +181,7 @@ def _run_padded(
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
     layouts: list[Layout] = [
-        "packed" if classes and is_packable(program.shapes[v]) else "padded" for v in needed
+        "packed" if classes and has_one(program.shapes[v]) else "padded" for v in needed
     ]
     operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
     constants = {
@@ -207,7 +207,9 @@ def _run_padded(
         for v, out in zip(results, outs, strict=True):
             if has_symbols(out.shape) and out.axis is not None:
                 values.left_padded.add(v)
-            values.put(v, out, "padded" if v in values.left_padded else "packed")
+            values.put(
+                v, out, "padded" if out.axis is not None and has_symbols(out.shape) else "packed"
+            )
         return
     names = list(values.bounds)
     lengths = [jnp.asarray(values.rows.segments[name].index.lengths) for name in names]

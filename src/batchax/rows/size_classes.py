@@ -31,8 +31,8 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
 from batchax.rows.found_places import find_found
+from batchax.rows.merged import has_one
 from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.packing import is_packable
 from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
 
@@ -156,7 +156,7 @@ class _Moving:
         if not at:
             return Packed(self.blocks.put(x), shape, 0)
         dims = [shape[k] for k in at]
-        if is_packable(shape):
+        if has_one(shape):
             x = self.blocks.join(x, dims, self._packed(*dims))
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
         bounds = [int(self.blocks.classes.widths(dim)[0]) for dim in dims]
