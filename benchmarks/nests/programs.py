@@ -185,8 +185,8 @@ def seldom_dear(x: Any, taken: Any, weights: Any) -> Any:
     return lax.scan(step, x, taken)[1]
 
 
-def _seldom(lanes: int, steps: int) -> tuple[Any, ...]:
-    taken = np.random.default_rng(1).uniform(size=(lanes, steps)) < 0.05
+def _seldom(share: float, lanes: int, steps: int) -> tuple[Any, ...]:
+    taken = np.random.default_rng(1).uniform(size=(lanes, steps)) < share
     return normal(lanes, SIZE), jnp.asarray(taken), normal(1, SIZE, SIZE, seed=2) / 8
 
 
@@ -289,14 +289,18 @@ WORKLOADS = [
         counts=_resets,
         family="Simulations",
     ),
-    Nest(
-        "a dear branch in 5% of the steps",
-        seldom_dear,
-        _seldom,
-        64,
-        200,
-        in_axes=(0, 0, None),
-        family="Simulations",
+    *(
+        Nest(
+            f"a dear branch in {share:.0%} of the steps, {lanes} lanes",
+            seldom_dear,
+            functools.partial(_seldom, share),
+            lanes,
+            200,
+            in_axes=(0, 0, None),
+            family="Simulations",
+        )
+        for lanes in (64, 256)
+        for share in (0.01, 0.05)
     ),
     Nest(
         "jumanji's Snake",

@@ -167,7 +167,7 @@ class Auto(Compact):
         return Apart(replace(axis, name=None), width, step.moving) if width < axis.size else None
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        if jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu" or self._meets:
             return None
         if not (recording.is_on() or self._may_run_flat(axis, loop)):
             return None  # a listing is told what it would cost

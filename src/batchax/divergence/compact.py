@@ -70,6 +70,7 @@ class Compact:
     asked: ClassVar[bool] = True
     _nesting: int = field(default=0, repr=False, kw_only=True)
     _most: int | None = field(default=None, repr=False, kw_only=True)
+    _meets: bool = field(default=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.width is not None and not is_position(self.width):
@@ -104,6 +105,13 @@ class Compact:
         """
         return replace(self, _nesting=self._nesting + 1, _most=None)
 
+    def meeting(self) -> Compact:
+        """As this, with lanes that take each step of a loop of loops together.
+
+        :meta private:
+        """
+        return replace(self, _meets=True)
+
     def at_most(self, width: int) -> Compact:
         """As this, with no more than so many lanes at a time.
 
@@ -123,7 +131,7 @@ class Compact:
 
         :meta private:
         """
-        return run_flat(axis, loop, NEST)
+        return None if self._meets else run_flat(axis, loop, NEST)
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
         """How so many lanes of a loop of loops are run, each at a place of its own.

@@ -95,18 +95,29 @@ class FlatLoop(PartingLoop):
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
     ) -> list[Any] | None:
         """The tangents of the results, where one example has derivatives in reverse."""
+        if self.nest.only_branches:
+            return None
         if any(varying_of(operands)):  # inside ``shard_map`` what is shared would have to be cast
             return None
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
         return tangents_of_lanes(self.axis, self.together, operands, positions, moving, tangents)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
-        """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""
+        """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse.
+
+        A dear branch runs for those that take it, and has derivatives of its own, which compute it
+        again: what it keeps is much to move.
+        """
+        if self.nest.only_branches:
+            return self._of_example(operands, self.axis.divergence.meeting())
         return self.masked(*operands)
 
     def masked(self, *operands: Any) -> list[Any]:
         """As `run`, with lanes that wait for each other."""
-        axis = replace(self.axis, divergence=None)
+        return self._of_example(operands, None)
+
+    def _of_example(self, operands: Sequence[Value], divergence: Any) -> list[Any]:
+        axis = replace(self.axis, divergence=divergence)
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
         outs, at = interpret(axis, self.together.jaxpr, self.together.consts, operands, positions)
         outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]

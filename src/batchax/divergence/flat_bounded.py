@@ -49,9 +49,10 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     with recording.paused(axis):
         flat, _ = batch_inner(axis, operations, at, front, varying_of(loop.args))
     loops = [eqn.params["loop"] for eqn in flat.jaxpr.eqns if "loop" in eqn.params]
-    widths = [inner.plan.widths for inner in loops if isinstance(inner, FlatLoop)]
-    if not widths:
-        return None
+    flat_loops = [inner for inner in loops if isinstance(inner, FlatLoop)]
+    if all(inner.nest.only_branches for inner in flat_loops):
+        return None  # whose derivatives run for the lanes that take them where lanes meet
+    widths = [inner.plan.widths for inner in flat_loops]
     recording.note(divergence="flat", widths=widths[0])
     return _with_derivatives(axis, flat, program, at)(*loop.args), front
 

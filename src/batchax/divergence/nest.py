@@ -123,6 +123,12 @@ class Nest:
     copies: bool = False
 
     @property
+    def only_branches(self) -> bool:
+        """Whether lanes wait at dear branches alone, and leave no loop inside one by one."""
+        inner = [part.nest for part in self.parts if isinstance(part, Inner)]
+        return bool(self.parts) and all(nest.only_branches for nest in inner)
+
+    @property
     def segments(self) -> list[Segment]:
         """Those of its parts."""
         return [part for part in self.parts if isinstance(part, Segment)]
