@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,8 @@ def test_digits(tmp_path, capsys):
     digits.main(tmp_path)
     account = capsys.readouterr().out
     assert "1,797 handwritten digits" in account
-    assert "0.5MB" in account  # of 15
+    theirs, ours = map(float, re.findall(r"([0-9.]+)MB", account))
+    assert ours < theirs / 10
     assert "and those of 36 digits one by one" in account
     assert (tmp_path / "digits.png").stat().st_size > 50_000
 
@@ -47,8 +49,7 @@ def test_explained(tmp_path, capsys):
     account = capsys.readouterr().out
     assert "`while` goes on until the last of 64 lanes is done" in account
     assert "64 fits took" in account
-    assert "0.5MB" in account  # of 15
-    assert "and those of 36 digits one by one" in account
+    assert "agreed" in account
     page = (tmp_path / "explained_predicate.html").read_text()
     assert "measurements @ weights" in page
 
@@ -63,8 +64,7 @@ def test_embeddings(tmp_path, capfd, monkeypatch):
     assert "ended by signal 9" in account
     assert "3,000 rows, " in account
     assert " reused, " in account
-    assert "0.5MB" in account  # of 15
-    assert "and those of 36 digits one by one" in account
+    assert "agreed" in account
     assert (tmp_path / "embeddings.png").stat().st_size > 10_000
 
 
@@ -75,8 +75,7 @@ def test_data_parallel(capsys):
     account = capsys.readouterr().out
     assert "601 rows on 4 devices; 601 of them in process 0 of 1" in account
     assert "64 at a time:" in account
-    assert "0.5MB" in account  # of 15
-    assert "and those of 36 digits one by one" in account
+    assert "agreed" in account
 
 
 @pytest.mark.nightly
