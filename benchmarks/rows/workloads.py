@@ -58,6 +58,7 @@ class RowWorkload:
       token_wise: whether nearly all of its work is for each element by itself.
       buckets: in how many size classes batchax runs it, if asked to.
       long_tail: whether rows are of `tailed_lengths`, not of `lengths`.
+      published: whether rows are of `published_lengths`.
       images: whether rows are of `image_sizes`, ragged along two axes, and these are known while
         the program is compiled.
     """
@@ -71,6 +72,7 @@ class RowWorkload:
     token_wise: bool = False
     buckets: int | None = None
     long_tail: bool = False
+    published: bool = False
     images: bool = False
 
 
@@ -92,6 +94,13 @@ def tailed_lengths(seed: int = 0) -> np.ndarray:
 TAIL_BOUND = 256
 
 
+def published_lengths(seed: int = 0) -> np.ndarray:
+    """16 lengths of mean 64, the longest 256: as those of published figures for encoders."""
+    drawn = np.random.default_rng(seed).lognormal(0, 0.8, 15)
+    others = np.maximum(1, np.round(drawn * (16 * 64 - 256) / drawn.sum()))
+    return np.append(np.minimum(others, 256), 256).astype(np.int32)
+
+
 def image_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Lognormal heights and widths, from 4 to 64."""
     drawn = np.random.default_rng(seed).lognormal(3, 0.5, (2, count))
@@ -110,6 +119,7 @@ def data(workload: RowWorkload, count: int) -> tuple[Rows, Weights]:
         images = bx.Ragged(known.data, tuple(map(jnp.asarray, sizes)), most, axis=(0, 1))
         return Rows(images, known.to_padded(), None), workload.weights(generator)
     sizes = tailed_lengths()[:count] if workload.long_tail else lengths(count)
+    sizes = published_lengths()[-count:] if workload.published else sizes
     bound = TAIL_BOUND if workload.long_tail else int(sizes.max())
     total = int(sizes.sum())
     if workload.width == 0:
@@ -213,6 +223,26 @@ def _block_padded(rows: Rows, weights: Weights) -> Any:
     return jnp.where(rows.mask[..., None], x + _network(x, weights[3:]), 0)
 
 
+_HEADS = 8
+
+
+def _encoded(x: Any, weights: Weights, mask: Any = None) -> Any:
+    """An encoder layer, of one row or, with a mask, of padded rows."""
+    queries, keys, values, out, first, second = weights
+    split = lambda y: y.reshape(*y.shape[:-1], _HEADS, -1)
+    scores = jnp.einsum("...ihd,...jhd->...hij", split(x @ queries), split(x @ keys))
+    scores = scores / np.sqrt(x.shape[-1] // _HEADS)
+    if mask is not None:
+        scores = jnp.where(mask[:, None, None, :], scores, -jnp.inf)
+    mixed = jnp.einsum("...hij,...jhd->...ihd", jax.nn.softmax(scores), split(x @ values))
+    x = jax.nn.standardize(x + mixed.reshape(x.shape) @ out)
+    return jax.nn.standardize(x + jax.nn.gelu(x @ first) @ second)
+
+
+def _encoder_padded(rows: Rows, weights: Weights) -> Any:
+    return jnp.where(rows.mask[..., None], _encoded(rows.padded, weights, rows.mask), 0)
+
+
 def _convolved(x: Any, weights: Weights) -> Any:
     """Images, with one in front of another, through two convolutions."""
     dims = ("NHWC", "HWIO", "NHWC")
@@ -276,6 +306,15 @@ _WORKLOADS = [
         None,
         32,
         _dense((32, 32), (32, 32), (32, 32), (32, 128), (128, 32)),
+    ),
+    RowWorkload(
+        "transformer encoder, 16 rows",
+        _encoded,
+        _encoder_padded,
+        None,
+        256,
+        _dense(*[(256, 256)] * 4, (256, 1024), (1024, 256)),
+        published=True,
     ),
     RowWorkload(
         "recurrence", _recurrence, _recurrence_padded, None, 64, _dense((64, 64), (64, 64))
