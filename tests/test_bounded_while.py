@@ -750,3 +750,21 @@ def test_what_only_decides_has_no_cotangent():
     x = jnp.array([[1.0, jnp.nan], [5.0, 6.0], [jnp.inf, 2.0]])
     pull = lambda f: jax.vjp(f, x)[1](jnp.ones_like(x))[0]
     np.testing.assert_array_equal(jax.jit(lambda: pull(bx.vmap(f)))(), [[1, 1], [-1, -1], [-1, -1]])
+
+
+def test_loops_that_are_batched_once_are_not_confused():
+    """What JAX keeps of a loop is kept batched, too: by its predicate, its bound, and lanes."""
+    doubled = lambda c: (c[0] + 1, 2 * c[1])
+    numbers = np.arange(1, 5, dtype=np.float32)
+    for _ in range(3):
+        for limit, most in (2, 8), (4, 8), (4, 3):
+            for lanes in 3, 4:
+                x = numbers[:lanes]
+                loop = lambda n, x, limit=limit, most=most: bx.bounded_while(
+                    lambda c: (c[0] < limit) & (c[0] < n), doubled, (jnp.int32(0), x), most
+                )[1]
+                counts = np.arange(lanes, dtype=np.int32) + 1
+                staged = jax.make_jaxpr(bx.vmap(loop))(counts, x)
+                (got,) = jax.core.eval_jaxpr(staged.jaxpr, staged.consts, counts, x)
+                taken = np.minimum(np.minimum(counts, limit), most)
+                np.testing.assert_array_equal(got, x * 2.0**taken)

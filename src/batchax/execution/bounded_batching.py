@@ -29,7 +29,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, PlacedOutputs
-from batchax.kernel.inner import ANYWHERE, batch_inner
+from batchax.kernel.inner import ANYWHERE, batch_inner, emitted
 from batchax.kernel.interpreter import interpret
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
@@ -50,7 +50,7 @@ def batch_loop(
     axis, placed = _flat(axis, AnyLoop(bounded_loop_p, params, args, axes))
     if placed is not None:
         return placed
-    return batch_bounded_loop(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
+    return _batched_once(axis, BoundedLoop(test, [body], [guarded], form, args, axes))
 
 
 def batch_sweep(
@@ -60,7 +60,19 @@ def batch_sweep(
     axis, placed = _flat(axis, AnyLoop(reverse_sweep_p, params, args, axes))
     if placed is not None:
         return placed
-    return batch_bounded_loop(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))
+    return _batched_once(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))
+
+
+def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
+    """As `batch_bounded_loop`, of a loop that JAX may have kept from another call."""
+    programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
+    if loop.form.steps.told is not None or any(p.effects for p in programs):
+        return batch_bounded_loop(axis, loop)
+    bare = replace(loop, args=())
+    run = lambda *args: batch_bounded_loop(axis, replace(bare, args=args))
+    more = loop.test, *loop.guarded, loop.form
+    outs, out_axes = emitted(axis, loop.steps[-1], loop.args, loop.axes, run, more)
+    return outs, list(out_axes)
 
 
 def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:

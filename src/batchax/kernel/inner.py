@@ -109,17 +109,19 @@ def emitted(
     operands: Sequence[Value],
     axes: Sequence[Position],
     emit: Callable[..., tuple[list[Any], Sequence[Position]]],
+    more: Hashable = None,
 ) -> tuple[list[Any], Sequence[Position]]:
     """What `emit` returns, of `operands`: for a call of `body`, what a rule emits.
 
     JAX keeps what it has traced of its own functions, and so the same body turns up in one program
     after another. From the second time on what is emitted for it is kept, and put there as it is.
-    `emit` must not depend on values of the function that is being batched.
+    `emit` must not depend on values of the function that is being batched, and on what else it
+    does, `more` says.
     """
     if not _compat.staging() or recording.is_on() or _compat.checked_axes() or body.effects:
         return emit(*operands)
     types = tuple(map(jax.typeof, operands))
-    key = "emitted", axis, types, tuple(axes)
+    key = "emitted", axis, types, tuple(axes), more
     if not remembered(body, key, _Met).again():
         return emit(*operands)
     program, out_axes = remembered(
