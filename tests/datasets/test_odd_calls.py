@@ -295,7 +295,6 @@ def test_sizes_that_the_function_finds(x, executor):
         (dict(x="x.npy", out="a/.zarr"), r"out='a/\.zarr' is a suffix without a name"),
         (dict(x="x.npy", out="y.npy", executor="shard:0/0"), "one shard at least"),
     ],
-    ids=str,
 )
 def test_arguments_of_the_wrong_kind_are_told(x, given, says):
     with pytest.raises(bx.BatchaxError, match=says):
