@@ -290,11 +290,16 @@ def test_sizes_that_the_function_finds(x, executor):
         (dict(x=3), "x, which is a number, and so has no rows"),
         (dict(x={1, 2}), "of type set, which has no rows that can be read"),
         (dict(x=b"x.npy"), "of type bytes, which has no rows that can be read"),
-        (dict(x=iter([np.ma.array([1.0, 2.0], mask=[0, 1])])), "item 0 is a masked array"),
+        pytest.param(
+            dict(x=iter([np.ma.array([1.0, 2.0], mask=[0, 1])])),
+            "item 0 is a masked array",
+            id="an iterator, whose address is no name",
+        ),
         (dict(x="x.npy", out=".npy"), r"out='\.npy' is a suffix without a name"),
         (dict(x="x.npy", out="a/.zarr"), r"out='a/\.zarr' is a suffix without a name"),
         (dict(x="x.npy", out="y.npy", executor="shard:0/0"), "one shard at least"),
     ],
+    ids=str,
 )
 def test_arguments_of_the_wrong_kind_are_told(x, given, says):
     with pytest.raises(bx.BatchaxError, match=says):
