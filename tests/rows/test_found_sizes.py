@@ -40,6 +40,11 @@ def over_places(x):
     return lax.scan(step, jnp.zeros((), x.dtype), x)[0]
 
 
+def rising(x):
+    y = positive(x)
+    return bx.compress(y[1:] > y[:-1], y[1:])
+
+
 def in_branch(x):
     return lax.cond(x.sum() > 0, lambda: positive(x).sum(), lambda: x.sum())
 
@@ -50,6 +55,7 @@ FUNCTIONS = {
     "nonzero": (lambda x: bx.nonzero(x > 0)[0], lambda x: np.nonzero(x > 0)[0]),
     "unique": (lambda x: bx.unique(jnp.round(x)), lambda x: np.unique(np.round(x))),
     "twice": (twice, lambda x: x[x > 0.5]),
+    "of all but one": (rising, lambda x: x[x > 0][1:][np.diff(x[x > 0]) > 0]),
     "one condition": (shared, lambda x: np.cos(x[x > 0]) * np.nonzero(x > 0)[0] + x[x > 0]),
     "sum": (lambda x: positive(x).sum(), lambda x: x[x > 0].sum()),
     "count": (

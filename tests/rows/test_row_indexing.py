@@ -133,6 +133,11 @@ def test_a_gradient_taken_of_indexing_is_that_of_the_row_alone():
     check_rows_of_all(gradients, ragged(3, lengths=LENGTHS))
 
 
+def test_as_many_columns_as_the_row_has_elements():
+    """Behind them are those of the operand, which is no padding of its own."""
+    check_rows(lambda x: jnp.sin(x)[:, : x.shape[0]].sum(1), ragged(5, lengths=LENGTHS))
+
+
 def test_a_table_that_rows_share_gets_nothing_from_padding():
     def looked_up(x, table):
         return jnp.log(table[bins(x)]) * x[:, :2], table.at[bins(x)].add(x[:, :2])

@@ -71,6 +71,29 @@ def test_linear_algebra_of_a_row_is_exact(names):
     check_all(chosen(SQUARE, names), ragged(3, lengths=(3, 1)), modes=("vjp",))
 
 
+def stacked(x):
+    return jnp.sin(x[:, None, :] * jnp.arange(1.0, 5.0)[:, None])[:, : x.shape[0]]
+
+
+# Of rows that are shorter than their columns are many these are wide, and of others tall.
+WIDE_OR_TALL = {
+    "as rows are long": lambda x: x,
+    "transposed": lambda x: x.T,
+    "wide": lambda x: jnp.concatenate([general(x), jnp.eye(x.shape[0]) + x[:, :1]], 1),
+    "square": general,
+    "of each row": stacked,
+}
+
+
+@pytest.mark.parametrize("mode", ["vjp", pytest.param("jvp", marks=pytest.mark.nightly)])
+def test_qr_of_wide_and_tall_rows_has_its_derivatives(mode):
+    check_all(
+        {name: lambda x, of=of: jnp.linalg.qr(of(x)) for name, of in WIDE_OR_TALL.items()},
+        ragged(3, lengths=(2, 4, 1)),
+        modes=(mode,),
+    )
+
+
 def test_linear_algebra_of_a_row_has_its_derivative_in_forward_mode():
     names = ["cholesky", "lu", "solve", "det", "rectangular qr"]
     check_all(chosen(SQUARE, names), ragged(3, lengths=(3, 1)), modes=("jvp",))

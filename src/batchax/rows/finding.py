@@ -13,7 +13,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.jaxprs.words import Value
-from batchax.rows.comparisons import agreed
+from batchax.rows.comparisons import ASKED_FOR_NUMBERS, agreed
 from batchax.rows.found_sizes import finding_sizes
 
 
@@ -154,11 +154,19 @@ def unique(x: Any, *, max_size: int | None = None) -> Any:
 
 
 def _taken(x: Any, places: Any, axis: int = 0) -> Any:
-    if x.shape[axis] == 0:  # of which there are no places, and of which JAX takes none
+    if not _has_elements(x.shape[axis]):  # JAX takes nothing of what may have none, as `x[1:]` may
         shape = list(x.shape)
         shape[axis] = 1
-        x = jnp.full(shape, 0, x.dtype)
+        x = jnp.concatenate([x, jnp.full(shape, 0, x.dtype)], axis)
     return jnp.take(x, places, axis, mode="clip")
+
+
+def _has_elements(size: Any) -> bool:
+    """Whether JAX takes it that there are some."""
+    try:
+        return size >= 1
+    except ASKED_FOR_NUMBERS:
+        return False
 
 
 def _places(condition: Any, max_size: int | None, called: str, given: Any) -> Any:

@@ -41,7 +41,7 @@ def _gather(
     if not has_symbols([*indices.shape, *(x.shape[axis] for axis in indexed)]):
         out = op.bind(x.value, indices.value, mode=mode)
         pairs = zip(x.shape, slice_sizes, strict=True)
-        if any(is_symbolic(own) and own != dim for own, dim in pairs):
+        if any((is_symbolic(own) or is_symbolic(dim)) and own != dim for own, dim in pairs):
             return op.cut(out, op.out_shape)
         # What is read does not depend on the place in the row: the padding of the result is that of
         # the operand.

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
+from batchax.rows.comparisons import agreed
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.custom_derivatives import padded_function
 from batchax.rows.padded_rules.inside import Moving, arrays, run_inside, staged
@@ -121,9 +122,6 @@ def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
 
 @padded_rule("qr")
 def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
-    # More rows, of zeros, change neither the triangular factor nor the rows that the orthogonal
-    # factor has for the matrix itself; nor do more columns behind its own. Those have a one each,
-    # in rows of their own, so that derivatives, which divide by the diagonal, are finite.
     if not has_ragged_core(x, 2):
         return outputs(op, op.bind(_beside_identity(op, x)))
     rows, columns = x.shape[-2:]
@@ -134,16 +132,46 @@ def _qr(op: Operation, x: Row, *, full_matrices: bool, **params: Any) -> Any:
             f"its matrix has the shape ({rows}, {columns}), and what is exact with padding is the "
             "reduced decomposition."
         )
+    if full_matrices and not agreed(columns, rows):
+        # Its derivative is of square matrices alone, and so no padding has to be good for that.
+        crop = [op.sizes.bounds_of(v.aval.shape) for v in op.eqn.outvars]
+        outs = op.bind(op.filled(x, 0))
+        return outputs(op, [lax.slice(y, [0] * y.ndim, b) for y, b in zip(outs, crop, strict=True)])
+    return outputs(op, _reduced_qr(op, x))
+
+
+def _reduced_qr(op: Operation, x: Row) -> list[Any]:
+    # More rows, of zeros, change neither the triangular factor nor the rows that the orthogonal
+    # factor has for the matrix itself; nor do more columns behind its own. Those have a one each,
+    # in rows of their own, so that derivatives, which divide by the diagonal, are finite. Of a wide
+    # matrix that is said of its first columns, as many as it has rows; the others follow.
+    rows, columns = x.shape[-2:]
     value = jnp.asarray(op.filled(x, 0))
-    if is_symbolic(rows) and is_symbolic(columns):
-        at, along = (
-            np.arange(bound) - op.sizes.size(dim)
-            for bound, dim in zip(value.shape[-2:], (rows, columns), strict=True)
-        )
-        value = jnp.where((at[:, None] == along) & (along >= 0), 1, value)
-    crop = [op.sizes.bounds_of(v.aval.shape) for v in op.eqn.outvars]
-    outs = [lax.slice(y, [0] * y.ndim, b) for y, b in zip(op.bind(value), crop, strict=True)]
-    return outputs(op, outs)
+    most, count = value.shape[-2], op.sizes.bound(op.eqn.outvars[1].aval.shape[-2])
+    own = op.sizes.size(op.eqn.outvars[1].aval.shape[-2])
+    along = np.arange(count)
+    tall = agreed(rows, columns)
+    first = jnp.where(along < own, value[..., :count], 0)
+    after = along - own  # the place of a column behind those of the row
+    if not (tall and agreed(most - count, rows - columns)):  # there may not be a row for each
+        first = jnp.concatenate([first, jnp.zeros_like(first[..., :1, :].repeat(count, -2))], -2)
+        at = np.arange(most + count) - most
+        ones = (at[:, None] == along) & (after >= 0)
+    else:
+        at = np.arange(most) - op.sizes.size(rows)
+        ones = (at[:, None] == after) & (after >= 0)
+    first = jnp.where(ones, 1, first)
+    inside = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape)) if len(x.shape) > 2 else None
+    if inside is not None:  # matrices that are padding, whole
+        none = np.eye(*first.shape[-2:], dtype=first.dtype)
+        first = jnp.where(inside.any((-1, -2), keepdims=True), first, none)
+    q, r = op.bind(first, full_matrices=False)
+    q = q[..., :most, :]
+    if not tall:
+        rest = jnp.matmul(q.mT.conj(), value, precision=lax.Precision.HIGHEST)
+        room = [*[(0, 0)] * (r.ndim - 1), (0, value.shape[-1] - count)]
+        r = jnp.where(np.arange(value.shape[-1]) < own, jnp.pad(r, room), rest)
+    return [q, r]
 
 
 @padded_rule("geqrf")
