@@ -260,6 +260,9 @@ def test_loops_of_equinox(kind):
 
     check(f, COUNTS, POINTS, derivatives=False, divergence=bx.Compact(4, steps=steps))
     assert steps.useful == int(COUNTS.sum())
+    if kind == "checkpointed":
+        total = lambda vmap: jax.grad(lambda x: vmap(f)(COUNTS, x)[1].sum())
+        oracle.same(jax.jit(total(bx.vmap))(POINTS), jax.jit(total(jax.vmap))(POINTS))
 
 
 def test_eager_calls_compile_once():

@@ -320,6 +320,30 @@ def test_a_truth_value_among_residuals_is_computed_with():
         same(wrap(jax.grad(lambda x: bx.vmap(f)(x).sum()))(X), jnp.full_like(X, 3))
 
 
+def test_a_reverse_rule_that_takes_truth_values_of_python_only():
+    """As those of Equinox and diffrax, for what is differentiated."""
+
+    @jax.custom_vjp
+    def f(x):
+        return 2 * x
+
+    def fwd(x):
+        return 2 * x.value, (x.perturbed, False)
+
+    def bwd(residuals, cotangent):
+        if not all(isinstance(flag, bool) for flag in residuals):
+            raise ValueError("no truth values")
+        return (3 * cotangent if residuals[0] else 0 * cotangent,)
+
+    f.defvjp(fwd, bwd, symbolic_zeros=True)
+    for wrap in (lambda h: h, jax.jit):
+        same(wrap(jax.grad(lambda x: bx.vmap(f)(x).sum()))(X), jnp.full_like(X, 3))
+
+    f.defvjp(fwd, lambda residuals, cotangent: {}["missing"], symbolic_zeros=True)
+    with pytest.raises(KeyError, match="missing"):
+        jax.grad(lambda x: bx.vmap(f)(x).sum())(X)
+
+
 def test_integers_keys_and_booleans():
     key = jax.random.split(jax.random.key(0), 3)
 

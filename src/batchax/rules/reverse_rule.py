@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,19 @@ class ReverseRule:
         return self._staged[key]
 
     def _stage_for(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        try:
+            return self._stage_with(inputs, numbers)
+        except Exception:
+            # A program does not say whether a truth value was Python's. Some rules take no others:
+            # those of Equinox, and so of diffrax, which say what is differentiated.
+            pythons = [bool(v) if isinstance(v, np.bool_) else v for v in numbers]
+            if not any(isinstance(v, np.bool_) for v in numbers):
+                raise
+            with suppress(Exception):
+                return self._stage_with(inputs, pythons)
+            raise
+
+    def _stage_with(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
         # What is passed on as it is: symbolic zeros, and known numbers.
         as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, numbers, strict=True)]
 
