@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import jax.scipy.linalg as jsl
 import numpy as np
+import pytest
 
 import batchax as bx
 
+from support.oracle import shares
 from support.rows import check_rows, ragged
 
 LOOSE = dict(rtol=2e-3, atol=2e-4)
@@ -51,8 +53,10 @@ FUNCTIONS = {
 }
 
 
-def test_as_each_row_alone():
-    every = lambda x: {name: f(x) for name, f in FUNCTIONS.items()}
+@pytest.mark.parametrize("names", shares(FUNCTIONS, 3), ids=" ".join)
+@pytest.mark.each_commit(1)
+def test_as_each_row_alone(names):
+    every = lambda x: {name: FUNCTIONS[name](x) for name in names}
     x = ragged(lengths=(3, 1, 5, 2), spare=1)
     check_rows(every, x, tolerance=LOOSE, modes=("vjp",), reverse_traced=True)
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import same
+from support.oracle import same, shares
 from support.rows import LENGTHS, SHAPES, check_rows, check_rows_of_all, images, ragged
 
 HW = bx.ragged("h", "w")
@@ -146,8 +146,10 @@ WAYS = {
 }
 
 
-def test_ways_to_run():
-    check_rows(everything, X, in_axes=HW, ways=WAYS, derivatives=False)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.each_commit(1, "packed where it can be")
+def test_ways_to_run(way):
+    check_rows(everything, X, in_axes=HW, ways={way: WAYS[way]}, derivatives=False)
 
 
 def test_known_lengths_and_outside_of_jit():
@@ -166,7 +168,7 @@ def test_rows_of_one_shape_together():
 
 def test_by_a_branch_for_each_length():
     squares = [row @ row.T for row in ROWS]
-    f = lambda x: (jnp.linspace(0, 1, x.shape[0]) * x, jnp.fft.fft(x, axis=1).real)
+    f = lambda x: (jnp.linspace(0, 1, len(x)) * x, jnp.fft.fft(x, axis=1).real)
     x = bx.Ragged.from_rows(squares, axis=(0, 1))
     got = jax.device_get(jax.jit(bx.vmap(f, bx.ragged("n", "n")))(x))
     for i, row in enumerate(squares):
@@ -176,6 +178,7 @@ def test_by_a_branch_for_each_length():
 
 
 @pytest.mark.parametrize("chunks", [None, 2])
+@pytest.mark.each_commit(1)
 def test_rows_on_devices(chunks):
     x = images(shapes=((3, 2), (1, 4), (0, 3), (2, 1), (4, 3), (2, 0), (5, 1)))
     y = bx.Ragged(jnp.arange(17.0), x.lengths[0], x.max_length[0])
@@ -266,11 +269,13 @@ IN_CLASSES = {
 }
 
 
-def test_size_classes_of_traced_sizes():
+@pytest.mark.parametrize("names", shares(IN_CLASSES, 3), ids=" ".join)
+@pytest.mark.each_commit(1)
+def test_size_classes_of_traced_sizes(names):
     """A row in each class: full, one more, long and thin, without elements."""
     x = images(shapes=[(2, 3), (1, 4), (0, 2), (3, 0), (7, 8), (5, 3), (1, 8), (3, 4)], spare=0)
     y = ragged(lengths=x.lengths[0].tolist(), spare=0)
-    together = lambda x, y: [f(x, y) for f in IN_CLASSES.values()]
+    together = lambda x, y: [IN_CLASSES[name](x, y) for name in names]
     in_axes = (HW, bx.ragged("h"))
     check_rows(together, x, y, in_axes=in_axes, buckets=3, modes=("vjp",), reverse_traced=True)
     spoilt = x.with_data(x.data.at[0].set(np.nan))
