@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards
+from batchax.execution.donated import without_donations
 from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import HostCalls, expose_names, is_exposed
@@ -73,7 +74,8 @@ class SectionRunner:
     def outputs(self) -> tuple[list[Any], list[Position]]:
         """What the program returns, placed, and where it carries the batch axis."""
         setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
-        eqns: Sequence[Eqn] = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
+        needed = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
+        eqns: Sequence[Eqn] = without_donations(needed)
         left = dict(enumerate(zip(self._jaxpr.outvars, self._described, strict=True)))
         outs: dict[int, Found] = {}
         looped = False
