@@ -138,6 +138,16 @@ def test_as_many_columns_as_the_row_has_elements():
     check_rows(lambda x: jnp.sin(x)[:, : x.shape[0]].sum(1), ragged(5, lengths=LENGTHS))
 
 
+def test_columns_from_the_size_of_the_row_on():
+    functions = {
+        "those behind": lambda x: jnp.sin(x)[:, x.shape[0] :],
+        "the last": lambda x: x[:, -x.shape[0] :].sum(1),
+        "some": lambda x: x[:, 1 : x.shape[0]].sum(1),
+        "at places": lambda x: x[jnp.array([1, 0])][:, x.shape[0] :],
+    }
+    check_rows_of_all(functions, ragged(5, lengths=(4, 2, 1), spare=0))
+
+
 def test_a_table_that_rows_share_gets_nothing_from_padding():
     def looked_up(x, table):
         return jnp.log(table[bins(x)]) * x[:, :2], table.at[bins(x)].add(x[:, :2])

@@ -38,7 +38,8 @@ def _gather(
     indexed = dimension_numbers.start_index_map
     sizes = [slice_sizes[axis] for axis in indexed]
     rooms = [x.shape[axis] - size for axis, size in zip(indexed, sizes, strict=True)]
-    if not has_symbols([*indices.shape, *(x.shape[axis] for axis in indexed)]):
+    # A window that is shorter in some rows than in others may begin where the longest cannot.
+    if not has_symbols([*indices.shape, *(x.shape[axis] for axis in indexed), *sizes]):
         out = op.bind(x.value, indices.value, mode=mode)
         pairs = zip(x.shape, slice_sizes, strict=True)
         if any((is_symbolic(own) or is_symbolic(dim)) and own != dim for own, dim in pairs):
