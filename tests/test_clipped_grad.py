@@ -144,3 +144,27 @@ def test_mistakes(call, error, says):
     with pytest.raises(error, match=says) as caught:
         call()
     assert isinstance(caught.value, bx.BatchaxError)
+
+
+VALUE, AUX = jax.value_and_grad, lambda f: jax.grad(lambda *xs: (f(*xs), 1.0), has_aux=True)
+
+
+@pytest.mark.parametrize("grad", [VALUE, AUX], ids=["value_and_grad", "has_aux"])
+def test_a_value_or_aux_beside_gradients_is_refused(grad):
+    for w in (1.0, (1.0, 2.0), {"w": 1.0}, (1.0, (2.0, 3.0)), ({"w": 1.0}, {"w": 1.0})):
+        sums = lambda w, x: x * sum(jax.tree.leaves(w))
+        with pytest.raises(bx.errors.ArgumentTypeError, match=r"must return gradients alone.*\("):
+            bx.clipped_grad(sums, 1.0, grad=grad)(w, jnp.ones(3))
+        total = bx.clipped_grad(sums, 9.0, grad=lambda f: jax.grad(f))(w, jnp.ones(3)).sum
+        assert jax.tree.structure(total) == jax.tree.structure(w)
+    both = bx.clipped_grad(lambda a, b, x: a * b * x, 9.0, argnums=(0, 1), grad=jax.grad)
+    assert both(1.0, 2.0, jnp.ones(3)).sum == (6.0, 3.0)
+
+
+def test_options_that_there_are_not_are_refused_in_its_name():
+    for options, says in (
+        ({"chunk_size": 3}, "give batch_size"),
+        ({"has_aux": True}, "It has max"),
+    ):
+        with pytest.raises(bx.errors.ArgumentTypeError, match=rf"clipped_grad\(\) .*{says}"):
+            bx.clipped_grad(loss, 1.0, **options)

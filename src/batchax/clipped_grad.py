@@ -19,6 +19,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_position
 from batchax.frontend.objects import is_array
 from batchax.frontend.outputs import Reduce
+from batchax.frontend.words_of_others import check_options
 from batchax.vmap import MoreOptions, vmap
 
 P = ParamSpec("P")
@@ -82,7 +83,8 @@ def clipped_grad(
     Raises:
       ArgumentTypeError: `loss` or `grad` is not callable, `argnums` holds something else than ints,
         nothing, or an argument twice or not given by position, `max_norm` is no number, `in_axes`
-        no tuple or list, or `out_axes` given; or an argument holds what ``jax.grad`` has no
+        no tuple or list, or `out_axes` given; `grad` returns a value or aux beside gradients, or
+        `vmap` has no such option; or an argument holds what ``jax.grad`` has no
         gradient for.
       AxisError: `max_norm` is not positive; `in_axes` maps what gradients are with respect to, or
         what `vmap` refuses.
@@ -115,13 +117,23 @@ def clipped_grad(
     if "out_axes" in options:
         raise ArgumentTypeError("clipped_grad returns one sum for all lanes: leave out_axes out.")
     _check_norm(max_norm)
-    vmap(loss, **options)  # which refuses what it does not know
+    ours = ("loss", "max_norm", "in_axes", "argnums", "grad", *MoreOptions.__annotations__)
+    check_options("clipped_grad", ours, options)
+    vmap(loss, **options)  # which refuses values that it does not take
 
     @functools.wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
         # The gradients of libraries are with respect to the first argument, and may know no other.
         of_loss = grad(loss) if argnums == 0 else grad(loss, argnums=argnums)
         gradient = of_loss(*args, **kwargs)
+        chosen = [args[n] for n in numbers]
+        if not _may_be_gradient(gradient, chosen[0] if is_position(argnums) else tuple(chosen)):
+            raise ArgumentTypeError(
+                "clipped_grad: what `grad` makes of the loss must return gradients alone, in the "
+                f"structure of what they are with respect to; it returned {_short(gradient)}. Give "
+                "jax.grad, not jax.value_and_grad, and no has_aux=True: values and aux are those "
+                "of batchax.vmap(loss)."
+            )
         squares = [_squared_norm(g) for g in jax.tree.leaves(gradient)]
         norm = jnp.sqrt(functools.reduce(operator.add, squares, jnp.float32(0)))
         scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
@@ -167,6 +179,23 @@ def _squared_norm(x: Any) -> Any:
     # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x))
+
+
+def _may_be_gradient(gradient: Any, x: Any) -> bool:
+    """Whether it may be one with respect to `x`, and has nothing beside it, as a tuple would.
+
+    Of a model a library returns what it likes, so of that nothing is asked.
+    """
+    if type(gradient) is tuple:
+        alike = isinstance(x, tuple) and len(x) == len(gradient)
+        return alike and all(map(_may_be_gradient, gradient, x))
+    return not is_array(gradient) or (is_array(x) and np.shape(gradient) == np.shape(x))
+
+
+def _short(tree: Any) -> str:
+    if type(tree) is tuple:
+        return f"({', '.join(map(_short, tree))}{',' if len(tree) == 1 else ''})"
+    return jax.typeof(tree).str_short() if is_array(tree) else type(tree).__name__
 
 
 def _check_differentiable(name: str, tree: Any) -> None:

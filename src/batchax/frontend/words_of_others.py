@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from batchax.errors import ArgumentTypeError
@@ -36,19 +36,27 @@ def in_our_words(fun: F) -> F:
     """
     parameters = inspect.signature(fun).parameters.values()
     names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
-    ours = frozenset(names)
 
     @functools.wraps(fun)
     def checked(*args: Any, **options: Any) -> Any:
-        if not ours.issuperset(options):
-            raise ArgumentTypeError(_told(fun.__name__, names, options))
+        check_options(fun.__name__, names, options)
         return fun(*args, **options)
 
     return cast("F", checked)
 
 
-def _told(called: str, names: list[str], options: dict[str, Any]) -> str:
-    option = next(name for name in options if name not in names)
+def check_options(called: str, names: Sequence[str], options: Iterable[str]) -> None:
+    """Refuses options of what is `called` so that are not among `names`, its parameters in order.
+
+    Raises:
+      ArgumentTypeError: as `in_our_words` says.
+    """
+    for option in options:
+        if option not in names:
+            raise ArgumentTypeError(_told(called, names, option))
+
+
+def _told(called: str, names: Sequence[str], option: str) -> str:
     if option in _OTHERS:
         library, ours = _OTHERS[option]
         return f"{called}() has no option {option!r}. For that of {library} give {ours}."
