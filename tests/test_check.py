@@ -96,6 +96,7 @@ def test_the_largest_difference_is_named():
     ("call", "error", "message"),
     [
         (lambda x: bx.check(3)(x), bx.ArgumentTypeError, "check expects a function"),
+        (lambda x: bx.check(jnp.sin, x), bx.ArgumentTypeError, r"batchax.check\(sin\)\(\.\.\.\)"),
         (lambda x: bx.check(jnp.sin, axis_name="i")(x), bx.UnsupportedError, "no others to meet"),
         (lambda x: jax.jit(lambda x: bx.check(jnp.sin)(x))(x), bx.ArgumentTypeError, "traced"),
         (lambda x: bx.check(jnp.sin, (0, 0))(x), bx.AxisError, "in_axes has 2 entries"),

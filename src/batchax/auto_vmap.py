@@ -17,11 +17,12 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.option import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
-from batchax.frontend.arguments import check_small_matrices
+from batchax.frontend.arguments import array_inside, check_small_matrices
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
+from batchax.frontend.words_of_others import OF_RANKS
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.ranks.annotations import annotated_ranks
@@ -101,6 +102,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     """
     if len(ranks) == 1 and not named and callable(ranks[0]):
         return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))
+    if ranks and callable(ranks[0]) and jax.tree_util.all_leaves(ranks[:1]):  # no tree of ranks
+        name = name_of(ranks[0])
+        raise ArgumentTypeError(
+            f"auto_vmap takes ranks and options, then the function, and was given {name} with "
+            f"them. A batch is given to what comes of both: batchax.auto_vmap(ranks)({name})(...)."
+        )
 
     @_compat.api_boundary
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,10 +230,12 @@ def _by_name(
     parameters = signature.parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     unknown = [n for n in named if n not in parameters]
+    theirs = [n for n in unknown if n in OF_RANKS]
     if unknown and not any_name:
         raise ArgumentTypeError(
             f"auto_vmap was given ranks for {', '.join(unknown)}, but {name} has the parameters "
             f"{', '.join(parameters) or '(none)'}."
+            + "".join(f" For {n} of jnp.vectorize give {OF_RANKS[n]}." for n in theirs)
         )
     twice = [n for n in named if n in given]
     if twice:
@@ -310,7 +319,7 @@ def _as_array(leaf: SpecifiedLeaf) -> Any:
     if not is_array(value):
         raise ArgumentTypeError(
             f"{path} is of type {type(value).__name__}, which is not an array, but a rank was "
-            "declared for it. Declare None for what is not batched."
+            f"declared for it. {array_inside(value, path)}Declare None for what is not batched."
         )
     return value
 

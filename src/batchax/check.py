@@ -15,7 +15,7 @@ from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_untraced
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import is_position, spread_in_axes
+from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.objects import without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import name_of
@@ -72,6 +72,7 @@ def check(
       >>> bx.check(energy, (None, 0), batch_size=2)(2.0, jnp.ones((5, 3)))
     """
     check_callable("check", "a function of one example", fun)
+    check_in_axes(fun, in_axes, "check")
     if options.get("axis_name") is not None:
         raise UnsupportedError(
             "check compares with the function of one lane by itself, which has no others to meet: "
@@ -195,7 +196,8 @@ class _Comparison:
             )
 
     def _same(self, lane: int, what: str, got: Any, expected: Any) -> None:
-        problem = difference_of_trees({what: got}, {what: expected}, **self._tolerance)
+        rtol, atol = self._tolerance["rtol"], self._tolerance["atol"]
+        problem = difference_of_trees({what: got}, {what: expected}, rtol, atol)
         if problem:
             raise MismatchError(
                 f"{self._name} differs under batching from what it does for one example: in lane "

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.comparing import difference_of_trees, directions
+from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
@@ -51,7 +51,8 @@ def check_rule(
       derivatives: whether to compare derivatives. Those that `fun` does not have for one
         example are left out.
       rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
-      atol: absolute tolerance, relative to the largest value of the array; likewise.
+      atol: absolute tolerance, relative to the largest value of the array, there or for arguments
+        nearby: where terms cancel, their rounding is left; likewise.
 
     Raises:
       RuleMismatchError: (an AssertionError) the rule differs from the loop, or raises: the
@@ -274,6 +275,9 @@ class _Comparison:
             told = f"{where}it raised {type(error).__name__}: {error}"
             raise RuleMismatchError(told) from _compat.without_hidden_frames(error)
         problem = difference_of_trees(got, expected, self.rtol, self.atol)
+        if problem:  # it may be the rounding of terms that cancel: to find that out takes its time
+            scales = scales_nearby(loop, case.values)
+            problem = difference_of_trees(got, expected, self.rtol, self.atol, scales)
         if problem:
             raise RuleMismatchError(where + problem)
 

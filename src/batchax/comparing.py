@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +15,16 @@ from batchax.rules.masking import is_inexact
 _ROUNDINGS = 1000  # by which results may differ: the order of sums is not the same
 
 
-def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) -> str:
+def difference(
+    got: Any, expected: Any, rtol: float | None, atol: float | None, scale: float = 0.0
+) -> str:
     """In words, the largest difference of two arrays of one shape and dtype; "" if there is none.
 
     Args:
       got, expected: the arrays.
       rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
       atol: absolute tolerance, relative to the largest value expected; likewise.
+      scale: how large entries are nearby, if that may be larger than all that is expected.
     """
     got, expected = _comparable(got), _comparable(expected)
     if not is_inexact(got):
@@ -30,7 +34,7 @@ def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) 
         finite = np.abs(expected[np.isfinite(expected)])
         relative = rounding if rtol is None else rtol
         absolute = rounding if atol is None else atol
-        absolute *= float(finite.max()) if finite.size else 1.0
+        absolute *= max(float(finite.max()) if finite.size else 1.0, scale)
         close = np.isclose(got, expected, relative, absolute, equal_nan=True)
         with np.errstate(invalid="ignore"):
             error = np.nan_to_num(np.abs(got - expected), nan=np.inf)
@@ -45,9 +49,17 @@ def difference(got: Any, expected: Any, rtol: float | None, atol: float | None) 
 
 
 def difference_of_trees(
-    got: dict[str, Any], expected: dict[str, Any], rtol: float | None, atol: float | None
+    got: dict[str, Any],
+    expected: dict[str, Any],
+    rtol: float | None,
+    atol: float | None,
+    scales: Sequence[float] = (),
 ) -> str:
-    """In words, the first leaf in which trees differ, by their names; "" if there is none."""
+    """In words, the first leaf in which trees differ, by their names; "" if there is none.
+
+    `scales` are for the leaves of `expected`, as in `difference`; none are known if it is empty.
+    """
+    of_leaves = dict(zip(_places(expected), scales, strict=True)) if scales else {}
     for name, tree in got.items():
         structures = [jax.tree.structure(x) for x in (tree, expected[name])]
         if structures[0] != structures[1]:
@@ -58,10 +70,42 @@ def difference_of_trees(
             path = name + jax.tree_util.keystr(keys)
             if (g.shape, g.dtype) != (e.shape, e.dtype):
                 return f"{path} is {g.dtype}{list(g.shape)}, expected {e.dtype}{list(e.shape)}"
-            problem = difference(g, e, rtol, atol)
+            problem = difference(g, e, rtol, atol, of_leaves.get(path, 0.0))
             if problem:
                 return path + problem
     return ""
+
+
+def _places(trees: dict[str, Any]) -> list[str]:
+    return [
+        name + jax.tree_util.keystr(keys)
+        for name in sorted(trees)  # the order in which a dict is flattened
+        for keys, _ in jax.tree_util.tree_flatten_with_path(trees[name])[0]
+    ]
+
+
+def scales_nearby(fun: Callable[..., Any], xs: Sequence[Any]) -> list[float]:
+    """How large each leaf of the results of `fun` is nearby, where no terms cancel by chance.
+
+    Terms that cancel leave rounding behind, where exactly 0 may be expected: a derivative of
+    `softmax` of equal rows is 0 to second order. So arguments change by up to half of themselves.
+    """
+
+    def changed(k: int, x: Value) -> Any:
+        if not is_inexact(x):
+            return x
+        change = 1 + np.random.default_rng(k).uniform(-0.5, 0.5, x.shape)
+        return x * jnp.asarray(change, x.dtype)
+
+    return [_largest(x) for x in jax.tree.leaves(fun(*map(changed, range(len(xs)), xs)))]
+
+
+def _largest(x: Value) -> float:
+    x = jnp.asarray(x)
+    if not is_inexact(x):
+        return 0.0
+    sizes = np.abs(_comparable(x))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
 def directions(xs: Any, seed: int) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Unpack, cast
 from batchax import _compat
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.frontend.in_axes import check_in_axes
 from batchax.nonfinite.find import NonFinite, find
 from batchax.vmap import Options
 
@@ -58,6 +59,7 @@ def find_nonfinite(
       2 nan sqrt
     """
     check_callable("find_nonfinite", "a function of one example", fun)
+    check_in_axes(fun, in_axes, "find_nonfinite")
 
     @functools.wraps(fun)
     @_compat.api_boundary

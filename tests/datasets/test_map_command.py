@@ -1,6 +1,7 @@
 """The commands `map`, `status` and `verify`, as they are typed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,31 @@ def test_how_far_it_is_and_whether_it_is_whole(x, capsys):
     assert "32 reused" in capsys.readouterr().out
     np.testing.assert_array_equal(zarr_array("y.zarr"), x * 2)
     assert run("verify y.zarr") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("model:score --in x.npy", r"model:score: TypeError: score\(\) missing 1 required"),
+        ("model:double --in x.npy --in x.npy", r"double\(\) takes 1 positional argument but 2"),
+        ("model:misfit --in x.npy", r"(?s)misfit is given one example.*model\.py:\d+\)$"),
+        ("model:bad --in x.npy --on-nonfinite raise", r"with --on-nonfinite quarantine without"),
+    ],
+)
+def test_what_a_function_raises_is_told_without_a_traceback(text, told, x, capsys):
+    with open("model.py", "a") as file:
+        file.write("\ndef misfit(x):\n    return x @ jnp.ones(7)\n")
+        file.write("\ndef bad(x):\n    return jnp.log(x - x)\n")
+    assert run(f"map {text} --out y.npy --no-progress") == 1
+    err = capsys.readouterr().err.strip()
+    assert re.search(told, err)
+    assert "Traceback" not in err
+
+
+def test_an_option_that_is_nearly_one(x, capsys):
+    with pytest.raises(SystemExit):
+        run("map model:double --in x.npy --out y.npy --batch_size 10")
+    assert "(did you mean --batch-size?)" in capsys.readouterr().err
 
 
 def test_rows_that_fail(x, capsys):

@@ -644,3 +644,53 @@ def test_a_traced_value_of_a_call_that_is_over():
         first,
     )
     assert last == "JAX says: Encountered an unexpected tracer."
+
+
+@pytest.mark.parametrize("name", ["vmap", "explain", "check", "find_nonfinite"])
+def test_a_batch_in_place_of_axes(name):
+    """The message says what the call looks like."""
+    call = getattr(bx, name)
+    for given in (X, np.ones(3), [X]):
+        with pytest.raises(bx.ArgumentTypeError, match=rf"batchax\.{name}\(sin\)\(\.\.\.\)"):
+            call(jnp.sin, given)
+    with pytest.raises(bx.ArgumentTypeError) as caught:
+        call(jnp.sin, "rows")
+    assert "A batch is given" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fun", "advice"),
+    [
+        (lambda r: r[r > 0].sum(), "batchax.compress(mask, x)"),
+        (lambda r: jnp.nonzero(r)[0], "batchax.nonzero(mask)"),
+        (lambda r: jnp.where(r > 0)[0], "batchax.nonzero(mask)"),
+        (jnp.unique, "batchax.unique(x)"),
+    ],
+)
+def test_sizes_that_depend_on_values(fun, advice):
+    """Each is told of what finds such a size; and that does what JAX does for one example."""
+    with pytest.raises((IndexError, TypeError)) as caught:
+        bx.vmap(fun)(X)
+    assert advice in str(caught.value)
+    assert "JAX says" in str(caught.value)
+
+
+def test_what_is_advised_for_masks_runs():
+    x = jnp.array([[1.0, -1.0, 2.0], [0.0, 3.0, -2.0]])
+    total = bx.vmap(lambda r: bx.compress(r > 0, r).sum())(x)
+    np.testing.assert_array_equal(total, [3.0, 3.0])
+
+
+def test_arrays_of_xarray_and_pandas():
+    class Labelled:
+        values = np.ones((3, 4))
+
+    for call in (bx.vmap(jnp.sum), bx.auto_vmap(1)(jnp.sum)):
+        with pytest.raises(bx.ArgumentTypeError, match=r"a\.values is an array of NumPy"):
+            call(Labelled())
+
+
+def test_padding_in_the_words_of_torch():
+    rows = bx.Ragged.from_rows([np.ones(2), np.ones(3)])
+    with pytest.raises(bx.ArgumentTypeError, match="give fill_value"):
+        rows.to_padded(padding_value=0)

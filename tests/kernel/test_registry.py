@@ -99,9 +99,12 @@ def test_the_latest_rule_is_used():
 def test_rule_by_name():
     p = new_primitive("called_this", lambda x: x, lambda x: like(x.shape, x.dtype))
 
-    @bx.register_rule("called_this")
     def rule(axis, args, axes):
         return args[0] + 1, axes[0]
+
+    with pytest.warns(UserWarning, match="The rule waits for one of that name") as seen:
+        bx.register_rule("called_this")(rule)
+    assert seen[0].filename == __file__
 
     same(bx.vmap(lambda x: p.bind(x))(jnp.ones(2)), jnp.full(2, 2.0))
     assert find_rule(p) is rule
@@ -128,7 +131,8 @@ def test_register_rule_returns_the_rule():
     def rule(axis, args, axes):
         return args[0], axes[0]
 
-    assert bx.register_rule("never bound")(rule) is rule
+    with pytest.warns(UserWarning, match="knows no primitive `sinh_`. Did you mean `sinh`"):
+        assert bx.register_rule("sinh_")(rule) is rule
 
 
 def test_vectorized():

@@ -149,3 +149,17 @@ def test_nothing_is_done_before_the_check():
 def test_errors_are_the_same_under_jit():
     with pytest.raises(bx.AxisError, match="do not broadcast"):
         jax.jit(foo)(jnp.ones(4), jnp.ones((5, 3)), jnp.ones((5, 3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bx.auto_vmap(jnp.dot, 1, 1), r"auto_vmap\(ranks\)\(dot\)\(\.\.\.\)"),
+        (lambda: bx.auto_vmap(jnp.sum, jnp.ones(3)), r"auto_vmap\(ranks\)\(sum\)\(\.\.\.\)"),
+        (lambda: bx.auto_vmap(signature="(n)->()")(jnp.sum), "it in place of ranks"),
+        (lambda: bx.auto_vmap(1, excluded={1})(jnp.dot), "no rank, or None, for what"),
+    ],
+)
+def test_calls_in_the_form_of_others(call, message):
+    with pytest.raises(bx.ArgumentTypeError, match=message):
+        call()

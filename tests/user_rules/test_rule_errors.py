@@ -243,3 +243,11 @@ def test_input_and_output_that_results_depend_on_is_not_done_twice():
     f = with_rule(lambda n, b, x: (2 * x, True), read)
     with pytest.raises(bx.UnsupportedError, match="depend on input or output"):
         bx.vmap(jax.grad(f))(jnp.ones(3))
+
+
+def test_a_rule_for_rows_that_takes_what_def_vmap_gives():
+    """What stands for the rows is named in the message, not printed with all it holds."""
+    f = bx.custom_vmap(lambda x: jnp.cumsum(x))
+    f.def_rows(lambda size, batched, x: (jnp.cumsum(x.reshape(size, -1), 1), True))
+    with pytest.raises(TypeError, match=r"<Rows: where 2 rows are; len\(rows\) is how many>"):
+        bx.vmap(f)(bx.Ragged.from_rows([jnp.ones(2), jnp.ones(3)]))

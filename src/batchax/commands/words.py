@@ -6,10 +6,13 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
 from typing import Any
 
+_OF_LIBRARIES = ("site-packages", os.path.dirname(os.path.dirname(__file__)))
 _MOST_NAMED = 10  # functions, where there is none of a name
 
 
@@ -33,6 +36,21 @@ def add_ways(command: Any, what: str, default: str | None) -> None:
 
 class Mistake(Exception):
     """Something in the command line is not as it must be."""
+
+
+def in_words_of_options(message: str, options: Collection[str]) -> str:
+    """A message of the library's, with options as a command line gives them."""
+    names = "|".join(name for name in options if "_" in name)
+    as_flag = lambda m: f"--{m[1].replace('_', '-')} {m[3]}"
+    return re.sub(rf"\b({names})=(\"?)([\w.]+)\2", as_flag, message) if names else message
+
+
+def of_function(error: Exception, name: str) -> str:
+    """In a line, an error that is raised where a function is run: what, and at which line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(part in f.filename for part in _OF_LIBRARIES)]
+    at = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{name}: {type(error).__name__}: {error}{at}"
 
 
 def function(name: str) -> Callable[..., Any]:

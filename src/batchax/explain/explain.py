@@ -27,6 +27,8 @@ from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.frontend.in_axes import check_in_axes
+from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import name_of
 from batchax.vmap import MoreOptions, made_by_vmap, vmap
 
@@ -90,6 +92,8 @@ def explain(
       ['dot_general', 'tanh', 'reduce_sum']
     """
     check_callable("explain", "a function of one example, or what vmap made of one", fun)
+    check_in_axes(fun, in_axes, "explain")
+    check_out_axes(out_axes)
     given = None
     if (in_axes, out_axes, vmap_options) == (0, 0, {}):
         given = _made_of_vmap(fun)

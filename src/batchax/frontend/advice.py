@@ -76,9 +76,10 @@ def named_in_errors(
         if short:
             error.args = (short,)
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, jax.errors.NonConcreteBooleanIndexError) as error:
         top = (
             _batched_already(fun, error)
+            or _found_sizes(error)
             or _what_python_needed(error, mapped, each)
             or _what_is_traced_around(error, shared, each)
             or _key_in_parts(error, mapped, each)
@@ -111,6 +112,31 @@ def _batched_already(fun: Any, error: Exception) -> str:
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
         "give the function of one example instead, with its in_axes."
     )
+
+
+_FINDS_SIZES = {
+    "Array boolean indices must be concrete": (
+        "x[mask], of an array of booleans,",
+        "batchax.compress(mask, x)",
+    ),
+    "size argument of jnp.nonzero": (
+        "jax.numpy.nonzero, or jax.numpy.where of one argument,",
+        "batchax.nonzero(mask)",
+    ),
+    "argument of jnp.unique()": ("jax.numpy.unique", "batchax.unique(x)"),
+}
+
+
+def _found_sizes(error: Exception) -> str:
+    """Of what has as many elements as its values say: what finds so many for each lane."""
+    for says, (what, instead) in _FINDS_SIZES.items():
+        if says in str(error):
+            return (
+                f"{what} has a size that depends on values, and so another one for each lane. "
+                f"{instead} finds it, and what comes out is Ragged. Where a sum or the like is all "
+                "that is needed, jax.numpy.where(mask, x, 0) keeps the shape."
+            )
+    return ""
 
 
 _INSTEAD = {

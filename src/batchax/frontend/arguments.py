@@ -277,6 +277,14 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
     )
 
 
+def array_inside(value: Value, path: str) -> str:
+    """Of tables of pandas and arrays of xarray: how to give what is in them."""
+    inside = getattr(value, "values", None)
+    return (
+        f"{path}.values is an array of NumPy: give that. " if isinstance(inside, np.ndarray) else ""
+    )
+
+
 def _as_array(value: Value, path: str, on_host: bool) -> Any:
     """An argument as an array; one of NumPy may stay `on_host`."""
     if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
@@ -298,7 +306,7 @@ def _as_array(value: Value, path: str, on_host: bool) -> Any:
             else f"of type {type(value).__name__}, not an array"
         )
         raise ArgumentTypeError(
-            f"{path} is to be mapped, but it is {kind}. "
+            f"{path} is to be mapped, but it is {kind}. {array_inside(value, path)}"
             "Give it None in in_axes: then it reaches the function as it is." + by_name([path])
         ) from None
 

@@ -16,6 +16,7 @@ from batchax.frontend.containers import is_container, is_container_spec
 from batchax.frontend.objects import is_flag, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 
 
@@ -46,8 +47,11 @@ LANES = Terms("lanes", "axis_size", "for all lanes", "batch axis", "out", 0)
 STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
 
 
-def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
-    """Refuses, before any call, an `in_axes` that no call could satisfy."""
+def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -> None:
+    """Refuses, before any call, an `in_axes` that no call could satisfy.
+
+    Messages say what a call looks like, of the transformation that is `called` so.
+    """
     if in_axes is None or is_position(in_axes):
         return
     if isinstance(in_axes, dict):
@@ -58,13 +62,22 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any) -> None:
         raise ArgumentTypeError(
             "in_axes must be an int, None, a tuple or list with an entry for each positional "
             f"argument, a dict by parameter name, or a callable; got {show(in_axes)}."
+            + _as_a_call(called, fun, in_axes)
         )
     for keys, leaf in jax.tree_util.tree_flatten_with_path(in_axes)[0]:
         if not (is_input_spec(leaf) or is_container_spec(leaf)):
             raise ArgumentTypeError(
                 f"in_axes{jax.tree_util.keystr(keys)} must be an int, None or a callable from "
-                f"leaves to those; got {show(leaf)}."
+                f"leaves to those; got {show(leaf)}." + _as_a_call(called, fun, leaf)
             )
+
+
+def _as_a_call(called: str, fun: Any, given: Any) -> str:
+    """How to give a batch that stands where axes belong; empty if `given` is none."""
+    if not (hasattr(given, "shape") and hasattr(given, "dtype")):
+        return ""
+    name = name_of(fun)
+    return f" A batch is given to what {called} returns: batchax.{called}({name})(...)."
 
 
 def is_input_spec(spec: Any) -> bool:

@@ -10,6 +10,12 @@ from typing import Any, TypeVar, cast
 
 from batchax.errors import ArgumentTypeError
 
+OF_RANKS = {
+    "signature": 'it in place of ranks: batchax.auto_vmap("(n),(n)->()")',
+    "excluded": "no rank, or None, for what is not batched",
+}
+"""Options of ``jnp.vectorize``: what to give `auto_vmap` for them."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _OTHERS = {
@@ -24,6 +30,7 @@ _OTHERS = {
     "excluded": ("jnp.vectorize", "None in in_axes"),
     "signature": ("jnp.vectorize", "batchax.auto_vmap, which takes one"),
     "default": ("eqx.filter_vmap", "in_axes"),
+    "padding_value": ("tensor.to_padded_tensor", "fill_value"),
     "static_argnums": ("jax.jit", "None in in_axes, by which an argument stays what it is"),
 }
 

@@ -9,6 +9,7 @@ primitive's own parameters, which describe one example.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import sys
 import threading
@@ -82,6 +83,7 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
 
     Warns:
       RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
+      UserWarning: JAX knows no primitive of that name. The rule waits for one.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -105,8 +107,11 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
         global _count
         _check_form(primitive, rule)
         origin = _module_outside_the_kernel()
+        is_users = not origin.startswith("batchax.")
+        if is_users and isinstance(primitive, str) and _compat.find_primitive(primitive) is None:
+            _warn_of_name(primitive)
         with _lock:
-            entry = Registered(rule, origin, not origin.startswith("batchax."), _count + 1)
+            entry = Registered(rule, origin, is_users, _count + 1)
             if entry.is_users:
                 _take_over(primitive, rule)
             _rules[primitive] = entry
@@ -145,6 +150,19 @@ def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
             "jax.interpreters.batching, rule(args, dims, **params), needs only `axis` in front: "
             "it has the size and the name that are mapped."
         )
+
+
+def _warn_of_name(name: str) -> None:
+    """Says that JAX knows no primitive of this name: it may be misspelled, or yet to come."""
+    near = difflib.get_close_matches(name, _compat.primitives_by_name(), 3)
+    hint = f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
+    warnings.warn_explicit(
+        f"register_rule: JAX knows no primitive `{name}`.{hint} The rule waits for one of that "
+        "name. If there will be one, import the module that makes it first, or give the primitive "
+        "itself: register_rule(primitive).",
+        UserWarning,
+        *_compat.user_file_and_line(_compat.current_source()),
+    )
 
 
 def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:

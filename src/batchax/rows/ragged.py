@@ -14,6 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
+from batchax.frontend.words_of_others import in_our_words
 from batchax.rows.building import Building
 from batchax.rows.checks import (
     as_bounds,
@@ -196,6 +197,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         """The number of rows."""
         return self.each_length[0].shape[0]
 
+    @in_our_words
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
 

@@ -33,7 +33,7 @@ from batchax.user_rules.call import Cotangents, DerivativeStep, after, custom_ca
 from batchax.user_rules.rule import Form, UserRule
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rows:
     """Where rows are in packed arrays: what a rule for rows is told.
 
@@ -45,6 +45,9 @@ class Rows:
 
     index: RowIndex
     capacity: int
+
+    def __repr__(self) -> str:  # messages of JAX's show it to those who take it for a size
+        return f"<Rows: where {len(self)} rows are; len(rows) is how many>"
 
     def __len__(self) -> int:
         return int(self.index.starts.shape[0])
