@@ -238,7 +238,7 @@ that takes at most {MOST:,} steps and stops earlier:
   constant steps, which keeps more beside the state than the loop by hand does;
 - *scan*: a `lax.scan` of {MOST:,} steps that selects whether each counts.
 
-Ours and the rivals' keep as many values as make every step be computed again once at most. Ratios
+Ours and the rivals' keep so many values that no step is computed again more than once. Ratios
 are times over that of ours, above 1 where ours is faster, with a 95% bootstrap interval; all run in
 one process and in turns. *Temporaries* is what the compiled program allocates beside arguments and
 outputs; *compiling*, once, includes tracing: both in the order of the columns.

@@ -104,11 +104,11 @@ def _page(results: Sequence[EngineResult | Simulated]) -> str:
 
 ## Measured
 
-{WORKERS} workers on one machine, and units of {UNIT} s that sleep: of processors there are too
-few to keep busy. *Overhead* is by how much longer a unit takes than that, from when all workers
-have begun to when all are done, by the times in the journal: the median, least and most of some
-runs. It is everything between one unit and the next: the engine, reading and writing a row, two
-syncs of the disk. *Task* is what the engine takes for one that does nothing.
+{WORKERS} workers on one machine, and units of {UNIT} s that sleep: there are too few processors to
+keep busy. *Overhead* is by how much longer a unit takes than that, from when all workers have
+begun to when all are done, by the times in the journal: the median, least and most of some runs.
+It is everything between one unit and the next: the engine, reading and writing a row, two syncs of
+the disk. *Task* is what the engine takes for one that does nothing.
 
 | engine | overhead | task |
 | --- | ---: | ---: |

@@ -106,11 +106,11 @@ def _page(results: Sequence[Measured]) -> str:
 
 {summary(results)}
 
-[Functions of one row over datasets on disk](datasets.md). Everything of a function runs in one
-process, in turns, and files of input are dropped from the system's memory before each. Seconds are
-medians, with the shortest and the longest in brackets. Where these are far apart, it is the
-machine's own noise, of its disk or of what else runs on it: writing alone has it, too. Ratios are
-batchax's median over the other, with a 95% bootstrap interval.
+[Functions of one row over datasets on disk](../guides/datasets.md). Everything of a function runs
+in one process, in turns, and files of input are dropped from the system's memory before each.
+Seconds are medians, with the shortest and the longest in brackets. Where these are far apart, that
+is noise of the machine, of its disk or of what else runs on it: writing alone has it, too. Ratios
+are batchax's median over the other, with a 95% bootstrap interval.
 
 *Reading*, *computing* and *writing* are each done alone for all units, by the code that a map does
 them with: the same library, the same threads, the same syncs and checksums. *`bx.map`* is the

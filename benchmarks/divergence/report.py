@@ -121,7 +121,7 @@ def _page(results: Sequence[DivergenceResult]) -> str:
 The same function of one example, for all lanes, in several ways:
 
 - *compact*: `bx.vmap(f, divergence="compact")`, with nothing set by hand;
-- *auto*: `bx.vmap(f)`, which takes apart what surely pays;
+- *auto*: `bx.vmap(f)`, which parts lanes where that surely pays;
 - *jax.vmap*, and *predicate*, which is `bx.vmap(f, divergence="predicate")`: all lanes run until
   the last is done, and run all branches; those that are done, or take another branch, are masked;
 - *lax.map*: one lane after the other;
@@ -140,7 +140,7 @@ it the same of masked lanes: the steps of all lanes over the number of lanes tim
 slowest. Branches have no steps. *Compiling*, once, includes tracing; *temporaries* is what the
 compiled program allocates beside arguments and outputs: both of compact, then of `jax.vmap`.
 
-Two things are not what masking costs. `jax.vmap` gives each lane a copy of what branches take, here
+Two costs are not those of masking. `jax.vmap` gives each lane a copy of what branches take, here
 of weights that all share, where branches differ from lane to lane; *predicate* does not. And *in
 place* each step writes one element per lane, where `jax.vmap` copies the array, so that its time
 grows with the square of the length; on a CPU, XLA hands the steps of the longest arrays to several

@@ -87,8 +87,8 @@ a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in o
   auto batching of TensorFlow Probability has no back end for JAX.
 
 *Bound*: the steps of the innermost loop that the slowest lane takes in all, over those that masked
-lanes take, who wait at each step of all loops around. No way that runs all lanes, masked, can do
-with less; one that compacts them, too, can. *Of use* is the share of the lane-steps of the
+lanes take, who wait at each step of all loops around. A way that runs all lanes masked cannot
+take fewer; one that also compacts them can. *Of use* is the share of the lane-steps of the
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts them, of those of compact (of all loops, where lanes wait). *First call* is
 tracing, compiling and running, once, in processor time: seconds of `jax.vmap`, and how many times
