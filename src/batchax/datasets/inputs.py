@@ -20,6 +20,7 @@ from batchax.datasets.sources import as_source
 from batchax.datasets.streams import Stream, StreamLeaf, is_one_by_one, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
+from batchax.frontend.converted import converted
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.rows.arrow import by_axis
 
@@ -223,22 +224,6 @@ def _as_computed(x: Any, name: str) -> Any:
         return converted(x, jax.dtypes.canonicalize_dtype(native(x.dtype, name)))
     except OverflowError as error:
         raise ArgumentTypeError(f"{name}: {error}.") from None
-
-
-def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in the dtype that JAX computes with, which may have fewer bits than its own.
-
-    Raises:
-      OverflowError: a number does not fit.
-    """
-    converted = np.asarray(x, dtype)
-    narrower = np.issubdtype(x.dtype, np.integer) and converted.dtype != x.dtype
-    if narrower and (converted != x).any():  # the last 32 bits are another number
-        raise OverflowError(
-            f"a number of dtype {x.dtype} does not fit into {dtype}, with which JAX computes if "
-            "JAX_ENABLE_X64=1 is not set"
-        )
-    return converted
 
 
 def _on_disk(x: Any) -> bool:

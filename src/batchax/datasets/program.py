@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from batchax.datasets.inputs import Input, Inputs, converted, elements_of_batches, find_inputs
+from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
 from batchax.datasets.outputs import Output, arrays_of, find_outputs, lanes_of, states_to_add
 from batchax.datasets.parts import Rows
 from batchax.datasets.ragged_parts import as_ragged, kept
@@ -21,6 +21,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.frontend.advice import come_from
+from batchax.frontend.converted import converted
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.spoken import name_of

@@ -74,6 +74,7 @@ class Building:
           AxisError: there is no row; two differ in structure or in another axis; a leaf has
             another length than the rest of its row, or is a number.
           ArgumentTypeError: a row, or a leaf, is no array, or two differ in dtype.
+          OverflowError: an integer does not fit into the dtype that JAX computes with.
 
         Example:
           >>> x = bx.Ragged.from_rows([jnp.arange(3), jnp.arange(1)])

@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.converted import converted
 from batchax.jaxprs.words import Value
 
 
@@ -31,7 +32,11 @@ def as_data(data: Any, what: str = "data") -> Any:
     if isinstance(data, (jax.Array, Tracer)):
         return data
     try:
+        if isinstance(data, np.ndarray):
+            converted(data, jax.dtypes.canonicalize_dtype(data.dtype))  # JAX keeps the last bits
         return jnp.asarray(data)
+    except OverflowError as error:
+        raise OverflowError(f"Ragged: {what}: {error}.") from None
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             f"Ragged: {what} must be an array, got {type(data).__name__}. For a list of rows use "

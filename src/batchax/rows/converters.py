@@ -59,6 +59,7 @@ class Converters:
 
         Raises:
           ArgumentTypeError: it is of another kind.
+          OverflowError: an integer does not fit into the dtype that JAX computes with.
 
         Example:
           >>> import torch  # doctest: +SKIP
@@ -74,7 +75,7 @@ class Converters:
         at = getattr(nested, "_ragged_idx", 1) - 1  # 1 but for transposed tensors
         if lengths is not None:  # there are gaps between rows
             index, offsets = arrow.without_gaps(offsets[:-1], _from_tensor(lengths))
-            values = jnp.take(values, index, axis=at)
+            values = (np if isinstance(values, np.ndarray) else jnp).take(values, index, axis=at)
         return _from_offsets(cls, values, offsets, max_length, at)
 
     def to_torch(self) -> Any:
@@ -114,6 +115,7 @@ class Converters:
 
         Raises:
           ArgumentTypeError: it is no such tensor, or lists in a row differ in length.
+          OverflowError: an integer does not fit into the dtype that JAX computes with.
 
         Example:
           >>> import tensorflow as tf  # doctest: +SKIP
@@ -141,6 +143,7 @@ class Converters:
 
         Raises:
           ArgumentTypeError: it is of another kind, or has nulls or what is no number.
+          OverflowError: an integer does not fit into the dtype that JAX computes with.
 
         Example:
           >>> import pyarrow
@@ -183,6 +186,7 @@ class Converters:
 
         Raises:
           ArgumentTypeError: it is of another kind, such as one with missing values or records.
+          OverflowError: an integer does not fit into the dtype that JAX computes with.
 
         Example:
           >>> import awkward

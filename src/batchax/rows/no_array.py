@@ -12,7 +12,8 @@ from batchax.errors import ArgumentTypeError
 
 _ADVICE = (
     "What is done to an array is done to each row by batchax.vmap: batchax.vmap(jnp.sum)(x), or "
-    "batchax.vmap(lambda row: row + 1)(x). All elements, without their rows, are x.data."
+    "batchax.vmap(lambda row: row + 1)(x). All elements, without their rows, are x.data; rows "
+    "padded to one size are x.to_padded()."
 )
 
 

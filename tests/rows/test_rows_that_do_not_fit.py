@@ -1,0 +1,57 @@
+"""Integers of 64 bits in rows that JAX would cut to 32: refused, not wrapped."""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import batchax as bx
+
+LARGE = np.array([2**40 + 5, 7])
+SPLITS = np.array([0, 1, 2])
+
+
+def from_arrow(values):
+    pyarrow = pytest.importorskip("pyarrow")
+    return bx.Ragged.from_arrow(pyarrow.array([[int(x)] for x in values]))
+
+
+def from_awkward(values):
+    awkward = pytest.importorskip("awkward")
+    return bx.Ragged.from_awkward(awkward.Array([[int(x)] for x in values]))
+
+
+def from_torch(values):
+    torch = pytest.importorskip("torch")
+    rows = [torch.tensor([int(x)]) for x in values]
+    return bx.Ragged.from_torch(torch.nested.nested_tensor(rows, layout=torch.jagged))
+
+
+def from_tensorflow(values):
+    ragged = types.SimpleNamespace(flat_values=values, row_splits=SPLITS)
+    return bx.Ragged.from_tensorflow(ragged)
+
+
+WAYS = {
+    "data": lambda values: bx.Ragged(values, [1, 1]),
+    "from_rows": lambda values: bx.Ragged.from_rows([values[:1], values[1:]]),
+    "from_padded": lambda values: bx.Ragged.from_padded(values[:, None], [1, 1]),
+    "from_offsets": lambda values: bx.Ragged.from_offsets(values, SPLITS),
+    **{f.__name__: f for f in (from_arrow, from_awkward, from_torch, from_tensorflow)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_integer_that_does_not_fit_is_refused(way):
+    if jax.config.jax_enable_x64:
+        np.testing.assert_array_equal(WAYS[way](LARGE).data, LARGE)
+    else:
+        with pytest.raises(OverflowError, match=r"Ragged: .*int64 does not fit into int32"):
+            WAYS[way](LARGE)
+    np.testing.assert_array_equal(WAYS[way](LARGE % 1000).data, LARGE % 1000)
+
+
+def test_numpy_wants_an_array_and_is_told_of_the_padded_one():
+    with pytest.raises(bx.errors.ArgumentTypeError, match=r"x\.data; rows padded .*x\.to_padded"):
+        np.asarray(bx.Ragged(np.arange(3), [1, 2]))
