@@ -50,18 +50,14 @@ def stack(trees: Sequence[Any]) -> Any:
     (first, structure), *_ = flat
     for i, (_, other) in enumerate(flat):
         if other != structure:
+            # What trees hold beside leaves may say a shape: then a leaf tells sooner than that.
+            _check_alike(first, flat[i][0], i)
             raise AxisError(structures_differ("stack: trees", trees, i))
+    for i, (others, _) in enumerate(flat):
+        _check_alike(first, others, i)
     stacked = []
     for k, (keys, leaf) in enumerate(first):
         leaves = [pairs[k][1] for pairs, _ in flat]
-        for i, other in enumerate(leaves):
-            if not _alike(leaf, other):
-                path = jax.tree_util.keystr(keys)
-                raise AxisError(
-                    f"stack: trees[{i}]{path} is {_described(other)}, but trees[0]{path} is "
-                    f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
-                    "of what is no array."
-                )
         flag = is_flag(leaf, jax.tree_util.keystr(keys)) and all(x is leaf for x in leaves)
         same = flag or not is_array(leaf)
         stacked.append(leaf if same else jnp.stack(leaves))
@@ -128,6 +124,18 @@ def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], An
                 "them in the function."
             )
     return leaves, structure
+
+
+def _check_alike(first: Sequence[Any], others: Sequence[Any], i: int) -> None:
+    """Refuses the first leaf of tree `i` that is at the same place in another, and unlike it."""
+    for (keys, leaf), (there, other) in zip(first, others, strict=False):
+        path = jax.tree_util.keystr(keys)
+        if path == jax.tree_util.keystr(there) and not _alike(leaf, other):
+            raise AxisError(
+                f"stack: trees[{i}]{path} is {_described(other)}, but trees[0]{path} is "
+                f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
+                "of what is no array."
+            )
 
 
 def _alike(x: Value, y: Value) -> bool:

@@ -104,13 +104,54 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
     rest = {s for m, s in zip(sized, sizes, strict=True) if m not in keys}
     lanes = rest.pop() if len(rest) == 1 else "n"
     raise AxisError(
-        f"the mapped axes must have {demand}, but they have {listed(sorted(set(sizes)))}:\n"
-        + "\n".join(lines)
+        f"the mapped axes must have {demand}, but they have {_few_sizes(sizes)}:\n"
+        + _few_lines(lines, [tie or s != usual for s in sizes])
+        + _hint_for_rows(sized)
+        + _hint_for_trees(sized)
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
         + "".join(split_key(m.path, lanes, terms.each, sure=False) for m in keys)
-        + _hint_for_rows(sized)
     )
+
+
+_MOST_LINES = 10
+
+
+def _few_sizes(sizes: Sequence[Any]) -> str:
+    different = sorted(set(sizes))
+    more = len(different) - _MOST_LINES
+    if more <= 0:
+        return listed(different)
+    return f"{len(different)} of them, from {different[0]} to {different[-1]}"
+
+
+def _few_lines(lines: Sequence[str], odd: Sequence[bool] = ()) -> str:
+    """The first lines, and how many more there are: one of each kind, odd or not, is among them."""
+    if len(lines) <= _MOST_LINES:
+        return "\n".join(lines)
+    chosen = {*range(_MOST_LINES), *(odd.index(x) for x in set(odd))}
+    more = len(lines) - len(chosen)
+    rest = [f"  and {more} more arrays"] if more else []
+    return "\n".join([*(lines[k] for k in sorted(chosen)), *rest])
+
+
+def _hint_for_trees(sized: Sequence[Mapped]) -> str:
+    """What to do with a list of trees that are alike, such as models, which may be one of a lane.
+
+    In each the same places hold arrays of the same types.
+    """
+    trees: dict[str, dict[str, list[Any]]] = {}
+    for m in sized:
+        whole = getattr(m.path, "argument", m.path)
+        match = _TREE_IN_LIST.match(m.path, len(whole))
+        if match:
+            of_one = trees.setdefault(whole, {}).setdefault(match[1], [])
+            of_one.append((match[2], m.value.shape, m.value.dtype))
+    for path, listed_trees in trees.items():
+        first, *others = listed_trees.values()
+        if others and all(other == first for other in others):
+            return f"{_TREE} If {path} is a list of models, one a lane, pass batchax.stack({path})."
+    return ""
 
 
 def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
@@ -128,6 +169,7 @@ def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
 
 
 _IN_LIST = re.compile(r"(.*?)((?:\[\d+\])+)$")
+_TREE_IN_LIST = re.compile(r"\[(\d+)\](.+)$")
 _TREE = "\nA list or tuple is a tree of batches."
 
 
@@ -325,11 +367,11 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
         lanes = sizes.pop() if len(sizes) == 1 else "n"
         raise AxisError(
             f"{NO_SUCH_AXIS}\n"
-            + "\n".join(f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong)
+            + _few_lines([f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong])
+            + _hint_for_numbers(wrong)
             + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
             + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
-            + _hint_for_numbers(wrong)
         )
     return checked
 
