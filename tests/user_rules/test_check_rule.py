@@ -171,11 +171,11 @@ def test_tolerances():
     bx.check_rule(f, jnp.ones(2), atol=1e-2)
 
 
-@pytest.mark.compiles(80)
+@pytest.mark.compiles(160)
 def test_rounding_of_terms_that_cancel():
     """A derivative is exactly 0 in the loop, and rounding in the batch. More than that is wrong."""
     x, q = jnp.ones((3, 4)), jnp.array([1.0, -1.0, 0.5, 0.0])
-    bx.check_rule(lambda q: jax.nn.softmax(x @ q) @ x, q)
+    bx.check_rule(lambda x, q: jax.nn.softmax(x @ q) @ x, x, q)
     flat = with_rule(lambda n, batched, x: (x - x + 1e-3, True), lambda x: x - x)
     with pytest.raises(bx.RuleMismatchError, match=r"0\.001\S*, expected 0\.0"):
         bx.check_rule(flat, q)
