@@ -47,9 +47,9 @@ class Converters:
 
     @classmethod
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
-        """From a nested tensor of PyTorch: in the jagged layout, or in the strided one, where rows
-        may be ragged along several axes.
+        """From a nested tensor of PyTorch.
 
+        It has the jagged layout, or the strided one, where rows may be ragged along several axes.
         Its values are copied from the host's memory, without PyTorch's gradients. Which axes of a
         strided one are ragged it does not say: those along which rows differ, if any do.
 
@@ -79,8 +79,10 @@ class Converters:
         return _from_offsets(cls, values, offsets, max_length, at)
 
     def to_torch(self) -> Any:
-        """A nested tensor of PyTorch in the jagged layout, on the CPU; in the strided layout, where
-        rows are ragged along several axes, which the jagged one has no form for.
+        """A nested tensor of PyTorch, on the CPU.
+
+        It has the jagged layout, or where rows are ragged along several axes, for which that one
+        has no form, the strided one.
 
         Raises:
           ArgumentTypeError: values are traced, or random keys.
@@ -106,8 +108,9 @@ class Converters:
 
     @classmethod
     def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
-        """From a ``tf.RaggedTensor``. With several ragged axes, rows are arrays: lists in a row are
-        of one length.
+        """From a ``tf.RaggedTensor``.
+
+        With several ragged axes, rows are arrays: lists in a row are of one length.
 
         Args:
           ragged: the tensor.
