@@ -1,12 +1,7 @@
 """Draws ways to run a program."""
 
-from batchax.programs import dear_branches
-
 from fuzz.judge import REDUCTIONS, Case
 from fuzz.programs import draw_program
-
-# Of loops that run flat, lanes wait before every branch, however little that costs.
-dear_branches.LEAST = dear_branches.GAIN = dear_branches.BEGUN = 0.0
 
 GRID = 'Mesh(np.array(jax.devices()).reshape(2, 2), ("d", "e"))'
 DEVICES = [

@@ -10,11 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchax.programs import dear_branches
+
 from fuzz.judge import Discarded, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
 
 pytestmark = pytest.mark.in_every_part  # on each version of JAX
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_branch_is_dear():
+    """Of loops that run flat, lanes wait before every branch, however little that costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for limit in ("LEAST", "GAIN", "BEGUN"):
+            patch.setattr(dear_branches, limit, 0.0)
+        yield
 
 
 def _run(data, draw, judged):
