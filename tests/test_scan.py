@@ -634,6 +634,24 @@ def test_what_takes_a_few_sums_and_products_is_computed_again():
     assert len(scan.outvars) == 2
 
 
+@pytest.mark.parametrize("of", ["sums of the same", "long sums"])
+def test_what_takes_many_sums_is_looked_at_but_once(of):
+    """To count operations over all ways to a value would take 2 ** 64 steps, or a stack as deep."""
+    x, c = example((3, 5)), example((3,))
+
+    def step(c, x):
+        y = x
+        for _ in range(64 if of == "sums of the same" else 1500):
+            y = (y + y) * 0.5 if of == "sums of the same" else y + 0.001
+        return c + y * y, y * x
+
+    ours, theirs = (
+        jax.grad(lambda c, x, scan=scan: jnp.sum(jnp.sin(scan(c, x)[1])), 1)
+        for scan in both(step, -1, -1)
+    )
+    same(*at_once(ours, theirs)(c, x))
+
+
 def test_derivatives_of_derivatives_along_any_axes():
     """Forward and in reverse, of each other, by each argument; a transpose of what is linear."""
     x, y, c = example((3, 5, 2)), example((3, 2, 5)), example((3, 2))

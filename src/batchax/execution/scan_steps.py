@@ -172,18 +172,24 @@ class _Again:
 
     def makes(self, v: Any) -> bool:
         """Whether that takes so little that a value need not be kept, or it is kept already."""
-        return self._operations(v) <= _FEW
+        return self._left(v, _FEW) >= 0
 
-    def _operations(self, v: Any) -> float:
-        """For each element, how many it takes."""
+    def _left(self, v: Any, left: float) -> float:
+        """Of so many operations for each element those left once it is made; negative: too few.
+
+        What is read twice counts twice, as nobody may look on for longer than there are some left.
+        """
         if isinstance(v, Literal) or v in self._places:
-            return 0
+            return left
         eqn = self._made_by.get(v)
         if eqn is None or not facts_of(eqn.primitive).elementwise:
-            return inf
+            return -inf
         if cost_of_equation(eqn).transcendentals:
-            return inf
-        return 1 + sum(map(self._operations, eqn.invars))
+            return -inf
+        left -= 1
+        for x in eqn.invars:
+            left = self._left(x, left) if left >= 0 else left
+        return left
 
     def program(self, outvars: Sequence[Any]) -> Any:
         """From what is kept to all that is needed."""
