@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.parts import Rows
-from batchax.rows.arrow import by_axis
+from batchax.rows.arrow import by_axis, together
 from batchax.rows.checks import as_tuple
 from batchax.rows.ragged import Ragged
 
@@ -15,7 +15,7 @@ from batchax.rows.ragged import Ragged
 def kept(x: Ragged, rows: int) -> Rows:
     """The first rows of a batch, so many, on the host."""
     each = [np.asarray(n)[:rows].astype(np.int64) for n in x.each_length]
-    got = Rows(np.asarray(x.data), each[0] if len(each) == 1 else np.stack(each, 1))
+    got = Rows(np.asarray(x.data), together(each))
     data = np.moveaxis(got.data, x.element_axis, 0)
     return got._replace(data=np.ascontiguousarray(data[: got.elements.sum()]))
 

@@ -6,6 +6,7 @@ is the name of what the user called, for messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,11 @@ def of_lists(counts: np.ndarray, lengths: np.ndarray, who: str) -> np.ndarray:
 def by_axis(lengths: np.ndarray) -> np.ndarray:
     """Lengths of shape (rows, axes), also where there is one axis."""
     return lengths[:, None] if lengths.ndim == 1 else lengths
+
+
+def together(each: Sequence[np.ndarray]) -> np.ndarray:
+    """The reverse: lengths along each axis as one array, of shape (rows,) if there is one axis."""
+    return each[0] if len(each) == 1 else np.stack(each, 1)
 
 
 def is_lists(kind: Any) -> bool:

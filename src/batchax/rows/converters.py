@@ -256,7 +256,7 @@ class Converters:
         part = [slice(None)] * self.data.ndim
         part[self.element_axis] = slice(0, int(elements.sum()))
         each = [np.asarray(x).astype(np.int64) for x in self.each_length]
-        return np.array(self.data[tuple(part)]), each[0] if len(each) == 1 else np.stack(each, 1)
+        return np.array(self.data[tuple(part)]), arrow.together(each)
 
 
 _TORCH = ("values", "offsets", "is_nested")

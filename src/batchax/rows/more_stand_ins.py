@@ -17,8 +17,13 @@ from jax.core import max_dim, min_dim
 
 from batchax import _compat
 from batchax.jaxprs.words import Value
-from batchax.rows.comparisons import agreed, greatest
-from batchax.rows.stand_ins import linspace_of_rows, padded_with, with_zeros
+from batchax.rows.comparisons import greatest
+from batchax.rows.stand_ins import (
+    linspace_of_rows,
+    padded_with,
+    part_of_convolution,
+    with_zeros,
+)
 
 
 @_compat.stands_in_for("number")
@@ -141,14 +146,8 @@ def _convolve_nd(original: Any, x: Value, y: Value, mode: str, **kwargs: Any) ->
         x, y = (with_zeros(z, greatest(np.shape(z)[axis]), axis) for z in (x, y))
     whole = original(x, y, "full", **kwargs)
     for axis, (n, m) in enumerate(zip(*shapes, strict=True)):
-        longer = agreed(n, m)
-        least = min_dim(n, m) if longer is None else m if longer else n
-        if mode == "full":
-            start, size = 0, n + m - 1
-        elif mode == "valid":
-            start, size = least - 1, n + m - 2 * least + 1
-        else:
-            start, size = (m - 1) // 2, n
+        of_first = (m - 1) // 2, n  # for "same", which NumPy has of the longer one
+        start, size = of_first if mode == "same" else part_of_convolution(mode, n, m)
         at = jnp.arange(max_dim(size, 0)) + start
         whole = jnp.take(whole, at, axis, mode="clip")
     return whole

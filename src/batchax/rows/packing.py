@@ -15,7 +15,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn
 from batchax.kernel.registry import is_replaced_in_jax
 from batchax.kernel.rule_makers import reduced_dims
-from batchax.rows.merged import has_several, merge
+from batchax.rows.merged import has_several, merge, names_of
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule
 from batchax.rows.segments import REDUCTIONS
@@ -28,11 +28,6 @@ REDUCED = {
     "reduce_and": "reduce_min",
     "reduce_or": "reduce_max",
 }
-
-
-def is_packable(shape: Sequence[Any]) -> bool:
-    """Whether values of that shape can be packed: what is ragged in it are sizes of the row."""
-    return all(str(dim).isidentifier() for dim in shape if is_symbolic(dim))
 
 
 def _apart(*names: str) -> Callable[[Any, int], bool]:
@@ -173,9 +168,7 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
     Also whether operands that have no ragged axis may differ between rows.
     """
     facts = facts_of(primitive)
-    if is_replaced_in_jax(
-        primitive
-    ):  # by a rule for batches of arrays, of which padded rows are one
+    if is_replaced_in_jax(primitive):  # by a rule for arrays, which padded rows are
         return None, False
     if facts.elementwise:
         return _always, True
@@ -211,7 +204,7 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
         return merged is not None and _can_pack(merged, batched, seen)
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
-    if len(ragged) != 1 or not all(map(is_packable, shapes)):
+    if len(ragged) != 1 or None in map(names_of, shapes):
         return False
     if eqn.primitive is custom_jvp_call_p:
         return not any(batched) and _custom_jvp(eqn, seen)

@@ -129,17 +129,21 @@ def _convolution(
     x, y = with_zeros(x, greatest(n)), with_zeros(y, greatest(m))
     whole = original(x, y, "full", op, *args, **more)
     first = y.shape[0] - m if op == "correlate" else 0
+    start, size = part_of_convolution(mode, n, m)
+    if mode == "same" and op == "correlate" and not agreed(n, m):  # JAX turns the result round
+        start = jnp.where(jnp.asarray(n) >= jnp.asarray(m), start, n // 2)
+    return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
+
+
+def part_of_convolution(mode: str, n: Any, m: Any) -> tuple[Any, Any]:
+    """Where the part that NumPy's mode asks for begins in the whole, and its size."""
+    if mode == "full":
+        return 0, n + m - 1
     is_longer = agreed(n, m)
     shorter = min_dim(n, m) if is_longer is None else m if is_longer else n
-    if mode == "full":
-        start, size = 0, n + m - 1
-    elif mode == "valid":
-        start, size = shorter - 1, n + m - 2 * shorter + 1
-    else:
-        start, size = (shorter - 1) // 2, n + m - shorter
-        if op == "correlate" and not is_longer:  # JAX turns the result round
-            start = jnp.where(jnp.asarray(n) >= jnp.asarray(m), start, n // 2)
-    return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
+    if mode == "valid":
+        return shorter - 1, n + m - 2 * shorter + 1
+    return (shorter - 1) // 2, n + m - shorter
 
 
 @_compat.stands_in_for("linspace")

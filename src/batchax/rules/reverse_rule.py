@@ -141,9 +141,9 @@ class ReverseRule:
         except Exception:
             # A program does not say whether a truth value was Python's. Some rules take no others:
             # those of Equinox, and so of diffrax, which say what is differentiated.
-            pythons = [bool(v) if isinstance(v, np.bool_) else v for v in numbers]
             if not any(isinstance(v, np.bool_) for v in numbers):
                 raise
+            pythons = [bool(v) if isinstance(v, np.bool_) else v for v in numbers]
             with suppress(Exception):
                 return self._stage_with(inputs, pythons)
             raise

@@ -51,6 +51,17 @@ def has_ragged_core(x: Row, rank: int) -> bool:
     return any(map(is_symbolic, x.shape[len(x.shape) - rank :]))
 
 
+def own_matrices(op: Operation, x: Row) -> Any:
+    """Which matrices are a row's own, where there are some that are padding, whole; else None.
+
+    The mask has axes of size one for those of a matrix.
+    """
+    if len(x.shape) == 2:
+        return None
+    inside = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape))
+    return None if inside is None else inside.any((-1, -2), keepdims=True)
+
+
 def check_square(op: Operation, x: Row) -> None:
     """Refuses a ragged matrix that is not square."""
     if x.shape[-1] != x.shape[-2]:
@@ -161,10 +172,10 @@ def _reduced_qr(op: Operation, x: Row) -> list[Any]:
         at = np.arange(most) - op.sizes.size(rows)
         ones = (at[:, None] == after) & (after >= 0)
     first = jnp.where(ones, 1, first)
-    inside = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape)) if len(x.shape) > 2 else None
-    if inside is not None:  # matrices that are padding, whole
+    there = own_matrices(op, x)
+    if there is not None:
         none = np.eye(*first.shape[-2:], dtype=first.dtype)
-        first = jnp.where(inside.any((-1, -2), keepdims=True), first, none)
+        first = jnp.where(there, first, none)
     q, r = op.bind(first, full_matrices=False)
     q = q[..., :most, :]
     if not tall:

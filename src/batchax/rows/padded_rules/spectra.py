@@ -19,7 +19,13 @@ import numpy as np
 from jax import lax
 
 from batchax.rows.padded import Operation, Row, padded_rule
-from batchax.rows.padded_rules.linalg import check_square, has_ragged_core, of_one_size, outputs
+from batchax.rows.padded_rules.linalg import (
+    check_square,
+    has_ragged_core,
+    of_one_size,
+    outputs,
+    own_matrices,
+)
 from batchax.rows.padded_rules.moving import moved
 from batchax.rows.sizes import is_symbolic
 
@@ -33,16 +39,14 @@ def _beside_large(op: Operation, x: Row) -> tuple[Any, Any, Any]:
     """
     value = jnp.asarray(op.filled(x, 0))
     shape: Any = x.shape
-    inside = op.sizes.mask(shape, op.sizes.padded_axes(shape)) if len(shape) > 2 else None
     rows, columns = shape[-2:]
-    return _diagonal_added(
-        value, op.sizes.size(rows), op.sizes.size(columns), inside, rows == columns
-    )
+    sizes = op.sizes.size(rows), op.sizes.size(columns)
+    return _diagonal_added(value, *sizes, own_matrices(op, x), rows == columns)
 
 
 @functools.partial(jax.jit, static_argnums=4)  # to be one program outside of `jit`, too
 def _diagonal_added(
-    value: Any, own_rows: Any, own_columns: Any, inside: Any, square: bool
+    value: Any, own_rows: Any, own_columns: Any, own: Any, square: bool
 ) -> tuple[Any, Any, Any]:
     rows, columns = value.shape[-2:]
     size = jnp.abs(lax.stop_gradient(value))
@@ -50,8 +54,8 @@ def _diagonal_added(
     most = 1.5 * jnp.where(most > 0, most, 1)
     at, along = np.arange(rows)[:, None] - own_rows, np.arange(columns) - own_columns
     there = (at == along) & (at >= 0)
-    if inside is not None:  # matrices that are padding, whole
-        there = jnp.where(inside.any((-1, -2), keepdims=True), there, np.eye(rows, columns) > 0)
+    if own is not None:
+        there = jnp.where(own, there, np.eye(rows, columns) > 0)
     apart = most * (1 + np.arange(rows)[:, None] / rows).astype(most.dtype)
     value = jnp.where(there, apart.astype(value.dtype), value)
     if not square:
