@@ -87,13 +87,17 @@ def factorisations(draft: Draft) -> Iterator[Finding]:
             continue
         times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
         number = round(each * times)
+        asked = draft.options.get("small_matrices") == "library"
+        otherwise = _remedy_of_factorisation(eqn.primitive, max(rows, columns))
         yield Finding(
             "factorisation of small matrices",
             f"`{eqn.primitive}` of {number:,} matrices of {rows} x {columns}: a call of a library "
             f"for each, for {show_flops(eqn.work.flops / max(1, number))} of arithmetic.",
-            _remedy_of_factorisation(eqn.primitive, max(rows, columns)),
+            'Leave small_matrices="library" out.' if asked else otherwise,
             eqn.number,
             times * calls * FINDINGS.call,
+            advice={"small_matrices": "auto"} if asked else {},
+            otherwise=otherwise if asked else "",
         )
 
 
