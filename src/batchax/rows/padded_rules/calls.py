@@ -9,7 +9,6 @@ import jax
 
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
-from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
 from batchax.rows.padded_rules.inside import (
@@ -67,13 +66,6 @@ def _custom_batched(
     if name is not None:
         return in_padding(op, rows, name)
     body = _compat.stage(per_example(jaxpr, steps), [v.aval for v in op.eqn.invars])
-    return run_padded(op.sizes, body.jaxpr, body.consts, rows)
-
-
-@padded_rule("call_hi_primitive")
-def _hi_primitive(op: Operation, *rows: Row, _prim: Any) -> Any:
-    # Its rules know nothing of rows; the program that it stands for is made of ordinary operations.
-    body = expanded(_prim, [v.aval for v in op.eqn.invars])
     return run_padded(op.sizes, body.jaxpr, body.consts, rows)
 
 
