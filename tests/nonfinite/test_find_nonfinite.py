@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
+from batchax.nonfinite.origins import Evaluator, Places
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 
@@ -259,6 +260,45 @@ def test_a_block_for_each_cause_has_operands_of_one_lane():
         lambda x: {f"y{i}": x + jnp.where(x == i, jnp.inf, 0.0) for i in range(9)}
     )
     assert str(many(jnp.arange(8.0))).endswith("\n3 lanes for 3 other causes: see .faults")
+
+
+def test_wherever_it_is_and_whatever_it_was_made_of():
+    def f(x, k):
+        parts = [jnp.where(k == i, 1 / x, 1.0) for i in range(11)]  # more than one looks at at once
+        joined = jnp.concatenate([*parts, x[:0]])[::-1]
+        z = (joined + 1j * x.sum()).astype(jnp.complex64) * 2
+        far = jnp.exp(joined.astype(jnp.float16) * 0 + joined.astype(jnp.float16))
+        return {"complex": z, "low": far.reshape(11, -1).T, "none": joined[:0], "safe": k * 1.0}
+
+    x = np.ones((5, 7), np.float32)
+    x[1, 6], x[2, 0], x[3, 3], x[4] = np.nan, np.inf, 0.0, 0.05
+    found = bx.find_nonfinite(f)(x, np.array([3, 10, 0, 10, 4]))
+    causes = [(f.lane, f.output, f.kind, f.primitive, f.argument) for f in found.faults]
+    assert causes == [
+        (1, "out['complex']", "nan", "", "x"),
+        (2, "out['complex']", "nan", "", "x"),  # inf * 1j
+        (3, "out['complex']", "nan", "div", ""),
+        (4, "out['low']", "inf", "exp", ""),
+    ]
+    assert found.faults[3].operands[0].startswith("float16[77] 0 NaN, 0 infinite, others from 1 ")
+
+
+def test_a_long_program_is_looked_at_as_a_whole():
+    def steps(x):
+        for _ in range(50):
+            x = x * 2 - x * x
+        return x
+
+    program = jax.make_jaxpr(steps)(1.0).jaxpr
+
+    def origins(x):
+        evaluator = Evaluator(Places(), 0)
+        return evaluator.whole(evaluator.run(program, [], [evaluator.input(x, -1)]))
+
+    staged = jax.make_jaxpr(origins)(jnp.ones(()))
+    assert len(staged.jaxpr.eqns) < 4 * len(program.eqns) + 100
+    found = bx.find_nonfinite(steps)(jnp.array([1.0, 3.0, -1.0]))
+    assert [(f.kind, f.primitive) for f in found.faults] == [("inf", "mul"), ("inf", "mul")]
 
 
 STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "exp": "exp"}

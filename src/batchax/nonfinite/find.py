@@ -20,12 +20,8 @@ from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
 from batchax.jaxprs.words import Aval, Value
+from batchax.nonfinite.links import FIRST_LOOP, KIND, NAN, PLACE, TURNED
 from batchax.nonfinite.origins import (
-    FIRST_LOOP,
-    KIND,
-    NAN,
-    PLACE,
-    TURNED,
     Evaluator,
     Marked,
     Places,
@@ -226,8 +222,9 @@ class _Marking:
         self._places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self._places)
         closed_over = -len(self._inputs) - 1
-        outs = [evaluator.input(x.value, closed_over) if x.origin is None else x for x in outs]
-        by_name = {n: x.origin for n, x in zip(names, outs, strict=True) if x.origin is not None}
+        outs = [evaluator.input(x.value, closed_over) if x.link is None else x for x in outs]
+        origins = zip(names, evaluator.whole(outs), strict=True)
+        by_name = {name: origin for name, origin in origins if origin is not None}
         self._outputs = ["", *by_name]
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 

@@ -17,11 +17,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
-
-FINITE, INFINITE, NAN = 0, 1, 2
-KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3
-"""What the integers of an origin are: the kind of value; the place it came from; of an infinity
-that became a NaN, where it did; and for each loop around the place, the iteration."""
+from batchax.nonfinite.links import KIND, Link, find_origins, has_elements, link, nowhere
 
 _SHOWN = 16  # elements of an operand that are shown one by one
 
@@ -67,10 +63,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Marked:
-    """A value, and its origin; None if it is known to be finite."""
+    """A value, and the link by which its origin is found; None if it is known to be finite."""
 
     value: Value
-    origin: Any = None
+    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -135,22 +131,24 @@ class Evaluator:
 
     def input(self, x: Value, number: int) -> Marked:
         """An argument, or what the function closes over: its place is a number below zero."""
-        if not _may_be_bad(x):
-            return Marked(x)
-        kind = _kind(x)
-        return Marked(x, self._origin(kind, jnp.where(kind > 0, np.int32(number), 0), ()))
+        return Marked(x, link(x, number) if self._marks(x) else None)
 
     def whole(self, values: Sequence[Marked]) -> list[Any]:
-        """The origins of values; None for those that cannot be bad."""
+        """The origins of values; None for those that cannot be bad, and where nobody asks."""
+        find_origins([v.link for v in values if v.link is not None], self._depth)
         return [
-            None if not _may_be_bad(v.value) else self.nowhere if v.origin is None else v.origin
+            None if not self._marks(v.value) else v.link.origin if v.link else self.nowhere
             for v in values
         ]
+
+    def _marks(self, x: Value) -> bool:
+        """Whether `x` may be bad, and somebody asks: nobody does who watches an equation."""
+        return self._watch is None and _may_be_bad(x)
 
     @property
     def nowhere(self) -> Any:
         """The origin of what is finite."""
-        return jnp.zeros(FIRST_LOOP + self._depth, np.int32)
+        return nowhere(self._depth)
 
     def _equation(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -172,32 +170,22 @@ class Evaluator:
         outs = bind_equation(eqn, values)
         number = self._places.number(eqn, self._around)
         self._see(number, iterations, values)
-        return [self._result(x, number, operands, iterations) for x in outs]
+        return [self._result(x, eqn, number, operands, iterations) for x in outs]
 
     def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
         """An evaluator for a program in an equation."""
         return Evaluator(self._places, self._depth, self._watch, seen, (*self._around, eqn))
 
     def _result(
-        self, x: Value, number: int, operands: Sequence[Marked], iterations: tuple[Any, ...]
+        self, x: Value, eqn: Eqn, number: int, operands: Sequence[Marked], iterations: Any
     ) -> Marked:
         """A result of an equation: what is bad in it comes from an operand, or from here."""
-        if not _may_be_bad(x):
+        if not self._marks(x):
             return Marked(x)
-        kind = _kind(x)
-        mark = self._origin(kind, np.int32(number), iterations)
-        marks = [o.origin for o in operands if o.origin is not None]
-        for worst in (INFINITE, NAN):  # of several operands a NaN is to blame, if there is one
-            for origin in reversed(marks):
-                turned = jnp.where((kind == NAN) & (origin[KIND] < NAN), number, origin[TURNED])
-                handed_on = origin.at[KIND].set(kind).at[TURNED].set(turned)
-                mark = jnp.where(origin[KIND] >= worst, handed_on, mark)
-        return Marked(x, jnp.where(kind > 0, mark, 0))
-
-    def _origin(self, kind: Any, place: Any, iterations: tuple[Any, ...]) -> Any:
-        rest = [-1] * (self._depth - len(iterations))
-        entries = [kind, place, 0, *iterations, *rest]
-        return jnp.stack([jnp.asarray(entry, np.int32) for entry in entries])
+        if _is_as_bad(eqn):
+            return Marked(x, operands[0].link)
+        parents = [o.link for o in operands if o.link is not None]
+        return Marked(x, link(x, number, iterations, parents))
 
     def _see(self, number: int, iterations: tuple[Any, ...], values: Sequence[Value]) -> None:
         if self._watch is None or self._watch.place != number:
@@ -218,6 +206,7 @@ class Evaluator:
         length, reverse = eqn.params["length"], eqn.params["reverse"]
         carry = [operands[i] for i in body.carry_operands]
         sliced = [operands[i] for i in body.sliced_operands]
+        self.whole(operands)  # once, for all that the loop is given
         of_sliced = self.whole(sliced)
 
         def step(state: Any, parts: Any) -> tuple[Any, Any]:
@@ -226,7 +215,7 @@ class Evaluator:
             index = length - 1 - count if reverse else count
             args = [
                 *operands[: body.same],
-                *map(Marked, values, origins),
+                *map(_whole, values, origins),
                 *map(_part, parts, of_sliced),
             ]
             outs = inner.run(program.jaxpr, _plain(program.consts), args, (*iterations, index))
@@ -239,7 +228,7 @@ class Evaluator:
         )
         _, last, origins, self.seen = state
         firsts = [None if m is None or not length else m[jnp.argmax(m[:, KIND])] for m in marks]
-        return [*map(Marked, last, origins), *map(Marked, ys, firsts)]
+        return [*map(_whole, last, origins), *map(_whole, ys, firsts)]
 
     def _while(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -249,6 +238,7 @@ class Evaluator:
         fixed = [operands[i].value for i in test.operands[: test.same]]
         same = [operands[i] for i in body.operands[: body.same]]
         carry = [operands[i] for i in body.carry_operands]
+        self.whole(operands)
 
         def go_on(state: Any) -> Any:
             return eval_jaxpr(of_test.jaxpr, of_test.consts, *fixed, *state[1])[0]
@@ -256,13 +246,13 @@ class Evaluator:
         def step(state: Any) -> Any:
             count, values, origins, seen = state
             inner = self._inside(eqn, seen)
-            args = [*same, *map(Marked, values, origins)]
+            args = [*same, *map(_whole, values, origins)]
             outs = inner.run(of_body.jaxpr, _plain(of_body.consts), args, (*iterations, count))
             return count + 1, [o.value for o in outs], inner.whole(outs), inner.seen
 
         start = jnp.int32(0), [c.value for c in carry], self.whole(carry), self.seen
         _, last, origins, self.seen = lax.while_loop(go_on, step, start)
-        return list(map(Marked, last, origins))
+        return list(map(_whole, last, origins))
 
     def _cond(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -275,7 +265,7 @@ class Evaluator:
 
             def run(values: Any, origins: Any, seen: Any) -> Any:
                 inner = self._inside(eqn, seen)
-                args = list(map(Marked, values, origins))
+                args = list(map(_whole, values, origins))
                 outs = inner.run(program.jaxpr, _plain(program.consts), args, iterations)
                 return [o.value for o in outs], inner.whole(outs), inner.seen
 
@@ -285,9 +275,10 @@ class Evaluator:
         values = [o.value for o in others]
         which = jnp.asarray(index.value, np.int32)
         outs, marks, self.seen = lax.switch(which, branches, values, origins, self.seen)
-        return list(map(Marked, outs, marks))
+        return list(map(_whole, outs, marks))
 
 
+_ONLY_MOVE = ("transpose", "rev", "neg", "copy")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, if nobody differentiates them
 _INSIDE = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
 
@@ -296,22 +287,27 @@ def _plain(values: Sequence[Value]) -> list[Marked]:
     return [Marked(x) for x in values]
 
 
+def _whole(x: Value, origin: Any) -> Marked:
+    """A value whose origin is known; None if it cannot be bad, or nobody asks."""
+    return Marked(x, None if origin is None else Link(None, origin=origin))
+
+
 def _part(x: Value, origin: Any) -> Marked:
     """What a step takes of a value."""
-    if origin is None:
-        return Marked(x)
-    kind = _kind(x)
-    return Marked(x, jnp.where(kind > 0, origin.at[KIND].set(kind), 0))
+    return Marked(x, None if origin is None else link(x, 0, parents=[Link(None, origin=origin)]))
 
 
 def _may_be_bad(x: Value) -> bool:
     return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
 
-def _kind(x: Value) -> Any:
-    """The worst that is in a value."""
-    kinds = jnp.where(jnp.isnan(x), NAN, jnp.where(jnp.isinf(x), INFINITE, FINITE))
-    return kinds.astype(np.int32).max(initial=FINITE)
+def _is_as_bad(eqn: Eqn) -> bool:
+    """Whether the result is as its operand, if not in place and sign: then it is not looked at."""
+    before, after = eqn.invars[0].aval, eqn.outvars[0].aval
+    if eqn.primitive.name == "broadcast_in_dim":
+        return has_elements(after)
+    alike = facts_of(eqn.primitive).alias or eqn.primitive.name in _ONLY_MOVE
+    return alike and before.dtype == after.dtype
 
 
 def blank_view(eqn: Eqn) -> list[Any]:
