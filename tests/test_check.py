@@ -44,6 +44,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.compiles(60)  # what is compiled for no other test before
 @pytest.mark.each_commit(5)
 def test_what_is_right_is_silent(name):
     fun, in_axes, args, options = RIGHT[name]

@@ -33,7 +33,7 @@ def done_early(x):
 
 def in_a_scan(x):
     step = lambda c, y: (lax.cond(c == y, jnp.sin, lambda c: 1 / (c - y), c), None)
-    return lax.scan(step, x, jnp.arange(2.0))[0]
+    return lax.scan(step, x, jnp.arange(2, dtype=x.dtype))[0]
 
 
 def within(x):
