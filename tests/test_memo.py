@@ -59,6 +59,41 @@ def test_what_has_an_owner_is_forgotten_with_it():
     assert (alive(), memo.values()) == (None, [3])
 
 
+class OnlyOnce:
+    """A key that nothing is to be compared with any more."""
+
+    def __init__(self):
+        self.ended = False
+
+    def __hash__(self):
+        assert not self.ended
+        return 1
+
+    def __eq__(self, other):
+        assert not self.ended
+        return self is other
+
+
+def test_an_owner_may_go_when_python_ends(monkeypatch):
+    """Then names of modules are None, and keys are not to be compared."""
+    from batchax import memo as module
+
+    memo, keys = Memo("for this test", most=100), [OnlyOnce(), OnlyOnce()]
+    owner, unraisable = Owner(), []
+    for key in keys:
+        memo.get(key, int, owner)
+    assert len(memo) == 2
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    for name in [name for name in vars(module) if not name.startswith("__")]:
+        monkeypatch.setattr(module, name, None)
+    for key in keys:
+        key.ended = True
+    del owner
+    monkeypatch.undo()
+    assert not unraisable
+    assert (len(memo), memo.values()) == (0, [])
+
+
 def test_what_fails_is_not_kept():
     memo = Memo("for this test", most=1)
     with pytest.raises(ZeroDivisionError):

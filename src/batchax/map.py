@@ -11,14 +11,14 @@ from typing import Any, Literal
 import jax
 
 from batchax import _compat
-from batchax.datasets.addresses import address
+from batchax.datasets.addresses import Address, address
+from batchax.datasets.bad_rows import Policy
 from batchax.datasets.engines.engine import find_engine
 from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
-from batchax.datasets.program import RowFunction
 from batchax.datasets.report import Report
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
-from batchax.datasets.units import Policy
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
@@ -133,7 +133,8 @@ def map(
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
     kind = kind_of(out)  # what cannot be one is refused before any work
-    place = None if out is None else address(_at_home(out), "out")
+    named = None if out is None else _named_by(out)
+    place = _from_anywhere(named)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
@@ -146,9 +147,10 @@ def map(
     options |= {"mesh": of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched)
     _check_streams(function, executor, stream_id)
-    _check_apart(place, function)
+    _check_apart(out, place, function)
     how = How(
         out=place,
+        named=named,
         kind=kind,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         memory_limit=memory_limit,
@@ -167,8 +169,14 @@ def map(
     return run(function, how)
 
 
-def _at_home(out: Any) -> Any:
-    return os.path.expanduser(out) if isinstance(out, (str, os.PathLike)) else out
+def _named_by(out: Any) -> Address:
+    at_home = os.path.expanduser(out) if isinstance(out, (str, os.PathLike)) else out
+    return address(at_home, "out")
+
+
+def _from_anywhere(named: Address | None) -> Address | None:
+    """The same place, whatever folder this process is in later; what has no name, as it is."""
+    return named.absolute() if isinstance(named, Path) and named.name else named
 
 
 def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None:
@@ -188,11 +196,11 @@ def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None
         )
 
 
-def _check_apart(out: Any, function: RowFunction) -> None:
+def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None:
     """An input that holds the output changes with it, and the job could not go on."""
-    if out is None:
+    if place is None:
         return
-    place = out.resolve() if isinstance(out, Path) else out
+    place = place.resolve() if isinstance(place, Path) else place
     for m in function.inputs.mapped:
         if m.source.would_hold(place):
             raise ArgumentTypeError(

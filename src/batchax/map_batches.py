@@ -11,7 +11,8 @@ from batchax import _compat
 from batchax.datasets.batches import Batches, of_sources, of_streams
 from batchax.datasets.inputs import NoRowsError
 from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
-from batchax.datasets.program import RowFunction
+from batchax.datasets.program import fitting, program_of
+from batchax.datasets.row_function import RowFunction
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
@@ -116,9 +117,9 @@ def map_batches(
             )
     streams = function.inputs.streams
     if batch_size == "auto":
-        batch_size = streams[0].size if batched else function.fitting(memory_limit)
+        batch_size = streams[0].size if batched else fitting(function, memory_limit)
     size = max(1, min(int(batch_size), function.inputs.rows))
-    _ = function.program(size)  # compiled here, where JAX is set as the caller has it
+    _ = program_of(function, size)  # compiled here, where JAX is set as the caller has it
     if streams:
         read = of_streams(function, size, start, last)
     else:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -43,8 +42,10 @@ class Memo:
 
     def __init__(self, of: str, most: int) -> None:
         self.of, self.most = of, most
-        self._known: dict[tuple[int, Hashable], _Kept] = {}
-        self._owners: dict[int, tuple[weakref.ref[Any], set[Hashable]]] = {}  # and their keys
+        self._known: dict[int, dict[Hashable, _Kept]] = {}  # by the `id` of the owner, and key
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        self._count = 0
+        self._lock = _lock  # when Python ends, owners may outlive the names of this module
         with _lock:
             _all.add(self)
         _compat.empty_with_caches(self)
@@ -59,32 +60,30 @@ class Memo:
             known by identity, and not kept alive, unless the result does so.
         """
         # An owner's entries are gone before there can be another object of its `id`.
-        whole = id(owner), key
-        entry = self._find(whole)
+        entry = self._find(id(owner), key)
         if entry is None:
             built = build()
             with _lock:
-                entry = self._find(whole)  # another thread may have been faster
+                entry = self._find(id(owner), key)  # another thread may have been faster
                 if entry is None:
-                    if owner is not None:
-                        self._keys_of(owner).add(key)
-                    entry = self._known[whole] = _Kept(built)
+                    entry = self._of(owner)[key] = _Kept(built)
+                    self._count += 1
                     self._forget_oldest()
         return entry.value
 
     def find(self, key: Hashable, owner: Any = None) -> Any:
         """What there is for `key`; None if there is nothing."""
-        entry = self._find((id(owner), key))
+        entry = self._find(id(owner), key)
         return None if entry is None else entry.value
 
     def values(self) -> list[Any]:
         """What is kept; what was asked for last, last."""
         with _lock:
-            return [kept.value for kept in sorted(self._known.copy().values(), key=_asked)]
+            return [kept.value for _, _, kept in self._in_order()]
 
-    def _find(self, whole: tuple[int, Hashable]) -> _Kept | None:
+    def _find(self, number: int, key: Hashable) -> _Kept | None:
         with _lock:
-            entry = self._known.get(whole)
+            entry = self._known.get(number, {}).get(key)
             if entry is not None:
                 entry.asked = next(_times)
             return entry
@@ -92,36 +91,46 @@ class Memo:
     def cache_clear(self) -> None:
         """Forgets everything. JAX calls it by this name."""
         with _lock:  # what is forgotten is freed once nobody looks anything up
-            self._known, self._owners, old = {}, {}, self._known
+            self._known, self._owners, self._count, old = {}, {}, 0, self._known
         del old
 
     def __len__(self) -> int:
-        return len(self._known)
+        return self._count
 
-    def _keys_of(self, owner: Any) -> set[Hashable]:
-        if id(owner) not in self._owners:
-            ref = weakref.ref(owner, functools.partial(self._owner_is_gone, id(owner)))
-            self._owners[id(owner)] = ref, set()
-        return self._owners[id(owner)][1]
+    def _of(self, owner: Any) -> dict[Hashable, _Kept]:
+        """What is remembered for an owner."""
+        number = id(owner)
+        if owner is not None and number not in self._owners:
+            gone = functools.partial(self._owner_is_gone, number)
+            self._owners[number] = weakref.ref(owner, gone)
+        return self._known.setdefault(number, {})
 
     def _owner_is_gone(self, number: int, _: Any) -> None:
-        with _lock:
-            _, keys = self._owners.pop(number, (None, ()))
-            freed = [self._known.pop((number, key), None) for key in keys]
+        # This runs anywhere, also when Python ends: nothing here compares keys, which may fail.
+        with self._lock:
+            freed = self._owners.pop(number, None), self._known.pop(number, {})
+            self._count -= len(freed[1])
         del freed
 
+    def _in_order(self) -> list[tuple[int, Hashable, _Kept]]:
+        """All that is kept, by when it was asked for last."""
+        entries = [
+            (number, key, entry)
+            for number, kept in self._known.copy().items()
+            for key, entry in kept.copy().items()
+        ]
+        return sorted(entries, key=lambda entry: entry[2].asked)
+
     def _forget_oldest(self) -> None:
-        if len(self._known) <= self.most:
+        if self._count <= self.most:
             return
         # To look for them takes time, so it is done for several at once.
-        in_order = sorted(self._known.copy().items(), key=lambda item: _asked(item[1]))
-        for (number, key), _ in in_order[: max(1, self.most // 8)]:
-            self._known.pop((number, key), None)
-            if number in self._owners:
-                keys = self._owners[number][1]
-                keys.discard(key)
-                if not keys:
-                    del self._owners[number]
+        for number, key, _ in self._in_order()[: max(1, self.most // 8)]:
+            kept = self._known.get(number, {})
+            self._count -= kept.pop(key, None) is not None
+            if not kept:
+                self._known.pop(number, None)
+                self._owners.pop(number, None)
 
 
 class _Kept:
@@ -134,7 +143,6 @@ class _Kept:
 
 
 _times = itertools.count()
-_asked = operator.attrgetter("asked")
 
 
 def memoized(of: str, most: int) -> Callable[[F], F]:

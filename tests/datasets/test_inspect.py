@@ -9,8 +9,8 @@ import pytest
 from batchax.datasets import inspect
 from batchax.datasets.checksums import checksum
 from batchax.datasets.inspect import Damaged, Status, Verified, status, verify
-from batchax.datasets.job import Job
 from batchax.datasets.lock import Holder, last_holder
+from batchax.datasets.opening import open_job
 from batchax.datasets.parts import Bad, Leaf, Record, Rows, Unit
 from batchax.datasets.plan import Plan
 from batchax.datasets.stores import open_store
@@ -25,7 +25,7 @@ RAGGED = Leaf("words", (20,), np.dtype(np.int32), ragged=1)
 
 
 def opened(out, leaves=(LEAF,), plan=PLAN, **options):
-    return Job.open(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options)
+    return open_job(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options)
 
 
 def result(leaf, unit):

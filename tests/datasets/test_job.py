@@ -10,8 +10,8 @@ import pytest
 
 from batchax.datasets import lock as lock_module
 from batchax.datasets.checksums import checksum
-from batchax.datasets.job import Job
 from batchax.datasets.lock import Lock, is_held, last_holder
+from batchax.datasets.opening import open_job
 from batchax.datasets.parts import Bad, Record
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -29,7 +29,7 @@ def out(tmp_path):
 
 
 def opened(out, call=CALL, plan=PLAN, **options):
-    return Job.open(out, call, lambda: plan, lambda plan: TinyStore(out, plan), **options)
+    return open_job(out, call, lambda: plan, lambda plan: TinyStore(out, plan), **options)
 
 
 def folder(out):
@@ -197,7 +197,7 @@ def test_what_is_said_at_the_end(out, size):
 def test_a_journal_of_another_job_is_refused(out):
     completed(out)
     other = out.with_name("other")
-    Job.open(other, CALL, lambda: Plan(20, 2, 8), lambda plan: TinyStore(other, plan)).close()
+    open_job(other, CALL, lambda: Plan(20, 2, 8), lambda plan: TinyStore(other, plan)).close()
     (folder(out) / "journal").rename(folder(other) / "journal")
     with pytest.raises(JobError, match=r"not the journal of this job: .* rows 0 to 4"):
         opened(other)
@@ -209,7 +209,7 @@ def test_errors_before_anything_is_on_disk_leave_nothing(out):
         raise ValueError
 
     with pytest.raises(ValueError):
-        Job.open(out, CALL, wrong, lambda plan: TinyStore(out, plan))
+        open_job(out, CALL, wrong, lambda plan: TinyStore(out, plan))
     assert list(out.parent.iterdir()) == []
 
 
@@ -219,7 +219,7 @@ def test_a_store_that_cannot_be_made(out):
             raise StorageError("no space")
 
     with pytest.raises(StorageError, match="no space"):
-        Job.open(out, CALL, lambda: PLAN, lambda plan: Refusing(out, plan))
+        open_job(out, CALL, lambda: PLAN, lambda plan: Refusing(out, plan))
     assert not is_held(folder(out) / "lock")
     out.mkdir()  # not left by that, and so it stays
     with pytest.raises(JobError, match="output of something else"):
@@ -236,7 +236,7 @@ def test_what_was_half_made_is_kept_aside(out):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Job.open(out, CALL, lambda: PLAN, lambda plan: Stopping(out, plan))
+        open_job(out, CALL, lambda: PLAN, lambda plan: Stopping(out, plan))
     completed(out)
     (aside,) = folder(out).glob("half-made-*")
     assert (aside / "half").exists()
@@ -346,7 +346,7 @@ RACE = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from batchax.datasets.job import Job
+from batchax.datasets.opening import open_job
 from batchax.datasets.plan import Plan
 from batchax.errors import JobError
 from support.tiny_store import TinyStore
@@ -361,7 +361,7 @@ for trial in range(8):
             os.close(go[1]); os.close(stop[1])
             os.read(go[0], 1)
             try:
-                job = Job.open(out, {}, lambda: Plan(20, 2, 4), lambda plan: TinyStore(out, plan))
+                job = open_job(out, {}, lambda: Plan(20, 2, 4), lambda plan: TinyStore(out, plan))
             except JobError as error:
                 os.write(told[1], f"{os.getpid()} {error}\\n".encode())
                 os._exit(0)
@@ -394,7 +394,7 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 import numpy as np
 from batchax.datasets.checksums import checksum
-from batchax.datasets.job import Job
+from batchax.datasets.opening import open_job
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import read_journal
 from batchax.datasets.parts import Bad, Record
@@ -412,7 +412,7 @@ def part(unit):
     return np.full(600 if unit.number % 2 else 3, unit.number, np.float64)
 
 def work():
-    with Job.open(out, {}, lambda: plan, lambda plan: TinyStore(out, plan)) as job:
+    with open_job(out, {}, lambda: plan, lambda plan: TinyStore(out, plan)) as job:
         if job.finished is not None:
             return
         pending = []

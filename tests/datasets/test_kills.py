@@ -14,7 +14,11 @@ from kills.__main__ import KINDS
 from support import object_servers
 
 TESTS, PACKAGE = Path(__file__).parents[1], Path(bx.__file__).parents[1]
-COUNTS = {"disk": 28, "network": 5, "s3": 6, "google": 6, "processes": 4, "dask": 3, "scheduler": 2}
+COUNTS = {"disk": 28, "network": 5, "s3": 6, "azure": 6, "google": 6} | {
+    "processes": 4,
+    "dask": 3,
+    "scheduler": 2,
+}
 OFTEN = {"disk", "network"}
 
 
@@ -32,6 +36,8 @@ def test_a_map_that_is_killed_leaves_what_one_leaves_that_is_not(kind, request):
     """By another seed in each turn; `make kills` has more of them."""
     if kind == "google" and object_servers.fake_google() is None:
         pytest.skip("fake-gcs-server is not installed: make fake-gcs")
+    if kind == "azure" and object_servers.azurite() is None:
+        pytest.skip("Azurite is not installed: make azurite")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)])}
     seed = str(request.config.getoption("turn") or 0)
     command = [sys.executable, "-m", "kills", "--only", kind, "--count", str(COUNTS[kind])]

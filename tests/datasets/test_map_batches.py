@@ -2,8 +2,12 @@
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -233,6 +237,62 @@ def test_who_drops_the_iterator_ends_its_thread():
     next(batches)
     assert len(readers()) == before + 1
     del batches  # the fixture sees the thread end
+
+
+ENDS = """
+import sys, threading
+import numpy as np
+import batchax as bx
+
+def double(x):
+    return x * 2
+
+def rows():
+    while True:
+        yield np.ones(3, np.float32)
+
+def of_file():
+    return bx.map_batches(double, sys.argv[1], batch_size=1000)
+
+kept = [of_file(), bx.map_batches(double, rows(), batch_size=10)]
+ring = [of_file()]  # which only the collector can free
+ring.append(ring)
+for batches in (*kept, ring[0]):
+    next(batches)
+
+how = dict(out=sys.argv[1] + ".out.npy", commit_rows=10, progress=lambda *_: begun.set())
+begun = threading.Event()
+threading.Thread(target=bx.map, args=(double, sys.argv[1]), kwargs=how, daemon=True).start()
+assert begun.wait(60)
+"""
+
+
+@pytest.mark.only_in_whole_runs
+def test_python_ends_in_the_middle_of_it(tmp_path):
+    """Nothing waits, nothing is said, and what was committed is kept."""
+    np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))  # large enough to be mapped
+    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
+    command = [sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "x.npy")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_thread_that_cannot_begin(tmp_path, monkeypatch):
+    """As when Python ends: then a file is read and not mapped."""
+    np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))
+    begin = threading.Thread.start
+
+    def start(self):
+        if self.name == "batchax-leases":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        begin(self)
+
+    while mapped_file._held:  # of tests before
+        time.sleep(0.01)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with bx.map_batches(lambda x: x * 2, tmp_path / "x.npy", batch_size=50_000) as batches:
+        assert [x.shape for x in batches] == [(50_000, 4)] * 2
+    assert not mapped_file._held
 
 
 def test_errors_come_where_they_arise():

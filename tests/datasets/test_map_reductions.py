@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.program import RowFunction
+from batchax.datasets.program import program_of
+from batchax.datasets.row_function import RowFunction
 from batchax.frontend.named_reductions import REDUCTIONS
 
 from support.oracle import same
@@ -160,5 +161,5 @@ def test_sums_need_no_array_for_each_row():
 
     function = RowFunction.of(clipped, (a, b), 0, axes, None, {})
     for masked in (False, True):
-        compiled = function.program(8)._compiled(0, masked)
+        compiled = program_of(function, 8)._compiled(0, masked)
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * outer[:8].size

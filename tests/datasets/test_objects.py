@@ -23,9 +23,9 @@ from batchax.command import main
 from batchax.datasets import leases, objects, steps
 from batchax.datasets.addresses import address
 from batchax.datasets.inspect import status, verify
-from batchax.datasets.job import Job
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.lock import LockedError
+from batchax.datasets.opening import open_job
 from batchax.datasets.parts import Leaf
 from batchax.datasets.places import place_of
 from batchax.datasets.plan import Plan
@@ -234,6 +234,33 @@ def test_what_is_not_supported_is_refused_by_name(given, says, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["zarr", "parquet"])
+def test_an_output_that_somebody_changes_in_mid_run(root, kind):
+    """An object that was written is another one, or gone; the same call then computes it again."""
+    out = f"{root}/y.{kind}"
+    begins = ("c.", "part-")
+
+    def of_units():
+        return [p for p, _ in objects.below(address(out, "out")) if p.name.startswith(begins)]
+
+    for change in (objects.remove, lambda path: objects.put(path, objects.read(path)[::-1])):
+        changed = []
+
+        def once(*_, change=change, changed=changed):
+            if not changed:
+                changed.append(max(of_units()))
+                change(changed[0])
+
+        with pytest.raises(bx.JobError, match=rf"y\.{kind} does not hold what was written to it"):
+            bx.map(double, X, out=out, **{**UNIT, "progress": once})
+        assert changed
+        assert not verify(out)
+        assert bx.map(double, X, out=out, **UNIT).reused == 16
+        assert verify(out)
+        for path in list(objects.below(address(root, "out"))):
+            objects.remove(path[0])
+
+
 def test_a_store_that_is_there_is_not_written_over(root):
     put(f"{root}/y.zarr/mine", b"precious")
     with pytest.raises(bx.JobError, match="is there already"):
@@ -368,7 +395,7 @@ def test_an_input_that_changes_in_mid_run_is_told(root, kind):
 
 def job_of(url, call="f", resume="auto"):
     leaf = Leaf("", X.shape, X.dtype)
-    return Job.open(
+    return open_job(
         address(url, "out"),
         {"function": call},
         lambda: Plan.of(20, 2, 12, 0.0, 4),

@@ -90,6 +90,52 @@ def test_an_input_that_changes_in_mid_run(kind, change, before_write):
         bx.map(double, KINDS[kind](), out="y.npy", **UNIT)
 
 
+def saved(path):
+    """The path of these rows in a file or folder of that kind."""
+    if path == "x.npz":
+        np.savez(path, x=X)
+        return "x.npz:x"
+    if path == "x.h5":
+        with h5py.File(path, "w") as file:
+            file["x"] = X
+        return "x.h5:x"
+    if path == "x.parquet":
+        column = pyarrow.array(list(X), pyarrow.list_(pyarrow.from_numpy_dtype(FLOAT), 3))
+        pyarrow.parquet.write_table(pyarrow.table({"x": column}), path)
+        return "x.parquet:x"
+    (save_zarr if path.endswith("zarr") else np.save)(path, X)
+    return path
+
+
+INPUTS = {
+    "npy": lambda: saved("x.npy"),
+    "npz": lambda: saved("x.npz"),
+    "h5": lambda: saved("x.h5"),
+    "open h5": lambda: h5py.File(saved("x.h5")[:-2])["x"],
+    "parquet": lambda: saved("x.parquet"),
+    "pattern": lambda: f"{saved('x.npy')[0]}*.npy",
+    "mapped": lambda: np.load(saved("x.npy"), mmap_mode="r"),
+    "path of zarr": lambda: saved("x.zarr"),
+    "zarr": lambda: zarr.open_array(saved("x.zarr"), mode="r"),
+    "in a group": lambda: zarr.open_group("g.zarr", mode="a").create_array("x", data=X),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_the_folder_of_the_process_changes_in_mid_run(kind, tmp_path):
+    """Whatever was named by a path from there stays what it was."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    outs = ["y.npy", "y.zarr", "y.parquet"] if kind == "npy" else ["y.npy"]
+    x = INPUTS[kind]()
+    for out in outs:
+        os.chdir(tmp_path)
+        report = bx.map(double, x, out=out, **{**UNIT, "progress": lambda *_: os.chdir(elsewhere)})
+        assert not list(elsewhere.iterdir())
+        read = [report.outputs] if isinstance(report.outputs, str) else report.outputs
+        np.testing.assert_array_equal(bx.map(lambda y: y, *read, progress=False).outputs, X * 2)
+        assert verify(tmp_path / out)
+
+
 def test_a_folder_is_known_by_each_of_its_files():
     """Not by the sum of sizes and the newest time: of files that were swapped these are the same"""
     x = np.random.default_rng(0).standard_normal((4, _SMALL // 16)).astype("float32")
@@ -163,6 +209,50 @@ def test_an_output_that_was_replaced(out, finished, stopped):
         assert not verify(out)
         assert bx.map(double, X, out=out, **UNIT).reused < ROWS
         np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], X * 2)
+
+
+def written_over(out):
+    """By another array, in the same file or folder, or in others of the same names."""
+    if out.endswith(".zarr"):
+        return save_zarr(out, -X)  # which deletes the folder, and makes another
+    if out.endswith(".npy"):
+        return np.save(out, -X)
+    file = min(Path(out).glob("*.parquet"), key=os.path.getmtime)
+    table = pyarrow.parquet.read_table(file)
+    column = pyarrow.array(list(-X[:2]), table.column(0).type)
+    pyarrow.parquet.write_table(pyarrow.table({"result": column}), file)
+
+
+def moved_away(out):
+    """And another one of this shape is put there."""
+    shutil.move(out, "aside")
+    (shutil.copytree if Path("aside").is_dir() else shutil.copy)("aside", out)
+
+
+def deleted(out):
+    os.rename(out, "gone")  # at once, whoever writes to it
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("change", [written_over, moved_away, deleted])
+@pytest.mark.parametrize("out", ["y.npy", "y.zarr", "y.parquet"])
+def test_an_output_that_somebody_changes_in_mid_run(out, change, late, before_write, monkeypatch):
+    """Before the last unit is written, and after it."""
+    if late:
+        check = Store.check_held
+
+        def changed(self, at_end=False):
+            if at_end:
+                change(out)
+            check(self, at_end)
+
+        monkeypatch.setattr(Store, "check_held", changed)
+    else:
+        before_write(4, lambda: change(out))
+    told = "(replaced|does not hold|is missing|cannot be read)"
+    with pytest.raises(bx.BatchaxError, match=rf"{out}.* {told}"):
+        bx.map(double, X, out=out, **UNIT)
+    assert not Path(f"{out}.job/done.json").exists()
 
 
 def test_a_lock_that_was_deleted(before_write):
@@ -293,6 +383,19 @@ def test_a_shared_integer_that_does_not_fit():
         pytest.skip("it fits 64 bits")
     with pytest.raises(bx.ArgumentTypeError, match=r"n: a number of dtype int64 does not"):
         bx.map(lambda x, n: x + n, X, np.int64(2**40), in_axes=(0, None), progress=False)
+
+
+@pytest.mark.parametrize("call", [bx.map, bx.map_batches])
+def test_a_shared_integer_that_jax_has_no_number_for(call):
+    """It may be that the function makes another of it."""
+    large = {"n": 2**70}
+    for fun in (lambda x, t: x * t["n"], lambda x, t: jnp.asarray(t["n"]) + x):
+        with pytest.raises(bx.ArgumentTypeError, match=rf"t\['n'\] is {2**70}, which does not fit"):
+            list(call(fun, X, large, in_axes=(0, None)))
+    with pytest.raises(OverflowError):  # of the function's own
+        list(call(lambda x, t: x * 2**71, X, large, in_axes=(0, None)))
+    report = bx.map(lambda x, t: x * (t["n"] // 2**69), X, large, in_axes=(0, None), progress=False)
+    np.testing.assert_array_equal(report.outputs, X * 2)
 
 
 def test_outputs_that_are_none(monkeypatch):

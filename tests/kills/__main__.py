@@ -36,8 +36,9 @@ class Kind(NamedTuple):
 
 KINDS = {
     "disk": Kind(0.50, "kills.disk:run", "calls to a disk, at a step of writing"),
-    "s3": Kind(0.24, "kills.objects:run", "calls to S3, at a step of writing"),
+    "s3": Kind(0.20, "kills.objects:run", "calls to S3, at a step of writing"),
     "google": Kind(0.06, "kills.objects:run_google", "calls to gs:// if that is installed"),
+    "azure": Kind(0.04, "kills.objects:run_azure", "calls to az:// if that is installed"),
     "network": Kind(0.12, "kills.network:run", "networks to S3, cut in the middle of a call"),
     "processes": Kind(0.04, "kills.engines:run", "callers and workers, and shards"),
     "dask": Kind(0.02, "kills.dask:run_clients", "clients of Dask"),

@@ -1,8 +1,8 @@
 """Kills calls of `map` to stores of objects, each until it ends in spite of it, and compares what
 they leave.
 
-The servers are moto's of S3, and fake-gcs-server. The oracle is the same call to a disk that nobody
-killed: each object has the bytes of the file.
+The servers are moto's of S3, Azurite, and fake-gcs-server. The oracle is the same call to a disk
+that nobody killed: each object has the bytes of the file.
 """
 
 from __future__ import annotations
@@ -86,6 +86,14 @@ def run_google(count: int, seed: int, root: Path) -> Tally:
         return Tally()
     with object_servers.google():
         return outputs(count, seed, root, killed, "gs")
+
+
+def run_azure(count: int, seed: int, root: Path) -> Tally:
+    """The same of Azure's: `make azurite`."""
+    if object_servers.azurite() is None:
+        return Tally()
+    with object_servers.azure():
+        return outputs(count, seed, root, killed, "az")
 
 
 def outputs(count: int, seed: int, root: Path, attempt: Attempt, scheme: str = "s3") -> Tally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchax.commands.dataset import add_call, call_of
 from batchax.commands.words import Mistake
-from batchax.datasets.program import RowFunction
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
 from batchax.datasets.stores import kind_of
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from batchax.datasets.parts import Rows, Unit
 from batchax.datasets.pipeline import LOOK, Stop, put, trying
-from batchax.datasets.program import RowFunction
+from batchax.datasets.program import program_of
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.streams import arrays_of, taken
 from batchax.datasets.units import begin_batch
 
@@ -115,7 +116,7 @@ class Batches(Iterator[Any]):
                 self._end = item
                 return
             assert self._function is not None
-            program = self._function.program(self._batch_size)
+            program = program_of(self._function, self._batch_size)
             unit, data = item
             self._begun.append((unit, begin_batch(program, unit, data)))
 

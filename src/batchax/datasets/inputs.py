@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from batchax.datasets.failures import reading
@@ -69,6 +71,7 @@ class Inputs:
       shared: the arrays that all rows share.
       shared_paths: where each of these is among the arguments.
       streams: those of the arguments whose rows come one after another; then all are such.
+      large: by their places the integers that JAX has no dtype for, which all rows share, too.
       arguments: from what stands for the mapped leaves and the shared arrays to arguments of the
         batched function, and keyword arguments.
     """
@@ -78,12 +81,29 @@ class Inputs:
     shared: Sequence[Any]
     shared_paths: Sequence[str]
     streams: Sequence[Stream]
+    large: dict[str, int]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property
     def names(self) -> dict[str, str]:
         """By the path of each mapped leaf what messages call its rows, files and all."""
         return {m.path: m.source.name for m in self.mapped}
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Has errors of the function's that come from a number that is too large name that."""
+        try:
+            yield
+        except OverflowError as error:
+            dtype = jax.dtypes.canonicalize_dtype(int)
+            unless = " if JAX_ENABLE_X64=1 is not set" if dtype == np.int32 else ""
+            for path, number in self.large.items():
+                if str(number) in str(error):
+                    raise ArgumentTypeError(
+                        f"{path} is {number}, which does not fit into {dtype}, with which JAX "
+                        f"computes{unless}. Give it as a float."
+                    ) from error
+            raise
 
 
 class NoRowsError(ArgumentTypeError):
@@ -115,6 +135,7 @@ def find_inputs(
     leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False, is_leaf=is_leaf)
     mapped: list[Input] = []
     shared: dict[str, Any] = {}
+    large: dict[str, int] = {}
     streams: list[Stream] = []
     makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []
     for leaf in leaves:
@@ -124,7 +145,7 @@ def find_inputs(
                     f"{leaf.path} are rows that come one after another, and in_axes is None, for "
                     "what all rows share. Give 0, or an array."
                 )
-            makers.append(_shared(leaf.value, leaf.path, shared))
+            makers.append(_shared(leaf.value, leaf.path, shared, large))
             continue
         if not is_position(leaf.spec):
             raise ArgumentTypeError(
@@ -150,6 +171,7 @@ def find_inputs(
         list(shared.values()),
         list(shared),
         streams,
+        large,
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
     )
 
@@ -190,11 +212,11 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
 
 
 def _shared(
-    value: Any, path: str, shared: dict[str, Any]
+    value: Any, path: str, shared: dict[str, Any], large: dict[str, int]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """Adds the arrays of an argument that all rows share; returns how to make it of these.
 
-    What is no array reaches the function as it is.
+    What is no array reaches the function as it is. Of that, what is a `large` integer is noted.
     """
     named, structure = jax.tree_util.tree_flatten_with_path(value)
     leaves, places = [x for _, x in named], {}
@@ -203,8 +225,10 @@ def _shared(
             x = as_source(x, path).whole()
         elif not isinstance(x, (np.ndarray, jax.Array)) and _on_disk(x):
             x = np.asarray(x[...])
+        name = path + jax.tree_util.keystr(keys)
+        if isinstance(x, int) and not _fits(x):
+            large[name] = x
         if isinstance(x, (np.ndarray, jax.Array)):
-            name = path + jax.tree_util.keystr(keys)
             places[i] = len(shared)
             shared[name] = _as_computed(x, name)
 
@@ -214,6 +238,11 @@ def _shared(
         )
 
     return make
+
+
+def _fits(x: int) -> bool:
+    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
+    return limits.min <= x <= limits.max
 
 
 def _as_computed(x: Any, name: str) -> Any:

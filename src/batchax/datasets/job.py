@@ -1,33 +1,27 @@
-"""A dataset being computed: begun once, killed at any moment, and gone on with."""
+"""A dataset being computed: killed at any moment, and gone on with. `opening.py` opens it."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from batchax.datasets.addresses import Address
 from batchax.datasets.checksums import checksum
-from batchax.datasets.fingerprint import differences
-from batchax.datasets.job_files import Description, JobFiles
+from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal, read_attempts
 from batchax.datasets.lock import LockedError
 from batchax.datasets.parts import Bad, Record, alike
 from batchax.datasets.place import AnyLock, OvertakenError, UnreachableError
 from batchax.datasets.plan import Plan
 from batchax.datasets.steps import BEFORE_END, reached
-from batchax.errors import ArgumentTypeError, JobError, StorageError
+from batchax.errors import JobError, StorageError
 
 if TYPE_CHECKING:
     from batchax.datasets.store import Store  # which needs libraries, and a job does not
-
-RESUME = ("auto", "must", "never")
-_PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
 class Job:
@@ -60,116 +54,18 @@ class Job:
         self._differ: dict[int, list[Record]] = {}
         self._journal = Journal(files.journal, writer)
 
-    @classmethod
-    def open(
-        cls,
-        out: Address,
-        fingerprint: dict[str, Any],
-        plan: Callable[[], Plan],
-        store: Callable[[Plan], Store],
-        resume: str = "auto",
-        shard: str | None = None,
-    ) -> Job:
-        """The job that computes `out`: a new one, or the one that is there.
-
-        A job that is finished is only read, and by anyone; any other is this process's alone, until
-        it is closed, or of those who each have a shard of it.
+    def begin(self, alone: bool) -> None:
+        """Makes this the writer: what others left is mended, and what was kept is looked at.
 
         Args:
-          out: the output.
-          fingerprint: of the call, see `fingerprint`.
-          plan: makes a plan, for a new job.
-          store: makes a store for a plan; nothing is on disk before its `prepare`.
-          resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
-          shard: a name for this process's part of the job, if others have the other parts.
-
-        Raises:
-          JobError: if `out` is the output of something else or of another call, somebody else is
-            at work on it, or `resume` says no.
-          StorageError: if it cannot be read or written.
+          alone: whether nobody else has a shard of it.
         """
-        if resume not in RESUME:
-            raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
-        files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
-        end = time.monotonic() + (_PATIENCE if shard else 0)
-        while True:
-            try:
-                if files.read() is None:
-                    job = cls._begun(files, call, plan, store, resume)
-                    if shard is None:
-                        return job
-                    job.close()  # which has it alone
-                return cls._opened(files, call, store, "auto" if shard else resume, shard)
-            except LockedError:  # by another shard, which begins it
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    @classmethod
-    def _opened(
-        cls,
-        files: JobFiles,
-        call: dict[str, Any],
-        store: Callable[[Plan], Store],
-        resume: str,
-        shard: str | None,
-    ) -> Job:
-        description = files.read()
-        assert description is not None
-        _check(files, description, call, resume)
-        with contextlib.ExitStack() as on_error:
-            end, locks = files.read_end(), []
-            if end is None:
-                locks = _locked(files, on_error, shard)
-                end = files.read_end()
-            if end is not None:  # perhaps by who had the lock
-                on_error.close()
-                locks = []
-            kept, plan = _checked(files, description, store), description.plan
-            if end is not None and plan.open:
-                plan = plan.ended(end["rows"])
-            job = cls(files, plan, kept, shard or "main", locks, end)
-            if locks:
-                job._journal.begin()
-                if shard is None:
-                    files.place.remove(files.preparing)
-                    kept.clean()
-                _ = job.done  # it is told here if the journal cannot be read
-            job._check_kept()
-            on_error.pop_all()
-            return job
-
-    @classmethod
-    def _begun(
-        cls,
-        files: JobFiles,
-        call: dict[str, Any],
-        plan: Callable[[], Plan],
-        store: Callable[[Plan], Store],
-        resume: str,
-    ) -> Job:
-        if resume == "must":
-            raise JobError(
-                f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
-                "one is begun."
-            )
-        _check_not_foreign(files)
-        new_plan = plan()  # before anything is on disk, since arguments may be wrong
-        kept = store(new_plan)
-        files.place.make_folder(files.folder)
-        with contextlib.ExitStack() as on_error:
-            locks = _locked(files, on_error)
-            if files.read() is not None:  # somebody else was faster
-                on_error.close()
-                return cls._opened(files, call, store, resume, None)
-            _check_not_foreign(files)
-            _prepare(files, kept)
-            files.write(Description(new_plan, kept.describe(), call))
-            files.place.remove(files.preparing)
-            job = cls(files, new_plan, kept, "main", locks)
-            job._journal.begin()
-            on_error.pop_all()
-            return job
+        self._journal.begin()
+        if alone:
+            self._files.place.remove(self._files.preparing)
+            self.store.clean()
+        self.store.hold()
+        _ = self.done  # it is told here if the journal cannot be read
 
     @property
     def done(self) -> dict[int, Record]:
@@ -239,9 +135,12 @@ class Job:
             raise JobError(
                 f"{missing} of {len(self.plan)} units of {self._files.out} are not done."
             )
+        self.store.check_held(at_end=True)
+        self.store.check()
+        self.check_kept(min(self._with_sums, key=lambda r: r.ended, default=None))
         self._render_quarantine()
         reached(BEFORE_END)
-        first, more = self._first, dict[str, Any]()
+        first, more = next(iter(self._with_sums), None), dict[str, Any]()
         if self._counts_rows:
             self._end_store()
             more["rows"] = self.plan.rows
@@ -268,6 +167,7 @@ class Job:
             if not ended and shared:
                 self._render_as_last()
         self._journal.close()
+        self.store.let_go()
 
     def _render_as_last(self) -> None:
         """For a shard: who goes before others may not know what these say."""
@@ -304,19 +204,25 @@ class Job:
                 f"may write to {self._files.out}, and so nothing more is written to it. If you "
                 "deleted the folder of the job to begin again, end this process first."
             )
+        self.store.check_held()
 
     @property
-    def _first(self) -> Record | None:
-        """The first unit that is done, by whose checksums another output is told from this one."""
-        return next((r for _, r in sorted(self.done.items()) if r.checksums), None)
+    def _with_sums(self) -> list[Record]:
+        """The units that are done, by whose checksums another output is told from this one."""
+        return [r for _, r in sorted(self.done.items()) if r.checksums]
 
-    def _check_kept(self) -> None:
-        """One unit of what is there is what was written: else somebody replaced the output."""
+    def check_kept(self, of: Record | None = None) -> None:
+        """One unit of what is there is what was written: else somebody replaced the output.
+
+        Args:
+          of: that unit; None: the first.
+        """
+        of = of or next(iter(self._with_sums), None)
         if self.finished is not None:
             number, *either = self.finished.get("unit") or [None]
-        elif self._first is not None:
-            number = self._first.unit.number
-            either = [list(r.checksums) for r in self._differ.get(number, [self._first])]
+        elif of is not None:
+            number = of.unit.number
+            either = [list(r.checksums) for r in self._differ.get(number, [of])]
         else:
             number, either = None, []
         if number is None:
@@ -359,84 +265,3 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
         traceback = "" if b.traceback in seen else b.traceback
         yield json.dumps({"row": b.row, "error": b.error, "traceback": traceback})
         seen.add(b.traceback)
-
-
-def _locked(
-    files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None
-) -> list[AnyLock]:
-    """Takes the job's lock alone, or with others who have other shards."""
-    locks: list[AnyLock] = []
-    main = [(files.lock, shard is not None)]
-    for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
-        try:
-            locks.append(files.place.lock(path, shared))
-        except LockedError as error:
-            on_error.close()
-            raise LockedError(
-                f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
-                "call goes on with what it has committed."
-            ) from None
-        on_error.callback(locks[-1].release)
-    if shard is None:
-        for path in files.locks_of_shards:
-            files.place.remove(path)
-        files.place.clean(files.folder, files.partials)
-    return locks
-
-
-def _check(files: JobFiles, description: Description, call: dict[str, Any], resume: str) -> None:
-    if resume == "never":
-        raise JobError(
-            f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
-            f"Use another out=, or delete {files.out} and {files.folder} to begin again."
-        )
-    changed = differences(description.call, call)
-    if changed:
-        raise JobError(
-            f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
-            f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
-            "it again."
-        )
-
-
-def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
-    if not files.place.exists(files.out):
-        raise JobError(
-            f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
-            "that folder, too, to compute it again."
-        )
-    kept = store(description.plan)
-    kept.check()
-    return kept
-
-
-def _check_not_foreign(files: JobFiles) -> None:
-    if files.place.exists(files.journal):
-        raise JobError(
-            f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
-            f"it back, or delete {files.out} and {files.folder} to compute it again."
-        )
-    if files.place.exists(files.out) and not files.place.exists(files.preparing):
-        raise JobError(
-            f"{files.out} is there already, and is the output of something else: there is no job "
-            f"in {files.folder}. Use another out=, or delete it."
-        )
-
-
-def _prepare(files: JobFiles, store: Store) -> None:
-    """Makes the output. Who was killed in the middle of it may have left a part."""
-    files.place.replace(files.preparing, b"")
-    if files.place.exists(files.out):
-        try:
-            return store.check()
-        except UnreachableError:
-            raise
-        except (JobError, StorageError):
-            # Nothing is ever deleted: whoever has a use for it finds it here.
-            files.place.set_aside(files.out, files.folder)
-    try:
-        store.prepare()
-    except BaseException:
-        if not files.place.exists(files.out):
-            files.place.remove(files.preparing)
-        raise

@@ -107,10 +107,12 @@ class MappedFile:
             fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             self._map: mmap.mmap | None = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
-        except (OSError, ValueError):
+            _watch(self)
+        except (OSError, ValueError, RuntimeError) as error:
             os.close(self._file)  # and with it the lease
+            if isinstance(error, RuntimeError):  # Python ends: no thread begins any more
+                raise OSError(errno.EAGAIN, str(error)) from error
             raise
-        _watch(self)
 
     def part(self, offset: int, size: int) -> np.ndarray | None:
         """So many bytes of it, which nobody can change while this array, or a view of it, is there.
@@ -185,10 +187,9 @@ _holding = threading.Lock()
 
 def _watch(file: MappedFile) -> None:
     with _holding:
-        first = not _held
+        if not _held:
+            threading.Thread(target=_give_back, name="batchax-leases", daemon=True).start()
         _held.add(file)
-    if first:
-        threading.Thread(target=_give_back, name="batchax-leases", daemon=True).start()
 
 
 def _give_back() -> None:

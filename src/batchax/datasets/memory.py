@@ -156,7 +156,7 @@ class Sliced(Source):
         path, self._told = _PLACES.get(library, lambda x: (None, None))(x)
         self.files = None if path is None else Files(path, name)
         self.gives_fresh = self._tensorstore
-        self._array = _from_zero(x) if self._tensorstore else x
+        self._array = _from_zero(x) if self._tensorstore else _from_anywhere(x)
 
     def labels(self, axis: int) -> Labels | None:
         return labels_of(self._array, axis)
@@ -176,6 +176,18 @@ def _from_zero(x: Any) -> Any:
     import tensorstore
 
     return x[tensorstore.d[:].translate_to[0]] if x.rank else x
+
+
+def _from_anywhere(x: Any) -> Any:
+    """An array that does not depend on the folder which this process is in, as zarr-python's do:
+    where one is not, its chunks are not, and hold fill values.
+    """
+    root = getattr(getattr(x, "store", None), "root", None)
+    if not isinstance(root, Path) or root.is_absolute():
+        return x
+    import zarr
+
+    return zarr.open_array(type(x.store)(root.absolute()), path=x.path, mode="r")
 
 
 _Place = tuple[Path | None, Any]

@@ -33,7 +33,7 @@ class NpyStore(Store):
     NumPy leaves room in the header for a larger number of rows, and so a file can grow.
     """
 
-    can_grow = True
+    can_grow = stays = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)

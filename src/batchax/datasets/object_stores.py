@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ class Putting:
 
     def __init__(self) -> None:
         self._there: dict[ObjectPath, Version] = {}  # of objects that were in the way
+        self._put: dict[int, int] = {}  # of what was put, by numbers: there may be millions
+        self._lock = threading.Lock()
 
     def put(self, path: ObjectPath, content: bytes) -> None:
         """Puts an object.
@@ -43,23 +46,40 @@ class Putting:
         there = self._there.pop(path, None)
         try:
             if there is None:
-                objects.create(path, content)
+                version = objects.create(path, content)
             else:
-                objects.replace(path, content, there)
+                version = objects.replace(path, content, there)
+            with self._lock:
+                self._put[hash(path)] = hash(version.name)
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
                 self._there[path] = objects.meta(path).version
             raise OvertakenError(f"{path} was written by somebody else.") from None
+
+    def check(self, out: ObjectPath) -> None:
+        """Raises a JobError if what was put in a folder is not there any more, as it was put."""
+        there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}
+        if not self._put.items() <= there.items():
+            raise JobError(
+                f"{out} does not hold what was written to it: somebody wrote over objects of it, "
+                f"or deleted them, while this process was at work. `batchax verify {out}` says "
+                "which, and the same call computes them again."
+            )
 
 
 class ObjectZarr(ZarrStore):
     """As `ZarrStore`, whose chunks have the same names and bytes."""
 
     out: Any
+    stays = False
 
     def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
         self._putting = Putting()
+
+    def check_held(self, at_end: bool = False) -> None:
+        if at_end:
+            self._putting.check(self.out)
 
     def prepare(self) -> None:
         for path, content in self._documents().items():
@@ -82,10 +102,8 @@ class ObjectZarr(ZarrStore):
         results = []
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             memory = InMemory()
-            for i in range(unit.start // self.unit_rows, -(-unit.stop // self.unit_rows)):
-                place = [i * (axis == leaf.axis) for axis in range(len(leaf.shape))]
-                chunk = path / f"c.{'.'.join(map(str, place))}"
-                memory.put(chunk.key, _read(chunk))
+            for chunk in self._chunks(leaf, unit):
+                memory.put((path / chunk).key, _read(path / chunk))
             with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
                 chunked = self._open_chunks(path, leaf, memory.context)
                 results.append(chunked[part_of(leaf, unit)].read().result())
@@ -124,10 +142,15 @@ class ObjectParquet(ParquetStore):
     """As `ParquetStore`. There are no folders: an object says that there is an output."""
 
     out: Any
+    stays = False
 
     def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
         self._putting = Putting()
+
+    def check_held(self, at_end: bool = False) -> None:
+        if at_end:
+            self._putting.check(self.out)
 
     def prepare(self) -> None:
         _create(self._begun, b"")

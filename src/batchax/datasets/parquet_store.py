@@ -28,7 +28,7 @@ class ParquetStore(Store):
     The same results make the same bytes.
     """
 
-    can_grow = True
+    can_grow = stays = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -58,6 +58,9 @@ class ParquetStore(Store):
     def check(self) -> None:
         if not self.out.is_dir():
             raise StorageError(f"{self.out} is missing.")
+
+    def files_of(self, unit: Unit) -> list[Path]:
+        return [self._part(unit)]
 
     def clean(self) -> None:
         remove_unfinished(self.out)

@@ -6,32 +6,34 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from batchax.datasets.addresses import Address
+from batchax.datasets.bad_rows import Policy
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
-from batchax.datasets.job import Job
 from batchax.datasets.jobs import AnyJob, JobInMemory
 from batchax.datasets.labels import Labels
+from batchax.datasets.opening import open_job
 from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
 from batchax.datasets.parts import Leaf, Rows, elements_in
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan, whole_batches
-from batchax.datasets.program import RowFunction
+from batchax.datasets.program import fitting
 from batchax.datasets.ragged_parts import as_ragged
 from batchax.datasets.report import Report
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.source import ByContent
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import open_store
 from batchax.datasets.stream_units import StreamUnits, StreamWork
 from batchax.datasets.tables import Results
-from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
-from batchax.errors import RowError
+from batchax.errors import BatchaxError, RowError
 from batchax.progress import Progress
 
 
@@ -40,12 +42,15 @@ class How:
     """The options of `batchax.map` that say how it is done, not what.
 
     Attributes:
+      out: where it is, from any folder.
+      named: what the user calls that.
       kind: of the store of the output.
       stream_id: what the user calls the rows of streams, if there are any.
       begun: when the call began.
     """
 
     out: Address | None
+    named: Address | None
     kind: str
     batch_size: Any
     memory_limit: Any
@@ -68,6 +73,14 @@ def run(function: RowFunction, how: How) -> Report:
     Raises:
       RowError, StorageError, JobError: see `batchax.map`.
     """
+    try:
+        return _run(function, how)
+    except BatchaxError as error:
+        error.args = _as_named(error.args, how)
+        raise
+
+
+def _run(function: RowFunction, how: How) -> Report:
     job = _job(function, how)
     try:
         if job.finished is not None:
@@ -99,7 +112,7 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         made = plan()
         return JobInMemory(made, store(made))
     call = _fingerprint(function, how)
-    return Job.open(how.out, call, plan, store, how.resume, how.engine.shard)
+    return open_job(how.out, call, plan, store, how.resume, how.engine.shard)
 
 
 def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
@@ -136,7 +149,7 @@ def plan_of(
     """The plan of a new job; see the options of `batchax.map`."""
     rows, size, asked = function.inputs.rows, batch_size, commit_rows
     if size == "auto":
-        size = function.fitting(memory_limit)
+        size = fitting(function, memory_limit)
         if commit_rows is not None:
             size = max(n for n in range(1, size + 1) if commit_rows % n == 0)
     if commit_rows is not None:
@@ -245,7 +258,7 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         bad, reduced = [b for r in job.done.values() for b in r.quarantined], {}
     else:
         bad, reduced = job.finished["bad"], job.finished["reduced"]
-    kept = job.store.result()
+    kept = _as_named(job.store.result(), how)
     outputs = [
         None if o.reduces else _shown(o.leaf, kept[o.leaf.name] if isinstance(kept, dict) else kept)
         for o in function.outputs
@@ -266,6 +279,14 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         left=0 if job.finished else job.plan.rows - _rows_done(job),
         _results=results,
     )
+
+
+def _as_named(told: Any, how: How) -> Any:
+    """Texts with the output as the user named it, where that leads to the same place still."""
+    if not isinstance(how.named, Path) or how.named.absolute() != how.out:
+        return told
+    named, out = str(how.named), str(how.out)
+    return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, told)
 
 
 def _labels(function: RowFunction) -> Labels:

@@ -12,6 +12,7 @@ import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as b
 import numpy as np
 
 from batchax.datasets.durable import make_folder, remove_unfinished
+from batchax.datasets.held import Held
 from batchax.datasets.parts import Leaf, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
@@ -36,11 +37,14 @@ class Store:
       kind: under which it was found.
       lasts: whether what it keeps outlives the process, and so has checksums in the journal.
       can_grow: whether results may have rows that are counted as they come.
+      stays: whether `out` is one file or folder from `prepare` on, on a disk.
     """
 
     kind = ""
     lasts = True
     can_grow = False
+    stays = False
+    _held: Held | None = None
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
@@ -82,6 +86,30 @@ class Store:
     def clean(self) -> None:
         """Removes what writers that were killed left unfinished."""
 
+    def hold(self) -> None:
+        """Of who writes: from now on it is to be what it is."""
+        if self.stays:
+            self._held = Held(self.out)
+
+    def check_held(self, at_end: bool = False) -> None:
+        """Whether it is what it was, as far as that can be told at once.
+
+        Args:
+          at_end: whether all was written, and looking may take longer.
+
+        Raises:
+          JobError: somebody put something else in its place.
+        """
+        if self._held is not None:
+            self._held.check()
+            if at_end:
+                self._held.check_written()
+
+    def let_go(self) -> None:
+        """It may be anything again."""
+        if self._held is not None:
+            self._held.close()
+
     @property
     def grows(self) -> bool:
         """Whether rows are counted as they come."""
@@ -113,6 +141,12 @@ class Store:
     def write(self, unit: Unit, results: Results) -> None:
         """Writes the results of a unit, once they are seen to fit."""
         self.put(unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)])
+        if self._held is not None:
+            self._held.written(unit.number, self.files_of(unit))
+
+    def files_of(self, unit: Unit) -> list[Path]:
+        """The files that hold this unit and nothing else, if there are such."""
+        return []
 
     def describe(self) -> dict[str, Any]:
         """For JSON, what `stores.reopen_store` makes the same store of."""

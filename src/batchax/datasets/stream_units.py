@@ -18,7 +18,7 @@ import numpy as np
 from batchax.datasets.checksums import checksum
 from batchax.datasets.parts import ENDLESS, Record, Unit
 from batchax.datasets.plan import Plan
-from batchax.datasets.program import RowFunction
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.streams import arrays_of, taken
 from batchax.datasets.units import Computed
 from batchax.datasets.work import Work

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from batchax.datasets.bad_rows import Policy
 from batchax.datasets.checksums import checksum
 from batchax.datasets.parts import Bad, Record, Rows, Unit
 from batchax.datasets.pipeline import Stop, trying
 from batchax.datasets.place import OvertakenError
 from batchax.datasets.plan import Plan
-from batchax.datasets.program import Program, RowFunction
-from batchax.datasets.units import Computed, Policy, begin_unit
+from batchax.datasets.program import Program, program_of
+from batchax.datasets.row_function import RowFunction
+from batchax.datasets.units import Computed, begin_unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Work:
     def program(self) -> Program:
         """The program of a batch. Compiled when it is first asked for."""
         with self._compiling:
-            return self.function.program(self.plan.batch_size)
+            return program_of(self.function, self.plan.batch_size)
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         """The rows of a unit, of each mapped argument."""

@@ -38,7 +38,7 @@ class ZarrStore(Store):
     folder. A chunk that is not there was not written: those of zeros are, too.
     """
 
-    can_grow = True
+    can_grow = stays = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -102,6 +102,19 @@ class ZarrStore(Store):
 
     def _put_document(self, path: Any, document: bytes) -> None:
         replace_file(path, document)
+
+    def files_of(self, unit: Unit) -> list[Path]:
+        return [
+            path / chunk
+            for path, leaf in zip(self._paths, self.leaves, strict=True)
+            for chunk in self._chunks(leaf, unit)
+        ]
+
+    def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
+        """The names of the chunks that hold a unit."""
+        for i in range(unit.start // self.unit_rows, -(-unit.stop // self.unit_rows)):
+            place = [i * (axis == leaf.axis) for axis in range(len(leaf.shape))]
+            yield f"c.{'.'.join(map(str, place))}"
 
     def result(self) -> Any:
         return self.each([str(path) for path in self._paths])

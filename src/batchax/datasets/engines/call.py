@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from batchax.datasets.addresses import Address, is_url
+from batchax.datasets.bad_rows import Policy
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
 from batchax.datasets.fingerprint import as_seen_here, differences
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal
 from batchax.datasets.plan import Plan
-from batchax.datasets.program import RowFunction
+from batchax.datasets.row_function import RowFunction
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import reopen_store
-from batchax.datasets.units import Policy
 from batchax.datasets.work import Work
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
 from batchax.frontend.in_axes import spread_in_axes

@@ -1,0 +1,81 @@
+"""An output that is held: whether it is still what it was, and holds what was written to it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from batchax.errors import JobError, StorageError
+
+
+class Held:
+    """A file or folder that is to stay the one that it is.
+
+    As long as it is open here, the system gives its number to no other. Of files in a folder, each
+    of which is written once, what they were then is compared in the end.
+
+    Args:
+      path: of it.
+
+    Raises:
+      StorageError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: dict[int, tuple[Sequence[Path], int | None]] = {}  # there may be millions
+        self._lock = threading.Lock()
+        try:
+            self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"{path} could not be opened: {error.strerror}.") from error
+
+    def check(self) -> None:
+        """Raises a JobError if something else has its path, or nothing."""
+        if self._file is None:
+            return
+        try:
+            same = os.path.samestat(os.fstat(self._file), os.stat(self._path))
+        except OSError:
+            same = False
+        if not same:
+            raise JobError(
+                f"{self._path} was deleted, moved, or replaced by something else while this "
+                "process wrote to it, and so nothing more is written. Put it back, and make the "
+                "call again; or delete it and the folder of its job to compute it again."
+            )
+
+    def written(self, number: int, files: Sequence[Path]) -> None:
+        """The files of a unit are written, and are to be what they are."""
+        if files:
+            stamp = _stamp(files)
+            with self._lock:
+                self._written[number] = files, stamp
+
+    def check_written(self) -> None:
+        """Raises a JobError if such files were changed since."""
+        for files, stamp in self._written.values():
+            if stamp is None or _stamp(files) != stamp:
+                raise JobError(
+                    f"{self._path} does not hold what was written to it: somebody wrote over "
+                    f"{files[0].name}, or deleted it, while this process was at work. `batchax "
+                    f"verify {self._path}` says what is damaged, and the same call computes it "
+                    "again."
+                )
+
+    def close(self) -> None:
+        """From now on it may be anything."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def _stamp(files: Sequence[Path]) -> int | None:
+    """What tells files from what they are once somebody wrote to them; None if one is gone."""
+    try:
+        told = [os.stat(file) for file in files]
+    except OSError:
+        return None
+    return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in told))

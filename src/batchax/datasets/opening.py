@@ -1,0 +1,210 @@
+"""How a job is opened: a new one is begun, and one that is there gone on with, by one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from batchax.datasets.addresses import Address
+from batchax.datasets.fingerprint import differences
+from batchax.datasets.job import Job
+from batchax.datasets.job_files import Description, JobFiles
+from batchax.datasets.lock import LockedError
+from batchax.datasets.place import AnyLock, UnreachableError
+from batchax.datasets.plan import Plan
+from batchax.errors import ArgumentTypeError, JobError, StorageError
+
+if TYPE_CHECKING:
+    from batchax.datasets.store import Store  # which needs libraries, and a job does not
+
+RESUME = ("auto", "must", "never")
+_PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
+
+
+def open_job(
+    out: Address,
+    fingerprint: dict[str, Any],
+    plan: Callable[[], Plan],
+    store: Callable[[Plan], Store],
+    resume: str = "auto",
+    shard: str | None = None,
+) -> Job:
+    """The job that computes `out`: a new one, or the one that is there.
+
+    A job that is finished is only read, and by anyone; any other is this process's alone, until
+    it is closed, or of those who each have a shard of it.
+
+    Args:
+      out: the output.
+      fingerprint: of the call, see `fingerprint`.
+      plan: makes a plan, for a new job.
+      store: makes a store for a plan; nothing is on disk before its `prepare`.
+      resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
+      shard: a name for this process's part of the job, if others have the other parts.
+
+    Raises:
+      JobError: if `out` is the output of something else or of another call, somebody else is
+        at work on it, or `resume` says no.
+      StorageError: if it cannot be read or written.
+    """
+    if resume not in RESUME:
+        raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
+    files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
+    end = time.monotonic() + (_PATIENCE if shard else 0)
+    while True:
+        try:
+            if files.read() is None:
+                job = _begun(files, call, plan, store, resume)
+                if shard is None:
+                    return job
+                job.close()  # which has it alone
+            return _opened(files, call, store, "auto" if shard else resume, shard)
+        except LockedError:  # by another shard, which begins it
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _opened(
+    files: JobFiles,
+    call: dict[str, Any],
+    store: Callable[[Plan], Store],
+    resume: str,
+    shard: str | None,
+) -> Job:
+    description = files.read()
+    assert description is not None
+    _check(files, description, call, resume)
+    with contextlib.ExitStack() as on_error:
+        end, locks = files.read_end(), []
+        if end is None:
+            locks = _locked(files, on_error, shard)
+            end = files.read_end()
+        if end is not None:  # perhaps by who had the lock
+            on_error.close()
+            locks = []
+        kept, plan = _checked(files, description, store), description.plan
+        if end is not None and plan.open:
+            plan = plan.ended(end["rows"])
+        job = Job(files, plan, kept, shard or "main", locks, end)
+        if locks:
+            on_error.callback(kept.let_go)
+            job.begin(alone=shard is None)
+        job.check_kept()
+        on_error.pop_all()
+        return job
+
+
+def _begun(
+    files: JobFiles,
+    call: dict[str, Any],
+    plan: Callable[[], Plan],
+    store: Callable[[Plan], Store],
+    resume: str,
+) -> Job:
+    if resume == "must":
+        raise JobError(
+            f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
+            "one is begun."
+        )
+    _check_not_foreign(files)
+    new_plan = plan()  # before anything is on disk, since arguments may be wrong
+    kept = store(new_plan)
+    files.place.make_folder(files.folder)
+    with contextlib.ExitStack() as on_error:
+        locks = _locked(files, on_error)
+        if files.read() is not None:  # somebody else was faster
+            on_error.close()
+            return _opened(files, call, store, resume, None)
+        _check_not_foreign(files)
+        _prepare(files, kept)
+        files.write(Description(new_plan, kept.describe(), call))
+        on_error.callback(kept.let_go)
+        job = Job(files, new_plan, kept, "main", locks)
+        job.begin(alone=True)
+        on_error.pop_all()
+        return job
+
+
+def _locked(
+    files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None
+) -> list[AnyLock]:
+    """Takes the job's lock alone, or with others who have other shards."""
+    locks: list[AnyLock] = []
+    main = [(files.lock, shard is not None)]
+    for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
+        try:
+            locks.append(files.place.lock(path, shared))
+        except LockedError as error:
+            on_error.close()
+            raise LockedError(
+                f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
+                "call goes on with what it has committed."
+            ) from None
+        on_error.callback(locks[-1].release)
+    if shard is None:
+        for path in files.locks_of_shards:
+            files.place.remove(path)
+        files.place.clean(files.folder, files.partials)
+    return locks
+
+
+def _check(files: JobFiles, description: Description, call: dict[str, Any], resume: str) -> None:
+    if resume == "never":
+        raise JobError(
+            f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
+            f"Use another out=, or delete {files.out} and {files.folder} to begin again."
+        )
+    changed = differences(description.call, call)
+    if changed:
+        raise JobError(
+            f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
+            f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
+            "it again."
+        )
+
+
+def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
+    if not files.place.exists(files.out):
+        raise JobError(
+            f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
+            "that folder, too, to compute it again."
+        )
+    kept = store(description.plan)
+    kept.check()
+    return kept
+
+
+def _check_not_foreign(files: JobFiles) -> None:
+    if files.place.exists(files.journal):
+        raise JobError(
+            f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
+            f"it back, or delete {files.out} and {files.folder} to compute it again."
+        )
+    if files.place.exists(files.out) and not files.place.exists(files.preparing):
+        raise JobError(
+            f"{files.out} is there already, and is the output of something else: there is no job "
+            f"in {files.folder}. Use another out=, or delete it."
+        )
+
+
+def _prepare(files: JobFiles, store: Store) -> None:
+    """Makes the output. Who was killed in the middle of it may have left a part."""
+    files.place.replace(files.preparing, b"")
+    if files.place.exists(files.out):
+        try:
+            return store.check()
+        except UnreachableError:
+            raise
+        except (JobError, StorageError):
+            # Nothing is ever deleted: whoever has a use for it finds it here.
+            files.place.set_aside(files.out, files.folder)
+    try:
+        store.prepare()
+    except BaseException:
+        if not files.place.exists(files.out):
+            files.place.remove(files.preparing)
+        raise
