@@ -29,7 +29,18 @@ STAND_IN_PLACES = {
     "linspace": ("jax.numpy", "linspace"),
     "loop of fori_loop": ("jax._src.lax.control_flow.loops", "while_loop"),
     "number": ("jax._src.core", "concrete_or_error"),
-    **{name: ("jax.numpy", name) for name in ("polyder", "polyint", "polymul")},
+    **{
+        name: ("jax.numpy", name)
+        for name in (
+            "argpartition bartlett blackman cov diagflat hamming hanning iterable kaiser partition "
+            "place poly polyder polydiv polyfit polyint polymul resize roots setxor1d"
+        ).split()
+    },
+    "cov of corrcoef": ("jax._src.numpy.lax_numpy", "cov"),
+    "matrix_rank": ("jax.numpy.linalg", "matrix_rank"),
+    "eigh_tridiagonal": ("jax.scipy.linalg", "eigh_tridiagonal"),
+    "csd": ("jax.scipy.signal", "csd"),
+    "csd of welch": ("jax._src.scipy.signal", "csd"),
     "permutation": ("jax.random", "permutation"),
     "rfftfreq": ("jax.numpy.fft", "rfftfreq"),
     "searchsorted": ("jax.numpy", "searchsorted"),

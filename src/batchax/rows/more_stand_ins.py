@@ -19,9 +19,12 @@ from batchax import _compat
 from batchax.jaxprs.words import Value
 from batchax.rows.comparisons import greatest
 from batchax.rows.stand_ins import (
+    is_row,
     linspace_of_rows,
+    of_taken,
     padded_with,
     part_of_convolution,
+    takes,
     with_zeros,
 )
 
@@ -32,39 +35,6 @@ def _number(original: Any, force: Any, value: Any, *args: Any, **kwargs: Any) ->
     if force in (int, operator.index) and _compat.is_row_size(value):
         return value
     return original(force, value, *args, **kwargs)
-
-
-def _is_row(x: Any) -> bool:
-    return np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])
-
-
-@_compat.stands_in_for("polymul")
-def _polymul(original: Any, a: Any, b: Any, *, trim_leading_zeros: bool = False) -> Any:
-    if trim_leading_zeros or not (_is_row(a) or _is_row(b)):
-        return original(a, b, trim_leading_zeros=trim_leading_zeros)
-    return jnp.convolve(jnp.asarray(a) * 1.0, jnp.asarray(b) * 1.0)
-
-
-@_compat.stands_in_for("polyder")
-def _polyder(original: Any, p: Any, m: int = 1) -> Any:
-    if not _is_row(p) or not isinstance(m, int) or m < 1:
-        return original(p, m)
-    p = jnp.asarray(p) * 1.0
-    return (p * _factors(p, range(m)))[: max_dim(p.shape[0] - m, 0)]
-
-
-@_compat.stands_in_for("polyint")
-def _polyint(original: Any, p: Any, m: int = 1, k: Any = None) -> Any:
-    if not _is_row(p) or not isinstance(m, int) or m < 1 or k is not None:
-        return original(p, m, k)
-    p = jnp.asarray(p) * 1.0
-    return padded_with(0, p / _factors(p, range(-m, 0)), p.shape[0] + m, 0)
-
-
-def _factors(p: Any, less: range) -> Any:
-    """The product of the power that each coefficient stands beside, less each of these numbers."""
-    power = jnp.asarray(p.shape[0]) - 1 - jnp.arange(p.shape[0])
-    return math.prod((power - k).astype(p.dtype) for k in less)
 
 
 @_compat.stands_in_for(
@@ -81,15 +51,45 @@ def _matrix_of_size(original: Any, n: Any, *args: Any, **kwargs: Any) -> Any:
 _compat.stands_in_for("steps of geomspace and logspace")(linspace_of_rows)
 
 
-@_compat.stands_in_for("vander")
-def _vander(original: Any, x: Any, N: Any = None, increasing: bool = False) -> Any:
-    size = np.shape(x)[0] if N is None and np.ndim(x) == 1 else N
-    if not _compat.is_row_size(size):
-        return original(x, N, increasing)
-    x = jnp.asarray(x)
-    powers = jnp.arange(size).astype(x.dtype)
-    powers = powers if increasing else jnp.asarray(size, x.dtype) - 1 - powers
-    return jnp.power(x[:, None], powers[None])
+@_compat.stands_in_for("bartlett", "blackman", "hamming", "hanning", "kaiser")
+def _window(original: Any, M: Any, *args: Any, **kwargs: Any) -> Any:
+    # JAX asks whether there is more than one element: a window of one is 1.
+    if not _compat.is_row_size(M):
+        return original(M, *args, **kwargs)
+    window = lax.slice_in_dim(original(max_dim(M, 2), *args, **kwargs), 0, M)
+    return jnp.where(jnp.asarray(M) <= 1, 1, window)
+
+
+@_compat.stands_in_for("csd", "csd of welch")
+def _csd(
+    original: Any,
+    x: Any,
+    y: Any,
+    fs: Any = 1.0,
+    window: Any = "hann",
+    nperseg: Any = None,
+    **options: Any,
+) -> Any:
+    # A segment that is the whole row, and so one Fourier transform.
+    usual = {"noverlap": None, "nfft": None, "axis": -1, "average": "mean"}
+    usual |= {"return_onesided": True, "scaling": "density", "detrend": "constant"}
+    rows = [z for z in (x, y) if z is not None]
+    whole = window == "hann" and all(options.get(k, v) == v for k, v in usual.items())
+    whole = whole and all(map(is_row, rows)) and not any(map(jnp.iscomplexobj, rows))
+    whole = whole and all(z.shape[0].is_known_to_be(nperseg) for z in rows)
+    if not whole or not takes(nperseg, 1):
+        return original(x, y, fs, window, nperseg, **options)
+    turned = jnp.sin(jnp.linspace(0, np.pi, nperseg, endpoint=False)) ** 2
+    turned = jnp.where(jnp.asarray(nperseg) == 1, 1, turned)
+    rows = [jnp.asarray(z) * 1.0 for z in rows]
+    turned = turned.astype(jnp.result_type(*rows))
+    spectra = [jnp.fft.rfft((z - z.mean()) * turned) for z in rows]
+    at, middle = jnp.arange(spectra[0].shape[0]), jnp.asarray(nperseg)
+    twice = (at > 0) & (2 * at < middle)
+    power = spectra[0].conj() * spectra[-1] / (fs * (turned**2).sum())
+    power = jnp.where(twice, 2 * power, power)
+    power = of_taken(power.real if y is None else power, nperseg, 1)
+    return jnp.fft.rfftfreq(nperseg, 1 / fs), power
 
 
 @_compat.stands_in_for("fourier transform")

@@ -305,6 +305,27 @@ def _halves(xs: Any, axis: int) -> tuple[Any, Any]:
     return cut(0, half), jax.tree.map(lambda x: with_zeros(x, half, axis), cut(half, None))
 
 
+def is_row(x: Any) -> bool:
+    """Whether an array has one axis, of the size of a row."""
+    return np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])
+
+
+def takes(size: Any, least: Any) -> bool:
+    """Whether what takes rows of a least size takes all that there are, if their lengths are known.
+
+    If not, JAX tells why, of that row alone. Of traced lengths nothing is known (`of_taken`).
+    """
+    if not _compat.is_row_size(size):
+        return size >= least
+    return not size.scope.lengths.aligned or agreed(size, least) is True
+
+
+def of_taken(x: Any, size: Any, least: Any) -> Any:
+    """Results of rows of a least size; shorter ones have what `jnp.take` gives out of bounds."""
+    none = jnp.take(jnp.zeros(1, x.dtype), 1, mode="fill")
+    return jnp.where(jnp.asarray(size) >= least, x, none)
+
+
 def _room(size: Any) -> int | None:
     """The most that a size may be, and room for what an empty row comes to."""
     most = greatest(size)
