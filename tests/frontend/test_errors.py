@@ -665,6 +665,8 @@ def test_a_batch_in_place_of_axes(name):
         (lambda r: jnp.nonzero(r)[0], "batchax.nonzero(mask)"),
         (lambda r: jnp.where(r > 0)[0], "batchax.nonzero(mask)"),
         (jnp.unique, "batchax.unique(x)"),
+        (lambda r: jnp.compress(r > 0, r), "batchax.compress(condition, x)"),
+        (lambda r: jnp.extract(r > 0, r), "batchax.compress(condition, x)"),
     ],
 )
 def test_sizes_that_depend_on_values(fun, advice):

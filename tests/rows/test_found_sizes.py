@@ -56,6 +56,10 @@ FUNCTIONS = {
     "unique": (lambda x: bx.unique(jnp.round(x)), lambda x: np.unique(np.round(x))),
     "twice": (twice, lambda x: x[x > 0.5]),
     "of all but one": (rising, lambda x: x[x > 0][1:][np.diff(x[x > 0]) > 0]),
+    "differences of differences": (
+        lambda x: jnp.diff(positive(x), n=2),
+        lambda x: np.diff(x[x > 0], n=2) if (x > 0).any() else x[:0],
+    ),
     "one condition": (shared, lambda x: np.cos(x[x > 0]) * np.nonzero(x > 0)[0] + x[x > 0]),
     "sum": (lambda x: positive(x).sum(), lambda x: x[x > 0].sum()),
     "count": (
@@ -244,6 +248,19 @@ def test_kinds_of_elements():
     same(got[1].data, jnp.asarray(X + 1j)[there])
     tokens = bx.vmap(lambda m, x: bx.compress(m, x, axis=0))(there, jnp.stack([X, -X], 2))
     same(tokens.data, np.stack([X, -X], 2)[there])
+
+
+def test_indices_into_all_that_was_found_but_one():
+    reads = lambda x: positive(x)[1:][jnp.array([0, -1, 9])]
+    got = bx.vmap(reads)(X)
+    for y, x in zip(got, X, strict=True):
+        rest = x[x > 0][1:]
+        expected = reads_alone(rest) if len(rest) else np.full(3, np.nan)
+        np.testing.assert_array_equal(y, expected)
+
+
+def reads_alone(rest):
+    return rest[[0, -1, len(rest) - 1]]  # an index beyond the end is the last one
 
 
 def test_calls_of_the_host():

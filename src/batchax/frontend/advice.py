@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -125,18 +127,24 @@ _FINDS_SIZES = {
     ),
     "argument of jnp.unique()": ("jax.numpy.unique", "batchax.unique(x)"),
 }
+_COMPRESS = "jax.numpy.compress", "batchax.compress(condition, x)"  # asks whether all is in bounds
 
 
 def _found_sizes(error: Exception) -> str:
     """Of what has as many elements as its values say: what finds so many for each lane."""
-    for says, (what, instead) in _FINDS_SIZES.items():
-        if says in str(error):
-            return (
-                f"{what} has a size that depends on values, and so another one for each lane. "
-                f"{instead} finds it, and what comes out is Ragged. Where a sum or the like is all "
-                "that is needed, jax.numpy.where(mask, x, 0) keeps the shape."
-            )
-    return ""
+    called = next((names for says, names in _FINDS_SIZES.items() if says in str(error)), None)
+    if called is None and isinstance(error, jax.errors.TracerBoolConversionError):
+        code = inspect.unwrap(jnp.compress).__code__
+        asked = any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
+        called = _COMPRESS if asked else None
+    if called is None:
+        return ""
+    what, instead = called
+    return (
+        f"{what} has a size that depends on values, and so another one for each lane. "
+        f"{instead} finds it, and what comes out is Ragged. Where a sum or the like is all "
+        "that is needed, jax.numpy.where(mask, x, 0) keeps the shape."
+    )
 
 
 _INSTEAD = {

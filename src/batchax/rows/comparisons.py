@@ -189,13 +189,30 @@ class SizeOfRow(_compat.RowDimension):
     def _compared_by_jax(self, ask: Any, other: Any) -> Any:
         """JAX's answer, which is for all rows there are; of those there may be, if it has none."""
         try:
-            return getattr(super(), f"__{ask.__name__}__")(other)
+            answer = getattr(super(), f"__{ask.__name__}__")(other)
         except ASKED_FOR_NUMBERS as error:
             answer = agreed(self, other, ask)
+            if answer is None and _is_of_found(self) and (ask, other) in _ARE_THERE_ANY:
+                return True  # as JAX takes it of a size by a name of its own
             if answer is None:
                 error.asked = Asked(ask, self, other)  # type: ignore[attr-defined]
                 raise
             return answer
+        if ask in (operator.eq, operator.ne) and answer is (ask is operator.ne):
+            return (ask is operator.eq) == _is_always(self, other)
+        return answer
+
+
+_ARE_THERE_ANY = (operator.ge, 1), (operator.gt, 0)
+
+
+def _is_always(size: Any, other: Any) -> bool:
+    """Whether two expressions that JAX cannot tell to be equal are, in all rows there may be."""
+    if not _compat.is_row_size(other) or other.scope is not size.scope:
+        return False
+    return (
+        _compat.symbols(size) == _compat.symbols(other) and agreed(size, other, operator.eq) is True
+    )
 
 
 def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:

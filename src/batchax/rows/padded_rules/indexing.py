@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.jaxprs.words import Value
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.moving import pad_end, window
-from batchax.rows.sizes import has_symbols, is_symbolic
+from batchax.rows.sizes import Sizes, has_symbols, is_symbolic
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -65,10 +66,22 @@ def _gather(
         # Indices that were unique or sorted may not be so once they are moved inside, and those in
         # the padding may be anything.
         out = op.bind(array, places, unique_indices=False, indices_are_sorted=False)
+        dims = [
+            x.shape[k] for k in indexed if slice_sizes[k] == 1 and is_found(op.sizes, x.shape[k])
+        ]
+        for dim in dims:  # of no elements nothing can be read, whatever the index
+            there = jnp.asarray(op.sizes.size(dim)) > 0
+            none = jnp.zeros(1, out.dtype).at[1].get(mode="fill")
+            out = jnp.where(there, out, none)
     if mode == IN_BOUNDS and not exact:
         batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
         out = _dropped_in_reverse(out, in_bounds(at, last_places(op, rooms, at))[..., 0], batch)
     return op.cut(out, op.out_shape)
+
+
+def is_found(sizes: Sizes, dim: Any) -> bool:
+    """Whether a size is of elements that the program found."""
+    return is_symbolic(dim) and not sizes.found_of.keys().isdisjoint(_compat.symbols(dim))
 
 
 def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> Any:
