@@ -166,12 +166,17 @@ def test_traces():
         assert _compat.tracing()
         assert _compat.staging(), "what stages a program is of another class now"
         assert _compat.is_live(x)
+        assert _compat.compiled_later()
+        jax.grad(lambda y: (seen.append(_compat.compiled_later()), y)[1])(1.0)
+        assert seen.pop()
         assert _compat.staged_variable(x) is not None, f"a staged value is now a {type(x)}"
         assert jax.vmap(lambda y: _compat.is_live(x) or y)(x) is not None
         return x * 2
 
     assert not _compat.tracing()
     assert not _compat.staging()
+    jax.grad(lambda y: (seen.append(_compat.compiled_later()), y)[1])(1.0)
+    assert not seen.pop()
     jax.vmap(lambda x: (seen.append(_compat.staging()), x)[1])(X)
     assert seen.pop() is False  # JAX batches what is computed at once
     jax.make_jaxpr(fun)(X)

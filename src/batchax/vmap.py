@@ -155,8 +155,8 @@ def vmap(
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
         one length together, for which lengths must be known. "auto": packed and padded, for
         each part of the function what costs less; grouped for a function that cannot be
-        computed exactly otherwise; padded in size classes, as `buckets` says, where lengths are
-        traced and that costs less.
+        computed exactly otherwise; in a program, padded to several sizes where that costs less:
+        in groups of known lengths, in size classes, as `buckets` says, of traced ones.
       buckets: rows of `Ragged` arguments run in groups of similar length, each padded to its
         longest only: at most so many groups, or those of ``batchax.bucket(x)``. Where lengths are
         traced, an int: each row is padded to the least that it fits of `max_length`, half of it,

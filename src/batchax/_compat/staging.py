@@ -236,6 +236,23 @@ def staging() -> bool:
     return _kind_of_trace() == "DynamicJaxprTrace"
 
 
+def compiled_later() -> bool:
+    """Whether what is computed here becomes part of a program, whatever takes part around it.
+
+    Where not, each operation is compiled for itself as it comes, under derivatives, too.
+    """
+    return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces_around())
+
+
+def _traces_around() -> Iterator[Any]:
+    """The traces that go on, from the innermost. The trace around another one is not public."""
+    with jex_core.take_current_trace() as trace:
+        around: Any = trace
+    while around is not None:
+        yield around
+        around = getattr(around, "parent_trace", None)
+
+
 def _kind_of_trace() -> str:
     with jex_core.take_current_trace() as trace:
         return type(trace).__name__
@@ -254,16 +271,10 @@ def value_of(tracer: Any) -> Any:
 def is_live(tracer: Any) -> bool:
     """Whether `tracer` is of a trace that is going on, around what runs now.
 
-    Neither the trace of a tracer nor the one around another is public.
+    The trace of a tracer is not public.
     """
     own = getattr(tracer._trace, "tag", tracer._trace)
-    with jex_core.take_current_trace() as trace:
-        around: Any = trace
-    while around is not None:
-        if getattr(around, "tag", around) is own:
-            return True
-        around = getattr(around, "parent_trace", None)
-    return False
+    return any(getattr(trace, "tag", trace) is own for trace in _traces_around())
 
 
 def staged_variable(x: Any) -> Any:

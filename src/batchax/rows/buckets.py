@@ -246,7 +246,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     # A row of no elements takes room too: many operations have no meaning for size zero.
     needed = np.maximum(-(-lengths // multiple_of), 1) * multiple_of
     candidates, number, counts = np.unique(needed, return_inverse=True, return_counts=True)
-    chosen = _cheapest(candidates, counts, int(max_buckets))
+    chosen = cheapest_ends(candidates, counts, int(max_buckets))
     of_candidate = np.searchsorted(chosen, np.arange(len(candidates)))
     of_row = of_candidate[number.reshape(-1)]
     rows = tuple(np.flatnonzero(of_row == i) for i in range(len(chosen)))
@@ -301,22 +301,27 @@ def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-def _cheapest(sizes: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
-    """Which of the increasing `sizes` to use, at most so many, for the least elements in all.
+def cheapest_ends(weights: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
+    """The last length of each group, of at most so many, for the least weight in all.
 
     The dynamic programme that `bucket` refers to: the best use of k sizes for the first j lengths
     ends in one group after the best use of k - 1 for those before. Where that group begins does
     not decrease with j, since what a group costs is Monge, which saves looking at earlier ones.
+
+    Args:
+      weights: of a row that is padded to each length, increasing: elements, or time.
+      counts: how many rows have each length.
+      most: how many groups there may be.
     """
-    count = len(sizes)
+    count = len(weights)
     before = np.concatenate([[0], np.cumsum(counts)])  # rows among the first j sizes
-    cost = np.concatenate([[0], sizes * before[1:]])  # of the first j sizes in one group
+    cost = np.concatenate([[0], weights * before[1:]])  # of the first j sizes in one group
     totals, begins = [cost[count]], [np.zeros(count + 1, np.int64)]
     for _ in range(1, min(most, count)):
-        best, begin = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+        best, begin = np.zeros_like(cost), np.zeros(count + 1, np.int64)
         for j in range(1, count + 1):
             first = begin[j - 1]
-            with_last = cost[first:j] + sizes[j - 1] * (before[j] - before[first:j])
+            with_last = cost[first:j] + weights[j - 1] * (before[j] - before[first:j])
             at = int(np.argmin(with_last))
             best[j], begin[j] = with_last[at], first + at
         cost = best

@@ -1,4 +1,4 @@
-"""How many size classes rows of traced lengths should be in, and how long their blocks are.
+"""How many groups padded rows should be in: size classes, where lengths are traced.
 
 Where lengths are traced all that is known of them is how many elements there are at most in
 sum. Choices are made for rows that are evenly spread between none and twice the mean length, if no
@@ -7,16 +7,19 @@ lengths with that sum would take longer in classes than padded to one bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
+import numpy as np
 
 from batchax.programs.weights import BLOCK, COMPILED_STEP, ROWS
 from batchax.rows.blocks import SizeClasses
+from batchax.rows.buckets import cheapest_ends
+from batchax.rows.known_groups import KnownGroups
 from batchax.rows.layouts import Costs, Layout, differing_values
 from batchax.rows.sizes import Sizes
-from batchax.rows.steps import RowProgram
+from batchax.rows.steps import RowProgram, RowStep
 
 _MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
 _WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
@@ -62,15 +65,10 @@ def choose_classes(
     steps = [
         step for step, layout in zip(program.steps, layouts, strict=True) if layout == "padded"
     ]
-    bounds, room = costs.padded.bounds, costs.packed.bounds
+    bounds, room, time = costs.padded.bounds, costs.packed.bounds, _time_of(steps, costs, differs)
     mean = max(room[name] / bound for name, bound in bounds.items()) / costs.rows
     if not steps or mean > 0.5:  # of the bound: all rows might be longer than half of it
         return None
-
-    def time(bounds: dict[str, int]) -> float:
-        """Of one row with these bounds, in nanoseconds."""
-        each = replace(costs, padded=Sizes(bounds, {}), rows=1)
-        return sum(each.of(step, "padded", differs) for step in steps)
 
     padded = costs.rows * time(dict(bounds))
     best, least = None, padded
@@ -94,3 +92,65 @@ def choose_classes(
         if taken < least:
             best, least = classes, taken
     return best
+
+
+_MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
+_LENGTHS_TRIED = 9  # whose time is reckoned; between them it is taken to lie on a line
+
+
+def choose_groups(
+    program: RowProgram,
+    layouts: Sequence[Layout | None],
+    batched: Sequence[bool],
+    costs: Costs,
+    lengths: Mapping[str, np.ndarray],
+) -> KnownGroups | None:
+    """The groups that padded steps take least time in; None for one bound for all rows.
+
+    Rows are grouped by the size that is longest, for which others grow along.
+    """
+    differs = differing_values(program, batched)
+    steps = [
+        step for step, layout in zip(program.steps, layouts, strict=True) if layout == "padded"
+    ]
+    if not steps:
+        return None
+    time = _time_of(steps, costs, differs)
+    longest = max(lengths, key=lambda name: costs.padded.bounds[name])
+    candidates, number, counts = np.unique(
+        np.maximum(lengths[longest], 1), return_inverse=True, return_counts=True
+    )
+    number = number.reshape(-1)
+    others = {name: _greatest_until(number, np.maximum(x, 1)) for name, x in lengths.items()}
+    tried = np.unique(np.linspace(0, len(candidates) - 1, _LENGTHS_TRIED).astype(int))
+    times = [time({name: int(x[k]) for name, x in others.items()}) for k in tried]
+    weights = np.interp(candidates, candidates[tried], np.maximum.accumulate(times))
+    fixed = len(steps) * COMPILED_STEP / _RUNS
+    moved = 2 * ROWS.place * sum(costs.packed.bounds.values())  # into groups, and back
+    best, least = None, costs.rows * time(dict(costs.padded.bounds))
+    for most in range(1, _MOST_GROUPS + 1):
+        ends = cheapest_ends(weights, counts, most)
+        group = np.searchsorted(ends, number)
+        taken = float(weights[ends][group].sum()) + (most > 1) * moved + (most - 1) * fixed
+        if len(ends) == most and taken < least:
+            least, best = taken, [np.flatnonzero(group == g) for g in range(most)]
+    return None if best is None else KnownGroups.of(lengths, best)
+
+
+def _greatest_until(number: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """For each group, of that `number`, the greatest of the values of it and those before."""
+    greatest = np.zeros(number.max() + 1, values.dtype)
+    np.maximum.at(greatest, number, values)
+    return np.maximum.accumulate(greatest)
+
+
+def _time_of(
+    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool]
+) -> Callable[[dict[str, int]], float]:
+    """Nanoseconds for steps of one padded row, by the bounds of its sizes."""
+
+    def time(bounds: dict[str, int]) -> float:
+        each = replace(costs, padded=Sizes(bounds, {}), rows=1)
+        return sum(each.of(step, "padded", differs) for step in steps)
+
+    return time

@@ -205,10 +205,7 @@ def _with_size_of(out: Ragged, arguments: Sequence[Ragged]) -> Ragged:
 
 def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
     """The rows of each group, whose lengths must be known; its longest gives the bound."""
-    elements = _known(x)
-    starts = np.cumsum(elements) - elements
-    index = [_elements(starts, elements, rows) for rows in groups]
-    datas = _regroup([x.data], np.concatenate(index), [len(i) for i in index], x.element_axis)
+    datas = split_elements(x.data, _known(x), groups, x.element_axis)
     lengths = [np.asarray(each) for each in x.each_length]
     return [
         Ragged(
@@ -223,20 +220,37 @@ def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
 
 def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
     """What `split_rows` took apart."""
-    axis = parts[0].element_axis
-    capacities = [part.data.shape[axis] for part in parts]
-    elements = [_known(part) for part in parts]
-    within = [np.cumsum(one) - one for one in elements]
-    offsets = np.cumsum(capacities) - capacities
-    starts = np.concatenate([at + offset for at, offset in zip(within, offsets, strict=True)])
-    together = np.concatenate(elements)
-    place = _inverse(np.concatenate(groups), len(together))
-    index = _elements(starts, together, place)
-    (data,) = _regroup([part.data for part in parts], index, [len(index)], axis)
+    axis, order = parts[0].element_axis, np.concatenate(groups)
+    place = _inverse(order, len(order))
+    elements = np.concatenate([_known(part) for part in parts])[place]
+    data = join_elements([part.data for part in parts], elements, groups, axis)
     every = zip(*(part.each_length for part in parts), strict=True)
     lengths = [np.concatenate(list(map(np.asarray, each)))[place] for each in every]
     bounds = tuple(map(max, zip(*(part.each_bound for part in parts), strict=True)))
     return Ragged(data, lengths, bounds, axis=parts[0].axes)
+
+
+def split_elements(
+    x: Value, lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
+) -> list[Any]:
+    """The elements of the rows of each group, of packed rows of these lengths along `axis`."""
+    starts = np.cumsum(lengths) - lengths
+    index = [_elements(starts, lengths, rows) for rows in groups]
+    return _regroup([x], np.concatenate(index), [len(i) for i in index], axis)
+
+
+def join_elements(
+    parts: Sequence[Value], lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
+) -> Any:
+    """What `split_elements` took apart. Behind the last row of a part there may be room."""
+    capacities = [part.shape[axis] for part in parts]
+    counts = [lengths[rows] for rows in groups]
+    within = [np.cumsum(count) - count for count in counts]
+    offsets = np.cumsum(capacities) - capacities
+    starts = np.concatenate([at + offset for at, offset in zip(within, offsets, strict=True)])
+    place = _inverse(np.concatenate(groups), len(lengths))
+    index = _elements(starts, np.concatenate(counts), place)
+    return _regroup(parts, index, [len(index)], axis)[0]
 
 
 def split_lanes(x: Value, groups: Sequence[np.ndarray], axis: int) -> list[Any]:

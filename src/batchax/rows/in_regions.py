@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
 from batchax.frontend.mapped import Mapped
@@ -17,15 +20,21 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.memo import Memo
 from batchax.rows.arguments import SizesOf, capacity_of, with_room
-from batchax.rows.blocks import SizeClasses
 from batchax.rows.call import RowCall
-from batchax.rows.class_choice import choose_classes, find_classes
-from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.checks import known_lengths
+from batchax.rows.class_choice import choose_classes, choose_groups, find_classes
+from batchax.rows.layouts import Costs, Layout, choose_layouts
 from batchax.rows.outputs import as_ragged
 from batchax.rows.packed import Packed, PackedRows, Segments
 from batchax.rows.ragged import Ragged
-from batchax.rows.regions import Region, find_regions, regions_of_classes, run_regions
-from batchax.rows.size_classes import obstacle
+from batchax.rows.regions import (
+    Region,
+    RunPadded,
+    find_regions,
+    regions_of_groups,
+    run_regions,
+)
+from batchax.rows.size_classes import obstacle, run_in_classes
 from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
 from batchax.rows.steps import RowProgram, flatten
 
@@ -61,13 +70,13 @@ class InRegions(Way):
             if len(own) > 1
         }
         rows = PackedRows(call.axis, segments, room)
-        program, regions, classes = self._find_regions(call, rows)
+        program, regions, in_groups, called = self._find_regions(call, rows)
         for region in regions if recording.is_on() else ():
-            name = "in size classes" if classes and region.layout == "padded" else region.layout
+            name = called if region.layout == "padded" else region.layout
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
-            outs = run_regions(rows, call.bounds, program, regions, arguments, classes)
+            outs = run_regions(rows, call.bounds, program, regions, arguments, in_groups)
         return [rows.cut(out) for out in outs], [out.axis for out in outs]
 
     def check(self, call: Call, said: Any) -> None:
@@ -90,8 +99,8 @@ class InRegions(Way):
 
     def _find_regions(
         self, call: RowCall, rows: PackedRows
-    ) -> tuple[RowProgram, list[Region], SizeClasses | None]:
-        """The program in regions, and the classes that padded rows are in."""
+    ) -> tuple[RowProgram, list[Region], RunPadded | None, str]:
+        """The program in regions, how padded ones run, and what that is called."""
         program = flatten(call.staged)
         batched = [m.axis is not None for m in call.mapped]
         room = {size.name: size.capacity for size in call.sizes}
@@ -99,17 +108,34 @@ class InRegions(Way):
         costs = Costs(packed, padded, call.sizes[0].rows, rows.room)
         only = self.layout if self.layout in ("packed", "padded") else None
         layouts = choose_layouts(program, batched, costs, only)
-        if self.classes == "auto":
-            classes = choose_classes(program, layouts, batched, costs)
-        else:
-            classes = (
-                None
-                if self.classes is None
-                else find_classes(program, batched, costs, self.classes)
-            )
+        in_groups, called = self._in_groups(call, program, layouts, batched, costs)
+        if in_groups is None:
+            return program, find_regions(program, layouts), None, called
+        return program, regions_of_groups(program, layouts, batched), in_groups, called
+
+    def _in_groups(
+        self,
+        call: RowCall,
+        program: RowProgram,
+        layouts: Sequence[Layout | None],
+        batched: Sequence[bool],
+        costs: Costs,
+    ) -> tuple[RunPadded | None, str]:
+        if self.classes is None:
+            return None, "padded"
+        lengths = {size.name: known_lengths(size.lengths) for size in call.sizes}
+        known = {name: x for name, x in lengths.items() if x is not None}
+        if self.classes == "auto" and len(known) == len(lengths):
+            groups = choose_groups(program, layouts, batched, costs, known)
+            return (None, "padded") if groups is None else (groups.run, "in groups")
+        classes = (
+            choose_classes(program, layouts, batched, costs)
+            if self.classes == "auto"
+            else find_classes(program, batched, costs, self.classes)
+        )
         if classes is None:
-            return program, find_regions(program, layouts), None
-        return program, regions_of_classes(program, layouts, batched), classes
+            return None, "padded"
+        return functools.partial(run_in_classes, classes=classes), "in size classes"
 
 
 def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
@@ -147,8 +173,9 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
         return None  # there is nothing to put anywhere
     why = obstacle(call.axis, call.staged, in_chunks)
     if options.buckets is None:
-        # Outside of `jit` a loop over blocks would be compiled.
-        auto = options.layout == "auto" and call.traced and why is None
+        # Outside of `jit` the operations of each group would be compiled one by one.
+        compiled = call.traced and _compat.compiled_later()
+        auto = options.layout == "auto" and compiled and why is None
         return "auto" if auto and not _along_several(call) else None
     if why is not None:
         raise UnsupportedError(

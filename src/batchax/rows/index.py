@@ -74,6 +74,11 @@ class RowIndex:
             pieces = numpy.where(inside, pieces, 0)
         return replace(cls.of(pieces.reshape(-1), capacity, bounds[-1]), before=before)
 
+    @property
+    def full(self) -> bool:
+        """Whether it is known that each row is as long as it may be, and nothing is behind them."""
+        return bool(self.exact and self.lengths.size and (self.lengths == self.bound).all())
+
     def row_of(self, capacity: int) -> Any:
         """The row of each element of the packed array; B for those that belong to none."""
         return self._of_ended_rows(np.int32(1), capacity)
@@ -135,6 +140,8 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
         fill_value = 0
     if capacity == 0 or rows == 0 or bound == 0:
         return jnp.full(shape, fill_value, data.dtype)
+    if index.full:  # elements stay where they are
+        return jnp.moveaxis(data.reshape(*shape[1 : axis + 1], rows, *shape[axis + 1 :]), axis, 0)
     filled = _linear_gather(_pad, _pack, index, data, axis, capacity)
     if isinstance(fill_value, (int, float)) and fill_value == 0:
         return filled  # as it is
@@ -149,6 +156,8 @@ def pack_rows(padded: Any, index: RowIndex, axis: Axes, capacity: int) -> Any:
         in_pieces, in_rows = _of_pieces(axes)
         padded = jnp.moveaxis(padded, in_rows, in_pieces)
         padded = padded.reshape(-1, *padded.shape[len(axes) :])
+    if index.full:
+        return lax.collapse(jnp.moveaxis(padded, 0, axes[0]), axes[0], axes[0] + 2)
     return _linear_gather(_pack, _pad, index, padded, axes[0], capacity)
 
 

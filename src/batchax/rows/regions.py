@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,15 +14,18 @@ from batchax import _compat
 from batchax.jaxprs.evaluate import walk
 from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function
-from batchax.rows.blocks import SizeClasses
 from batchax.rows.index import pack_rows, pad_rows
+from batchax.rows.known_groups import exact_sizes
 from batchax.rows.layouts import Layout, differing_values, other_layout
 from batchax.rows.merged import can_hold, has_one, names_of
 from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.padded import CannotPad, Row, run_equation
-from batchax.rows.size_classes import run_in_classes
 from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
 from batchax.rows.steps import Constant, RowProgram, RowStep
+
+RunPadded = Callable[..., list[Packed]]
+"""``run(rows, one_row=, arguments=, shapes=)``: a function of one padded row run for all rows,
+which are padded to several bounds. Arguments and results are packed if they can be."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,12 @@ def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[
     return regions
 
 
-def regions_of_classes(
+def regions_of_groups(
     program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool]
 ) -> list[Region]:
-    """As `find_regions`, for rows in size classes.
+    """As `find_regions`, for rows in groups.
 
-    What rows share is computed first, or each block of rows would compute it again.
+    What rows share is computed first, or each group of rows would compute it again.
     """
     differs = differing_values(program, batched)
     own: dict[RowStep, Layout | None] = {
@@ -83,12 +86,12 @@ def run_regions(
     program: RowProgram,
     regions: Sequence[Region],
     arguments: Sequence[Packed],
-    classes: SizeClasses | None = None,
+    in_groups: RunPadded | None = None,
 ) -> list[Packed]:
     """The results of a program for all rows.
 
     Ragged ones are packed if they have the size of a row, others, such as ``n - 1``, padded.
-    With `classes` padded rows have the bound of their class; if not, that of all rows.
+    Padded rows run `in_groups`, each with the bound of its group; if None, all with one bound.
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
@@ -99,7 +102,7 @@ def run_regions(
         if region.layout == "packed":
             _run_packed(values, region)
         else:
-            _run_padded(values, region, live, program, classes)
+            _run_padded(values, region, live, program, in_groups)
         values.keep_only(live)
     return [
         Packed(v.value, v.shape)
@@ -174,25 +177,26 @@ def _run_padded(
     region: Region,
     live: set[int],
     program: RowProgram,
-    classes: SizeClasses | None,
+    in_groups: RunPadded | None,
 ) -> None:
     """A region as a function of one padded row, batched as any function is."""
     made = {v for step in region.steps for v in step.outputs}
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
     layouts: list[Layout] = [
-        "packed" if classes and has_one(program.shapes[v]) else "padded" for v in needed
+        "packed" if in_groups and has_one(program.shapes[v]) else "padded" for v in needed
     ]
     operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
     constants = {
         v: x for v, x in zip(needed, operands, strict=True) if isinstance(x.value, np.ndarray)
     }
     inputs = {v: x for v, x in zip(needed, operands, strict=True) if v not in constants}
+    packed = {v for v, layout in zip(needed, layouts, strict=True) if layout == "packed"}
 
     def one_row(sizes: Sizes, *args: Any) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in constants.items()}
         for (v, given), x in zip(inputs.items(), args, strict=True):
-            zero = has_symbols(given.shape) and (classes or v not in values.left_padded)
+            zero = has_symbols(given.shape) and (v in packed or v not in values.left_padded)
             env[v] = Row(x, given.shape, 0 if zero else None)
 
         def read(v: Any) -> Row:
@@ -201,9 +205,10 @@ def _run_padded(
         walk(region.steps, env, read, functools.partial(_run_step, sizes))
         return [env[v].value for v in results]
 
-    if classes:
+    if in_groups:
         shapes = [program.shapes[v] for v in results]
-        outs = run_in_classes(values.rows, classes, one_row, list(inputs.values()), shapes)
+        given = list(inputs.values())
+        outs = in_groups(values.rows, one_row=one_row, arguments=given, shapes=shapes)
         for v, out in zip(results, outs, strict=True):
             if has_symbols(out.shape) and out.axis is not None:
                 values.left_padded.add(v)
@@ -211,12 +216,14 @@ def _run_padded(
                 v, out, "padded" if out.axis is not None and has_symbols(out.shape) else "packed"
             )
         return
-    names = list(values.bounds)
-    lengths = [jnp.asarray(values.rows.segments[name].index.lengths) for name in names]
+    known = {name: values.rows.segments[name].index.lengths for name in values.bounds}
+    names, lengths = list(known), list(map(jnp.asarray, known.values()))
+    exact = exact_sizes(known, values.bounds)
 
     def of_lengths(*args: Any) -> list[Any]:
-        lengths = dict(zip(names, args, strict=False))
-        return one_row(Sizes(values.bounds, lengths), *args[len(names) :])
+        own = dict(zip(names, args, strict=False))
+        own.update((name, np.int32(values.bounds[name])) for name in exact)
+        return one_row(Sizes(values.bounds, own, exact), *args[len(names) :])
 
     axes: list[Position] = [*[0] * len(names), *(x.axis for x in inputs.values())]
     arrays = [*lengths, *(x.value for x in inputs.values())]

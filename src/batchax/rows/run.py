@@ -106,7 +106,7 @@ class InRows(Way):
             return self._by_switch(call, functools.partial(cannot_stage, error, call.sizes, works))
         if self.of_bucket:
             refuse_order(call.staged)
-        way: Way = AnyLength(self.options, self.chunking)
+        way: Way = AnyLength(self.options, self.chunking, self.of_bucket)
         if self.shards is not None:
             way = RowsOnDevices(self.shards, way, call.tells_of_mesh)
         try:
@@ -148,17 +148,19 @@ class AnyLength(Way):
     Attributes:
       options: what was asked for.
       chunking: how many padded rows run at a time; None for all.
+      of_bucket: whether these are rows of a bucket, as many of which there are as was asked for.
     """
 
     makes_calls: ClassVar[bool] = True
 
     options: RowOptions
     chunking: Chunking | None
+    of_bucket: bool = False
 
     def run(self, call: Call) -> Outputs:
         assert isinstance(call, RowCall)
         in_chunks = self.chunking is not None and self.chunking.applies_to(call.axis.size)
-        classes = most_classes(call, self.options, in_chunks)
+        classes = None if self.of_bucket else most_classes(call, self.options, in_chunks)
         finds = find_found(call.staged)
         if classes is None and (in_chunks or finds or _compat.calls_back(call.staged.effects)):
             # Regions would not keep the order in which programs call the host, and hand no sizes on
