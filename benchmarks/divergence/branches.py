@@ -28,12 +28,14 @@ class BranchWorkload:
       name: what reports call it.
       branches: functions of an example and the weights.
       shares: which part of the lanes takes each branch.
+      size: how many numbers an example has; weights are square matrices of it.
       lanes: number of lanes in a full measurement.
     """
 
     name: str
     branches: tuple[Callable[[Any, Any], Any], ...]
     shares: tuple[float, ...]
+    size: int = SIZE
     lanes: int = 8192
     turns: int = 11
     family: str = "Branches"
@@ -63,8 +65,8 @@ class BranchWorkload:
         counts = np.round(lanes * np.cumsum(self.shares)).astype(int)
         index = np.searchsorted(counts, np.arange(lanes), side="right")
         index = np.random.default_rng(0).permutation(index)
-        weights = normal(len(self.branches), SIZE, SIZE, seed=1) / 8
-        return jnp.asarray(index, jnp.int32), normal(lanes, SIZE, seed=2), weights
+        weights = normal(len(self.branches), self.size, self.size, seed=1) / self.size**0.5
+        return jnp.asarray(index, jnp.int32), normal(lanes, self.size, seed=2), weights
 
     def by_hand(self, index: Any, x: Any, weights: Any) -> Any:
         """All lanes, sorted by branch, in blocks of lanes that take the same."""
@@ -153,6 +155,17 @@ WORKLOADS = {
         BranchWorkload("20 products, 5% of lanes", (doubled, layers(0)), (0.95, 0.05)),
         BranchWorkload(
             "20 products, 5% of 256 lanes", (doubled, layers(0)), (0.95, 0.05), lanes=256
+        ),
+        *(
+            BranchWorkload(
+                f"20 products of 24, {share:.0%} of {lanes:,} lanes",
+                (doubled, layers(0)),
+                (1 - share, share),
+                size=24,
+                lanes=lanes,
+            )
+            for lanes in (256, 1024)
+            for share in (0.05, 0.2, 1.0)
         ),
         BranchWorkload("20 products, all lanes", (doubled, layers(0)), (0.0, 1.0)),
         BranchWorkload("eight of 20 products", tuple(map(layers, range(8))), (1 / 8,) * 8),

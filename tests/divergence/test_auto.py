@@ -1,6 +1,7 @@
 """Lanes part ways where that pays, without being asked: `vmap(..., divergence="auto")`."""
 
 import functools
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +236,7 @@ def test_dear_branches_run_for_the_lanes_that_take_them():
 def test_few_lanes_take_branches_apart_if_each_had_a_copy_of_what_they_share():
     """Under ``jax.vmap``, that is, which takes longer than all of them in chunks."""
     xs, one = jnp.zeros((256, 64)), jnp.zeros((64, 64))
-    few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
+    few = Auto(limits=ONE_DEVICE.limits._replace(cores=2, perhaps=inf))
     for weights, at, way in ((one, None, "grouped"), (jnp.zeros((256, 64, 64)), 0, "masked")):
         explained = bx.explain(chosen, (0, 0, at), divergence=few)(jnp.arange(256) % 3, xs, weights)
         (notes,) = [e.notes for e in explained.equations if e.primitive == "cond"]
@@ -250,7 +251,7 @@ def test_derivatives_run_for_all_lanes_if_a_cache_holds_what_they_keep():
     def texts(lanes):
         arrays = [jax.ShapeDtypeStruct((lanes, *s), jnp.float32) for s in ((64,), (64, 64))]
         args = jax.ShapeDtypeStruct((lanes,), bool), *arrays
-        few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
+        few = Auto(limits=ONE_DEVICE.limits._replace(cores=2, perhaps=inf))
         batched = bx.vmap(f, divergence=few)
         gradient = jax.grad(lambda t, x, w: batched(t, x, w).sum(), 1)
         return [str(jax.make_jaxpr(g)(*args)) for g in (batched, gradient)]

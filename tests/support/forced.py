@@ -9,6 +9,7 @@ EVERYWHERE = Limits(
     begun=0,
     busy=0,
     gain=0,
+    perhaps=inf,
     launched=0,
     cached=0,
     nest=0,
@@ -24,3 +25,5 @@ LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, nest=inf))
 """All lanes run first, and the last ones in a window."""
 MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
+DECIDED = Auto(limits=EVERYWHERE._replace(gain=inf, perhaps=0, counting=0, compiling=0, nest=inf))
+"""Branches are compiled twice: for the lanes that take them, and for all if most do."""

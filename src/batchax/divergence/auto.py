@@ -28,7 +28,7 @@ import jax
 
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
-from batchax.divergence.branches import BranchCost, run_branches
+from batchax.divergence.branches import BranchCost, Choice, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back, can_move, rule_of_user
@@ -58,6 +58,14 @@ class Limits(NamedTuple):
     """nanoseconds of work in a step of a window for each core of a processor"""
     gain: float = 8.0
     """how many times as much as moving its lanes a branch costs"""
+    perhaps: float = 3.0
+    """the same of one of which it is decided while the program runs for whom it does"""
+    counting: float = 30_000.0
+    """nanoseconds that such a branch takes for all lanes"""
+    compiling: float = 1_000.0
+    """nanoseconds that it takes for each of its operations, which are compiled twice"""
+    most: float = 0.5
+    """the share of the lanes from which on all run, masked, on a few cores"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
     copying: float = 2.0
@@ -93,6 +101,7 @@ class Auto(Compact):
 
     limits: Limits = field(default_factory=lambda: limits)
     asked: ClassVar[bool] = False
+    _decided: bool = field(default=False, repr=False, kw_only=True)
 
     def leaves(self, values: Sequence[Value]) -> bool:
         """Whether lanes may be spread over devices: to move one would be to send it."""
@@ -102,7 +111,8 @@ class Auto(Compact):
         if jax.default_backend() != "cpu" or not isinstance(axis.size, int):
             return False
         limits = self.limits
-        dear = dearest_step(loop) * axis.size >= limits.busy * limits.cores
+        enough = min(limits.busy * limits.cores, limits.counting)
+        dear = dearest_step(loop) * axis.size >= enough
         return dear or self._may_run_flat(axis, loop)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
@@ -120,7 +130,11 @@ class Auto(Compact):
         if any(map(rule_of_user.in_program, programs)):
             return None
         if isinstance(parting, Branches):
-            return run_branches(axis, parting, None, self._pays)
+            inside = replace(self.inside(), _decided=True)
+            # XLA may run all lanes on all cores, and chunks on one.
+            most = self.limits.most * min(1, self.limits.few / self.limits.cores)
+            choice = Choice(self._pays, self._decides, most, inside)
+            return run_branches(axis, parting, None, choice)
         if self._nesting:
             # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
             recording.note(why="a loop around it has a window")
@@ -180,7 +194,10 @@ class Auto(Compact):
         return surely or price_of_loops(loop).of(axis.size) >= least
 
     def _pays(self, branch: BranchCost) -> bool:
+        """Whether a branch is to run for the lanes that take it, even if all of them do."""
         limits = self.limits
+        if not branch.held and branch.others >= branch.begun and self._may_pay(branch):
+            return True  # all lanes that take it save the others
         dear = branch.work >= limits.gain * branch.moving
         if not dear or branch.begun < limits.launched * branch.work:
             return False
@@ -191,6 +208,20 @@ class Auto(Compact):
         if 0 < branch.held < limits.cached:  # to compute it again takes longer than to read it
             return False
         return branch.work * branch.chunk >= enough
+
+    def _decides(self, branch: BranchCost) -> bool:
+        """Whether it is decided while the program runs for whom a branch does."""
+        if self._decided or branch.others >= branch.begun or not self._may_pay(branch):
+            return False
+        return branch.work * branch.lanes >= self.limits.compiling * branch.operations
+
+    def _may_pay(self, branch: BranchCost) -> bool:
+        """Whether it pays to run a branch for the lanes that take it, if they are few."""
+        limits = self.limits
+        dear = branch.work >= limits.perhaps * branch.moving
+        if not dear or branch.begun < limits.launched * branch.work:
+            return False
+        return branch.work * branch.lanes >= limits.counting
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)

@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.divergence.window import count_active
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
 from batchax.execution.bounded_forms import Form, Operands, SweepForm
 from batchax.execution.bounded_loop import no_checkpoints
 from batchax.execution.checkpoints import UNUSED
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.entries import entry_of
+from batchax.execution.gathered_lanes import count_active
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.execution.slices import with_derivative_of
 from batchax.jaxprs.words import Value

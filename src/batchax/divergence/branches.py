@@ -3,11 +3,14 @@
 A branch that costs much more than moving its operands and results is run *apart*: as a loop
 over chunks of the lanes that take it (`execution.chunk_loop`). Nothing is computed for lanes
 that do not, and if there are none that do, no chunk runs. Its derivatives run for the same
-lanes. Other branches run for all lanes, masked.
+lanes. Where chunks cost more than masked lanes if most take it, both are compiled, and while the
+program runs the lanes that take it are counted: by their number all run, masked, or these in
+chunks, or nobody. Other branches run for all lanes, masked.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,11 +22,11 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.divergence.branch_derivatives import Derivative, RunLanes, run_differentiable
+from batchax.divergence.branch_derivatives import Derivative, run_differentiable
 from batchax.divergence.limits import can_move, refuse_collectives
-from batchax.divergence.widths import launch_time
+from batchax.divergence.widths import launch_time, length
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
+from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
@@ -33,7 +36,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.captured import closed_over
 from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import Branches, PlacedOutputs
+from batchax.kernel.divergence import Branches, Divergence, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, cost_of_program
@@ -57,7 +60,7 @@ def run_branches(
     axis: Axis,
     branches: Branches,
     width: int | None,
-    pays: Callable[[BranchCost], bool] | None = None,
+    choice: Choice | None = None,
 ) -> PlacedOutputs | None:
     """What each lane's branch returns; None if all branches are to be masked.
 
@@ -65,7 +68,7 @@ def run_branches(
       axis: the axis being mapped.
       branches: the branches, and what they are given.
       width: how many lanes of those that take the same branch run together; None to choose.
-      pays: whether a branch is to run apart, by what it costs; None for where that may pay.
+      choice: how a branch is to run, by what it costs; None for apart wherever that may pay.
 
     Raises:
       UnsupportedError: a branch has a collective in it.
@@ -73,11 +76,18 @@ def run_branches(
     refuse_collectives(branches.programs, "a branch that not every lane takes")
     if not can_move(axis, (branches.index, *branches.operands)):
         return None
-    parts = [_Part(axis, program, branches, width, pays) for program in branches.programs]
+    parts = [_Part(axis, program, branches, width, choice) for program in branches.programs]
+    for part in parts:
+        part.choose(sum(p.begun for p in parts if p is not part))
     if not any(part.apart for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
-    recording.note(divergence="grouped", apart=[i for i, part in enumerate(parts) if part.apart])
+    numbers = lambda which: [i for i, part in enumerate(parts) if which(part)]
+    recording.note(
+        divergence="grouped",
+        apart=numbers(lambda part: part.apart),
+        decided=numbers(lambda part: part.decided),
+    )
     results = []
     for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
         before = branches.programs[:i]
@@ -104,6 +114,8 @@ class BranchCost(NamedTuple):
       starting: to begin its operations, however many lanes run at a time.
       chunk: how many lanes run at a time.
       lanes: how many there are.
+      others: what the other branches take that is begun likewise.
+      operations: how many it has, to be compiled.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
     """
@@ -115,11 +127,29 @@ class BranchCost(NamedTuple):
     starting: float
     chunk: int
     lanes: int
+    others: float
+    operations: int
     held: int = 0
 
 
+class Choice(NamedTuple):
+    """How a branch runs that lanes may take apart, by what it costs.
+
+    Attributes:
+      apart: whether for the lanes that take it, whatever their number.
+      decided: whether for those, or for all, as it is decided while the program runs.
+      most: the share of the lanes from which on all run, where that is decided.
+      inside: how lanes that part ways are run inside of a branch that is compiled twice.
+    """
+
+    apart: Callable[[BranchCost], bool]
+    decided: Callable[[BranchCost], bool]
+    most: float
+    inside: Divergence
+
+
 class _Part:
-    """One branch: whether it is run apart (`apart`), and how.
+    """One branch: whether it is run apart (`apart`), but masked if most take it (`decided`); how.
 
     `used` are the operands that it reads, `made` the variables of what it computes. What it only
     hands on is not moved.
@@ -131,9 +161,9 @@ class _Part:
         program: ClosedJaxpr,
         branches: Branches,
         width: int | None,
-        pays: Callable[[BranchCost], bool] | None,
+        choice: Choice | None,
     ) -> None:
-        self.width, self.pays, self.index = width, pays, branches.index
+        self.width, self.choice, self.index = width, choice, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if any_uses_axis(axis, program):
@@ -151,6 +181,12 @@ class _Part:
         differs = list(map(_differs, self.positions))
         cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
         self.work, self.launches = TOGETHER.time(cost), cost.launches
+        self.begun = time_begun(jaxpr, differs)
+        self.apart = self.decided = False
+
+    def choose(self, others: float) -> None:
+        """Finds how it runs, beside other branches that take so long for a lane."""
+        self.others = others
         self.apart = self._can_run_apart() and self._is_worth_it()
 
     def _take_index(self) -> None:
@@ -179,8 +215,10 @@ class _Part:
 
     def _is_worth_it(self) -> bool:
         moving = time_to_move(self._moved())
-        if self.pays is not None:
-            return self.pays(self._cost(moving))
+        if self.choice is not None:
+            cost = self._cost(moving)
+            self.decided = self.choice.decided(cost)
+            return self.decided or self.choice.apart(cost)
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
         if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
@@ -199,11 +237,13 @@ class _Part:
         return BranchCost(
             work=self.work,
             copied=TOGETHER.time(cost_of_program(jaxpr, differs=own, steps=STEPS)),
-            begun=time_begun(jaxpr, list(map(_differs, self.positions))),
+            begun=self.begun,
             moving=moving,
             starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
             chunk=fitting_width(_chunk(self.work), size),
             lanes=size,
+            others=self.others,
+            operations=length(jaxpr),
         )
 
     def _of_used(self) -> ClosedJaxpr:
@@ -228,7 +268,10 @@ class _Part:
         else:
             most = _chunk(self.work)
             chunk = fitting_width(most, size)
-        axis = replace(self.axis, name=None, divergence=self.axis.divergence.inside())
+        inside, share = self.axis.divergence.inside(), None
+        if self.choice is not None and self.decided:
+            inside, share = self.choice.inside, self.choice.most
+        axis = replace(self.axis, name=None, divergence=inside)
 
         def run(
             program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
@@ -242,11 +285,15 @@ class _Part:
 
                 return run_chunk
 
+            def of_all(width: int) -> Callable[..., list[Any]]:
+                lanes = replace(axis, size=width)
+                return lambda _, active, *xs: _masked(lanes, program, positions, active, xs)
+
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
-            return chunk_loop(
-                ChunkLoop(ChunkBody(of_width), specs, results, size, chunk), [active, *xs]
-            )
+            every = None if share is None else AllAtOnce(ChunkBody(of_all), share)
+            loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, all_at_once=every)
+            return chunk_loop(loop, [active, *xs])
 
         program, positions, used, made = self.program, self.positions, self.used, self.made
         of_used, at = self._of_used(), [positions[k] for k in used]
@@ -254,7 +301,8 @@ class _Part:
         if _compat.calls_back(program.effects):
             outs = run(of_used, at, active, operands)
         else:
-            derivative = Derivative(run, self._masked(axis), self._derivative_pays(), self.work)
+            masked_all = functools.partial(_masked, axis)
+            derivative = Derivative(run, masked_all, self._derivative_pays(), self.work)
             outs = run_differentiable(derivative, of_used, at, active, operands)
         jaxpr = program.jaxpr
         env = dict(zip(jaxpr.invars, zip(self.operands, positions, strict=True), strict=True))
@@ -265,24 +313,25 @@ class _Part:
 
     def _derivative_pays(self) -> Callable[[int], bool]:
         """Whether it pays for a derivative, which would keep so many bytes of a lane."""
-        if self.pays is None:
+        if self.choice is None:
             return lambda kept: True
-        pays, size = self.pays, self.axis.size
+        pays, size = self.choice.apart, self.axis.size
         moved = self._moved()
         cost, own = self._cost(time_to_move(moved)), bytes_of(moved)
         return lambda kept: pays(cost._replace(held=(kept + own) * size))
 
-    def _masked(self, axis: Axis) -> RunLanes:
-        """Runs a program for all lanes; those that are not active get anything."""
 
-        def run(
-            program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
-        ) -> list[Any]:
-            index = lax.convert_element_type(active, np.int32)
-            outs, at = one_branch(axis, index, 1, program, xs, positions)
-            return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
-
-        return run
+def _masked(
+    axis: Axis,
+    program: ClosedJaxpr,
+    positions: Sequence[Position],
+    active: Any,
+    xs: Sequence[Value],
+) -> list[Any]:
+    """Runs a program for all lanes; those that are not active get anything."""
+    index = lax.convert_element_type(active, np.int32)
+    outs, at = one_branch(axis, index, 1, program, xs, positions)
+    return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
 
 
 def _chunk(work: float) -> int:

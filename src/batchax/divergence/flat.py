@@ -34,8 +34,9 @@ from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
-from batchax.divergence.window import Plan, Tally, count_active, counted
+from batchax.divergence.window import Plan, Tally, counted
 from batchax.execution.buffers import blank
+from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.segments import SegmentRun, in_front
-from batchax.divergence.window import count_active
+from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 
 

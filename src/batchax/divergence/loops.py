@@ -13,7 +13,8 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.varying import with_varying_values
-from batchax.divergence.window import Plan, Tally, count_active, counted, run_in_windows
+from batchax.divergence.window import Plan, Tally, counted, run_in_windows
+from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position

@@ -23,8 +23,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -32,7 +30,7 @@ from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
 from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
-from batchax.execution.gathered_lanes import put, taken_at
+from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 
@@ -328,15 +326,6 @@ def rows_of(x: Value, position: Position, lanes: Any) -> Any:
 def with_rows(x: Value, rows: Any, target: Any) -> Any:
     """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
     return put(x, rows, target, 0)
-
-
-def count_active(active: Any, dtype: Any = np.int32) -> Any:
-    """How many lanes are active."""
-    if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
-        return lax.convert_element_type(jnp.sum(active, dtype=np.int32), dtype)
-    # A processor is given several operations for a sum, each to be compiled, but one for this.
-    ones = lax.convert_element_type(active, np.float32)
-    return lax.convert_element_type(lax.dot(ones, ones), dtype)
 
 
 def counted(tally: Tally, count: Any) -> Tally:

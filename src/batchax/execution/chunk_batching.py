@@ -41,25 +41,26 @@ def _batched(
     of_state = lambda _, places: [any(hits[places])] * len(hits[places])
     hits = of_states(loop.results, hits, of_state)
 
-    def of_width(width: int) -> Any:
-        one_example = loop.body.function(width)
+    def of_all(body: ChunkBody) -> ChunkBody:
+        def of_width(width: int) -> Any:
+            one_example = body.function(width)
 
-        def batched(start: Any, *xs: Any) -> list[Any]:
-            outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
-            return [
-                match_axis(axis, x, a, 0) if hit else x
-                for x, a, hit in zip(outs, out_axes, hits, strict=True)
-            ]
+            def batched(start: Any, *xs: Any) -> list[Any]:
+                outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
+                return [
+                    match_axis(axis, x, a, 0) if hit else x
+                    for x, a, hit in zip(outs, out_axes, hits, strict=True)
+                ]
 
-        return batched
+            return batched
+
+        return ChunkBody(of_width, of=body)
 
     operands = tuple(map(_shifted, loop.operands, axes))
     results = tuple(
         _shifted(spec, 0 if hit else None) for spec, hit in zip(loop.results, hits, strict=True)
     )
-    outer = replace(
-        loop, body=ChunkBody(of_width, of=loop.body), operands=operands, results=results
-    )
+    outer = loop.changed(of_all, operands=operands, results=results)
     return chunk_loop(outer, args), [0 if hit else None for hit in hits]
 
 

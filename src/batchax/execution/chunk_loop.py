@@ -11,7 +11,8 @@ chunk by chunk (Griewank and Walther, "Revolve", 2000, call it checkpointing).
 
 The lanes may be those that a mask picks. Then there are only as many chunks as those lanes
 fill; what a chunk sees is gathered, and what it returns is scattered. Derivatives pick the
-same lanes.
+same lanes. Where most lanes are picked, all may run at once instead, if it is said what is done
+for all: then nobody is moved.
 
 Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array
 that is sliced in the loop would be added up as one full array for each chunk.
@@ -82,6 +83,20 @@ class ChunkBody:
         return self._staged[key]
 
 
+@dataclass(frozen=True)
+class AllAtOnce:
+    """What is done for all lanes at once where a mask picks most of them.
+
+    Attributes:
+      body: what is done, as for one chunk of all lanes; its first operand is the mask. What it
+        returns for lanes that are not picked is not looked at.
+      share: the share of the lanes from which on they are most.
+    """
+
+    body: ChunkBody
+    share: float
+
+
 @_compat.held_weakly
 @dataclass(frozen=True)
 class ChunkLoop:
@@ -94,6 +109,7 @@ class ChunkLoop:
       size: number of lanes.
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
       progress: who is told how far it is.
+      all_at_once: what is done where its mask picks most lanes; None: chunks of those, as ever.
     """
 
     body: ChunkBody
@@ -102,6 +118,7 @@ class ChunkLoop:
     size: int
     chunk: int | Auto
     progress: LoopProgress | None = None
+    all_at_once: AllAtOnce | None = None
 
     def derivative(self, name: str, **changes: Any) -> ChunkLoop:
         """A loop over the same lanes that computes a derivative of this one."""
@@ -114,7 +131,14 @@ class ChunkLoop:
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
         told = None if self.progress is None else self.progress.derivative(name)
-        return replace(self, chunk=chunk, progress=told, **changes)
+        return replace(self, chunk=chunk, progress=told, all_at_once=None, **changes)
+
+    def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
+        """A loop of which `change` makes what is done, for a chunk and for all lanes."""
+        whole = self.all_at_once
+        if whole is not None:
+            whole = replace(whole, body=change(whole.body))
+        return replace(self, body=change(self.body), all_at_once=whole, **others)
 
     @property
     def gathers(self) -> bool:
@@ -176,6 +200,8 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         # The last chunk has another width, and so a program of its own. It is staged now and kept:
         # a derivative rule in it may close over values of a trace that is over later.
         loop.program(avals, loop.size % loop.chunk)
+    if loop.all_at_once is not None:
+        loop.all_at_once.body.staged(loop.size, avals)
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):
         # A derivative rule in the body closes over these. The primitive is differentiated and
@@ -196,7 +222,8 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
         return run
 
     operands = (*loop.operands, *[WHOLE] * count)
-    return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=operands)
+    body = ChunkBody(of_width, of=loop.body)
+    return replace(loop, body=body, operands=operands, all_at_once=None)
 
 
 def result_types(loop: ChunkLoop, program: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,10 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.execution import gathered_lanes
-from batchax.execution.chunk_loop import ChunkLoop
+from batchax.execution.chunk_loop import AllAtOnce, ChunkLoop
 from batchax.execution.chunk_results import collect, of_only_chunk, results_before
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
-from batchax.execution.gathered_lanes import GatheredLanes
+from batchax.execution.gathered_lanes import GatheredLanes, count_active
 from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.operand_specs import (
     ActiveMask,
@@ -41,6 +42,8 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
+    if loop.all_at_once is not None:
+        return _as_many_are_picked(loop, loop.all_at_once, operands)
     chunks = _Chunks.of(loop, operands)
     if loop.size <= chunks.width and not loop.gathers:
         outs, _ = chunks.run(np.int32(0), loop.size)
@@ -56,6 +59,28 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
         for x, t, spec in zip(results, program.out_avals, loop.results, strict=True)
     ]
+
+
+def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Value]) -> list[Any]:
+    """The results of nobody, of few lanes in chunks, or of all at once: by how many are picked."""
+    assert isinstance(loop.chunk, int)
+    few = replace(loop, all_at_once=None)
+    avals = [jax.typeof(x) for x in operands]
+    some, every = loop.program(avals, loop.chunk), whole.body.staged(loop.size, avals)
+    (start,) = _compat.varying_alike([np.int32(0)], like=operands)
+
+    def nothing(*operands: Any) -> list[Any]:
+        return _compat.varying_alike(results_before(few, some), like=operands)
+
+    def at_once(*operands: Any) -> list[Any]:
+        return eval_jaxpr(every.jaxpr, every.consts, start, *operands)
+
+    count = count_active(operands[0])
+    most = np.int32(max(1, math.ceil(whole.share * loop.size)))
+    way = lax.convert_element_type(count > 0, np.int32)
+    way += lax.convert_element_type(count >= most, np.int32)
+    in_chunks = functools.partial(run_flat, few)
+    return lax.switch(way, [nothing, in_chunks, at_once], *operands)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,6 +221,9 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
     own = loop.size, loop.operands, loop.results, loop.progress
+    if loop.all_at_once is not None:
+        whole = loop.all_at_once
+        own = *own, whole.share, value_key(whole.body.staged(loop.size, avals))
     return chunk, *own, tuple(avals), *programs
 
 

@@ -55,20 +55,23 @@ def batch_gathered(
 def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
     """`loop` with the index of the lane of `axis` as one more operand, the last."""
 
-    def of_width(width: int) -> Callable[..., list[Any]]:
-        one_example = loop.body.function(width)
+    def given(body: ChunkBody) -> ChunkBody:
+        def of_width(width: int) -> Callable[..., list[Any]]:
+            one_example = body.function(width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            *own, lane = xs
-            types = [jax.typeof(start), *map(jax.typeof, own)]
-            staged = _compat.stage(one_example, types, [(axis.name, axis.size)])
-            _check_apart(axis, staged)
-            program = index_as_input(axis, staged)
-            return eval_jaxpr(program.jaxpr, program.consts, lane, start, *own)
+            def run(start: Any, *xs: Any) -> list[Any]:
+                *own, lane = xs
+                types = [jax.typeof(start), *map(jax.typeof, own)]
+                staged = _compat.stage(one_example, types, [(axis.name, axis.size)])
+                _check_apart(axis, staged)
+                program = index_as_input(axis, staged)
+                return eval_jaxpr(program.jaxpr, program.consts, lane, start, *own)
 
-        return run
+            return run
 
-    return replace(loop, body=ChunkBody(of_width, of=loop.body), operands=(*loop.operands, WHOLE))
+        return ChunkBody(of_width, of=body)
+
+    return loop.changed(given, operands=(*loop.operands, WHOLE))
 
 
 def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
@@ -111,27 +114,30 @@ def _as_one(
     most = specs[0].most
     chunk = loop.chunk if most is None else fitting_width(most, size)
 
-    def of_width(width: int) -> Callable[..., list[Any]]:
-        one_lane = loop.body.function(1)
-        lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
+    def joined(body: ChunkBody) -> ChunkBody:
+        def of_width(width: int) -> Callable[..., list[Any]]:
+            one_lane = body.function(1)
+            lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            # Lanes of a chunk may belong to different outer lanes, which differ in operands that
-            # are whole in `loop`. So what runs is a chunk of one lane, batched over the lanes:
-            # a value has an axis for these, and beside it one of size one for the chunk's.
-            pairs = [(start, None), *map(_apart, xs, specs, loop.operands)]
-            xs_at = [a for _, a in pairs]
-            outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
-            return [
-                _together(lanes, *each) for each in zip(outs, outs_at, loop.results, strict=True)
-            ]
+            def run(start: Any, *xs: Any) -> list[Any]:
+                # Lanes of a chunk may belong to different outer lanes, which differ in operands
+                # that are whole in `loop`. So what runs is a chunk of one lane, batched over the
+                # lanes: a value has an axis for these, and beside it one of size one for the
+                # chunk's.
+                pairs = [(start, None), *map(_apart, xs, specs, loop.operands)]
+                xs_at = [a for _, a in pairs]
+                outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
+                placed = zip(outs, outs_at, loop.results, strict=True)
+                return [_together(lanes, *each) for each in placed]
 
-        return run
+            return run
+
+        return ChunkBody(of_width, of=body)
 
     # A sum is one over the inner lanes of each outer lane: `_split` adds up what each lane returns.
     results = tuple(Gathered(0) if isinstance(spec, Sum) else spec for spec in loop.results)
-    body = ChunkBody(of_width, of=loop.body)
-    outs = chunk_loop(ChunkLoop(body, specs, results, size, chunk), operands)
+    how = {"operands": specs, "results": results, "size": size, "chunk": chunk, "progress": None}
+    outs = chunk_loop(loop.changed(joined, **how), operands)
     return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
 
 

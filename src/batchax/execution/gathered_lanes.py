@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -12,6 +14,15 @@ from batchax.jaxprs.words import Value
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
 _FEWEST = 16  # but no narrower than this
+
+
+def count_active(active: Any, dtype: Any = np.int32) -> Any:
+    """How many lanes are active."""
+    if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
+        return lax.convert_element_type(jnp.sum(active, dtype=np.int32), dtype)
+    # A processor is given several operations for a sum, each to be compiled, but one for this.
+    ones = lax.convert_element_type(active, np.float32)
+    return lax.convert_element_type(lax.dot(ones, ones), dtype)
 
 
 def fitting_width(most: int, size: int) -> int:

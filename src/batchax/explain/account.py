@@ -261,8 +261,9 @@ class StepCount:
       branch: which branch, of a `cond`; None of a loop.
       way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
         "neighbours", together until the last of them is done; "flat", each at a place of its own;
-        "grouped", a branch for the lanes that take it; "gathered", the same, for which lanes of a
-        loop around it wait; "once", for all lanes alike.
+        "grouped", a branch for the lanes that take it; "decided", the same, or for all if most of
+        them do; "gathered", for those that take it, for which lanes of a loop around it wait;
+        "once", for all lanes alike.
       needed: the lane-steps that one lane after another would take, alone; None if unknown.
       done: those that were computed; None if unknown.
       masked: those that would be if lanes were masked; None if unknown.

@@ -210,6 +210,8 @@ def _each(
         way = notes.get("divergence", "together")
         if way in ("grouped", "gathered") and branch not in notes["apart"]:
             way = "masked"
+        if way == "grouped" and branch in notes["decided"]:
+            way = "decided"
         if eqn.service == "once":
             yield StepCount(eqn.number, branch, "once", why=why or "it runs once for all lanes")
         elif why or branch not in needed:

@@ -250,8 +250,12 @@ def _remarks(eqn: Equation) -> str:
         branches, width = ", ".join(map(str, eqn.notes["apart"])), eqn.notes["widths"][0]
         remarks.append(f"lanes wait before branch {branches} until they are {width}")
     if divergence == "grouped":
-        branches = ", ".join(map(str, eqn.notes["apart"]))
-        remarks.append(f"branch {branches} for the lanes that take it")
+        decided = eqn.notes["decided"]
+        told = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}
+        for otherwise, some in told.items():
+            if some:
+                branches = ", ".join(map(str, some))
+                remarks.append(f"branch {branches} for the lanes that take it{otherwise}")
     if "small_matrices" in eqn.notes:
         remarks.append(_SMALL_MATRICES[eqn.notes["small_matrices"]])
     if eqn.moves:
@@ -260,6 +264,8 @@ def _remarks(eqn: Equation) -> str:
         remarks.append(f"{show_bytes(eqn.broadcasts)} repeated")
     return "; ".join(remarks)
 
+
+_OR_ALL = ", or for all if most do"
 
 _SMALL_MATRICES = {
     "together": "on a CPU, an element of all lanes at a time",
