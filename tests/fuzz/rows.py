@@ -225,8 +225,9 @@ def alone(case, f, args, tangents):
                     wanted,
                 )
             program, out_shapes, wanted = staged[str(shapes)]
-            if any(map(_convolves_by_nothing, with_inside(program.eqns))):
-                raise Discarded("alone: a convolution by no elements, which XLA does not compile")
+            for eqn in with_inside(program.eqns):
+                if reason := _of_no_elements(eqn):
+                    raise Discarded(reason)
             pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
             flat = jax.tree.leaves((one, dots, pulled_from))
             (result,) = evaluate(program, [flat], case.watched)
@@ -251,9 +252,15 @@ def alone(case, f, args, tangents):
     return [flat(ys), flat(others), flat(dots), pulled], cotangents
 
 
-def _convolves_by_nothing(eqn):
-    """Whether an equation has a kernel without elements: JAX stages it, in a loop of no steps."""
-    return eqn.primitive.name == "conv_general_dilated" and 0 in eqn.invars[1].aval.shape
+def _of_no_elements(eqn):
+    """What an equation makes of no elements that no program for rows of any length can; or ""."""
+    if eqn.primitive.name == "conv_general_dilated" and 0 in eqn.invars[1].aval.shape:
+        return "alone: a convolution by no elements, which JAX stages, and XLA does not compile"
+    if eqn.primitive.name == "pad":
+        config = zip(eqn.invars[0].aval.shape, eqn.params["padding_config"], strict=True)
+        if any(size == 0 and between for size, (_, _, between) in config):
+            return "padding between no elements: JAX adds sizes up, and does so for one at least"
+    return ""
 
 
 def _row(x, i, axis):

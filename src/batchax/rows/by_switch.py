@@ -245,12 +245,11 @@ class _Result:
 
     def padded(self, x: Any) -> Any:
         """The result of one row as part of an array with room for that of each."""
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which nothing pads
-            for axis, most in enumerate(self.bounds):
-                at = np.minimum(np.arange(most), max(x.shape[axis] - 1, 0))
-                x = jnp.take(x, at, axis, mode="clip") if most > x.shape[axis] else x
-            return x
         room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
+            words = jax.random.key_data(x)
+            words = lax.pad(words, lax.full((), 0, words.dtype), [*room, (0, 0, 0)])
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
         return lax.pad(x, lax.full((), 0, x.dtype), room)
 
     def missing(self) -> Any:
