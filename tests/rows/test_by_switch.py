@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback, pallas
 
 import batchax as bx
 from batchax.errors import UnsupportedError
@@ -98,6 +99,52 @@ def refused(fun, bound=4, **options):
     x = bx.Ragged(jnp.ones(4), np.array([3, 1], np.int32), bound)
     vmap = bx.vmap(fun, axis_name="rows", **options)
     return jax.make_jaxpr(lambda n: vmap(bx.Ragged(x.data, n, bound)))(jnp.asarray(x.lengths))
+
+
+def doubled(x_ref, out_ref):
+    out_ref[...] = 2 * jnp.cumsum(x_ref[...])
+
+
+def factor(x):
+    """LAPACK's Cholesky factor of a matrix made of a row, whose columns lie one after another."""
+    matrix = x[:, None] * x + 3 * jnp.eye(x.shape[0], dtype=x.dtype)
+    call = jax.ffi.ffi_call(
+        "lapack_spotrf_ffi",
+        (jax.ShapeDtypeStruct(matrix.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32)),
+        vmap_method="sequential",
+        input_layouts=[(1, 0)],
+        output_layouts=[(1, 0), ()],
+    )
+    return jnp.tril(call(matrix, uplo=np.uint8(ord("L")))[0])
+
+
+OTHER_CODE = {
+    "a kernel of Pallas": (
+        lambda x: pallas.pallas_call(
+            doubled, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+        )(x),
+        lambda x: 2 * np.cumsum(x),
+    ),
+    "a call of the host": (
+        lambda x: io_callback(np.sort, jax.ShapeDtypeStruct(x.shape, x.dtype), x),
+        np.sort,
+    ),
+    "a foreign function": (
+        lambda x: factor(x) @ jnp.arange(x.shape[0], dtype=x.dtype),
+        lambda x: np.linalg.cholesky(np.outer(x, x) + 3 * np.eye(len(x))) @ np.arange(len(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}], ids=["all", "chunks"])
+@pytest.mark.parametrize("name", OTHER_CODE)
+def test_code_of_others_gets_each_row_as_it_is(name, options):
+    jax.block_until_ready(jnp.linalg.eigh(jnp.eye(2)))  # loads LAPACK
+    function, expected = OTHER_CODE[name]
+    x = ragged(**ROWS, dtype=np.float32, poison=False)
+    got = jax.jit(lambda n: bx.vmap(function, **options)(bx.Ragged(x.data, n, 4)))(x.lengths)
+    for y, row in zip(got.rows(), x.rows(), strict=True):
+        np.testing.assert_allclose(y, expected(np.asarray(row)), rtol=1e-4, atol=1e-5)
 
 
 def test_keys_are_results():
