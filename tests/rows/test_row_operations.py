@@ -73,6 +73,42 @@ def test_as_the_row_alone(first):
             agree(jax.jit(bx.vmap(together, **options))(x), alone, way)
 
 
+OF_LIMITS = {"jax.scipy.linalg.eigh_tridiagonal"}
+"""What halves intervals: JAX's derivatives are those of where it begins, ours of the result."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(0, len(CALLS), TOGETHER))
+def test_derivatives_as_of_the_row_alone(first):
+    """Of what has derivatives, along one direction, with rows packed and padded as costs least."""
+    x = rows(FEW)
+    alone = bx.Ragged(x.data, np.asarray(x.lengths))
+    functions = {name: function_of(name, CALLS[name]) for name in [*CALLS][first:][:TOGETHER]}
+    chosen = {
+        name: moving
+        for name, f in functions.items()
+        if name not in OF_LIMITS and has_derivative(moving := along(f), alone)
+    }
+    together = lambda x: {name: f(x) for name, f in chosen.items()}
+    agree(jax.jit(bx.vmap(together))(x), [jax.jit(together)(row) for row in alone.rows()], "jvp")
+
+
+def along(f):
+    """The derivative of what `f` returns of floats, along a direction that the row says."""
+
+    def floats(x):
+        return [y for y in jax.tree.leaves(f(x)) if jnp.issubdtype(jnp.result_type(y), jnp.inexact)]
+
+    return lambda x: jax.jvp(floats, [x], [jnp.cos(5 * x)])[1]
+
+
+def has_derivative(moving, x):
+    try:
+        return bool(jax.eval_shape(moving, x[0]))
+    except (NotImplementedError, TypeError):  # nor has it one alone
+        return False
+
+
 def test_a_reshape_to_another_number_of_elements_is_told_by_jax():
     x = bx.Ragged.from_rows([np.ones((n, 2), np.float32) for n in (3, 0, 2)])
     with pytest.raises(ValueError, match="number of output elements"):
