@@ -62,7 +62,7 @@ WORKLOADS = {
         ByHand("read 1.6 GB", _mean, 1024, 390_625, 2, False),
         ByHand("read 400 MB, results on disk", _mean, 1024, 97_656, 2, True),
         ByHand("write 400 MB", _twice, 1024, 97_656, 1024, True),
-        ByHand("compute", network(1024), 256, 32_768, 64, True),
+        ByHand("compute", network(1024), 256, 16_384, 64, True),
         ByHand("3 million rows of one number", _twice, 1, 3_000_000, 1, True),
     )
 }

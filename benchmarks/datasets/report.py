@@ -123,8 +123,9 @@ Whole calls, each with what it stages and compiles, until results are on the dis
 xarray write to a mapped file that is flushed at the end, what is in Zarr or Arrow is synced file by
 file. The loops read a slice of as many rows as a unit has, and compute it in batches of the same
 size as `bx.map`. Dask runs blocks of such slices in threads, and xarray (`dask="parallelized"`) has
-Dask do it. `datasets.map` reads and writes Arrow. The second figure of a cell is `bx.map` to Zarr
-over that way. None of the others can go on after it was killed.
+Dask do it. `datasets.map` reads and writes Arrow. Of these, what takes long has fewer turns. The
+second figure of a cell is `bx.map` to Zarr over that way. None of the others can go on after it was
+killed.
 
 {tables[1]}
 

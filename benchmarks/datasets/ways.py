@@ -153,6 +153,7 @@ WAYS: dict[str, Way] = {
     "xarray, `apply_ufunc`": xarray_ufunc,
     "Hugging Face, `datasets.map`": huggingface_map,
 }
+OTHERS = [name for name in WAYS if not name.startswith("bx.map")]
 
 
 def _by_batches(work: DatasetWorkload) -> Callable[[Any], np.ndarray]:

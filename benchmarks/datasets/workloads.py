@@ -74,7 +74,7 @@ WORKLOADS = {
     w.name: w
     for w in (
         DatasetWorkload("a network of each row", network(1024), 256, 64, 65_536, 8192, 1024),
-        DatasetWorkload("a larger network", network(2048), 256, 64, 32_768, 4096, 1024),
+        DatasetWorkload("a larger network", network(2048), 256, 64, 16_384, 2048, 1024),
         DatasetWorkload("mean and maximum of long rows", _moments, 8192, 2, 65_536, 512, 256),
         DatasetWorkload("products of short rows", _products, 48, 2304, 65_536, 1024, 512),
     )
