@@ -20,7 +20,7 @@ from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.divergence.compact import Compact
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.frontend.arguments import check_callable, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
@@ -176,7 +176,13 @@ def _named_by(out: Any) -> Address:
 
 def _from_anywhere(named: Address | None) -> Address | None:
     """The same place, whatever folder this process is in later; what has no name, as it is."""
-    return named.absolute() if isinstance(named, Path) and named.name else named
+    try:
+        return named.absolute() if isinstance(named, Path) and named.name else named
+    except OSError as error:
+        raise StorageError(
+            f"out={str(named)!r} is a path from the folder of this process, which is gone. Give "
+            "the path in full."
+        ) from error
 
 
 def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None:

@@ -268,6 +268,41 @@ def test_a_lock_that_was_deleted(before_write):
     assert not Path("y.npy.job/done.json").exists()
 
 
+def journal_cut():
+    path = Path("y.npy.job/journal/main.jsonl")
+    if path.exists():
+        os.truncate(path, path.stat().st_size // 2)
+
+
+FILES_OF_JOBS = {
+    "journal deleted": (lambda: shutil.rmtree("y.npy.job/journal", True), "journal of the job of"),
+    "journal cut": (journal_cut, "journal of the job of"),
+    "job.json": (lambda: Path("y.npy.job/job.json").unlink(missing_ok=True), "job.json in"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES_OF_JOBS)
+def test_a_file_of_a_job_that_goes_in_mid_run(kind):
+    """Is told, as what it is: not as if somebody had interrupted the call."""
+    change, says = FILES_OF_JOBS[kind]
+    with pytest.raises(bx.JobError, match=rf"{says} y\.npy"):
+        bx.map(double, X, out="y.npy", **{**UNIT, "progress": lambda *_: change()})
+
+
+def test_a_folder_of_the_process_that_goes_in_mid_run(tmp_path):
+    (folder := tmp_path / "gone").mkdir()
+
+    def leave(*_):
+        if folder.exists():
+            os.chdir(folder)
+            folder.rmdir()
+
+    report = bx.map(double, X, out="y.npy", **{**UNIT, "progress": leave})
+    np.testing.assert_array_equal(np.load(report.outputs), X * 2)
+    with pytest.raises(bx.StorageError, match=r"out='z\.npy' is a path from the folder of"):
+        bx.map(double, X, out="z.npy", **UNIT)
+
+
 @pytest.mark.parametrize("removed", ["y.npy.job", "y.npy.job/journal"])
 def test_a_folder_that_goes_while_the_journal_is_written(removed, monkeypatch):
     """What is said is what happened: of a deleted job that it was, of a lost journal that it is"""

@@ -135,6 +135,12 @@ class Job:
             raise JobError(
                 f"{missing} of {len(self.plan)} units of {self._files.out} are not done."
             )
+        if not self._files.is_described:
+            raise JobError(
+                f"job.json in {self._files.folder} was deleted while this process was at work, and "
+                f"so nobody will know how {self._files.out} was made. Put it back, and make the "
+                "call again; or delete both to compute it again."
+            )
         self.store.check_held(at_end=True)
         self.store.check()
         self.check_kept(min(self._with_sums, key=lambda r: r.ended, default=None))

@@ -124,6 +124,11 @@ class JobFiles:
         """Whether somebody began to make the output."""
         return any(map(self.place.exists, (self._description, self.preparing)))
 
+    @property
+    def is_described(self) -> bool:
+        """Whether it says still what is computed."""
+        return self.place.exists(self._description)
+
     def read(self) -> Description | None:
         """What is computed; None if no job was begun."""
         try:

@@ -33,7 +33,7 @@ from batchax.datasets.stores import open_store
 from batchax.datasets.stream_units import StreamUnits, StreamWork
 from batchax.datasets.tables import Results
 from batchax.datasets.work import Work
-from batchax.errors import BatchaxError, RowError
+from batchax.errors import BatchaxError, JobError, RowError
 from batchax.progress import Progress
 
 
@@ -216,6 +216,12 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     if (taken is not None and taken.rows is None) or any(k not in job.done for k in left):
         progress.close(_kept(job))
         job.check()  # if somebody deleted its folder, that is why
+        if not stop.asked.is_set():
+            raise JobError(
+                f"The journal of the job of {how.out} says no longer what this process wrote down "
+                "in it: somebody deleted or cut it meanwhile. The same call computes again what "
+                "it does not say."
+            )
         raise KeyboardInterrupt
     missing = job.plan.rows - _rows_done(job)
     others = f", {missing:,} are left to other shards" if missing else ""
@@ -283,7 +289,11 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
 
 def _as_named(told: Any, how: How) -> Any:
     """Texts with the output as the user named it, where that leads to the same place still."""
-    if not isinstance(how.named, Path) or how.named.absolute() != how.out:
+    try:
+        same = isinstance(how.named, Path) and how.named.absolute() == how.out
+    except OSError:  # the folder of this process is gone
+        same = False
+    if not same:
         return told
     named, out = str(how.named), str(how.out)
     return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, told)
