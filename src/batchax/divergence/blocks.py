@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import staged_once
+from batchax.divergence.staged import rows_from, staged_once, while_loop
 from batchax.divergence.varying import alike
 
 _ROW = 32
@@ -54,9 +54,7 @@ class Blocks:
 
     def at(self, place: Any) -> Any:
         """The block that begins there."""
-        return lax.dynamic_slice_in_dim(
-            self.mask, place, int(self.step), 0, allow_negative_indices=False
-        )
+        return rows_from(self.mask, place, int(self.step))
 
 
 def _divisor(number: int, most: int) -> int:
@@ -77,7 +75,10 @@ def _anyone(active: Any) -> Any:
     def once(state: Any) -> Any:
         place, _ = state
         block = blocks.at(place)
-        return place + blocks.step, lax.reduce_or(block, tuple(range(block.ndim)))
+        return lax.add(place, blocks.step), lax.reduce_or(block, tuple(range(block.ndim)))
 
-    start = alike((np.int32(0), np.False_), [active])
-    return lax.while_loop(lambda s: (s[0] < blocks.end) & ~s[1], once, start)[1]
+    def goes_on(state: Any) -> Any:
+        place, hit = state
+        return lax.bitwise_and(lax.lt(place, blocks.end), lax.bitwise_not(hit))
+
+    return while_loop(goes_on, once, alike((np.int32(0), np.False_), [active]))[1]

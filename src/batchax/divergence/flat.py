@@ -17,7 +17,6 @@ et al., 2020; Dance, Glaser, Orbanz and Adams, "Efficiently vectorized MCMC on m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +31,7 @@ from batchax.divergence.gathering import Gathering
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
+from batchax.divergence.staged import while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
 from batchax.divergence.window import Plan, Tally, counted
@@ -162,8 +162,8 @@ class Lanes:
             values[n_consts:] = masked.step(active, values[n_test:n_consts], values[n_consts:])
             if tally:
                 tally = counted(tally, count_active(active))
-            return active & self.asked(values), values, self.time, tally
-        here, spent = active & (values[self._place] == 0), self.time
+            return lax.bitwise_and(active, self.asked(values)), values, self.time, tally
+        here, spent = lax.bitwise_and(active, self._at(0, values)), self.time
         others_move = self._others_move(active, values)
         for number, part in enumerate(nest.parts):
             match part:
@@ -172,23 +172,22 @@ class Lanes:
                     with recording.uncounted(part is nest.parts[-1]):
                         values = self._run_of(part)(here, values)
                 case Inner():
-                    left = None if deadline is None else deadline - spent
+                    left = None if deadline is None else lax.sub(deadline, spent)
                     here, values, taken, tally = self._come_through(
                         number, part, here, active, values, left, tally
                     )
-                    spent = spent + taken
+                    spent = lax.add(spent, taken)
                 case Dear():
                     here, values, taken = self._come_to_branch(
                         number, part, here, active, others_move, values
                     )
-                    spent = spent + taken
+                    spent = lax.add(spent, taken)
         for number, part in self._dear:
             k = part.slots[-1]
-            waits = values[self._place] == number
-            values[k] = lax.select(
-                waits, values[k] + spent, lax.full_like(spent, 0, shape=waits.shape)
-            )
-        return active & (self.asked(values) | ~here), values, spent, tally
+            waits = self._at(number, values)
+            values[k] = lax.select(waits, lax.add(values[k], spent), _zeros(values[k]))
+        stays = lax.bitwise_or(self.asked(values), lax.bitwise_not(here))
+        return lax.bitwise_and(active, stays), values, spent, tally
 
     def asked(self, values: Sequence[Any]) -> Any:
         """The predicate of each lane."""
@@ -209,6 +208,11 @@ class Lanes:
     def _place(self) -> int:
         return self.nest.n_consts + self.nest.n_carry
 
+    def _at(self, number: int, values: Sequence[Any]) -> Any:
+        """Which lanes are in that part."""
+        place = values[self._place]
+        return lax.eq(place, np.asarray(number, place.dtype))
+
     def _run_of(self, segment: Segment) -> SegmentRun:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
         return SegmentRun(self.axis, self.nest.test, segment, positions)
@@ -219,9 +223,9 @@ class Lanes:
 
     def _others_move(self, active: Any, values: Sequence[Any]) -> Any:
         """Whether any lane does not wait before a dear branch."""
-        dear = [number for number, _ in self._dear]
-        waits = [values[self._place] == number for number in dear]
-        return anyone(functools.reduce(lambda left, w: left & ~w, waits, active)) if dear else None
+        for number, _ in self._dear:
+            active = lax.bitwise_and(active, lax.bitwise_not(self._at(number, values)))
+        return anyone(active) if self._dear else None
 
     def _come_to_branch(
         self, number: int, part: Dear, here: Any, active: Any, others_move: Any, values: list[Any]
@@ -231,9 +235,10 @@ class Lanes:
         Returns:
           Which lanes have come through, the values, and how long it took.
         """
-        values, place = list(values), values[self._place]
+        values = list(values)
         consts, consts_at = self._constants(part, values)
-        waited, come = active & (place == number), here & values[part.slots[0]]
+        waited = lax.bitwise_and(active, self._at(number, values))
+        come = lax.bitwise_and(here, values[part.slots[0]])
         mine = [values[k] for k in part.slots]
         positions = (*consts_at, *[0] * len(mine))
         run = SegmentRun(self.axis, self.nest.test, part.segment, positions)
@@ -245,11 +250,16 @@ class Lanes:
             own, taken = gathering(waited, come, everyone, others_move, [*consts, *mine])
         for k, x in zip(part.slots, own[len(consts) :], strict=True):
             values[k] = x
-        waits = (waited | come) & values[part.slots[0]]
-        through = (here | waited) & ~waits
-        place = lax.select(waits, lax.full_like(place, number), place)
-        values[self._place] = lax.select(through, lax.full_like(place, 0), place)
-        return through, values, taken
+        waits = lax.bitwise_and(lax.bitwise_or(waited, come), values[part.slots[0]])
+        return self._moved(lax.bitwise_or(here, waited), waits, number, values), values, taken
+
+    def _moved(self, come: Any, stay: Any, number: int, values: list[Any]) -> Any:
+        """Who has come through a part: of those that `come` to it, all but those that `stay`."""
+        place = values[self._place]
+        through = lax.bitwise_and(come, lax.bitwise_not(stay))
+        place = lax.select(stay, lax.broadcast(np.asarray(number, place.dtype), place.shape), place)
+        values[self._place] = lax.select(through, _zeros(place), place)
+        return through
 
     def _constants(
         self, part: Inner | Dear, values: Sequence[Any]
@@ -281,34 +291,37 @@ class Lanes:
         consts, consts_at = self._constants(part, values)
         lanes = Lanes(self.axis, part.nest, consts_at)
         mine = [values[k] for k in part.slots]
-        inside = active & (values[self._place] == number)
-        first = inside | (here & lanes.asked([*consts, *mine]))
+        inside = lax.bitwise_and(active, self._at(number, values))
+        first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
         everyone = count_active(active, np.float32)
-        limit = self.time * everyone
+        limit = lax.mul(everyone, self.time)
 
         def goes_on(state: Any) -> Any:
             _, _, count, wasted, spent, _ = state
-            going = (count > 0) & (wasted < limit)
-            return going if deadline is None else going & (spent < deadline)
+            going = lax.bitwise_and(lax.gt(count, np.float32(0)), lax.lt(wasted, limit))
+            return going if deadline is None else lax.bitwise_and(going, lax.lt(spent, deadline))
 
         def once(state: Any) -> Any:
             runs, mine, count, wasted, spent, tally = state
             # Whoever waits here waits for loops further inside, too.
-            left = (limit - wasted) / lax.max(everyone - count, _NOBODY)
-            left = left if deadline is None else lax.min(left, deadline - spent)
+            others = lax.max(lax.sub(everyone, count), _NOBODY)
+            left = lax.div(lax.sub(limit, wasted), others)
+            left = left if deadline is None else lax.min(left, lax.sub(deadline, spent))
             with recording.inside(self.axis, part.eqn):
                 recording.note(divergence="flat", widths=(self.axis.size,))
                 runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
             count = count_active(runs, np.float32)
-            wasted = wasted + taken * (everyone - count)
-            return runs, own[len(consts) :], count, wasted, spent + taken, tally
+            wasted = lax.add(wasted, lax.mul(taken, lax.sub(everyone, count)))
+            return runs, own[len(consts) :], count, wasted, lax.add(spent, taken), tally
 
         count, zero = count_active(first, np.float32), np.float32(0)
         start = first, mine, count, zero, zero, tally
-        runs, mine, _, _, spent, tally = lax.while_loop(goes_on, once, alike(start, values))
+        runs, mine, _, _, spent, tally = while_loop(goes_on, once, alike(start, values))
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
-        through = (here | inside) & ~runs
-        place = lax.select(runs, lax.full_like(values[self._place], number), values[self._place])
-        values[self._place] = lax.select(through, lax.full_like(place, 0), place)
+        through = self._moved(lax.bitwise_or(here, inside), runs, number, values)
         return through, values, spent, tally
+
+
+def _zeros(x: Value) -> Any:
+    return lax.broadcast(np.asarray(0, x.dtype), x.shape)

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.segments import SegmentRun, in_front
+from batchax.divergence.staged import staged_once
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 
@@ -52,18 +53,25 @@ class Gathering:
           The values, and how long it took: in nanoseconds, by a model.
         """
         width, block = self.width, np.float32(self.block)
+        told = waited, come, everyone, others_move, values[-1]
+        queue, done = staged_once(("who comes through", width, self.block), self._who, *told)
+        values = self.run.in_blocks(width, queue, done, values)
+        blocks = lax.div(lax.add(done, np.int32(width - 1)), np.int32(width))
+        return values, lax.mul(lax.convert_element_type(blocks, np.float32), block)
+
+    def _who(
+        self, waited: Any, come: Any, everyone: Any, others_move: Any, long: Any
+    ) -> tuple[Any, Any]:
+        """The lanes in the order in which they come, and how many of them come through."""
+        width = self.width
         count = count_active(waited | come, np.int32)
         rest = lax.rem(count, np.int32(width))
-        long = lax.select(waited, values[-1], lax.full_like(values[-1], 0))
+        long = lax.reduce_sum(lax.select(waited, long, lax.full_like(long, 0)), (0,))
         empty = lax.convert_element_type(np.int32(width) - rest, np.float32)
-        enough = block / np.float32(width) * empty * lax.convert_element_type(everyone, np.float32)
-        last = (long.sum() >= enough) | ~others_move | (count == everyone)
+        enough = np.float32(self.block / width) * empty * everyone.astype(np.float32)
+        last = (long >= enough) | ~others_move | (count == everyone)
         done = count - lax.select(last, lax.full_like(rest, 0), rest)
         # Who waited is first, or some would be left behind.
         nobody = lambda *_: lax.iota(np.int32, waited.shape[0])
         queue = lax.cond(done > 0, lambda *sets: in_front(sets)[0], nobody, waited, come)
-        values = self.run.in_blocks(width, queue, done, values)
-        blocks = lax.convert_element_type(done + np.int32(width - 1), np.float32) / np.float32(
-            width
-        )
-        return values, lax.floor(blocks) * block
+        return queue, done

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import staged_once
+from batchax.divergence.staged import entry, staged_once, while_loop, with_entry
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import put, taken_at
 
@@ -70,28 +70,25 @@ def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
     """As `refill`: on a processor that is one function to compile, and takes less time."""
     size, width = np.int32(queue.active.shape[0]), np.int32(window.index.shape[0])
 
-    def at(x: Any, place: Any) -> Any:
-        return lax.dynamic_index_in_dim(x, place, 0, False, allow_negative_indices=False)
-
-    def put_at(x: Any, value: Any, place: Any) -> Any:
-        return lax.dynamic_update_index_in_dim(x, value, place, 0, allow_negative_indices=False)
-
     def once(state: Any) -> Any:
         place, (index, active, first, _, any_active) = state
         # What is read and written in one step would be copied in each.
-        stays = at(window.active, place)
-        asked = ~stays & (first < size)
-        comes = asked & at(queue.active, first)
-        lane = first if queue.lanes is None else at(queue.lanes, first)
-        index = put_at(index, lax.select(comes, lane, at(window.index, place)), place)
-        active = put_at(active, stays | comes, place)
-        first += lax.convert_element_type(asked, np.int32)
-        place += lax.convert_element_type(comes | ~asked, np.int32)
-        return place, InWindow(index, active, first, first < size, any_active | stays | comes)
+        stays = entry(window.active, place)
+        asked = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
+        comes = lax.bitwise_and(asked, entry(queue.active, first))
+        lane = first if queue.lanes is None else entry(queue.lanes, first)
+        index = with_entry(index, lax.select(comes, lane, entry(window.index, place)), place)
+        here = lax.bitwise_or(stays, comes)
+        active = with_entry(active, here, place)
+        first = lax.add(first, lax.convert_element_type(asked, np.int32))
+        taken = lax.bitwise_or(comes, lax.bitwise_not(asked))
+        place = lax.add(place, lax.convert_element_type(taken, np.int32))
+        waiting, any_active = lax.lt(first, size), lax.bitwise_or(any_active, here)
+        return place, InWindow(index, active, first, waiting, any_active)
 
     start = np.int32(0), window._replace(waiting=np.True_, any_active=np.False_)
     start = alike(start, [*window, queue.active])
-    return lax.while_loop(lambda state: state[0] < width, once, start)[1]
+    return while_loop(lambda state: lax.lt(state[0], width), once, start)[1]
 
 
 def _at_once(queue: Queue, window: InWindow) -> InWindow:

@@ -15,10 +15,11 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.nest import Segment
+from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.window import rows_of, with_rows
 from batchax.execution.buffers import blank
-from batchax.execution.gathered_lanes import put, taken_at
+from batchax.execution.gathered_lanes import entries_at, put, put_entries, taken_at
 from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -97,7 +98,7 @@ class SegmentRun:
         spare = [blank(batched_aval(axis, aval, 0), 0) for aval in types]
         old = [values[k] for k in part.writes]
         new = masked.step(here, [*reads, *self._taken(axis, values, reads, lanes)], [*old, *spare])
-        target = lax.select(here, lanes, axis.size + lanes)
+        target = lax.select(here, lanes, lax.add(lanes, np.int32(axis.size)))
         return self._put(values, target, new, old=None)
 
     def in_blocks(self, width: int, queue: Any, count: Any, values: Sequence[Value]) -> list[Any]:
@@ -111,14 +112,17 @@ class SegmentRun:
             now = list(values)
             for k, x in zip(changed, changing, strict=True):
                 now[k] = x
-            entry = first + lax.iota(np.int32, width)
+            entry = lax.add(first, places)
             # Places after the last lane hold that once more.
-            lanes = taken_at(queue, lax.min(entry, count - np.int32(1)), 0)
-            target = lax.select(entry < count, lanes, size + lax.iota(np.int32, width))
+            lanes = taken_at(queue, lax.min(entry, last), 0)
+            target = lax.select(lax.lt(entry, count), lanes, lax.add(places, np.int32(size)))
             reads = [rows_of(now[k], self.positions[k], lanes) for k in part.reads]
             entries = self._taken(axis, now, reads, lanes)
             # Of what is not read any lanes will do, and those in front need not be looked for.
-            old = [rows_of(now[k], 0, lanes) if u else now[k][:width] for k, u in old_places]
+            old = [
+                rows_of(now[k], 0, lanes) if u else lax.slice_in_dim(now[k], 0, width)
+                for k, u in old_places
+            ]
             spare = [
                 blank(batched_aval(axis, aval, 0), 0)
                 for aval in program.out_avals[len(part.writes) :]
@@ -127,10 +131,11 @@ class SegmentRun:
             outs, at = interpret(axis, program.jaxpr, program.consts, operands, self._operands_at)
             outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
             now = self._put(now, target, outs, old)
-            return first + np.int32(width), [now[k] for k in changed]
+            return lax.add(first, np.int32(width)), [now[k] for k in changed]
 
+        places, last = lax.iota(np.int32, width), lax.sub(count, np.int32(1))
         start = alike((np.int32(0), [values[k] for k in changed]), values)
-        _, changing = lax.while_loop(lambda state: state[0] < count, once, start)
+        _, changing = while_loop(lambda state: lax.lt(state[0], count), once, start)
         for k, x in zip(changed, changing, strict=True):
             values[k] = x
         return values
@@ -150,7 +155,7 @@ class SegmentRun:
         for k, index, place in zip(part.takes, indices, places, strict=True):
             x = match_axis(axis, values[k], self.positions[k], 0)
             index = _within(match_axis(axis, index, place, 0), x.shape[1])
-            taken.append(lax.expand_dims(x.at[lanes, index].get(mode="clip"), [1]))
+            taken.append(entries_at(x, lanes, index))
         return taken
 
     def _put(
@@ -166,22 +171,28 @@ class SegmentRun:
             values[k] = x if old is None else with_rows(values[k], x, target)
         for j, k in enumerate(part.puts):
             entry, index = new[count + 2 * j], new[count + 2 * j + 1]
-            rows = values[k].at[target, _within(index, values[k].shape[1])]
-            values[k] = rows.set(lax.squeeze(entry, [1]), mode="drop", unique_indices=True)
+            index = _within(index, values[k].shape[1])
+            values[k] = put_entries(values[k], entry, target, index)
         return values
 
 
 def in_front(sets: Sequence[Any]) -> tuple[Any, Any]:
     """The lanes of some sets, one set after the other, before any others; and how many they are."""
+    queue, count = staged_once("in front", _in_front, *sets)
+    return queue, count
+
+
+def _in_front(*sets: Any) -> tuple[Any, Any]:
     size = sets[0].shape[0]
     lanes, count = lax.iota(np.int32, size), np.int32(0)
     # Others are written out of bounds, where they are dropped; each differs, as places must.
-    target = size + lanes
+    target = lax.add(lanes, np.int32(size))
     for some in sets:
         ones = lax.convert_element_type(some, np.int32)
-        upto = count + lax.cumsum(ones)
-        target, count = lax.select(some, upto - ones, target), upto[size - 1]
-    return put(lax.full_like(lanes, 0), lanes, target, 0), count
+        upto = lax.add(count, lax.cumsum(ones))
+        target = lax.select(some, lax.sub(upto, ones), target)
+        count = lax.index_in_dim(upto, size - 1, keepdims=False)
+    return put(lax.full((size,), 0, np.int32), lanes, target, 0), count
 
 
 def _within(index: Any, length: int) -> Any:
@@ -189,7 +200,7 @@ def _within(index: Any, length: int) -> Any:
     if index.dtype.itemsize < 4:
         index = lax.convert_element_type(index, np.int32)  # which can hold the length
     least, most = (np.asarray(n, index.dtype) for n in (0, length - 1))
-    return lax.clamp(least, index, most)
+    return lax.convert_element_type(lax.clamp(least, index, most), np.int32)
 
 
 def _used(program: ClosedJaxpr) -> list[bool]:

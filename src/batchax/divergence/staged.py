@@ -1,4 +1,8 @@
-"""Staging the programs of windows, which takes longer than staging the steps in them does."""
+"""Staging the programs of windows, which takes longer than staging the steps in them does.
+
+An operator between tracers is a function of ``jax.numpy``: to call one takes two to five times as
+long as the function of ``jax.lax`` that it comes to, which windows are made of for that reason.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.kernel.inner import written_into
 from batchax.memo import Memo
 
 _programs = Memo("what moves lanes in windows, and counts them", most=512)
@@ -21,14 +26,34 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any
     types = tuple(map(jax.typeof, operands))
     whole = key, types, jax.default_backend(), _compat.trace_context()
     program = _programs.get(whole, lambda: _compat.stage(lambda *xs: list(fun(*xs)), types))
-    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+    return written_into(program, operands)
+
+
+def rows_from(x: Any, place: Any, count: int, axis: int = 0) -> Any:
+    """So many rows of `x` along an axis, from a place on, within bounds."""
+    places, rows = [np.int32(0)] * x.ndim, list(x.shape)
+    places[axis], rows[axis] = place, count
+    return lax.dynamic_slice(x, places, rows, allow_negative_indices=False)
+
+
+def with_rows_from(x: Any, rows: Any, place: Any) -> Any:
+    """`x` with other rows from a place on, within bounds."""
+    places = [place, *[np.int32(0)] * (x.ndim - 1)]
+    return lax.dynamic_update_slice(x, rows, places, allow_negative_indices=False)
+
+
+def entry(x: Any, place: Any) -> Any:
+    """The entry of a vector at a place within bounds."""
+    return lax.reshape(rows_from(x, place, 1), ())
+
+
+def with_entry(x: Any, value: Any, place: Any) -> Any:
+    """A vector with another entry at a place within bounds."""
+    return with_rows_from(x, lax.reshape(value, (1,)), place)
 
 
 def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:
-    """As ``lax.while_loop``, which takes five times as long to find out what the loop closes over.
-
-    `goes_on` closes over nothing.
-    """
+    """As ``lax.while_loop``, which takes longer to find out what the loop closes over."""
     leaves, structure = jax.tree.flatten(state)
     leaves = list(map(_strong, leaves))
 
@@ -40,11 +65,13 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
     body = _compat.stage(flat, types)
     if list(body.out_avals) != types:  # JAX says what is wrong
         return lax.while_loop(goes_on, once, state)
+    (test,), asked = _compat.hoist_constants(test)
     (body,), consts = _compat.hoist_constants(body)
     outs = while_p.bind(
+        *asked,
         *consts,
         *leaves,
-        cond_nconsts=0,
+        cond_nconsts=len(asked),
         cond_jaxpr=test,
         body_nconsts=len(consts),
         body_jaxpr=body,

@@ -28,7 +28,7 @@ from jax import lax
 
 from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
-from batchax.divergence.staged import staged_once, while_loop
+from batchax.divergence.staged import rows_from, staged_once, while_loop, with_rows_from
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.jaxprs.words import Value
@@ -81,7 +81,8 @@ class Plan:
         """
         if self.threshold is not None:
             return np.False_
-        return wasted < np.float32(self.patience) * lax.convert_element_type(moving, np.float32)
+        moving = lax.convert_element_type(moving, np.float32)
+        return lax.lt(wasted, lax.mul(np.float32(self.patience), moving))
 
     @property
     def blank(self) -> Tally:
@@ -152,14 +153,14 @@ def _neighbours_in_turn(
         def cut(x: Value, axis: Position) -> Any:
             if axis is None:
                 return x
-            return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
+            return rows_from(x, start, width, axis)
 
         active, *rows = (cut(x, 0) for x in everyone)
         own = list(map(cut, consts, positions))
         active, rows, tally = _until_all_are_done(step, width, own, (active, rows, tally))
 
         def put_back(x: Value, rows: Any) -> Any:
-            return lax.dynamic_update_slice_in_dim(x, rows, start, 0, allow_negative_indices=False)
+            return with_rows_from(x, rows, start)
 
         ended = put_back(everyone[0], active) if fewer else everyone[0]
         everyone = [ended, *map(put_back, everyone[1:], rows)]
@@ -229,27 +230,35 @@ class _GoesOn:
         blocks = Blocks.of(active)
         if blocks is None:
             count = count_active(active)
-            wasted += lax.convert_element_type(self.width - count, np.float32)
+            wasted = self._wasted(wasted, self.width, count)
             return wasted, self._of_count(waiting, count, wasted)
 
         def once(state: Any) -> Any:
             place, count, wasted, _ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             new = lax.reduce_sum(new, tuple(range(new.ndim)))
-            count += new
-            wasted += lax.convert_element_type(np.int32(blocks.lanes) - new, np.float32)
-            return place + blocks.step, count, wasted, self._of_count(waiting, count, wasted)
+            count, wasted = lax.add(count, new), self._wasted(wasted, blocks.lanes, new)
+            place = lax.add(place, blocks.step)
+            return place, count, wasted, self._of_count(waiting, count, wasted)
 
         start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
-        return lax.while_loop(lambda state: state[0] < blocks.end, once, start)[2:]
+        return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
+
+    def _wasted(self, wasted: Any, lanes: int, active: Any) -> Any:
+        """The lane-steps wasted after one more of so many lanes, some of which are active."""
+        return lax.add(
+            wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)
+        )
 
     def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
-        plan = self.plan
+        plan, some = self.plan, lax.gt(count, np.int32(0))
+        many = lax.gt(count, np.int32(self.left))
+        moved = count if waiting is None else np.int32(self.width)
+        bears = lax.bitwise_and(some, plan.bears(wasted, moved))
         if waiting is None:
-            return (count > self.left) | ((count > 0) & plan.bears(wasted, count))
-        bears = (count > 0) & plan.bears(wasted, np.int32(self.width))
-        full = count > plan.refilled_at(self.width)
-        return lax.select(waiting, full | bears, count > self.left)
+            return lax.bitwise_or(many, bears)
+        full = lax.gt(count, np.int32(plan.refilled_at(self.width)))
+        return lax.select(waiting, lax.bitwise_or(full, bears), many)
 
 
 class _Window:

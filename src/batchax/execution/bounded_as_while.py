@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
@@ -18,7 +17,7 @@ from batchax.execution.entries import entry_of, put_entry
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.divergence import PlacedOutputs, WhileLoop
-from batchax.kernel.inner import remembered
+from batchax.kernel.inner import remembered, written_into
 
 
 def as_while(
@@ -82,14 +81,14 @@ def _programs(test: Any, body: Any, form: Form) -> tuple[ClosedJaxpr, ClosedJaxp
         more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
-        return [more & eval_jaxpr(test.jaxpr, test.consts, *consts, *rest[:n_carry])[0]]
+        return [more & written_into(test, [*consts, *rest[:n_carry]])[0]]
 
     def step(count: Any, *values: Any) -> list[Any]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
         carry, ys = rest[:n_carry], rest[n_carry:]
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
-        outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
+        outs = written_into(body, [*consts, *carry, *x])
         new, step_ys = outs[:n_carry], outs[n_carry:]
         ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)]
         return [n + np.int32(1), *new, *ys]

@@ -29,8 +29,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, PlacedOutputs
-from batchax.kernel.inner import ANYWHERE, batch_inner, emitted
-from batchax.kernel.interpreter import interpret
+from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
 from batchax.rules.lane_calls import is_seen, with_active
@@ -324,7 +323,7 @@ def _masked_step(
         program, positions = with_active(axis, program), [0, *positions]
 
     def run(operands: Values, positions: Sequence[Position]) -> PlacedOutputs:
-        return interpret(axis, program.jaxpr, program.consts, operands, positions)
+        return interpret_again(axis, program, operands, positions)
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         operands = [*[active] * calls, *consts, *carry, *x]

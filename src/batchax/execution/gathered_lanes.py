@@ -153,6 +153,37 @@ def taken_at(x: Value, places: Any, axis: int) -> Any:
     return lax.gather(x, indices, numbers, window, mode=mode)
 
 
+def entries_at(x: Value, lanes: Any, places: Any) -> Any:
+    """Of each of these lanes the entry at its place, none of which is out of bounds.
+
+    The lanes of `x` are along its first axis, and entries along its second, of which one is left.
+    """
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+    )
+    window, mode = (1, 1, *x.shape[2:]), lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, _pairs(lanes, places), numbers, window, mode=mode)
+
+
+def put_entries(x: Value, values: Any, lanes: Any, places: Any) -> Any:
+    """`x` with other entries, as `entries_at` has them; lanes that are out of bounds are dropped.
+
+    No two lanes are the same.
+    """
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, x.ndim)),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0, 1),
+    )
+    mode = lax.GatherScatterMode.FILL_OR_DROP
+    pairs = _pairs(lanes, places)
+    return lax.scatter(x, pairs, values, numbers, unique_indices=True, mode=mode)
+
+
+def _pairs(lanes: Any, places: Any) -> Any:
+    return lax.concatenate([lax.reshape(i, (i.size, 1)) for i in (lanes, places)], 1)
+
+
 def put(x: Value, values: Any, places: Any, axis: int) -> Any:
     """`x` with `values` at these places along `axis`, which differ; out of bounds are dropped."""
     numbers = lax.ScatterDimensionNumbers(

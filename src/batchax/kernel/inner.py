@@ -103,6 +103,25 @@ def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     return built.get((key, context), build, owner=body)
 
 
+def written_into(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+    """What `program` returns; while another is staged, its equations are put there as they are."""
+    if _compat.staging() and not _compat.checked_axes():
+        return _compat.inlined(program, operands)
+    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+
+def interpret_again(
+    axis: Axis, body: ClosedJaxpr, operands: Sequence[Value], axes: Sequence[Position]
+) -> tuple[list[Any], list[Position]]:
+    """As `interpret`, of a program that `batch_inner` is asked for, too: it is batched once."""
+    types = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, axes, strict=True)]
+    here = _compat.staging() and not _compat.checked_axes() and not recording.is_on()
+    if not here or body.effects or types != list(map(jax.typeof, operands)):
+        return interpret(axis, body.jaxpr, body.consts, operands, axes)
+    program, at = batch_inner(axis, body, axes)
+    return written_into(program, operands), list(at)
+
+
 def emitted(
     axis: Axis,
     body: ClosedJaxpr,

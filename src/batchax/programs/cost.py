@@ -130,10 +130,24 @@ def cost_of_program(
       integers: integers that are known of its inputs.
       differs, steps: as for an equation, of its inputs.
     """
+    return costs_of_program(jaxpr, integers, differs, steps)[0]
+
+
+def costs_of_program(
+    jaxpr: Any,
+    integers: Mapping[Any, int] | None = None,
+    differs: Sequence[bool] | None = None,
+    steps: int = 1,
+) -> tuple[Cost, Cost]:
+    """As `cost_of_program`; and of it what operations cost that are not fused with others."""
     program, given = getattr(jaxpr, "jaxpr", jaxpr), integers_given(jaxpr, integers)
     marks = None if differs is None else tuple(differs)
     key = (*map(given.get, (*program.constvars, *program.invars)), marks, steps)
-    count = lambda: _sum(costs_of_equations(program, integers_in(program, given), marks, steps))
+
+    def count() -> tuple[Cost, Cost]:
+        costs = list(costs_of_equations(program, integers_in(program, given), marks, steps))
+        return _sum(costs), _sum(cost for cost in costs if cost.launches)
+
     return count() if reads_symbols() else _costs.get(key, count, owner=program)
 
 

@@ -12,7 +12,7 @@ from jax.extend.core.primitives import cond_p
 
 from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
-from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_equations
+from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_program
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import LAUNCH, TOGETHER
 
@@ -72,5 +72,4 @@ def time_to_move(arrays: Iterable[Any]) -> float:
 
 def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
     """Nanoseconds that a lane takes in operations which are not fused with others."""
-    costs = costs_of_equations(jaxpr, {}, differs, STEPS)
-    return TOGETHER.time(sum((cost for cost in costs if cost.launches), Cost()))
+    return TOGETHER.time(costs_of_program(jaxpr, differs=differs, steps=STEPS)[1])

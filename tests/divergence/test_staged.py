@@ -1,0 +1,39 @@
+"""What windows are made of: loops of few operations, and entries by lane and place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from batchax.divergence.staged import rows_from, while_loop, with_rows_from
+from batchax.execution.gathered_lanes import entries_at, put_entries
+
+
+def test_a_loop_closes_over_values_in_its_predicate_and_in_its_step():
+    @jax.jit
+    def run(limit, step):
+        start = np.int32(0), np.int32(1)
+        return while_loop(lambda s: lax.lt(s[0], limit), lambda s: (s[0] + step, s[1] * 2), start)
+
+    assert [int(x) for x in run(10, 3)] == [12, 16]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_are_cut_along_an_axis(axis):
+    x = np.arange(24.0).reshape(4, 6)
+    np.testing.assert_array_equal(rows_from(x, np.int32(1), 2, axis), x.take([1, 2], axis))
+    np.testing.assert_array_equal(with_rows_from(x, -x[:2], np.int32(2))[2:], -x[:2])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool])
+def test_entries_are_those_of_each_lane_and_lanes_out_of_bounds_write_nothing(dtype):
+    x = (np.arange(60).reshape(5, 4, 3) % 2).astype(dtype)
+    lanes, places = np.array([3, 0, 4], np.int32), np.array([1, 3, 0], np.int32)
+    rows = entries_at(x, lanes, places)
+    np.testing.assert_array_equal(rows[:, 0], x[lanes, places])
+    values = jnp.ones((3, 1, 3), dtype)
+    new = np.array(put_entries(jnp.asarray(x), values, np.array([3, 7, 4], np.int32), places))
+    expected = x.copy()
+    expected[[3, 4], [1, 0]] = 1
+    np.testing.assert_array_equal(new, expected)
