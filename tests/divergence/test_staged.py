@@ -14,9 +14,11 @@ def test_a_loop_closes_over_values_in_its_predicate_and_in_its_step():
     @jax.jit
     def run(limit, step):
         start = np.int32(0), np.int32(1)
-        return while_loop(lambda s: lax.lt(s[0], limit), lambda s: (s[0] + step, s[1] * 2), start)
+        return while_loop(
+            lambda s: lax.lt(s[0], limit), lambda s: (s[0] + step, s[1] * np.int32(2)), start
+        )
 
-    assert [int(x) for x in run(10, 3)] == [12, 16]
+    assert [int(x) for x in run(np.int32(10), np.int32(3))] == [12, 16]
 
 
 @pytest.mark.parametrize("axis", [0, 1])

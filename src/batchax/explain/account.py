@@ -250,6 +250,9 @@ class Timing:
     advice: dict[str, Any] = field(default_factory=dict)
 
 
+_MOST = 0.8  # of the lane-steps that are done: the rest costs less than it takes to move lanes
+
+
 @dataclass(frozen=True)
 class StepCount:
     """The steps of a loop, or the runs of a branch, when the batched function ran.
@@ -270,6 +273,7 @@ class StepCount:
       longest: how many steps the lane takes that takes most.
       least: how few lane-steps it could do, run in the same way.
       why: why they are not known; empty if they are.
+      masked_for: why lanes are masked; empty if they are not.
     """
 
     equation: str
@@ -281,6 +285,7 @@ class StepCount:
     longest: int | None = None
     least: int | None = None
     why: str = ""
+    masked_for: str = ""
 
     @property
     def of_use(self) -> float | None:
@@ -291,6 +296,16 @@ class StepCount:
     def bound(self) -> float | None:
         """The least share of the masked lane-steps; None if unknown, or there are none."""
         return self.least / self.masked if self.least is not None and self.masked else None
+
+    @property
+    def in_vain(self) -> int:
+        """The lane-steps that were done and that no lane needed; zero if unknown."""
+        return (self.done or 0) - (self.needed or 0)
+
+    @property
+    def waits_little(self) -> bool:
+        """Whether so much of what was done was needed that no other way could gain much."""
+        return self.of_use is not None and self.of_use >= _MOST
 
 
 @dataclass(frozen=True)

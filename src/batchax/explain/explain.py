@@ -202,7 +202,7 @@ def _of_batched(
             how = ways.fun, ways.in_axes, ways.out_axes, ways.options
             advised = [f.advice for f in explanation.findings if f.advice]
             timings, left, tried = measure_ways(way, *how, args, kwargs, advised, time_left)
-        findings = find_findings(replace(draft, timings=timings, tried=tried))
+        findings = find_findings(replace(draft, timings=timings, tried=tried, steps=steps))
         return replace(
             explanation, timings=timings, unmeasured=left, findings=findings, steps=steps
         )

@@ -225,7 +225,15 @@ def _each(
             whole = way == "flat" and notes["widths"] == (lanes,) and not _holds_flat(eqn)
             least = lanes * longest if whole else total
             yield StepCount(
-                eqn.number, branch, way, total, computed, masked.get(branch), longest, least
+                eqn.number,
+                branch,
+                way,
+                total,
+                computed,
+                masked.get(branch),
+                longest,
+                least,
+                masked_for=notes.get("why", "") if way == "masked" else "",
             )
 
 

@@ -16,6 +16,7 @@ from batchax.explain.wording import (
     count,
     show_devices,
     show_flops,
+    show_gain,
     show_lanes_run,
     show_seconds,
     show_timed,
@@ -310,7 +311,8 @@ def _use(counted: StepCount) -> str:
     if counted.bound is None:
         return told
     masked = "" if counted.masked == counted.done else f"; masked lanes do {counted.masked:,}"
-    return f"{told}{masked}; bound {counted.bound:.0%}"
+    gain = show_gain(counted)
+    return f"{told}{masked}; bound {counted.bound:.0%}{f'; {gain}' if gain else ''}"
 
 
 def _timings(explanation: Account) -> Iterator[str]:

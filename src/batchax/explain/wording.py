@@ -103,6 +103,13 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
     }[counted.way]
 
 
+def show_gain(counted: StepCount) -> str:
+    """Why lanes wait for each other in a loop or branch; empty where they need not."""
+    if counted.branch is None and counted.way == "masked" and counted.waits_little:
+        return "nearly all is needed"
+    return counted.masked_for
+
+
 def show_way(way: int | str | None) -> str:
     """How lanes were run for a `Timing`, whose `batch_size` or advice this is."""
     if isinstance(way, int):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from batchax.explain.account import Equation, Timing, Value, Work
+from batchax.explain.account import Equation, StepCount, Timing, Value, Work
 from batchax.explain.attribution import Tally
 from batchax.explain.entries import number_of
 from batchax.explain.wording import count
@@ -62,6 +62,7 @@ class Draft:
       arguments, outputs: of one example and of all.
       timings: what was measured: of the program as it is first.
       tried: the advice that was followed to measure what it brings; it may have been refused.
+      steps: the lane-steps of loops and branches, where they were counted.
     """
 
     equations: Sequence[Equation]
@@ -77,6 +78,7 @@ class Draft:
     outputs: Sequence[Value] = field(default=())
     timings: Sequence[Timing] = field(default=())
     tried: Sequence[Mapping[str, Any]] = field(default=())
+    steps: Sequence[StepCount] = field(default=())
 
     @cached_property
     def records(self) -> dict[str, list[Record]]:
@@ -116,6 +118,12 @@ class Draft:
             return read_module(self.compiled)
         except UnreadableProgram:
             return None
+
+    def counted(self, number: str) -> StepCount | None:
+        """The lane-steps of a loop, if they were counted and it took any."""
+        of_loop = (c for c in self.steps if c.equation == number and c.branch is None)
+        count = next(of_loop, None)
+        return None if count is None or count.of_use is None else count
 
     @cached_property
     def price(self) -> float:

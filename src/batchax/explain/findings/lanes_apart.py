@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from batchax.divergence.auto import for_any_machine
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import rule_of_user
 from batchax.errors import UnsupportedError
@@ -65,14 +66,14 @@ def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
         "one branch runs then."
     )
-    answer = _ask_compact(record)
+    answer = _ask(record, Compact())
     masked = (
         f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
         "they have in common: to take lanes apart would cost more than masking does here."
     )
     if answer is True and _masked_by_option(draft):
-        remedy = f'Give divergence="compact": a branch runs for the lanes that take it. {shared}'
-        return {"remedy": remedy, "advice": _COMPACT, "otherwise": masked}
+        apart = _apart(draft, record, f"a branch runs for the lanes that take it. {shared}")
+        return {**apart, "otherwise": masked}
     if answer == "collective":
         remedy = (
             'Move the collective out of the branches: then divergence="compact" can run each for '
@@ -82,26 +83,54 @@ def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
     return {"remedy": masked}
 
 
-_COMPACT = {"divergence": "compact"}
+_COMPACT, _AUTO = {"divergence": "compact"}, {"divergence": "auto"}
+
+
+def _apart(draft: Draft, record: Record, brings: str) -> dict[str, Any]:
+    """What to do where lanes could be taken apart, and are not.
+
+    The default takes them apart where that surely pays. Elsewhere it depends on how many steps
+    each lane takes: that another way is faster is said where it was measured.
+    """
+    if (
+        draft.options.get("divergence") == "predicate"
+        and _ask(record, for_any_machine("auto")) is True
+    ):
+        return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
+    if _COMPACT in draft.tried:
+        return {"remedy": f'Give divergence="compact": {brings}', "advice": _COMPACT}
+    remedy = (
+        'Try divergence="compact", if lanes differ much: measure=True runs it, too, and says '
+        f"whether it is faster. With it {brings}"
+    )
+    return {"remedy": remedy, "advice": _COMPACT}
 
 
 def loops(draft: Draft) -> Iterator[Finding]:
     """Loops that wait for their slowest lane.
 
     Their price: half of the steps of all lanes, of which there are taken to be 16 where a loop
-    does not say.
+    does not say; where steps were counted, those that no lane needed. Where lanes needed nearly
+    all, there is nothing to find.
     """
     for eqn, record in draft.walk():
         if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
             continue
         step, steps = _step_of(eqn)
+        waits, told = steps / 2, ""
+        counted = draft.counted(eqn.number)
+        if counted is not None:
+            if counted.waits_little:
+                continue
+            waits = counted.in_vain / draft.each
+            told = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
         yield Finding(
             "loop waits for its slowest lane",
             f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(draft, record)} is "
             f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
-            "not.",
+            f"not.{told}",
             equation=eqn.number,
-            cost=price(step) * steps / 2,
+            cost=price(step) * waits,
             **_remedy_of_loops(draft, record),
         )
 
@@ -122,10 +151,9 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
 
 def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
-    answer = _ask_compact(record)
+    answer = _ask(record, Compact())
     if answer is True and _masked_by_option(draft):
-        remedy = 'Give divergence="compact": lanes that are done leave the loop, others take over.'
-        return {"remedy": remedy, "advice": _COMPACT}
+        return _apart(draft, record, "lanes that are done leave the loop, others take over.")
     if answer == "collective":
         remedy = (
             'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
@@ -144,11 +172,11 @@ def _masked_by_option(draft: Draft) -> bool:
     return draft.options.get("divergence", "auto") in ("auto", "predicate")
 
 
-def _ask_compact(record: Record) -> Any:
+def _ask(record: Record, divergence: Compact) -> Any:
     """Whether lanes would be taken apart; "collective" if something inside forbids it."""
     if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
         return False
-    rule, asked = find_rule(record.eqn.primitive), _Asked()
+    rule, asked = find_rule(record.eqn.primitive), _Asked(divergence)
     axis = replace(record.axis, divergence=asked)
     invars = record.eqn.invars
     operands = [
@@ -172,28 +200,28 @@ def _ask_compact(record: Record) -> Any:
 
 
 class _Asked(Divergence):
-    """`Compact`, which remembers whether it took anything that it was asked."""
+    """Another, which remembers whether it took anything that it was asked."""
 
     asked = True
 
-    def __init__(self) -> None:
+    def __init__(self, divergence: Compact) -> None:
         self.took = False
-        self._compact = Compact()
+        self._divergence = divergence
 
     def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
-        return self._compact.concerns(axis, loop)
+        return self._divergence.concerns(axis, loop)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        return self._noted(self._compact.run_nest(self._own(axis), loop))
+        return self._noted(self._divergence.run_nest(self._own(axis), loop))
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
-        return self._noted(self._compact.run(self._own(axis), parting))
+        return self._noted(self._divergence.run(self._own(axis), parting))
 
     def at_most(self, width: int) -> Divergence:
-        return self._compact.at_most(width)
+        return self._divergence.at_most(width)
 
     def _own(self, axis: Axis) -> Axis:
-        return replace(axis, divergence=self._compact)
+        return replace(axis, divergence=self._divergence)
 
     def _noted(self, answer: PlacedOutputs | None) -> PlacedOutputs | None:
         self.took |= answer is not None

@@ -6,7 +6,7 @@ from batchax.explain.account import Account, Equation, StepCount
 from batchax.explain.lines import own_line
 from batchax.explain.page.details import to_line
 from batchax.explain.page.markup import Html, link_to, percent, tag
-from batchax.explain.wording import STEPS_NOTE, show_lanes_run
+from batchax.explain.wording import STEPS_NOTE, show_gain, show_lanes_run
 
 
 def steps(explanation: Account) -> list[Html]:
@@ -29,7 +29,7 @@ def _row(eqn: Equation, counted: StepCount) -> Html:
         "tr",
         tag("th", link_to(eqn.number, f"{eqn.number} {name}"), scope="row"),
         tag("td", tag("code", line.text), " ", to_line(line)),
-        tag("td", show_lanes_run(eqn, counted)),
+        tag("td", "; ".join(filter(None, [show_lanes_run(eqn, counted), show_gain(counted)]))),
         tag("td", _use(counted)),
         tag("td", "-" if counted.bound is None else percent(counted.bound, 1.0), class_="figure"),
     )
