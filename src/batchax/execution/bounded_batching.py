@@ -25,6 +25,7 @@ from batchax.execution.bounded_loop import (
     no_checkpoints,
 )
 from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
+from batchax.execution.steps_axes import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -404,29 +405,6 @@ def _settled(
     return settled, ys_at, program, kept
 
 
-def entry_axis(position: Position, steps_axis: int) -> Position:
-    """Where an entry of an array has the batch axis, which is at `position` of the array."""
-    return position if position is None or position <= steps_axis else position - 1
-
-
-def whole_axis(position: Position, steps_axis: int | None) -> Position:
-    """Where an array of entries has the batch axis, which is at `position` of an entry.
-
-    If they are added up (`steps_axis` is None), the sum has it where an entry does.
-    """
-    if position is None or steps_axis is None:
-        return position
-    return position + (steps_axis <= position)
-
-
 def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     """Where the xs of all lanes have the axis of the steps."""
     return steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
-
-
-def steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
-    """Where arrays with a batch axis have the axis of the steps, if they have one."""
-    return tuple(
-        s if s is None else s + (a is not None and a <= s)
-        for a, s in zip(positions, axes, strict=True)
-    )

@@ -20,9 +20,8 @@ primitives again, and so are derivatives of any order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any
 
 import jax
@@ -31,20 +30,18 @@ from jax.extend.core import Literal, mapped_aval, unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.execution.bounded_batching import entry_axis, steps_axes, whole_axis
 from batchax.execution.bounded_derivatives import moving, no_tangent, parts, take
 from batchax.execution.eager import jitted
+from batchax.execution.made_again import MadeAgain
 from batchax.execution.steps import ScanProgram, run_steps
-from batchax.jaxprs.evaluate import plan, variables_in, variables_read
+from batchax.execution.steps_axes import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.derivatives import transposed, with_values
 from batchax.kernel.inner import batch_function, remembered, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import own_primitive
-from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
@@ -135,7 +132,7 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
             places.setdefault(v, ("y", k))
     once, stacked = [], []
     needed = jaxpr.outvars[n_outs:]
-    again = _Again(jaxpr, places)
+    again = MadeAgain(jaxpr, places)
     for v, changing in zip(needed, changes[n_outs:], strict=True):
         if isinstance(v, Literal) or again.makes(v):
             continue
@@ -161,53 +158,6 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
     n_kept = len(kept)
     run = lambda *xs: eval_jaxpr(linear, eval_jaxpr(late, (), *xs[:n_kept]), *xs[n_kept:])
     return _Split(program, held, beside, kept, run)
-
-
-class _Again:
-    """What of a program is computed again, from values that are kept anyway."""
-
-    def __init__(self, jaxpr: Jaxpr, places: Mapping[Any, Any]) -> None:
-        self._jaxpr, self._places = jaxpr, places
-        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def makes(self, v: Any) -> bool:
-        """Whether that takes so little that a value need not be kept, or it is kept already."""
-        return self._left(v, _FEW) >= 0
-
-    def _left(self, v: Any, left: float) -> float:
-        """Of so many operations for each element those left once it is made; negative: too few.
-
-        What is read twice counts twice, as nobody may look on for longer than there are some left.
-        """
-        if isinstance(v, Literal) or v in self._places:
-            return left
-        eqn = self._made_by.get(v)
-        if eqn is None or not facts_of(eqn.primitive).elementwise:
-            return -inf
-        if cost_of_equation(eqn).transcendentals:
-            return -inf
-        left -= 1
-        for x in eqn.invars:
-            left = self._left(x, left) if left >= 0 else left
-        return left
-
-    def program(self, outvars: Sequence[Any]) -> Any:
-        """From what is kept to all that is needed."""
-        made = [v for v in variables_in(outvars) if v not in self._places]
-        steps = plan(self._jaxpr.eqns, made, lambda _: False, self._not_kept)
-        eqns = [step.eqn for step in steps]
-        read = variables_in([*outvars, *(v for eqn in eqns for v in eqn.invars)])
-        invars = [v for v in dict.fromkeys(read) if v in self._places]
-        return self._jaxpr.replace(
-            constvars=[], invars=invars, eqns=eqns, outvars=list(outvars), effects=set()
-        )
-
-    def _not_kept(self, eqn: Eqn) -> list[Any]:
-        return [v for v in variables_read(eqn) if v not in self._places]
-
-
-_FEW = 8
-"""Operations that take less than to write an element and to read it again."""
 
 
 def _same_at_each_step(program: ScanProgram) -> list[bool]:
