@@ -168,7 +168,7 @@ loaders: .venv/ready .cache/loaders/ready
 
 .cache/loaders/ready:
 	@echo "Installing PyTorch, Grain and Hugging Face's datasets (once)"
-	.venv/bin/python -m pip install --quiet --target $(@D) torch grain datasets && touch $@
+	.venv/bin/python -m pip install --quiet --no-compile --target $(@D) torch grain datasets && touch $@
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py

@@ -20,9 +20,11 @@ import zarr
 
 import batchax as bx
 from batchax.datasets import disk, pipeline
+from batchax.datasets.addresses import address
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
 from batchax.datasets.known_files import _SMALL, Files
+from batchax.datasets.places import place_of
 from batchax.datasets.store import Store
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -287,6 +289,21 @@ def test_a_file_of_a_job_that_goes_in_mid_run(kind):
     change, says = FILES_OF_JOBS[kind]
     with pytest.raises(bx.JobError, match=rf"{says} y\.npy"):
         bx.map(double, X, out="y.npy", **{**UNIT, "progress": lambda *_: change()})
+
+
+@pytest.mark.parametrize("root", ["", "memory://verified/"])
+def test_an_array_that_says_no_longer_what_it_is_is_not_verified(root):
+    out = f"{root}y.zarr"
+    bx.map(double, X, out=out, **UNIT)
+    path = address(f"{out}/zarr.json", "path")
+    content = place_of(path).read(path)
+    assert verify(out)
+    place_of(path).replace(path, content.replace(b'"little"', b'"big"'))
+    with pytest.raises(bx.JobError, match=r"y\.zarr is not the array that this job made"):
+        verify(out)
+    place_of(path).remove(path)
+    with pytest.raises(bx.StorageError, match=r"y\.zarr/zarr\.json is missing"):
+        verify(out)
 
 
 def test_a_folder_of_the_process_that_goes_in_mid_run(tmp_path):

@@ -247,8 +247,9 @@ def verify(out: str | Address) -> Verified:
     not as long as somebody is at work on it, who would not see that.
 
     Raises:
-      JobError: if there is no job.
-      StorageError: a store of objects does not answer: nothing counts as damaged for that.
+      JobError: if there is no job, or the output says that it is another one.
+      StorageError: a store of objects does not answer: nothing counts as damaged for that; or what
+        says what is where is missing, such as the zarr.json of an array.
     """
     files = JobFiles(address(out, "out"))
     store = reopen_store(files.out, _description(files).store)
@@ -260,6 +261,8 @@ def verify(out: str | Address) -> Verified:
             files.withdraw_end()
             for each in damaged:
                 journal.withdraw([records[each.unit.number]], each.reason)
+        if not damaged:
+            store.check()  # what says what is where, without which nobody reads the rest
     rows = sum(r.unit.rows for r in records.values())
     return Verified(files.out, rows, damaged, journal is not None)
 
