@@ -1,8 +1,8 @@
 """How many groups padded rows should be in: size classes, where lengths are traced.
 
 Where lengths are traced all that is known of them is how many elements there are at most in
-sum. Choices are made for rows that are evenly spread between none and twice the mean length, if no
-lengths with that sum would take longer in classes than padded to one bound.
+sum. Choices are made for rows that are evenly spread around the mean length, as widely as they can
+be, if no lengths with that sum would take much longer in classes than padded to one bound.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from batchax.rows.sizes import Sizes
 from batchax.rows.steps import RowProgram, RowStep
 
 _MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
+_MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
+_MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
 _WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
 _WORTH = 50_000_000.0  # the same where many rows run at a time
 _RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
@@ -67,8 +69,10 @@ def choose_classes(
     ]
     bounds, room, time = costs.padded.bounds, costs.packed.bounds, _time_of(steps, costs, differs)
     mean = max(room[name] / bound for name, bound in bounds.items()) / costs.rows
-    if not steps or mean > 0.5:  # of the bound: all rows might be longer than half of it
+    if not steps:
         return None
+    least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
+    spread = max(greatest - least_length, 1e-9)
 
     padded = costs.rows * time(dict(bounds))
     best, least = None, padded
@@ -77,12 +81,13 @@ def choose_classes(
         if len(classes.rows) < most:
             break
         times = [time(dict(each)) for each in classes.bounds]
-        moved = ROWS.place * classes.blocks * classes.rows[0] * max(bounds.values())
+        places = classes.blocks * classes.rows[0] * max(bounds.values())
+        moved = ROWS.place * _MOVED * (places + max(room.values()))
         fixed = moved + len(times) * len(steps) * COMPILED_STEP / _RUNS
-        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > padded:
+        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
             continue
-        # Rows longer than a bound b, of lengths evenly spread up to twice the mean.
-        longer = [max(0.0, 1 - 0.5 ** (k + 1) / (2 * mean)) for k in range(most - 1)]
+        # Rows longer than the bound of the next class.
+        longer = [min(1.0, max(0.0, (greatest - 0.5 ** (k + 1)) / spread)) for k in range(most - 1)]
         shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
         # The last block of each class is half full, say.
         taken = fixed + sum(
@@ -150,7 +155,7 @@ def _time_of(
     """Nanoseconds for steps of one padded row, by the bounds of its sizes."""
 
     def time(bounds: dict[str, int]) -> float:
-        each = replace(costs, padded=Sizes(bounds, {}), rows=1)
-        return sum(each.of(step, "padded", differs) for step in steps)
+        each = replace(costs, padded=Sizes(bounds, {}))
+        return sum(each.of(step, "padded", differs) for step in steps) / costs.rows
 
     return time

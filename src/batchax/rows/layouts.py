@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from batchax.jaxprs.words import Eqn
 from batchax.programs.cost import Cost, cost_of_equation
 from batchax.programs.shapes import reading_symbols
 from batchax.programs.weights import ROWS
@@ -60,12 +61,25 @@ class Costs:
         elif layout == "packed" and size_of_rule(eqn) is not None:  # which tells rows apart
             each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
             sizes, times = Sizes(each, {}), self.rows
+        if eqn.primitive.name == "sort" and layout == "padded":
+            return self._of_sort(eqn, own)
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
         reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)
         if reduced and layout == "packed":  # each element is added to the result of its row
             cost += Cost(places=2 * max(sizes.bounds.values()))
         return ROWS.time(cost)
+
+    def _of_sort(self, eqn: Eqn, differs: Sequence[bool]) -> float:
+        """As `of`: padding is equal numbers, each of which a sort looks at once."""
+        bounds = {
+            n: min(bound, -(-self.packed.bounds[n] // self.rows))
+            for n, bound in self.padded.bounds.items()
+        }
+        with reading_symbols(Sizes(bounds, {}).bound):
+            own = cost_of_equation(eqn, differs=differs)
+        looked_at = math.prod(self.padded.bounds_of(eqn.invars[0].aval.shape))
+        return self.rows * ROWS.time(own + Cost(places=looked_at)) / 2
 
     def move(self, shape: Sequence[Any]) -> float:
         """Nanoseconds, roughly, to move a value, of numbers of 32 bits, between layouts."""
