@@ -300,3 +300,18 @@ def test_collectives_keep_the_barrier():
 def test_a_branch_outside_of_a_loop_is_as_it_was():
     fun = lambda x: lax.cond(x > 1, jnp.sin, lambda x: x, x)
     assert WAITS not in str(bx.explain(fun, divergence="compact")(XS))
+
+
+def test_what_branches_hand_on_to_nobody_is_not_kept():
+    def f(x, entries):
+        def step(x, entry):
+            seen = jnp.sin(x * jnp.arange(37.0))
+            far = lambda x, seen: (jnp.cos(x), seen)
+            x, _ = lax.cond(entry + x > 2, far, lambda x, seen: (x, seen), x, seen)
+            return x + entry, x
+
+        return lax.scan(step, x, entries)
+
+    batched = bx.vmap(f, (0, None), divergence="compact")
+    assert WAITS in str(bx.explain(batched)(XS, ENTRIES))
+    assert f"tensor<{LANES}x37xf" not in jax.jit(batched).lower(XS, ENTRIES).as_text()

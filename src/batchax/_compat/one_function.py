@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from batchax._compat.mesh_types import varying_alike
+
 
 def in_one_function(
     run: Callable[..., Sequence[Any]], types: Sequence[Any], operands: Sequence[Any]
@@ -34,9 +36,20 @@ def in_one_function(
         # which only LLVM finds out.
         first = jnp.real(operands[0][(0,) * operands[0].ndim])
         bits = lax.bitcast_convert_type(first, f"int{8 * first.dtype.itemsize}")
-        never = lambda *_: [jnp.broadcast_to(first.astype(t.dtype), t.shape) for t in types]
+        never = lambda *_: [_anything(first, t) for t in types]
         return list(lax.cond(bits | 1 != 0, run, never, *operands))
 
     outs = list(jax.jit(called)(*operands))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
-    return [set_xla_metadata(outs[0], **words), *outs[1:]]
+    # The words are on the call if on any of its results that is read.
+    return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]
+
+
+def _anything(number: Any, aval: Any) -> Any:
+    if _is_key(aval):
+        return varying_alike([lax.empty(aval.shape, aval.dtype)], like=[number])[0]
+    return jnp.broadcast_to(number.astype(aval.dtype), aval.shape)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)

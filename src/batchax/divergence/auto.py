@@ -32,7 +32,12 @@ from batchax.divergence.branches import BranchCost, Choice, run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back, can_move, rule_of_user
-from batchax.divergence.most import WITH_DERIVATIVE, dearest_step, price_of_loops
+from batchax.divergence.most import (
+    WITH_DERIVATIVE,
+    dearest_step,
+    price_of_branches,
+    price_of_loops,
+)
 from batchax.divergence.widths import Step, different, most_left, power_of_two
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
@@ -68,6 +73,12 @@ class Limits(NamedTuple):
     """the share of the lanes from which on all run, masked, on a few cores"""
     launched: float = 0.5
     """which share of a branch is not one loop with what selects its result"""
+    beginning: float = 8_000.0
+    """nanoseconds that a branch takes for all lanes which runs for few one after another"""
+    singly: float = 1.5
+    """how many times as long as these all lanes take, masked"""
+    share: int = 32
+    """which share of all lanes are few, at least"""
     copying: float = 2.0
     """how many times as long as in chunks a branch takes with copies of what all lanes read"""
     cached: int = 32_000_000
@@ -113,7 +124,8 @@ class Auto(Compact):
         limits = self.limits
         enough = min(limits.busy * limits.cores, limits.counting)
         dear = dearest_step(loop) * axis.size >= enough
-        return dear or self._may_run_flat(axis, loop)
+        few = price_of_branches(loop).of(axis.size) >= limits.beginning
+        return dear or few or self._may_run_flat(axis, loop)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         match parting:
@@ -133,7 +145,7 @@ class Auto(Compact):
             inside = replace(self.inside(), _decided=True)
             # XLA may run all lanes on all cores, and chunks on one.
             most = self.limits.most * min(1, self.limits.few / self.limits.cores)
-            choice = Choice(self._pays, self._decides, most, inside)
+            choice = Choice(self._pays, self._decides, most, self._few, inside)
             return run_branches(axis, parting, None, choice)
         if self._nesting:
             # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
@@ -222,6 +234,15 @@ class Auto(Compact):
         if not dear or branch.begun < limits.launched * branch.work:
             return False
         return branch.work * branch.lanes >= limits.counting
+
+    def _few(self, branch: BranchCost) -> int:
+        """Of how many lanes that take a branch each runs it by itself; of more all run, masked."""
+        limits = self.limits
+        masked = branch.beginning + branch.lanes * branch.work
+        if masked < limits.beginning or branch.begun < limits.launched * branch.work:
+            return 0
+        few = int(masked / (limits.singly * branch.alone))
+        return min(few, branch.lanes) if few * limits.share >= branch.lanes else 0
 
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)

@@ -5,7 +5,8 @@ over chunks of the lanes that take it (`execution.chunk_loop`). Nothing is compu
 that do not, and if there are none that do, no chunk runs. Its derivatives run for the same
 lanes. Where chunks cost more than masked lanes if most take it, both are compiled, and while the
 program runs the lanes that take it are counted: by their number all run, masked, or these in
-chunks, or nobody. Other branches run for all lanes, masked.
+chunks, or nobody. Where what takes time is to begin its operations, few lanes that take it run one
+after another (`execution.chunk_singly`). Other branches run for all lanes, masked.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import Branches, Divergence, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.dear_branches import time_begun, time_to_move
+from batchax.programs.one_function import fits_one_function
 from batchax.programs.shapes import bytes_of
-from batchax.programs.weights import TOGETHER
+from batchax.programs.weights import ALONE, TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 
@@ -79,20 +81,20 @@ def run_branches(
     parts = [_Part(axis, program, branches, width, choice) for program in branches.programs]
     for part in parts:
         part.choose(sum(p.begun for p in parts if p is not part))
-    if not any(part.apart for part in parts):
+    if not any(part.apart or part.singly for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
     numbers = lambda which: [i for i, part in enumerate(parts) if which(part)]
     recording.note(
         divergence="grouped",
-        apart=numbers(lambda part: part.apart),
-        decided=numbers(lambda part: part.decided),
+        apart=numbers(lambda part: part.apart or part.singly),
+        decided=numbers(lambda part: part.decided or part.singly),
     )
     results = []
     for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
         before = branches.programs[:i]
         with recording.part(f"branch {i}"):
-            if part.apart:
+            if part.apart or part.singly:
                 part.operands = after_branches(before, results, program, part.operands)
                 placed = part.run(lax.eq(index, np.asarray(i, index.dtype)))
             else:
@@ -108,6 +110,8 @@ class BranchCost(NamedTuple):
     Attributes:
       work: to run it.
       copied: to run it where each lane has a copy of what all lanes share, as under ``jax.vmap``.
+      alone: to run it for one lane, in a loop that is one function.
+      beginning: to begin its operations, not divided among lanes.
       begun: the part of it that is not one loop with what selects the results. Whatever is in that
         loop a processor computes for the lanes that take the branch, and for no others.
       moving: to move what it reads and returns.
@@ -122,6 +126,8 @@ class BranchCost(NamedTuple):
 
     work: float
     copied: float
+    alone: float
+    beginning: float
     begun: float
     moving: float
     starting: float
@@ -139,12 +145,14 @@ class Choice(NamedTuple):
       apart: whether for the lanes that take it, whatever their number.
       decided: whether for those, or for all, as it is decided while the program runs.
       most: the share of the lanes from which on all run, where that is decided.
+      few: of how many lanes that take it each runs by itself, where it is none of these; 0: none.
       inside: how lanes that part ways are run inside of a branch that is compiled twice.
     """
 
     apart: Callable[[BranchCost], bool]
     decided: Callable[[BranchCost], bool]
     most: float
+    few: Callable[[BranchCost], int]
     inside: Divergence
 
 
@@ -183,11 +191,15 @@ class _Part:
         self.work, self.launches = TOGETHER.time(cost), cost.launches
         self.begun = time_begun(jaxpr, differs)
         self.apart = self.decided = False
+        self.singly = 0
 
     def choose(self, others: float) -> None:
         """Finds how it runs, beside other branches that take so long for a lane."""
         self.others = others
-        self.apart = self._can_run_apart() and self._is_worth_it()
+        can = self._can_run_apart()
+        self.apart = can and self._is_worth_it()
+        if can and not self.apart and self.choice is not None:
+            self.singly = self._how_many_singly(self.choice.few)
 
     def _take_index(self) -> None:
         """Makes the index of the lane an operand, if that is all the name is used for."""
@@ -226,6 +238,14 @@ class _Part:
         least = _LEAST if self.width is None else 0.0
         return self.work > _GAIN * moving and self.work * self.axis.size >= least
 
+    def _how_many_singly(self, few: Callable[[BranchCost], int]) -> int:
+        """Of how many lanes that take it each runs by itself; 0: masked, however few they are."""
+        jaxpr = self.program.jaxpr
+        # If there are many all run, those that do not take it as well.
+        if hazards(jaxpr).endless or self.program.effects or not fits_one_function(jaxpr):
+            return 0
+        return few(self._cost(time_to_move(self._moved())))
+
     def _moved(self) -> list[Aval]:
         """What is moved of a lane."""
         mine = (k for k in self.used if self.positions[k] is not None)
@@ -233,10 +253,12 @@ class _Part:
 
     def _cost(self, moving: float) -> BranchCost:
         jaxpr, size = self.program.jaxpr, self.axis.size
-        own = (True,) * len(jaxpr.invars)
+        own = cost_of_program(jaxpr, differs=(True,) * len(jaxpr.invars), steps=STEPS)
         return BranchCost(
             work=self.work,
-            copied=TOGETHER.time(cost_of_program(jaxpr, differs=own, steps=STEPS)),
+            copied=TOGETHER.time(own),
+            alone=ALONE.time(own + Cost(bytes=2 * bytes_of(self._moved()))),
+            beginning=launch_time(self.launches),
             begun=self.begun,
             moving=moving,
             starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
@@ -260,8 +282,10 @@ class _Part:
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
-        size, most = self.axis.size, None
-        if _compat.calls_back(self.program.effects):
+        size, singly, most = self.axis.size, self.singly, None
+        if singly:
+            chunk = size
+        elif _compat.calls_back(self.program.effects):
             chunk = 1  # in a wider one the lanes that stand in for missing ones would call, too
         elif self.width is not None:
             chunk = min(self.width, size)
@@ -292,7 +316,8 @@ class _Part:
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
             every = None if share is None else AllAtOnce(ChunkBody(of_all), share)
-            loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, all_at_once=every)
+            how = {"all_at_once": every, "singly": singly}
+            loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, **how)
             return chunk_loop(loop, [active, *xs])
 
         program, positions, used, made = self.program, self.positions, self.used, self.made
@@ -315,6 +340,8 @@ class _Part:
         """Whether it pays for a derivative, which would keep so many bytes of a lane."""
         if self.choice is None:
             return lambda kept: True
+        if self.singly:
+            return lambda kept: False
         pays, size = self.choice.apart, self.axis.size
         moved = self._moved()
         cost, own = self._cost(time_to_move(moved)), bytes_of(moved)

@@ -15,6 +15,7 @@ from jax.extend.core.primitives import (
     while_p,
 )
 
+from batchax import _compat
 from batchax.divergence.branch_as_while import DearBranch
 from batchax.divergence.nest import Dear, Inner, Nest, Part, Segment
 from batchax.divergence.opening import opened_places
@@ -73,7 +74,8 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
         places: dict[Any, DearBranch] = {}
-        opened = opened_places(axis, body, differs, places)
+        # Else what a branch hands on to nobody would be kept for it.
+        opened = opened_places(axis, _compat.without_dead(body), differs, places)
         cut = _Cut(axis, test, opened, n_body, differs, places)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
         copies = cut.copies_what_is_shared()

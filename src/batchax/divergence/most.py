@@ -36,6 +36,7 @@ from batchax.programs.weights import TOGETHER
 WITH_DERIVATIVE = 4
 """How many times as long a step takes together with the step back over it, at least."""
 
+_NOTHING = Price(0.0, 0.0)
 _BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
 
 
@@ -51,6 +52,18 @@ def dearest_step(loop: AnyLoop) -> float:
 def price_of_loops(loop: AnyLoop) -> Price:
     """The price of a step of each loop inside, as `nest_of` may cut them."""
     return total(list(map(_loops, _programs(loop))))
+
+
+def price_of_branches(loop: AnyLoop) -> Price:
+    """The price of the dearest branch in it, for lanes that run it together."""
+    return dearest_of([_NOTHING, *map(_branches, _programs(loop))])
+
+
+@kept_with("what the dearest branch in programs costs")
+def _branches(jaxpr: Jaxpr) -> Price:
+    inside = [(eqn, program) for eqn in jaxpr.eqns for program in _inside(eqn)]
+    costs = (cost_of_program(p, steps=STEPS) for eqn, p in inside if eqn.primitive is cond_p)
+    return dearest_of([_NOTHING, *map(price_of_cost, costs), *(_branches(p) for _, p in inside)])
 
 
 def _programs(loop: AnyLoop) -> list[Jaxpr]:

@@ -110,6 +110,9 @@ class ChunkLoop:
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
       progress: who is told how far it is.
       all_at_once: what is done where its mask picks most lanes; None: chunks of those, as ever.
+      singly: on a processor, of lanes that a mask picks so many at most run one after another, as
+        one function; more run all at once, and with them those that are not picked. If not zero,
+        a chunk holds all lanes, and results of lanes that are not picked are anything.
     """
 
     body: ChunkBody
@@ -119,6 +122,7 @@ class ChunkLoop:
     chunk: int | Auto
     progress: LoopProgress | None = None
     all_at_once: AllAtOnce | None = None
+    singly: int = 0
 
     def derivative(self, name: str, **changes: Any) -> ChunkLoop:
         """A loop over the same lanes that computes a derivative of this one."""
@@ -131,7 +135,8 @@ class ChunkLoop:
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
         told = None if self.progress is None else self.progress.derivative(name)
-        return replace(self, chunk=chunk, progress=told, all_at_once=None, **changes)
+        once = {"all_at_once": None, "singly": 0}
+        return replace(self, chunk=chunk, progress=told, **once, **changes)
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
         """A loop of which `change` makes what is done, for a chunk and for all lanes."""
@@ -202,6 +207,8 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         loop.program(avals, loop.size % loop.chunk)
     if loop.all_at_once is not None:
         loop.all_at_once.body.staged(loop.size, avals)
+    if loop.singly:
+        loop.program(avals, 1)
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):
         # A derivative rule in the body closes over these. The primitive is differentiated and

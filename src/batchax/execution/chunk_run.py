@@ -18,6 +18,7 @@ from batchax import _compat
 from batchax.execution import gathered_lanes
 from batchax.execution.chunk_loop import AllAtOnce, ChunkLoop
 from batchax.execution.chunk_results import collect, of_only_chunk, results_before
+from batchax.execution.chunk_singly import run_few_or_all
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
 from batchax.execution.gathered_lanes import GatheredLanes, count_active
 from batchax.execution.memory import Auto, fitting_chunk
@@ -44,6 +45,8 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
     if loop.all_at_once is not None:
         return _as_many_are_picked(loop, loop.all_at_once, operands)
+    if loop.singly:
+        return run_few_or_all(loop, operands)
     chunks = _Chunks.of(loop, operands)
     if loop.size <= chunks.width and not loop.gathers:
         outs, _ = chunks.run(np.int32(0), loop.size)

@@ -42,6 +42,9 @@ ROWS = Weights(transcendental=2.0, fused=0.05)
 """Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
 keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
 
+ALONE = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
+"""A lane by itself, in a loop that is one function: nothing fills vector registers."""
+
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
 """What is told of a program, dearest first, by the operations and bytes that a listing shows: in it
 functions are operations as others, and arrays of all lanes lie in memory, not in a cache."""

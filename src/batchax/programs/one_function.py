@@ -1,0 +1,50 @@
+"""Which programs a compiler for processors makes one function of: see `_compat.in_one_function`.
+
+What is in no table here is taken not to be: a program that holds it would not compile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jax import dtypes
+
+from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.programs import prices
+from batchax.programs.inner import programs_in
+
+_ANYWHERE = frozenset(
+    """
+    argmax argmin bitcast_convert_type broadcast_in_dim clamp concatenate cond copy cummax
+    cummin cumprod cumsum dynamic_slice dynamic_update_slice gather iota pad random_bits
+    random_fold_in random_seed random_split random_unwrap random_wrap reduce_and reduce_or
+    reduce_xor reshape rev scan slice split squeeze stack threefry2x32 tile transpose unstack
+    while
+    """.split()
+)
+_OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum"))
+"""Of floats a library computes the larger ones."""
+
+
+def fits_one_function(jaxpr: Jaxpr) -> bool:
+    """Whether all of a program can be in one function."""
+    return not _others.in_program(jaxpr)
+
+
+def _is_other(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    facts = facts_of(eqn.primitive)
+    if name in _ANYWHERE or facts.alias or facts.is_plain_call:
+        return False
+    if facts.elementwise:
+        return name in prices.SERIAL  # these are loops of very many steps
+    if name in _OF_INTEGERS:
+        dtype = eqn.invars[0].aval.dtype
+        return dtypes.issubdtype(dtype, np.inexact)
+    if name == "scatter":  # a compiler makes an update of one, and a call of several
+        return prices.windows_of(eqn) != 1
+    return not programs_in(eqn)
+
+
+_others = Anywhere(_is_other)
