@@ -15,7 +15,7 @@ from pathlib import Path
 
 from batchax.datasets.inspect import status
 from batchax.datasets.job_files import JobFiles
-from kills.engines import PATIENCE, SECONDS, assert_whole, grown, run, started
+from kills.engines import PATIENCE, assert_whole, grown, run, started, wait
 from kills.tally import Tally
 
 from support.engine_calls import write_inputs
@@ -79,7 +79,7 @@ def run_schedulers(count: int, seed: int, root: Path) -> Tally:
                 continue
             with cluster(folder / "cluster") as (scheduler, address):
                 call = started(f"dask:{address}")
-                time.sleep(1 + draw.random() * SECONDS)
+                wait(draw, out, call)
                 if call.poll() is None:
                     scheduler.send_signal(signal.SIGKILL)
                     kills += 1

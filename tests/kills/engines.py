@@ -26,6 +26,7 @@ from support.engine_calls import ROWS, write_inputs
 ENGINES = ["", "processes:1", "processes:2", "processes:3", "shard:0/2", "shard:1/2", "shard:2/3"]
 PATIENCE = 5  # kills, after which a call may end
 SECONDS = 4.0  # in which a call has begun, and is mostly not yet done
+BEGUN = 0.7  # of the kills come after something was committed, however long it took to begin
 
 
 def started(engine: str) -> subprocess.Popen[bytes]:
@@ -52,7 +53,7 @@ def one_output(draw: random.Random, engines: Sequence[str], folder: Path) -> Tal
         engine = draw.choice(engines) if kills.kills < PATIENCE else ""
         call = started(engine)
         if kills.kills < PATIENCE:
-            time.sleep(draw.random() * SECONDS)
+            wait(draw, out, call)
             whom = draw.choice([call.pid, *descendants(call.pid)])
             if call.poll() is None:
                 os.kill(whom, signal.SIGKILL)
@@ -63,6 +64,22 @@ def one_output(draw: random.Random, engines: Sequence[str], folder: Path) -> Tal
     assert_whole(out, x)
     os.chdir("/")
     return kills
+
+
+def wait(draw: random.Random, out: Path, call: subprocess.Popen[bytes]) -> None:
+    """Until a moment that is drawn: some time after the call was made, or has committed a unit."""
+    if draw.random() < BEGUN:
+        before, end = _committed(out), time.monotonic() + 60
+        while call.poll() is None and _committed(out) <= before and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(draw.random() * SECONDS / 8)
+    else:
+        time.sleep(draw.random() * SECONDS)
+
+
+def _committed(out: Path) -> int:
+    """How long all journals are."""
+    return sum(p.stat().st_size for p in out.parent.glob(f"{out.name}.job/journal/*.jsonl"))
 
 
 def grown(out: Path, before: set[int]) -> set[int]:
