@@ -73,8 +73,13 @@ def test_as_the_row_alone(first):
             agree(jax.jit(bx.vmap(together, **options))(x), alone, way)
 
 
-OF_LIMITS = {"jax.scipy.linalg.eigh_tridiagonal"}
-"""What halves intervals: JAX's derivatives are those of where it begins, ours of the result."""
+NOT_COMPARED = {
+    # JAX halves intervals, and its derivatives are those of where it begins, ours of the result.
+    "jax.scipy.linalg.eigh_tridiagonal",
+    # Its derivative compares a maximum with what that is of. Programs that are not optimized, as
+    # here, compute this twice, with other rounding where it is in one with others.
+    "jax.numpy.hypot",
+}
 
 
 @pytest.mark.nightly
@@ -87,7 +92,7 @@ def test_derivatives_as_of_the_row_alone(first):
     chosen = {
         name: moving
         for name, f in functions.items()
-        if name not in OF_LIMITS and has_derivative(moving := along(f), alone)
+        if name not in NOT_COMPARED and has_derivative(moving := along(f), alone)
     }
     together = lambda x: {name: f(x) for name, f in chosen.items()}
     agree(jax.jit(bx.vmap(together))(x), [jax.jit(together)(row) for row in alone.rows()], "jvp")
@@ -104,7 +109,8 @@ def along(f):
 
 def has_derivative(moving, x):
     try:
-        return bool(jax.eval_shape(moving, x[0]))
+        rows = [jax.ShapeDtypeStruct((n,), x.data.dtype) for n in (*x.lengths.tolist(), FEW)]
+        return all(jax.eval_shape(moving, row) for row in rows)
     except (NotImplementedError, TypeError):  # nor has it one alone
         return False
 
