@@ -18,6 +18,7 @@ import batchax as bx
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
 from batchax.rows.found_places import found_places_p
+from batchax.rows.row_places import row_places
 from batchax.rows.row_rules import call_later
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
@@ -207,6 +208,10 @@ AROUND = {
     "found_places": lambda f: (
         lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
+    ),
+    "row_places": lambda f: (
+        lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
+        lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
     ),
     "in_turn": lambda f: (lambda x: in_turn([f(x)], [f(2 * x)])[1][0], lambda x: f(2 * x)),
     "safe_lanes": lambda f: (each(either(f), bx.vmap), each(either(f))),

@@ -21,6 +21,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
 from batchax.rows.found_places import found_places_p
+from batchax.rows.row_places import row_places_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.lane_calls import lane_calls_p
@@ -405,6 +406,12 @@ def _own():
             "found_places": (
                 partial(found_places_p.bind, size=2, limit=None, called="batchax.compress"),
                 several(3, dtype=bool),
+            )
+        },
+        "rows.row_places": {
+            "row_places": (
+                partial(row_places_p.bind, capacity=4, bound=3),
+                several(3, dtype=np.int32),
             )
         },
         "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},

@@ -10,7 +10,6 @@ another. To what is here they are rows: padded, all rows have as many, and some 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from batchax import _compat
 from batchax.jaxprs.words import Value
+from batchax.rows.row_places import row_places
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
@@ -38,6 +37,8 @@ class RowIndex:
       exact: whether it is known that rows fill the packed array to its end.
       before: the bounds of ragged axes before the last one, of rows that have several: there are
         so many pieces in each, and B counts those.
+      traced: where lengths are traced the row of each element of the packed array, and its place
+        in padded rows that follow one another.
     """
 
     starts: Any
@@ -45,6 +46,7 @@ class RowIndex:
     bound: int
     exact: bool
     before: tuple[int, ...] = ()
+    traced: tuple[Any, Any] | None = field(default=None, compare=False)
     _places: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -54,10 +56,8 @@ class RowIndex:
             sizes = np.asarray(lengths).astype(np.int32)
             starts = (np.cumsum(sizes) - sizes).astype(np.int32)
             return cls(starts, sizes, bound, int(sizes.sum()) == capacity)
-        clipped = jnp.clip(lengths.astype(jnp.int32), 0, min(bound, capacity))
-        ends = jnp.minimum(jnp.cumsum(clipped), capacity)
-        starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
-        return cls(starts, ends - starts, bound, False)
+        starts, sizes, rows, places = row_places(lengths.astype(jnp.int32), capacity, bound)
+        return cls(starts, sizes, bound, False, traced=(rows, places))
 
     @classmethod
     def of_axes(cls, lengths: Sequence[Any], capacity: int, bounds: Sequence[int]) -> RowIndex:
@@ -79,29 +79,34 @@ class RowIndex:
         """Whether it is known that each row is as long as it may be, and nothing is behind them."""
         return bool(self.exact and self.lengths.size and (self.lengths == self.bound).all())
 
+    @property
+    def total(self) -> Any:
+        """How many elements all rows have."""
+        return self.starts[-1] + self.lengths[-1] if self.starts.shape[0] else np.int32(0)
+
     def row_of(self, capacity: int) -> Any:
         """The row of each element of the packed array; B for those that belong to none."""
-        return self._of_ended_rows(np.int32(1), capacity)
+        return self._of_ended_rows(np.int32(1), capacity) if self.traced is None else self.traced[0]
 
     def place_of(self, capacity: int) -> Any:
         """The place within its row of each element of the packed array."""
+        if self.traced is not None:
+            return self.traced[1] - self.traced[0] * np.int32(self.bound)
         return np.arange(capacity, dtype=np.int32) - self._of_ended_rows(self.lengths, capacity)
 
     def place_in_padded(self, capacity: int) -> Any:
         """The place of each element in padded rows that follow one another."""
-        if capacity not in self._places:
+        if self.traced is not None:
+            return self.traced[1]
+        if capacity not in self._places:  # one constant of the program, however many need it
             gaps = self._of_ended_rows(self.bound - self.lengths, capacity)
             self._places[capacity] = np.arange(capacity, dtype=np.int32) + gaps
         return self._places[capacity]
 
     def _of_ended_rows(self, amounts: Any, capacity: int) -> Any:
         """For each element of the packed array, the sum of `amounts` of the rows before its own."""
-        ends = self.starts + self.lengths
-        if isinstance(ends, (jax.Array, Tracer)):
-            marks = jnp.zeros(capacity, jnp.int32).at[ends].add(amounts, mode="drop")
-            return _running_sum(marks)
         marks = np.zeros(capacity + 1, np.int32)
-        np.add.at(marks, ends, amounts)
+        np.add.at(marks, self.starts + self.lengths, amounts)
         return np.cumsum(marks[:capacity], dtype=np.int32)
 
     def mask(self) -> Any:
@@ -174,25 +179,6 @@ def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, *how
     return linear_with_transpose(of(forward), of(transpose), residuals, [x], key)[0]
 
 
-def _running_sum(x: Value) -> Any:
-    """As ``jnp.cumsum`` of a vector.
-
-    On a CPU that goes over the vector once for each bit of its size. Here blocks of about the
-    square root of its size are summed side by side.
-    """
-
-    def by_blocks(x: Value) -> Any:
-        count = math.isqrt(x.size - 1) + 1
-        blocks = jnp.pad(x, (0, count * count - x.size)).reshape(count, count)
-        step = lambda total, each: (total + each, total + each)
-        nothing = _compat.varying_as(jnp.zeros(count, x.dtype), jax.typeof(x))
-        totals, within = lax.scan(step, nothing, blocks.T)
-        before = lax.scan(lambda total, own: (total + own, total), nothing[0], totals)
-        return (within.T + before[1][:, None]).reshape(-1)[: x.size]
-
-    return lax.platform_dependent(x, cpu=by_blocks, default=jnp.cumsum) if x.size else x
-
-
 def _pad(
     data: Any, starts: Any, lengths: Any, places: Any, axis: int, bound: int, exact: bool
 ) -> Any:
@@ -218,7 +204,7 @@ def _pack(
     packed = jnp.moveaxis(jnp.take(flat, places, axis=0, mode="clip"), 0, axis)
     if exact:
         return packed
-    belongs = jnp.arange(capacity, dtype=jnp.int32) < jnp.sum(lengths, dtype=np.int32)
+    belongs = jnp.arange(capacity, dtype=jnp.int32) < starts[-1] + lengths[-1]
     return _zero_unless(packed, belongs, (axis,))
 
 

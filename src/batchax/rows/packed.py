@@ -130,17 +130,14 @@ class PackedRows:
 
         What is computed while that is staged are its tracers, and is not kept for the outer one.
         """
-        segments = {
-            name: Segments(replace(s.index, _places={}), s.capacity)
-            for name, s in self.segments.items()
-        }
+        segments = {name: Segments(s.index, s.capacity) for name, s in self.segments.items()}
         return PackedRows(self.axis, segments, self.room)
 
     @cached_property
     def sizes(self) -> Sizes:
         """The sizes of packed arrays, as those of one long row."""
         totals = {
-            name: np.int32(s.capacity) if s.index.exact else jnp.sum(s.index.lengths)
+            name: np.int32(s.capacity) if s.index.exact else s.index.total
             for name, s in self.segments.items()
         }
         exact = frozenset(name for name, s in self.segments.items() if s.index.exact)
