@@ -36,11 +36,18 @@ def spectrum(x, s=1.0):
     return s * jnp.fft.fft(x).real / len(x)
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS.values(), spectrum], ids=[*FUNCTIONS, "spectrum"])
+SWITCHED = {**FUNCTIONS, "spectrum": spectrum}
+del SWITCHED["if"]  # rows are parted by the answer
+
+
+@pytest.mark.parametrize("function", SWITCHED.values(), ids=SWITCHED)
 def test_there_is_no_program_for_all_lengths(function):
     """Or what is tested here is something else"""
     batched = lambda n: bx.vmap(function)(bx.Ragged(jnp.ones(9), n, 5))
-    assert "branches=" in str(jax.make_jaxpr(batched)(jnp.array([4, 5])))
+    program = jax.make_jaxpr(batched)(jnp.array([4, 5])).jaxpr
+    # Branches of a few operations are all computed, and one is selected.
+    chosen = [e for e in program.eqns if e.primitive.name in ("cond", "select_n")]
+    assert any(e.primitive.name != "select_n" or len(e.invars) > 3 for e in chosen)
 
 
 def test_in_chunks_under_vmaps_and_with_what_rows_share():
