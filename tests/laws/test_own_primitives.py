@@ -209,7 +209,7 @@ AROUND = {
         lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
-    "row_places": lambda f: (
+    "index_arrays": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
     ),

@@ -21,7 +21,7 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
 from batchax.rows.found_places import found_places_p
-from batchax.rows.row_places import row_places_p
+from batchax.rows.index_arrays import index_arrays_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.lane_calls import lane_calls_p
@@ -408,9 +408,9 @@ def _own():
                 several(3, dtype=bool),
             )
         },
-        "rows.row_places": {
-            "row_places": (
-                partial(row_places_p.bind, capacity=4, bound=3),
+        "rows.index_arrays": {
+            "index_arrays": (
+                partial(index_arrays_p.bind, find="rows", capacity=4, bound=3),
                 several(3, dtype=np.int32),
             )
         },

@@ -6,9 +6,9 @@ rows, padded rows and blocks is a gather, and so is its transpose.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
+from batchax.rows.block_places import PlacesOfElements, find_blocks, find_elements
 from batchax.rows.sizes import Sizes
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -94,114 +95,60 @@ class Elements:
     places: Sequence[Any]
     room: Sequence[int]
 
-    @property
-    def inside(self) -> Any:
-        """Which elements of the axis belong to a row."""
-        inside = self.rows < self.starts.shape[0]
-        for size, place in zip(self.sizes, self.places, strict=True):
-            inside &= place < jnp.take(size, self.rows, mode="clip")
-        return inside
-
 
 class Blocks:
-    """The block and the slot of each row, and the row in each slot of each block."""
+    """The rows in blocks, and values of all rows moved into blocks and back.
+
+    Attributes:
+      classes: which rows may be in, and how many blocks there are.
+      rows: which rows are in which block.
+    """
 
     def __init__(self, classes: SizeClasses, lengths: Mapping[str, Any]) -> None:
+        limits = [[each[name] for name in lengths] for each in classes.bounds]
+        self.rows = find_blocks(list(lengths.values()), limits, classes.rows, classes.blocks)
         self.classes = classes
-        capacity = jnp.array(classes.rows, np.int32)
-        count, number = len(next(iter(lengths.values()))), len(capacity)
-        fits = [
-            jnp.stack([lengths[n] <= b for n, b in bounds.items()]).all(0)
-            for bounds in classes.bounds[1:]
-        ]
-        nothing = jnp.zeros(count, np.int32)
-        self.class_of_row = sum((x.astype(np.int32) for x in fits), nothing)
-        kinds = np.arange(number, dtype=np.int32)
-        rows = (self.class_of_row[:, None] == kinds[None]).sum(0, dtype=np.int32)
-        last_row = jnp.cumsum(rows, dtype=np.int32)
-        filled = (rows + capacity - 1) // capacity
-        last_block = jnp.cumsum(filled, dtype=np.int32)
-        first_row, first_block = last_row - rows, last_block - filled
-        order = jnp.argsort(self.class_of_row, stable=True).astype(np.int32)
-        rank = jnp.argsort(order).astype(np.int32) - first_row[self.class_of_row]
-        room = capacity[self.class_of_row]
-        self.block, self.slot = first_block[self.class_of_row] + rank // room, rank % room
-
-        blocks = np.arange(classes.blocks, dtype=np.int32)
-        self.number = (blocks[:, None] >= last_block[None]).sum(1, dtype=np.int32)
-        self.kind = jnp.minimum(self.number, np.int32(number - 1))  # of those that hold none, too
-        first = first_row[self.kind] + (blocks - first_block[self.kind]) * capacity[self.kind]
-        slots = np.arange(classes.rows[-1], dtype=np.int32)[None]
-        places = first[:, None] + slots
-        self.own = (slots < capacity[self.kind][:, None]) & (places < last_row[self.kind][:, None])
-        # In place of a row that is missing the first of the block is run again.
-        places = jnp.where(self.own, places, first[:, None])
-        self.row = jnp.take(order, places, mode="clip")
-        self.own &= (self.number < number)[:, None]
+        self._of_elements: dict[Any, PlacesOfElements] = {}
 
     @property
-    def _slots(self) -> Any:
-        """Where each row is among the slots of all blocks."""
-        return self.block * np.int32(self.classes.rows[-1]) + self.slot
+    def number(self) -> Any:
+        """The class of each block; as many as there are classes where it holds no row."""
+        return self.rows.number
 
     def take(self, x: Value) -> Any:
         """An array with the rows in front as one with blocks and slots in front."""
-        out = moved(x, self.row.reshape(-1), self._slots)
-        return out.reshape(*self.row.shape, *x.shape[1:])
+        at, there, _ = self._slots
+        return moved(x, there, at).reshape(self.classes.blocks, -1, *x.shape[1:])
 
     def put(self, x: Value) -> Any:
         """What `take` made."""
-        back = jnp.where(self.own, self.row, -1).reshape(-1)
-        return moved(lax.collapse(x, 0, 2), self._slots, back)
+        at, _, back = self._slots
+        return moved(lax.collapse(x, 0, 2), at, back)
+
+    @cached_property
+    def _slots(self) -> tuple[Any, Any, Any]:
+        return self.rows.slots(self.classes.rows[-1])
 
     def split(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
-        there, _ = self._places(dims, elements)
-        out = moved(x, there, self._at(dims, elements))
+        places = self._places(dims, elements)
+        out = moved(x, places.there, places.at)
         return out.reshape(self.classes.blocks, self.classes.elements(dims), *x.shape[1:])
 
     def join(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """What `split` made."""
-        there = self._at(dims, elements)
-        _, back = self._places(dims, elements)
-        return moved(lax.collapse(x, 0, 2), there, back)
+        places = self._places(dims, elements)
+        return moved(lax.collapse(x, 0, 2), places.at, places.back)
 
-    def _widths(self, dims: Dims) -> list[Any]:
-        return [jnp.maximum(jnp.asarray(self.classes.widths(dim)), 1) for dim in dims]
-
-    def _at(self, dims: Dims, elements: Elements) -> Any:
-        """Where in the blocks each element is; -1 for those of no row."""
-        widths = [width[self.class_of_row] for width in self._widths(dims)]
-        first = self.block * self.classes.elements(dims) + self.slot * math.prod(widths)
-        of_elements = lambda x: jnp.take(x, elements.rows, mode="clip")
-        place = of_elements(first) + linear(elements.places, list(map(of_elements, widths)))
-        return jnp.where(elements.inside, place, -1)
-
-    def _places(self, dims: Dims, elements: Elements) -> tuple[Any, Any]:
-        """The element at each place of the blocks; the same but for rows that run again.
-
-        -1 where there is none.
-        """
-        widths = [width[self.kind][:, None] for width in self._widths(dims)]
-        rest = np.arange(self.classes.elements(dims), dtype=np.int32)[None]
-        slot = rest // math.prod(widths)
-        of_slots = lambda x: jnp.take_along_axis(x, slot, 1, mode="clip")
-        inside, places = slot < self.row.shape[1], []
-        for width, size in reversed(list(zip(widths, elements.sizes, strict=True))):
-            places.insert(0, rest % width)
-            rest = rest // width
-            inside &= places[0] < of_slots(size[self.row])
-        start = of_slots(elements.starts[self.row])
-        there = jnp.where(inside, start + linear(places, elements.room), -1)
-        return there.reshape(-1), jnp.where(of_slots(self.own), there, -1).reshape(-1)
-
-
-def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
-    """The place of an element among all of a row, the last axis of which is the fastest."""
-    at = places[0]
-    for place, size in zip(places[1:], room[1:], strict=True):
-        at = at * size + place
-    return at
+    def _places(self, dims: Dims, elements: Elements) -> PlacesOfElements:
+        key = tuple(map(str, dims)), elements.rows.shape
+        if key not in self._of_elements:
+            widths = [self.classes.widths(dim).tolist() for dim in dims]
+            parts = elements.starts, elements.rows, elements.sizes, elements.places
+            size = self.classes.elements(dims)
+            places = find_elements(self.rows, *parts, widths, elements.room, size)
+            self._of_elements[key] = places
+        return self._of_elements[key]
 
 
 def moved(x: Value, there: Any, back: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Where rows of traced lengths are in packed arrays, computed by one short loop on a CPU.
-
-Written as sums and scatters it is 30 functions, each of which XLA compiles by itself, and takes
-longer to run. A loop of small steps is one function (`docs/decisions/short_loops.md`).
-"""
+"""Where rows of traced lengths are in packed arrays."""
 
 from __future__ import annotations
 
@@ -13,9 +9,15 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.axis import Axis, Position
-from batchax.kernel.inner import batch_function
-from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
+from batchax.rows.index_arrays import (
+    PROGRAMS,
+    WINDOW,
+    IndexProgram,
+    entry,
+    index_arrays,
+    put_entry,
+    put_window,
+)
 
 
 def row_places(lengths: Value, capacity: int, bound: int) -> list[Any]:
@@ -31,7 +33,7 @@ def row_places(lengths: Value, capacity: int, bound: int) -> list[Any]:
       and its place in padded rows that follow one another, of shape (capacity,). Elements of no row
       have row B, and a place beyond the last.
     """
-    return row_places_p.bind(lengths, capacity=capacity, bound=bound)
+    return index_arrays("rows", [lengths], capacity=capacity, bound=bound)
 
 
 def _operations(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
@@ -55,15 +57,9 @@ def _on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
     if not (count and capacity):
         return _operations(lengths, capacity=capacity, bound=bound)
     # Constants of their types: numbers of Python would be converted, each by an operation.
-    zero, one, window = np.int32(0), np.int32(1), np.int32(_WINDOW)
+    zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
     room, last = np.int32(capacity), np.int32(count - 1)
-    within = np.arange(_WINDOW, dtype=np.int32)
-
-    def at(x: Any, place: Any) -> Any:
-        return lax.dynamic_index_in_dim(x, place, 0, False, allow_negative_indices=False)
-
-    def put(x: Any, values: Any, place: Any) -> Any:
-        return lax.dynamic_update_slice(x, values, [place], allow_negative_indices=False)
+    within = np.arange(WINDOW, dtype=np.int32)
 
     def step(_: Any, state: Any) -> Any:
         """A few elements of a row; what is written of the next one is written over later."""
@@ -71,17 +67,15 @@ def _on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
         in_row = row <= last
         start = element - place
         most = lax.min(np.int32(min(bound, capacity)), room - start)
-        size = lax.clamp(zero, at(lengths, lax.min(row, last)), most)
+        size = lax.clamp(zero, entry(lengths, lax.min(row, last)), most)
         start, size = (
             lax.select(in_row, x, y) for x, y in zip((start, size), of_last, strict=True)
         )
-        starts, sizes = (
-            put(x, lax.reshape(y, (1,)), lax.min(row, last))
-            for x, y in ((starts, start), (sizes, size))
-        )
+        starts = put_entry(starts, start, lax.min(row, last))
+        sizes = put_entry(sizes, size, lax.min(row, last))
         to = lax.min(element, room)
-        rows = put(rows, lax.broadcast(row, (_WINDOW,)), to)
-        places = put(places, row * np.int32(bound) + place + within, to)
+        rows = put_window(rows, lax.broadcast(row, (WINDOW,)), to)
+        places = put_window(places, row * np.int32(bound) + place + within, to)
         leaves = in_row & (size - place <= window)
         element += lax.select(leaves, size - place, window)
         place = lax.select(leaves, zero, place + window)
@@ -89,35 +83,15 @@ def _on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
         return row, place, element, (start, size), (starts, sizes, rows, places)
 
     empty = lambda size: lax.full((size,), 0, np.int32)
-    arrays = empty(count), empty(count), empty(capacity + _WINDOW), empty(capacity + _WINDOW)
-    steps = np.int32(count + capacity // _WINDOW + 1)
+    arrays = empty(count), empty(count), empty(capacity + WINDOW), empty(capacity + WINDOW)
+    steps = np.int32(count + capacity // WINDOW + 1)
     state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), arrays))
     starts, sizes, rows, places = state[-1]
     return [starts, sizes, rows[:capacity], places[:capacity]]
 
 
-_WINDOW = 16  # elements that are written at once
+def _shapes(lengths: Aval, *, capacity: int, bound: int) -> list[Any]:
+    return [lengths.shape, lengths.shape, (capacity,), (capacity,)]
 
 
-def _types(lengths: Aval, *, capacity: int, bound: int) -> list[Any]:
-    elements: Any = lengths.update(shape=(capacity,))
-    return [lengths, lengths, elements, elements]
-
-
-def _batched(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, list[Position]]:
-    run = lambda lengths: _operations(lengths, **params)
-    return batch_function(axis, run, args, axes)
-
-
-row_places_p = own_primitive(
-    "row_places",
-    called="where rows are",
-    operations=_operations,
-    on_cpu=_on_cpu,
-    types=_types,
-    programs=(),
-    facts="",
-    rule=_batched,
-    jvp=Of(None),
-    transpose=NoDerivative("where rows are is transposed, which is not linear."),
-)
+PROGRAMS["rows"] = IndexProgram(_operations, _on_cpu, _shapes)

@@ -33,7 +33,7 @@ from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
 from batchax.rows.found_places import find_found
 from batchax.rows.merged import has_one
 from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
+from batchax.rows.sizes import ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
 
 
@@ -79,7 +79,7 @@ def run_in_classes(
     lengths = {name: jnp.asarray(each.index.lengths) for name, each in rows.segments.items()}
     given = [*(Packed(x, (), 0) for x in lengths.values()), *arguments]
     whole = [ragged_axis(x.shape) is None and x.axis is None for x in given]
-    move = _Moving(rows, Blocks(classes, lengths), Sizes(classes.bounds[0], lengths))
+    move = _Moving(rows, classes)
     operands = [x.value if w else move.into_blocks(x) for x, w in zip(given, whole, strict=True)]
     number = move.blocks.number
     used = number < np.int32(len(classes.rows))
@@ -135,8 +135,10 @@ def run_in_classes(
 class _Moving:
     """Values of all rows moved into blocks, and back."""
 
-    def __init__(self, rows: PackedRows, blocks: Blocks, sizes: Sizes) -> None:
-        self.rows, self.blocks, self.sizes = rows, blocks, sizes
+    def __init__(self, rows: PackedRows, classes: SizeClasses) -> None:
+        self.rows = rows
+        self.lengths = {name: each.index.lengths for name, each in rows.segments.items()}
+        self.blocks = Blocks(classes, self.lengths)
 
     def into_blocks(self, given: Packed) -> Any:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
@@ -165,15 +167,20 @@ class _Moving:
 
     def _packed(self, dim: Any) -> Elements:
         segments = self.rows.segments[str(dim)]
-        starts = jnp.asarray(segments.index.starts)
-        size, room = self.sizes.size(dim), [segments.index.bound]
-        return Elements(starts, [size], segments.rows, [segments.places], room)
+        index, size = segments.index, self._size(dim)
+        return Elements(index.starts, [size], segments.rows, [segments.places], [index.bound])
 
     def _padded(self, dims: Dims, bounds: Sequence[int]) -> Elements:
         rows, *places = np.indices((self.rows.axis.size, *bounds), np.int32)
-        starts = jnp.arange(self.rows.axis.size, dtype=np.int32) * np.int32(math.prod(bounds))
-        sizes = list(map(self.sizes.size, dims))
+        starts = np.arange(self.rows.axis.size, dtype=np.int32) * np.int32(math.prod(bounds))
+        sizes = list(map(self._size, dims))
         return Elements(starts, sizes, rows.reshape(-1), [x.reshape(-1) for x in places], bounds)
+
+    def _size(self, dim: Any) -> Any:
+        """The size `dim` of each row; of NumPy where lengths are known."""
+        size = _compat.evaluate_size(dim, self.lengths)
+        known = isinstance(size, (np.ndarray, np.generic))
+        return (np if known else jnp).maximum(size, np.int32(0)).astype(np.int32)
 
 
 def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
