@@ -87,6 +87,8 @@ def _collect(
     match spec:
         case Gathered(axis):
             assert gathered is not None
+            if gathered.alone is not None:
+                return _write(result, out, gathered.alone, axis)
             return put(result, out, gathered.places, axis)
         case Lanes(axis):
             return _write(result, out, start, axis)

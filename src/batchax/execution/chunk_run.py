@@ -94,7 +94,8 @@ class _Chunks:
       loop: the loop.
       width: how many lanes a chunk has; the last may have fewer.
       operands: those of the loop.
-      picked: of lanes that a mask picks their order, and how many there are; None: all run.
+      picked: of lanes that a mask picks their order, and how many there are; None: all run. There
+        is no order where the first lanes run one by one.
       steps: who is told of them.
     """
 
@@ -108,7 +109,7 @@ class _Chunks:
     def of(cls, loop: ChunkLoop, operands: Sequence[Value]) -> _Chunks:
         """Those of a loop whose chunk size is known."""
         assert isinstance(loop.chunk, int)
-        picked = gathered_lanes.in_order(operands[0], loop.chunk) if loop.gathers else None
+        picked = _picked(operands[0], loop.operands[0], loop.chunk) if loop.gathers else None
         steps = Steps(-(-loop.size // loop.chunk), loop.progress)
         return cls(loop, loop.chunk, operands, picked, steps)
 
@@ -131,6 +132,12 @@ class _Chunks:
         """The results so far, with those of one more chunk."""
         outs, gathered = self.run(index, width)
         return collect(self.loop, results, outs, index, gathered)
+
+
+def _picked(mask: Value, spec: Any, chunk: int) -> tuple[Any, Any]:
+    if spec.first and chunk == 1 and mask.dtype == bool:
+        return None, lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
+    return gathered_lanes.in_order(mask, chunk)
 
 
 def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> list[Any]:

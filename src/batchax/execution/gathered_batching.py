@@ -145,6 +145,8 @@ def _as_one(
 
 def _joined_spec(spec: Any, position: Position) -> Any:
     """The spec of an operand in the loop over both axes: what outer lanes differ in is gathered."""
+    if isinstance(spec, ActiveMask):
+        return replace(spec, first=False)
     return Gathered(0) if isinstance(spec, Whole) and position is not None else spec
 
 

@@ -46,11 +46,13 @@ class GatheredLanes(NamedTuple):
       counts: for each, whether it is a lane of the chunk, not a stand-in.
       places: where results are written: the indices once more, but out of bounds for stand-ins,
         so that what these compute is dropped.
+      alone: the index of the only lane; None where the chunk has room for several.
     """
 
     lanes: Any
     counts: Any
     places: Any
+    alone: Any = None
 
 
 def in_order(active: Any, room: int) -> tuple[Any, Any]:
@@ -120,9 +122,14 @@ def _nothing(active: Any, room: int) -> tuple[Any, Any]:
 
 
 def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
-    """The lanes of the chunk that begins with entry `start` of `order`."""
+    """The lanes of the chunk that begins with entry `start` of `order`.
+
+    Without an order the chunk is one lane, the one at `start`.
+    """
     entries = start + lax.iota(np.int32, width)
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
+    if order is None:
+        return GatheredLanes(entries, counts, entries, start)
     lanes = lax.dynamic_slice_in_dim(order, start, width, allow_negative_indices=False)
     first = lax.broadcast(lanes[0], (width,))
     outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
@@ -133,6 +140,8 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
 
 def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
+    if lanes.alone is not None:  # a slice compiles sooner than a gather
+        return lax.dynamic_slice_in_dim(x, lanes.alone, 1, axis, allow_negative_indices=False)
     taken = taken_at(x, lanes.lanes, axis)
     if not or_zero:
         return taken

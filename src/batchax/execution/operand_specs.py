@@ -110,9 +110,12 @@ class ActiveMask:
       most: the width of a chunk where there are many lanes. The loop's `chunk` was chosen from
         it, and may be narrower. Under an outer vmap there are more lanes, and it is chosen
         again. None: `chunk` stays as it is, however many lanes there are.
+      first: whether it is known that the lanes which the loop runs for come before all others, so
+        that nothing has to find them. A mask of both axes under an outer vmap is not such a one.
     """
 
     most: int | None = None
+    first: bool = False
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def run_in_classes(
         outs = lax.switch(lax.squeeze(number, (0,)), branches, *given)
         return [lax.expand_dims(x, (0,)) for x in outs]
 
-    specs = (ActiveMask(), Gathered(0), *(WHOLE if w else Gathered(0) for w in whole))
+    specs = (ActiveMask(first=True), Gathered(0), *(WHOLE if w else Gathered(0) for w in whole))
     body = ChunkBody(lambda width: one_block)
     loop = ChunkLoop(body, specs, (Gathered(0),) * len(shapes), classes.blocks, 1)
     outs = chunk_loop(loop, [used, number, *operands])
