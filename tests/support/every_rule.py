@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.slices import follow_p
+from batchax.rows.class_switch import class_switch
 from batchax.rows.found_places import found_places_p
 from batchax.rows.index_arrays import index_arrays_p
 from batchax.rules.in_place import some_active_p
@@ -364,6 +365,11 @@ def _on_devices(x):
     return jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
 
 
+def _in_a_class(number, x):
+    sine, cosine = (jax.make_jaxpr(lambda x: [f(x)])(jax.typeof(x)) for f in (jnp.sin, jnp.cos))
+    return class_switch(number, [sine, cosine], [x])[0]
+
+
 def _sum(_, xs):
     return [x.sum() for x in xs]
 
@@ -408,6 +414,7 @@ def _own():
                 several(3, dtype=bool),
             )
         },
+        "rows.class_switch": {"class_switch": (_in_a_class, NS, X)},
         "rows.index_arrays": {
             "index_arrays": (
                 partial(index_arrays_p.bind, find="rows", capacity=4, bound=3),

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
@@ -30,6 +29,7 @@ from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
+from batchax.rows.class_switch import class_switch
 from batchax.rows.found_places import find_found
 from batchax.rows.merged import has_one
 from batchax.rows.packed import Packed, PackedRows
@@ -112,11 +112,10 @@ def run_in_classes(
     ]
     programs = returning_alike([program for program, _ in staged])
     types = programs[0].out_avals
-    branches = [functools.partial(eval_jaxpr, each.jaxpr, each.consts) for each in programs]
 
     def one_block(start: Any, used: Any, number: Any, *xs: Any) -> list[Any]:
         given = [x if w else lax.squeeze(x, (0,)) for x, w in zip(xs, whole, strict=True)]
-        outs = lax.switch(lax.squeeze(number, (0,)), branches, *given)
+        outs = class_switch(lax.squeeze(number, (0,)), programs, given)
         return [lax.expand_dims(x, (0,)) for x in outs]
 
     specs = (ActiveMask(first=True), Gathered(0), *(WHOLE if w else Gathered(0) for w in whole))
