@@ -106,7 +106,7 @@ class RowIndex:
     def _of_ended_rows(self, amounts: Any, capacity: int) -> Any:
         """For each element of the packed array, the sum of `amounts` of the rows before its own."""
         marks = np.zeros(capacity + 1, np.int32)
-        np.add.at(marks, self.starts + self.lengths, amounts)
+        np.add.at(marks, np.minimum(self.starts + self.lengths, capacity), amounts)
         return np.cumsum(marks[:capacity], dtype=np.int32)
 
     def mask(self) -> Any:

@@ -277,14 +277,8 @@ def _packed_in(x: Ragged, own: SizesOf) -> RowIndex:
     """Where whole rows of an argument of these sizes are."""
     if len(own) == 1:
         return index_in(x, own)
-    return _one_after_another(
-        _elements_of([jnp.asarray(s.index.lengths) for s in own]),
-        math.prod(s.bound for s in own),
-    )
-
-
-def _one_after_another(elements: Any, bound: int) -> RowIndex:
-    return RowIndex(jnp.cumsum(elements) - elements, elements, bound, False)
+    elements = _elements_of([s.index.lengths for s in own])
+    return RowIndex.of(elements, capacity_of(x), math.prod(s.bound for s in own))
 
 
 def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]) -> int:
@@ -348,7 +342,7 @@ def _collected(
         packed = RowIndex.of(own[0], capacity, bound)
     else:
         clipped = [jnp.clip(n, 0, most) for n, most in zip(own, noted.bounds, strict=True)]
-        packed = _one_after_another(_elements_of(clipped).astype(np.int32), bound)
+        packed = RowIndex.of(_elements_of(clipped), capacity, bound)
         lengths = [jnp.clip(n, 0, most) for n, most in zip(lengths, noted.bounds, strict=True)]
     data = _Elements(dealt, packed, capacity, _elements_of(lengths), room).packed(x)
     data = jnp.moveaxis(data, 0, noted.axes[0])
