@@ -168,6 +168,7 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
     capacity = np.array(rows, np.int32)
 
     def step(i: Any, state: Any) -> Any:
+        i = lax.convert_element_type(i, np.int32)  # in double precision loops count in 64 bits
         opened, last, filled, (kind, block, slot, number, held, row) = state
         own = zero
         for bounds in limits[1:]:
