@@ -141,7 +141,7 @@ def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> l
         functools.reduce(numpy.logical_and, (n <= b for n, b in zip(lengths, bounds, strict=True)))
         for bounds in limits[1:]
     ]
-    kind = sum(map(ints, fits), numpy.zeros(count, np.int32))
+    kind: Any = sum(map(ints, fits), numpy.zeros(count, np.int32))
     classes = np.arange(len(rows), dtype=np.int32)
     of_class = ints((kind[:, None] == classes).sum(0))
     first, order = sums(of_class) - of_class, in_order(kind)
