@@ -103,7 +103,7 @@ def test_rows_are_counted_once(options, told):
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 1}], ids=str)
 def test_rows_of_a_device_are_said_to_be(options):
-    (finding,) = found(two_scans, rows([40, *[1] * 15]), mesh="all", **options)
+    finding, *_ = found(two_scans, rows([40, *[1] * 15]), mesh="all", **options)  # and on chunks
     assert "4 rows on each device take 160 places for at most" in finding.message
 
 
