@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.divergence.blocks import anyone
 from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.gathering import Gathering
 from batchax.divergence.loops import PartingLoop
@@ -164,7 +163,7 @@ class Lanes:
                 tally = counted(tally, count_active(active))
             return lax.bitwise_and(active, self.asked(values)), values, self.time, tally
         here, spent = lax.bitwise_and(active, self._at(0, values)), self.time
-        others_move = self._others_move(active, values)
+        moving = self._moving(active, values)
         for number, part in enumerate(nest.parts):
             match part:
                 case Segment():
@@ -179,7 +178,7 @@ class Lanes:
                     spent = lax.add(spent, taken)
                 case Dear():
                     here, values, taken = self._come_to_branch(
-                        number, part, here, active, others_move, values
+                        number, part, here, active, moving, values
                     )
                     spent = lax.add(spent, taken)
         for number, part in self._dear:
@@ -221,14 +220,14 @@ class Lanes:
     def _dear(self) -> list[tuple[int, Dear]]:
         return [(n, part) for n, part in enumerate(self.nest.parts) if isinstance(part, Dear)]
 
-    def _others_move(self, active: Any, values: Sequence[Any]) -> Any:
-        """Whether any lane does not wait before a dear branch."""
+    def _moving(self, active: Any, values: Sequence[Any]) -> Any:
+        """Which lanes do not wait before a dear branch."""
         for number, _ in self._dear:
             active = lax.bitwise_and(active, lax.bitwise_not(self._at(number, values)))
-        return anyone(active) if self._dear else None
+        return active
 
     def _come_to_branch(
-        self, number: int, part: Dear, here: Any, active: Any, others_move: Any, values: list[Any]
+        self, number: int, part: Dear, here: Any, active: Any, moving: Any, values: list[Any]
     ) -> tuple[Any, list[Any], Any]:
         """Runs a dear branch for those who come to it and who wait there, if it is time.
 
@@ -242,12 +241,11 @@ class Lanes:
         mine = [values[k] for k in part.slots]
         positions = (*consts_at, *[0] * len(mine))
         run = SegmentRun(self.axis, self.nest.test, part.segment, positions)
-        everyone = count_active(active, np.int32)
         gathering = Gathering(run, min(part.width, self.axis.size), part.block.begin)
         eqn, branch, dear = part.branch
         with recording.inside(self.axis, eqn), recording.part(f"branch {branch}"):
             recording.note(divergence="gathered", apart=dear, widths=(gathering.width,))
-            own, taken = gathering(waited, come, everyone, others_move, [*consts, *mine])
+            own, taken = gathering(waited, come, active, moving, [*consts, *mine])
         for k, x in zip(part.slots, own[len(consts) :], strict=True):
             values[k] = x
         waits = lax.bitwise_and(lax.bitwise_or(waited, come), values[part.slots[0]])

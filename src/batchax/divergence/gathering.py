@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from batchax.divergence.segments import SegmentRun, in_front
+from batchax import _compat
+from batchax.divergence.segments import SegmentRun
 from batchax.divergence.staged import staged_once
-from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 
 
@@ -38,14 +38,14 @@ class Gathering:
     block: float
 
     def __call__(
-        self, waited: Any, come: Any, everyone: Any, others_move: Any, values: Sequence[Value]
+        self, waited: Any, come: Any, active: Any, moving: Any, values: Sequence[Value]
     ) -> tuple[list[Any], Any]:
         """Runs it for those whose time it is.
 
         Args:
           waited, come: which lanes waited before it, and which have just come.
-          everyone: how many are active in the loop around it.
-          others_move: whether some of these do not wait before any branch.
+          active: which are active in the loop around it.
+          moving: which of these did not wait before any branch.
           values: its constants, and what all lanes hold in its slots, of which the last says how
             long each has waited.
 
@@ -53,25 +53,31 @@ class Gathering:
           The values, and how long it took: in nanoseconds, by a model.
         """
         width, block = self.width, np.float32(self.block)
-        told = waited, come, everyone, others_move, values[-1]
-        queue, done = staged_once(("who comes through", width, self.block), self._who, *told)
-        values = self.run.in_blocks(width, queue, done, values)
+        told = waited, come, active, moving, values[-1]
+        (done,) = staged_once(("how many come through", width, self.block), self._done, *told)
+        # Who waited is first, or some would be left behind.
+        values = self.run.in_blocks(width, [waited, come], done, values)
         blocks = lax.div(lax.add(done, np.int32(width - 1)), np.int32(width))
         return values, lax.mul(lax.convert_element_type(blocks, np.float32), block)
 
-    def _who(
-        self, waited: Any, come: Any, everyone: Any, others_move: Any, long: Any
-    ) -> tuple[Any, Any]:
-        """The lanes in the order in which they come, and how many of them come through."""
+    def _done(self, waited: Any, come: Any, active: Any, moving: Any, long: Any) -> list[Any]:
+        """How many lanes come through."""
         width = self.width
-        count = count_active(waited | come, np.int32)
+        long = lax.select(waited, long, lax.full_like(long, 0))
+        count, everyone, others, long = _sums([waited | come, active, moving], long)
         rest = lax.rem(count, np.int32(width))
-        long = lax.reduce_sum(lax.select(waited, long, lax.full_like(long, 0)), (0,))
         empty = lax.convert_element_type(np.int32(width) - rest, np.float32)
         enough = np.float32(self.block / width) * empty * everyone.astype(np.float32)
-        last = (long >= enough) | ~others_move | (count == everyone)
-        done = count - lax.select(last, lax.full_like(rest, 0), rest)
-        # Who waited is first, or some would be left behind.
-        nobody = lambda *_: lax.iota(np.int32, waited.shape[0])
-        queue = lax.cond(done > 0, lambda *sets: in_front(sets)[0], nobody, waited, come)
-        return queue, done
+        last = (long >= enough) | (others == 0) | (count == everyone)
+        return [count - lax.select(last, lax.full_like(rest, 0), rest)]
+
+
+def _sums(masks: Sequence[Any], long: Any) -> Sequence[Any]:
+    """How many lanes are in each set, and the sum of what waiting took.
+
+    By one operation: where nobody takes a branch, most of a step is to begin its operations.
+    """
+    terms = [*(lax.convert_element_type(mask, np.int32) for mask in masks), long]
+    zeros = _compat.varying_alike([np.zeros((), x.dtype) for x in terms], like=terms)
+    add = lambda sums, more: tuple(map(lax.add, sums, more))
+    return lax.reduce(tuple(terms), tuple(zeros), add, (0,))

@@ -19,7 +19,7 @@ from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.window import rows_of, with_rows
 from batchax.execution.buffers import blank
-from batchax.execution.gathered_lanes import entries_at, put, put_entries, taken_at
+from batchax.execution.gathered_lanes import count_active, entries_at, put, put_entries, taken_at
 from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -57,7 +57,8 @@ class SegmentRun:
         width = self.width
         if width is None:
             return self._masked(here, list(values))
-        return self.in_blocks(width, *in_front([here]), values)
+        count = count_active(here, np.int32)
+        return self.in_blocks(width, [here], count, values)
 
     @property
     def width(self) -> int | None:
@@ -101,8 +102,10 @@ class SegmentRun:
         target = lax.select(here, lanes, lax.add(lanes, np.int32(axis.size)))
         return self._put(values, target, new, old=None)
 
-    def in_blocks(self, width: int, queue: Any, count: Any, values: Sequence[Value]) -> list[Any]:
-        """The values, after so many lanes, the first in the queue, have done it in blocks."""
+    def in_blocks(
+        self, width: int, sets: Sequence[Any], count: Any, values: Sequence[Value]
+    ) -> list[Any]:
+        """The values, after so many lanes have done it in blocks, those of the first set first."""
         part, size, axis = self.segment, self.axis.size, replace(self.axis, size=width)
         program, changed, values = part.program, [*part.writes, *part.puts], list(values)
         old_places = list(zip(part.writes, _used(program), strict=False))
@@ -113,6 +116,9 @@ class SegmentRun:
             for k, x in zip(changed, changing, strict=True):
                 now[k] = x
             entry = lax.add(first, places)
+            # The queue depends on `first`, or it would be computed before the loop, for nobody.
+            begun = lax.broadcast(lax.ge(first, np.int32(0)), (size,))
+            queue = _in_front([lax.bitwise_and(some, begun) for some in sets])
             # Places after the last lane hold that once more.
             lanes = taken_at(queue, lax.min(entry, last), 0)
             target = lax.select(lax.lt(entry, count), lanes, lax.add(places, np.int32(size)))
@@ -176,13 +182,12 @@ class SegmentRun:
         return values
 
 
-def in_front(sets: Sequence[Any]) -> tuple[Any, Any]:
-    """The lanes of some sets, one set after the other, before any others; and how many they are."""
-    queue, count = staged_once("in front", _in_front, *sets)
-    return queue, count
+def _in_front(sets: Sequence[Any]) -> Any:
+    """The lanes of some sets, one set after the other, before any others."""
+    return staged_once("in front", _queue, *sets)[0]
 
 
-def _in_front(*sets: Any) -> tuple[Any, Any]:
+def _queue(*sets: Any) -> list[Any]:
     size = sets[0].shape[0]
     lanes, count = lax.iota(np.int32, size), np.int32(0)
     # Others are written out of bounds, where they are dropped; each differs, as places must.
@@ -192,7 +197,7 @@ def _in_front(*sets: Any) -> tuple[Any, Any]:
         upto = lax.add(count, lax.cumsum(ones))
         target = lax.select(some, lax.sub(upto, ones), target)
         count = lax.index_in_dim(upto, size - 1, keepdims=False)
-    return put(lax.full((size,), 0, np.int32), lanes, target, 0), count
+    return [put(lax.full((size,), 0, np.int32), lanes, target, 0)]
 
 
 def _within(index: Any, length: int) -> Any:
