@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut, flat, price
+from batchax.divergence import compact, cut, flat, price, segments
 from batchax.divergence.auto import Auto
 from batchax.programs import dear_branches
 
@@ -174,6 +174,25 @@ def test_who_waits_comes_through(cost, monkeypatch):
     monkeypatch.setattr(flat.Lanes, "time", property(lambda lanes: np.float32(cost)))
     got = jax.jit(bx.vmap(in_turn, (0, None), divergence="compact"))(XS, ENTRIES)
     oracle.same(got, expected_of(in_turn))
+
+
+def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
+    for limit, value in {"CHEAPER": 0.0, "COMPILING": 0.0, "MOST": 0.5}.items():
+        monkeypatch.setattr(segments, limit, value)
+    got = jax.jit(bx.vmap(in_turn, (0, None), divergence="compact"))(XS, ENTRIES)
+    oracle.same(got, expected_of(in_turn))
+
+    def fun(x, steps):
+        def step(x, taken):
+            return lax.cond(taken, lambda x: jnp.sin(x) + 2, lambda x: x, x + 1), x
+
+        return lax.scan(step, x, steps)
+
+    steps = np.array([True, False, True])[:, None] ^ (np.arange(LANES) == 3)
+    bx.check(fun, (0, 1), divergence="compact")(XS, steps)
+    counts = bx.explain(fun, (0, 1), divergence="compact", measure=True)(XS, steps).steps
+    (dear,) = (c for c in counts if c.way == "gathered" and c.branch == 1)
+    assert dear.needed == steps.sum() <= dear.done
 
 
 def test_few_blocks_run_and_no_lane_waits_long():

@@ -56,7 +56,8 @@ class Gathering:
         told = waited, come, active, moving, values[-1]
         (done,) = staged_once(("how many come through", width, self.block), self._done, *told)
         # Who waited is first, or some would be left behind.
-        values = self.run.in_blocks(width, [waited, come], done, values)
+        run = self.run.masked_if_most if self.run.masked_is_cheaper(width) else self.run.in_blocks
+        values = run(width, [waited, come], done, values)
         blocks = lax.div(lax.add(done, np.int32(width - 1)), np.int32(width))
         return values, lax.mul(lax.convert_element_type(blocks, np.float32), block)
 

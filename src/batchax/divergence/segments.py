@@ -7,6 +7,7 @@ lanes, of which those that are elsewhere are masked.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from jax import lax
 from batchax.divergence.nest import Segment
 from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
+from batchax.divergence.widths import length
 from batchax.divergence.window import rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import count_active, entries_at, put, put_entries, taken_at
@@ -32,6 +34,9 @@ from batchax.rules.masked_loops import MaskedBody
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block
 MASKED = 1.0  # how much dearer masked lanes are than by their price
+CHEAPER = 1.2  # how many times as long as all lanes, masked, blocks of all take,
+COMPILING = 1_000.0  # and nanoseconds that all take for each operation, where both are compiled
+MOST = 0.75  # the share of the lanes from which on all of them run then
 _COME = 8  # the share of all lanes that come to a segment at a time, of which nobody knows
 _BLOCKS = 3  # at least, of all lanes
 
@@ -72,6 +77,28 @@ class SegmentRun:
         block = part.price.of(width) + part.moves.of(width)
         masked = MASKED * (part.price.of(size) + part.keeps.of(size))
         return width if block < masked and width * _BLOCKS <= size else None
+
+    def masked_if_most(
+        self, width: int, sets: Sequence[Any], count: Any, values: Sequence[Value]
+    ) -> list[Any]:
+        """As `in_blocks`, but for all lanes, masked, if most of them do it."""
+
+        def blocks(values: list[Any], sets: list[Any]) -> list[Any]:
+            return self.in_blocks(width, sets, count, values)
+
+        def every(values: list[Any], sets: list[Any]) -> list[Any]:
+            return self._masked(functools.reduce(lax.bitwise_or, sets), values)
+
+        most = lax.ge(count, np.int32(MOST * self.axis.size))
+        return lax.cond(most, every, blocks, list(values), list(sets))
+
+    def masked_is_cheaper(self, width: int) -> bool:
+        """Whether all lanes take surely less time than blocks of all, and that much is saved."""
+        part, size = self.segment, self.axis.size
+        masked = part.price.of(size) + part.keeps.of(size)
+        blocks = -(-size // width) * (part.price.of(width) + part.moves.of(width))
+        compiling = COMPILING * length(part.program.jaxpr)
+        return blocks > CHEAPER * masked and part.price.lane * size >= compiling
 
     @property
     def overhead(self) -> float:

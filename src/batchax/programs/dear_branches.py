@@ -19,7 +19,9 @@ from batchax.programs.weights import LAUNCH, TOGETHER
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 32  # lanes in a block, if there are twice as many
 LEAST = 15_000.0  # nanoseconds that a block takes
-GAIN = 8.0  # how many times the cost of moving its lanes
+GAIN = 8.0  # how many times the cost of moving its lanes,
+PERHAPS = 3.0  # or, where all lanes would have copies of what they share, this many times
+COPYING = 2.0  # and with these copies this many times what it takes without them
 BEGUN = 0.5  # which share is not one loop with what selects its result: that skips who is elsewhere
 
 
@@ -52,7 +54,9 @@ def _is_dear(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
         return False
     work = TOGETHER.time(cost)
     moving = time_to_move(moved(jaxpr, differs))
-    return work > GAIN * moving and time_begun(jaxpr, differs) >= BEGUN * work
+    copied = TOGETHER.time(cost_of_program(jaxpr, differs=(True,) * len(differs), steps=STEPS))
+    least = PERHAPS if copied >= COPYING * (work + moving) else GAIN
+    return work > least * moving and time_begun(jaxpr, differs) >= BEGUN * work
 
 
 def moved(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[Aval]:
