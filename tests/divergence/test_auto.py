@@ -78,10 +78,10 @@ def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
         return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, (0, 0 * x))
 
     few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
-    (notes,) = loops(root, jnp.ones(65536), divergence=few)
+    (notes,) = loops(root, jnp.ones(1 << 19), divergence=few)
     assert notes["divergence"] == "neighbours"
-    assert notes["widths"] in ((4096,), (8192,))
-    (notes,) = loops(root, jnp.ones(1024), divergence=few)
+    assert notes["widths"] in ((1 << 15,), (1 << 16,))
+    (notes,) = loops(root, jnp.ones(100), divergence=few)
     assert notes["divergence"] == "masked"
 
 

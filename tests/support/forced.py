@@ -21,6 +21,12 @@ FORCED = Auto(limits=EVERYWHERE)
 # The same in loops of loops, too, whose lanes are not at places of their own:
 NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, staying=inf, nest=inf))
 """Neighbours run together, some after others."""
+ONE_FUNCTION = Auto(
+    limits=EVERYWHERE._replace(
+        moving=-inf, staying=inf, nest=inf, busy=1, together=16, one_core=inf, few=1_000
+    )
+)
+"""The same, in one function of the compiler if they can be."""
 LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, nest=inf))
 """All lanes run first, and the last ones in a window."""
 MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -35,6 +36,7 @@ def in_one_function(
         # a conditional it divides nothing. So this is one, of a predicate that is always true,
         # which only LLVM finds out.
         first = jnp.real(operands[0][(0,) * operands[0].ndim])
+        first = first.astype(np.int8) if first.dtype == bool else first
         bits = lax.bitcast_convert_type(first, f"int{8 * first.dtype.itemsize}")
         never = lambda *_: [_anything(first, t) for t in types]
         return list(lax.cond(bits | 1 != 0, run, never, *operands))

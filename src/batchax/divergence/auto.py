@@ -11,7 +11,7 @@ before it is compiled:
   lanes run first, and those that are left in a window. The body is compiled twice, beside which
   what moves lanes is little.
 - Where a step is too cheap to move lanes, neighbours run until the last of them is done, and then
-  the next ones: nobody is moved.
+  the next ones: nobody is moved. Those of a step that a compiler can make one function of are few.
 - All other loops are the masked loops that they would be.
 """
 
@@ -35,10 +35,11 @@ from batchax.divergence.limits import calls_back, can_move, rule_of_user
 from batchax.divergence.most import (
     WITH_DERIVATIVE,
     dearest_step,
+    may_be_one_function,
     price_of_branches,
     price_of_loops,
 )
-from batchax.divergence.widths import Step, different, most_left, power_of_two
+from batchax.divergence.widths import Step, different, largest, most_left, power_of_two
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
@@ -49,6 +50,7 @@ from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutp
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
+from batchax.programs.one_function import fits_for_lanes
 from batchax.rules.hazards import hazards
 
 
@@ -85,6 +87,10 @@ class Limits(NamedTuple):
     """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
     staying: float = 2.0
     """how many steps of a lane it may cost to copy it with its neighbours, and back"""
+    together: int = 128
+    """how many numbers of neighbours a step computes in one function"""
+    one_core: float = 50_000.0
+    """nanoseconds that a step of all lanes takes at most which then runs on one core"""
     saved: float = 4.0
     """how many times as long as a step of the last lanes alone one of all lanes takes"""
     long: int = 40
@@ -125,7 +131,8 @@ class Auto(Compact):
         enough = min(limits.busy * limits.cores, limits.counting)
         dear = dearest_step(loop) * axis.size >= enough
         few = price_of_branches(loop).of(axis.size) >= limits.beginning
-        return dear or few or self._may_run_flat(axis, loop)
+        cheap = axis.size >= limits.together and may_be_one_function(loop)
+        return dear or few or cheap or self._may_run_flat(axis, loop)
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         match parting:
@@ -247,7 +254,7 @@ class Auto(Compact):
     def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
         step = Step.of(test, body, differs)
         why = "a step costs too little, or lanes are too few, for a window"
-        left, neighbours = 0, False
+        left, neighbours, one_function = 0, False, False
         if step.moving <= self.limits.moving:
             widths: tuple[int, ...] = (self._from_the_start(size, step),)
             if widths == (size,) and (last := self._of_the_last(size, step, body)) < size:
@@ -256,9 +263,30 @@ class Auto(Compact):
                 left = most_left(widths, step.overhead) if alone else last
         else:
             why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
+            widths = (size,)
+        if widths == (size,):
+            widths = (self._in_one_function(size, step, [p for p in (test, body) if p]),)
+            one_function = neighbours = widths[0] < size
+        if widths == (size,) and step.moving > self.limits.moving:
             widths = (self._of_neighbours(size, step),)
             neighbours = widths[0] < size
-        return Plan(widths, None, left, step.moving, False, why, neighbours)
+        return Plan(widths, None, left, step.moving, False, why, neighbours, one_function)
+
+    def _in_one_function(self, size: int, step: Step, programs: Sequence[Any]) -> int:
+        """How many neighbours at a time run in one function, on one core; `size` if none do."""
+        limits = self.limits
+        most = limits.one_core if limits.cores > limits.few else 4 * limits.one_core
+        if size < limits.together or step.work * size > most:
+            return size
+        if not all(fits_for_lanes(p.jaxpr) for p in programs):
+            return size
+        numbers = largest(programs)
+        if (
+            numbers * _VECTOR > 2 * limits.together
+        ):  # one is as much as a processor computes at once
+            return 1
+        width = limits.together // numbers // _VECTOR * _VECTOR
+        return min(max(width, _VECTOR), size // 2)
 
     def _from_the_start(self, size: int, step: Step) -> int:
         """The width of a window that keeps a device as busy as all lanes do; `size` for none."""
@@ -300,3 +328,4 @@ def for_any_machine(option: Any) -> Any:
 
 
 _CORES = 8
+_VECTOR = 8  # lanes that a processor computes at once

@@ -59,7 +59,12 @@ class PartingLoop:
         return self.axis.divergence.plan(lanes, self.test, self.body, differs)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
-        """What derivatives are taken of: `program`, which `run` staged."""
+        """What derivatives are taken of: `program`, which `run` staged, or masked lanes.
+
+        A compiler that makes one function of a program is not told to by what derives from it.
+        """
+        if self.plan.one_function:
+            return self.masked(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
     def tangents(

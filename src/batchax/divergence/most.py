@@ -30,6 +30,7 @@ from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
 from batchax.programs.dear_branches import may_be_dear
 from batchax.programs.inner import integers_in
+from batchax.programs.one_function import fits_for_lanes
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import TOGETHER
 
@@ -47,6 +48,15 @@ def dearest_step(loop: AnyLoop) -> float:
     if loop.primitive.name in LOOPS:
         dearest = max(dearest, WITH_DERIVATIVE * sum(map(_time, programs)))
     return dearest
+
+
+def may_be_one_function(loop: AnyLoop) -> bool:
+    """Whether neighbours may run a loop in one function, or one inside it."""
+    programs = _programs(loop)
+    itself = loop.primitive is while_p or loop.primitive.name in LOOPS
+    if itself and all(map(fits_for_lanes, programs)):
+        return True
+    return any(map(_cheap.in_program, programs))
 
 
 def price_of_loops(loop: AnyLoop) -> Price:
@@ -168,3 +178,11 @@ def _may_wait_at(eqn: Eqn) -> bool:
 
 may_wait = Anywhere(_may_wait_at)
 """Whether a program holds a loop that lanes may leave one by one, or a dear branch."""
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    loop = eqn.primitive is while_p or eqn.primitive.name in LOOPS
+    return loop and all(map(fits_for_lanes, _inside(eqn)))
+
+
+_cheap = Anywhere(_is_cheap)

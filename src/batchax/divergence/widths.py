@@ -19,7 +19,7 @@ from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.dear_branches import time_begun, time_to_move
-from batchax.programs.shapes import bytes_of
+from batchax.programs.shapes import bytes_of, size_of
 from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
 
@@ -75,6 +75,12 @@ def different(jaxpr: Jaxpr) -> int:
     types = lambda variables: tuple((v.aval.shape, v.aval.dtype) for v in variables)
     alone = (e for e in with_inside(jaxpr.eqns) if not programs_inside(e))
     return len({(e.primitive, types(e.invars), types(e.outvars)) for e in alone})
+
+
+def largest(programs: Sequence[ClosedJaxpr]) -> int:
+    """How many numbers the largest array has that programs compute; one at least."""
+    eqns = itertools.chain(*(with_inside(p.jaxpr.eqns) for p in programs))
+    return max((size_of(v.aval) for e in eqns for v in e.outvars), default=0) or 1
 
 
 @dataclass(frozen=True)

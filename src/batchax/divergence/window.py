@@ -23,9 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
 from batchax.divergence.staged import rows_from, staged_once, while_loop, with_rows_from
@@ -58,6 +60,7 @@ class Plan:
       why: why there is no window but that of all lanes; empty if there is.
       neighbours: whether the lanes of a window are neighbours that stay in it until all of them are
         done, and other neighbours are next: so no lane is moved.
+      one_function: whether these are one function of the compiler, which begins no operations.
     """
 
     widths: tuple[int, ...]
@@ -67,6 +70,7 @@ class Plan:
     counts: bool
     why: str = ""
     neighbours: bool = False
+    one_function: bool = False
 
     def refilled_at(self, width: int) -> int:
         """How many active lanes a window of that width has at most when it is refilled, or left."""
@@ -146,7 +150,7 @@ def _neighbours_in_turn(
     size, (width,) = active.shape[0], plan.widths
     fewer = size % width  # with these are some that are done
 
-    def turn(state: Any) -> Any:
+    def turn(consts: Sequence[Any], state: Any) -> Any:
         first, everyone, tally = state
         start = lax.min(first, np.int32(size - width)) if fewer else first
 
@@ -166,9 +170,22 @@ def _neighbours_in_turn(
         everyone = [ended, *map(put_back, everyone[1:], rows)]
         return lax.add(first, np.int32(width)), everyone, tally
 
-    state = alike((np.int32(0), [active, *carry], plan.blank), [active, *carry, *consts])
-    _, (_, *carry), tally = while_loop(lambda state: lax.lt(state[0], np.int32(size)), turn, state)
-    return carry, [tally]
+    def run(active: Any, *operands: Any) -> list[Any]:
+        consts, carry = operands[: len(positions)], operands[len(positions) :]
+        state = np.int32(0), [active, *carry], plan.blank
+        state = alike(state, [active, *operands])
+        goes_on = lambda state: lax.lt(state[0], np.int32(size))
+        _, (_, *carry), tally = while_loop(goes_on, functools.partial(turn, consts), state)
+        return [*carry, *tally]
+
+    operands = [active, *consts, *carry]
+    if plan.one_function:
+        operands = _compat.varying_alike(operands, like=operands)
+        types = [jax.typeof(x) for x in operands[1 + len(consts) :]]
+        outs = _compat.in_one_function(run, types, operands)
+    else:
+        outs = run(*operands)
+    return outs[: len(carry)], [tuple(outs[len(carry) :])]
 
 
 def _until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:

@@ -32,6 +32,14 @@ def fits_one_function(jaxpr: Jaxpr) -> bool:
     return not _others.in_program(jaxpr)
 
 
+def fits_for_lanes(jaxpr: Jaxpr) -> bool:
+    """Whether all of a program can be in one function when many lanes run it at once.
+
+    What one example updates at a place of its own, lanes update at several.
+    """
+    return fits_one_function(jaxpr) and not _updates.in_program(jaxpr)
+
+
 def _is_other(eqn: Eqn) -> bool:
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
@@ -48,3 +56,4 @@ def _is_other(eqn: Eqn) -> bool:
 
 
 _others = Anywhere(_is_other)
+_updates = Anywhere(lambda eqn: eqn.primitive.name in ("dynamic_update_slice", "scatter"))

@@ -1,0 +1,131 @@
+"""Loops of cheap steps, in which few neighbours at a time run in one function of the compiler."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.divergence.auto import Auto
+
+from support.forced import ONE_FUNCTION
+from support.oracle import same
+
+N = 23  # two blocks of eight, and one more that begins within the second
+COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
+
+
+def power(count, x):
+    step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (0, x))
+
+
+def several(count, x, key, table):
+    """Loops that fit, of values of many types."""
+
+    def step(c):
+        i, x, key, total, odd, small, empty = c
+        key, own = jax.random.split(key)
+        x = jnp.cumsum(x)[::-1] / 2 + table[i % 5]
+        return i + 1, x, key, total + jax.random.uniform(own), ~odd, small + i.astype("int8"), empty
+
+    start = 0, x, key, 0.0, count > 3, count.astype("int8"), x[:0]
+    carried = lax.while_loop(lambda c: c[0] < count, step, start)
+
+    def inner(c):
+        n, total = c
+        more = lax.while_loop(lambda k: k * k < n, lambda k: k + 1, 0)
+        return n - 1, total + more
+
+    return {
+        "carried": (*carried[:2], *carried[3:]),
+        "key": jax.random.key_data(carried[2]),
+        "not a number": lax.while_loop(lambda c: c < 9 + x[0], lambda c: c + 1, 0.0),
+        "inside": lax.while_loop(lambda c: c[0] > 0, inner, (count, 0)),
+        "alone": lax.while_loop(lambda odd: odd, lambda odd: ~odd, count > 3),
+        "scanned": lax.scan(lambda x, k: (power((count + k) % 5, x)[1], k), x, jnp.arange(3)),
+    }
+
+
+def functions(batched, *args):
+    """How many functions the loops of a batched one are."""
+    text = jax.jit(batched).lower(*args).as_text()
+    return text.count("xla_cpu_small_call")
+
+
+def test_loops_of_many_kinds():
+    points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.nan)
+    args = COUNTS, points, jax.random.split(jax.random.key(0), N)
+    table = jnp.arange(5.0)
+    whole = lambda way: bx.vmap(several, (0, 0, 0, None), divergence=way)
+    assert functions(whole(ONE_FUNCTION), *args, table) == 5
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=kind, devices=jax.devices()[:2])
+    even = [jnp.concatenate([x, x[::-1]]) for x in args[:2]]
+    lanes, spec = bx.vmap(power, divergence=ONE_FUNCTION), jax.P("d")
+    spread = jax.shard_map(lanes, mesh=mesh, in_specs=spec, out_specs=spec)
+    chunked = bx.vmap(power, divergence=ONE_FUNCTION, batch_size=20)
+
+    @jax.jit
+    def both(*args):
+        ours = whole(ONE_FUNCTION)(*args, table), chunked(*args[:2]), spread(*even)
+        masked = jax.vmap(power)
+        return ours, (whole("predicate")(*args, table), masked(*args[:2]), masked(*even))
+
+    same(*both(*args), None)
+
+
+def test_lanes_of_two_axes_and_derivatives():
+    both = jax.vmap(bx.vmap(power, divergence=ONE_FUNCTION), (None, 0))
+    xs = jnp.stack([POINTS, -POINTS])
+    assert functions(both, COUNTS, xs)
+    tangent = lambda f: jax.jit(lambda xs: jax.jvp(lambda xs: f(COUNTS, xs)[1], (xs,), (xs,)))(xs)
+    same(tangent(both), tangent(jax.vmap(jax.vmap(power), (None, 0))))
+
+
+def test_bounded_loops_and_their_gradients():
+    def settle(count, x):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]) + 0.1)
+        return bx.bounded_while(lambda c: c[0] < count, step, (0, x), 100)[1]
+
+    batched = bx.vmap(settle, divergence=ONE_FUNCTION)
+    assert functions(batched, COUNTS, POINTS)
+    same(jax.jit(batched)(COUNTS, POINTS), jax.vmap(settle)(COUNTS, POINTS), None)
+    grad = lambda f: jax.jit(jax.grad(lambda x: f(COUNTS, x).sum()))(POINTS)
+    same(grad(batched), grad(jax.vmap(settle)), None)
+
+
+@pytest.mark.parametrize(
+    ("what", "fits"),
+    [
+        (lambda x: x @ jnp.ones((3, 3)), False),
+        (lambda x: x - x.sum(), False),
+        (lambda x: x.at[x.argmax()].set(0.0), False),  # for many lanes an update of several places
+        (lambda x: jnp.where(x > 0, x[x.argmax()], x), True),
+    ],
+)
+def test_others_do_not_run_so(what, fits):
+    loop = lambda n, x: lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, what(c[1])), (0, x))
+    batched = bx.vmap(loop, divergence=ONE_FUNCTION)
+    assert bool(functions(batched, COUNTS, POINTS)) == fits
+    same(jax.jit(batched)(COUNTS, POINTS), jax.vmap(loop)(COUNTS, POINTS), None)
+
+
+def test_which_loops_run_so_is_told_by_their_cost():
+    limits = Auto().limits._replace(devices=1_000, cores=16)
+    way = Auto(limits=limits)
+
+    def widths(lanes, numbers, fun=power):
+        args = jnp.zeros(lanes, int), jnp.zeros((lanes, numbers), jnp.float32)
+        (told,) = bx.explain(fun, divergence=way)(*args).equations
+        return told.notes.get("widths", ()) if told.notes["divergence"] == "neighbours" else ()
+
+    assert widths(1024, 1) == (128,)
+    assert widths(200, 1) == (100,)
+    assert widths(1024, 3) == (40,)
+    assert widths(1024, 24) == (8,)
+    assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a processor
+    assert widths(100, 1) == ()
+    assert widths(1 << 17, 1) == ()  # more cores than one are of use
