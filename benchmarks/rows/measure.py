@@ -23,6 +23,7 @@ from benchmarks.measure import (
     ratio_of_medians,
     repeated,
 )
+from benchmarks.rows.torch_encoder import torch_encoders
 from benchmarks.rows.workloads import (
     TAIL_BOUND,
     Rows,
@@ -94,6 +95,8 @@ def measured(workload: RowWorkload, quick: bool) -> Iterator[RowResult]:
                 seconds = found.ours.run_seconds, found.other.run_seconds
                 yield RowResult(workload, gradient, way, found.run, found, seconds)
         yield _against_loop(workload, gradient, batch, effort)
+        if workload.published and not gradient:
+            yield from _against_torch(workload, batch, effort)
 
 
 def waste(count: int = COUNT) -> float:
@@ -139,12 +142,43 @@ def _against_loop(
         jax.block_until_ready(outs)
         return 1
 
-    sides = [repeated(program, batch, 1), loop]
+    return _in_turns(workload, gradient, LOOP, repeated(program, batch, 1), loop, effort)
+
+
+def _against_torch(
+    workload: RowWorkload, batch: tuple[Rows, Weights], effort: Effort
+) -> Iterator[RowResult]:
+    """Against the same layer in PyTorch, where that is installed."""
+    program = jax.jit(ours(workload)).lower(*batch).compile()
+    expected = np.asarray(program(*batch).to_padded())
+    for name, way in torch_encoders(*batch).items():
+        out = way()
+        out = out.to_padded_tensor(0.0) if out.is_nested else out
+        inside = np.asarray(batch[0].mask)[..., None]
+        np.testing.assert_allclose(inside * out.numpy(), inside * expected, atol=1e-3)
+
+        def other(way: Any = way) -> int:
+            way()
+            return 1
+
+        yield _in_turns(workload, False, name, repeated(program, batch, 1), other, effort)
+
+
+def _in_turns(
+    workload: RowWorkload,
+    gradient: bool,
+    way: str,
+    own: Callable[[], int],
+    other: Callable[[], int],
+    effort: Effort,
+) -> RowResult:
+    """Two sides that are not both programs of JAX, of which each run counts one."""
+    sides = [own, other]
     for side in sides:
         side()
     times = in_turns(sides, effort.runs, time.perf_counter)
     medians = float(np.median(times[0])), float(np.median(times[1]))
-    return RowResult(workload, gradient, LOOP, ratio_of_medians(*times), None, medians)
+    return RowResult(workload, gradient, way, ratio_of_medians(*times), None, medians)
 
 
 def _loss_of_row(workload: RowWorkload) -> Callable[[Any, Weights], Any]:

@@ -59,6 +59,11 @@ def summary(results: Sequence[RowResult]) -> str:
             "beyond the interval"
             + named((r for r in loops if r.run.low > 1), lambda r: interval(r.run))
         )
+    others = [r for r in results if r.way not in (PADDED, PACKED, LOOP)]
+    if others:
+        points.append(
+            "The encoder against others: " + "; ".join(f"{r.way} {interval(r.run)}" for r in others)
+        )
     points.append(
         "More temporaries"
         + named(
@@ -95,8 +100,10 @@ def _page(results: Sequence[RowResult]) -> str:
 true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for
 each true one. The *transformer encoder* has 16 rows of mean length 64, the longest
 256, for which padding by hand is published to take 1.5 to 2.3 times as long as PyTorch's nested
-tensors, and 1.6 times as long as CoRa; those are figures of other machines, and neither was run
-here. *buckets=4* runs rows in so many size classes. Images are ragged along
+tensors, and 1.6 times as long as CoRa; those are figures of other machines. Where PyTorch is
+installed, its layer is run here too, of padded rows and of nested tensors, without derivatives and
+as it is: `torch.compile` of either takes minutes. *buckets=4* runs rows in so many size classes.
+Images are ragged along
 two axes, and their sizes are known while the program is compiled. A [ragged batch](ragged.md) goes
 through `bx.vmap` of the function of one row, with
 lengths traced. *Padded by hand* computes on padded rows and masks what needs it; *packed by hand*

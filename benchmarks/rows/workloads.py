@@ -223,15 +223,15 @@ def _block_padded(rows: Rows, weights: Weights) -> Any:
     return jnp.where(rows.mask[..., None], x + _network(x, weights[3:]), 0)
 
 
-_HEADS = 8
+HEADS = 8
 
 
 def _encoded(x: Any, weights: Weights, mask: Any = None) -> Any:
     """An encoder layer, of one row or, with a mask, of padded rows."""
     queries, keys, values, out, first, second = weights
-    split = lambda y: y.reshape(*y.shape[:-1], _HEADS, -1)
+    split = lambda y: y.reshape(*y.shape[:-1], HEADS, -1)
     scores = jnp.einsum("...ihd,...jhd->...hij", split(x @ queries), split(x @ keys))
-    scores = scores / np.sqrt(x.shape[-1] // _HEADS)
+    scores = scores / np.sqrt(x.shape[-1] // HEADS)
     if mask is not None:
         scores = jnp.where(mask[:, None, None, :], scores, -jnp.inf)
     mixed = jnp.einsum("...hij,...jhd->...ihd", jax.nn.softmax(scores), split(x @ values))

@@ -77,6 +77,12 @@ def makes_references(effects: Any) -> bool:
     return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
 
 
+def touches_references(eqn: Any) -> bool:
+    """Whether an equation creates references, or is given one."""
+    given = any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+    return given or makes_references(eqn.effects)
+
+
 def written_inputs(jaxpr: Any) -> set[int]:
     """Which inputs of `jaxpr`, or of an equation, are references that it writes to."""
     writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]

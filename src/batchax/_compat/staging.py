@@ -28,7 +28,6 @@ from jax._src.state.discharge import discharge_state
 from jax.extend import linear_util
 from jax.interpreters import partial_eval
 
-from batchax._compat.effects import makes_references
 from batchax._compat.jaxprs import ClosedJaxpr, Primitive, close
 from batchax._compat.mesh_types import check_vma, checked_axes, varying_as
 
@@ -216,9 +215,8 @@ def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -
     """`program`, which may use the axis `name`, with references it creates turned into values.
 
     JAX would open operations that it lowers early at the same time, and lose their derivatives.
+    In loops and branches that use references it does so whatever it is told.
     """
-    if not makes_references(program.effects):
-        return program
     with named_scope(name, size):
         return discharge_state(program, lower=False)
 

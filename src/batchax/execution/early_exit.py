@@ -15,6 +15,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import Values, bounded_loop
 from batchax.execution.eager import jitted
+from batchax.execution.references import without_references
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -121,20 +122,18 @@ def run_until(
       UnsupportedError: a reference is used.
     """
     entries = body.in_avals[len(carry) :]
-    test, test_consts = _without_references(test)
-    body, consts = _without_references(body, xs)
+    test, test_consts = _hoisted(test)
+    body, consts = _hoisted(body, xs)
     loop = BoundedSteps(test, body, len(carry), in_axes, out_axes, steps, reverse)
     return loop.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
 
 
-def _without_references(
-    staged: ClosedJaxpr, xs: Sequence[Value] = ()
-) -> tuple[ClosedJaxpr, list[Any]]:
+def _hoisted(staged: ClosedJaxpr, xs: Sequence[Value] = ()) -> tuple[ClosedJaxpr, list[Any]]:
     """A program with its constants as leading inputs, and the constants."""
     if any(map(_compat.is_reference, (*staged.consts, *xs))):
         raise UnsupportedError(
             "a reference (jax.new_ref) is used in a loop that ends on a value and keeps what its "
             "derivative needs, which a reference would not hold. Put the array into the carry."
         )
-    (program,), consts = _compat.hoist_constants(_compat.without_references(staged, None, 0))
+    (program,), consts = _compat.hoist_constants(without_references(staged, None, 0))
     return program, consts

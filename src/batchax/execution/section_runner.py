@@ -16,6 +16,7 @@ from batchax.execution.donated import without_donations
 from batchax.execution.loop_progress import LoopProgress
 from batchax.execution.memory import Auto
 from batchax.execution.names import HostCalls, expose_names, is_exposed
+from batchax.execution.references import without_references
 from batchax.execution.section_body import Found, LanesToRun
 from batchax.execution.section_chunks import run_chunks
 from batchax.execution.section_cuts import run_cuts
@@ -47,7 +48,7 @@ class SectionRunner:
         progress: LoopProgress | None = None,
     ) -> None:
         local = axis if shards is None else replace(axis, size=shards.each)
-        staged = _compat.without_references(staged, axis.name, axis.size)
+        staged = without_references(staged, axis.name, axis.size)
         # A lane that repeats another makes a difference only where lanes meet.
         meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
         repeated = shards.most_repeated if shards is not None and meet else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES
 from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.programs.rewritten import Inside, rewritten
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"
@@ -82,18 +83,18 @@ def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
     """`program` with a number for each loop in it, and all branches, wherever they are."""
     numbers = itertools.count()
 
-    def change(eqn: Eqn, params: dict[str, Any]) -> Any:
+    def change(eqn: Eqn, inside: Inside) -> Any:
         counts = eqn.primitive.name in _COUNTED and not eqn.params.get("branches_platforms")
-        return _compat.named_equation(eqn, f"{_LOOP}{next(numbers)}" if counts else None, params)
+        return _compat.named_equation(eqn, f"{_LOOP}{next(numbers)}" if counts else None, inside())
 
-    return _rewritten(program, change)
+    return rewritten(program, change)
 
 
 def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program whose loops have numbers, with a mark in each step and branch, of one lane."""
 
-    def change(eqn: Eqn, params: dict[str, Any]) -> Any:
-        number = loop_number(eqn)
+    def change(eqn: Eqn, inside: Inside) -> Any:
+        number, params = loop_number(eqn), inside()
         if number is not None and eqn.primitive.name == "reverse_sweep":
             return _counted_beside(eqn, params, number)
         if number is not None:
@@ -107,7 +108,7 @@ def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
             params = {**params, name: marked}
         return _compat.named_equation(eqn, None, params)
 
-    return _rewritten(program, change)
+    return rewritten(program, change)
 
 
 def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
@@ -173,25 +174,3 @@ def mark_of(eqn: Eqn) -> Mark | None:
 def shows_only(eqn: Eqn) -> bool:
     """Whether an equation only shows something to the host: which need not be shown twice."""
     return eqn.primitive.name in _CALLS
-
-
-def _rewritten(program: Any, change: Callable[[Any, dict[str, Any]], Any]) -> Any:
-    """`program` with each equation changed, after those in programs inside it."""
-
-    def inside(value: Any) -> Any:
-        if isinstance(value, _compat.JAXPR_TYPES):
-            return _rewritten(value, change)
-        if isinstance(value, tuple):
-            parts = list(map(inside, value))
-            if all(a is b for a, b in zip(parts, value, strict=True)):
-                return value
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        return value
-
-    jaxpr = getattr(program, "jaxpr", program)
-    eqns = []
-    for eqn in jaxpr.eqns:
-        changed = change(eqn, {k: inside(v) for k, v in eqn.params.items()})
-        eqns += changed if isinstance(changed, list) else [changed]
-    jaxpr = jaxpr.replace(eqns=eqns)
-    return _compat.close(jaxpr, program.consts) if isinstance(program, ClosedJaxpr) else jaxpr
