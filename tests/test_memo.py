@@ -317,6 +317,7 @@ NO_CACHES = {
     },
     "memo.py": {"_all": "the memos"},
     "programs/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
+    "rows/index_arrays.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
     "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
     "rows/padded_rules/custom_derivatives.py": {"_by_name": "a table, of imports"},

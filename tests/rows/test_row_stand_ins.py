@@ -42,6 +42,7 @@ def test_a_size_is_an_index():
     check_rows(indexed, ragged(3), ways=LAYOUTS)
 
 
+@pytest.mark.compiles(100)
 @pytest.mark.parametrize("function", [jnp.convolve, jnp.correlate])
 @pytest.mark.each_commit(1)
 def test_a_row_is_convolved_with_what_is_shorter_or_longer(function):

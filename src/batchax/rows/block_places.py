@@ -126,7 +126,7 @@ def _computed(find: str, by: Callable[..., list[Any]], operands: Any, **how: Any
 def _with_stand_ins(rows: Any, slots: int) -> tuple[Any, Any]:
     """The row in each slot of each block, and which of these are not in place of missing ones."""
     row, held = rows.row.reshape(-1, slots), rows.held
-    own = np.arange(slots, dtype=np.int32) < held[:, None]
+    own = np.arange(slots, dtype=np.int32)[None] < held[:, None]
     return rows.numpy.where(own, row, row[:, :1]), own
 
 
@@ -143,7 +143,7 @@ def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> l
     ]
     kind: Any = sum(map(ints, fits), numpy.zeros(count, np.int32))
     classes = np.arange(len(rows), dtype=np.int32)
-    of_class = ints((kind[:, None] == classes).sum(0))
+    of_class = ints((kind[:, None] == classes[None]).sum(0))
     first, order = sums(of_class) - of_class, in_order(kind)
     rank = in_order(order) - first[kind]
     # A row opens a block if those before it in its class fill theirs.
@@ -151,14 +151,14 @@ def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> l
     opens = rank % room == 0
     opener = order[first[kind] + rank // room * room]
     block, slot = (sums(opens) - np.int32(1))[opener], rank % room
-    of_block = in_order(~opens)[np.minimum(np.arange(blocks), most)]
-    used = np.arange(blocks) < opens.sum()
+    of_block = in_order(~opens)[np.minimum(np.arange(blocks, dtype=np.int32), most)]
+    used = np.arange(blocks, dtype=np.int32) < ints(opens.sum())
     its_kind = kind[of_block]
     held = numpy.minimum(numpy.take(capacity, its_kind), of_class[its_kind] - rank[of_block])
     held = numpy.where(used, held, np.int32(0))
-    there = (first[its_kind] + rank[of_block])[:, None] + np.arange(slots, dtype=np.int32)
+    there = (first[its_kind] + rank[of_block])[:, None] + np.arange(slots, dtype=np.int32)[None]
     row = order[numpy.minimum(there, most)]
-    row = numpy.where(np.arange(slots) < held[:, None], row, np.int32(0)).reshape(-1)
+    row = numpy.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, np.int32(0)).reshape(-1)
     return [kind, block, slot, numpy.where(used, its_kind, np.int32(len(rows))), held, row]
 
 
@@ -178,7 +178,7 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
         opens = before == entry(jnp.asarray(capacity), own)
         where = lax.select(opens, opened, entry(last, own))
         place = lax.select(opens, zero, before)
-        found = [
+        placed = [
             put_entry(kind, own, i),
             put_entry(block, where, i),
             put_entry(slot, place, i),
@@ -187,12 +187,12 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
             put_entry(row, i, where * np.int32(slots) + place),
         ]
         opened += lax.convert_element_type(opens, np.int32)
-        return opened, put_entry(last, where, own), put_entry(filled, place + one, own), found
+        return opened, put_entry(last, where, own), put_entry(filled, place + one, own), placed
 
     full = lambda size, value: lax.full((size,), value, np.int32)
-    found = [full(count, 0) for _ in range(3)]
-    found += [full(blocks, len(rows)), full(blocks, 0), full(blocks * slots, 0)]
-    state = zero, full(len(rows), 0), jnp.asarray(capacity), found
+    empty = [full(count, 0) for _ in range(3)]
+    empty += [full(blocks, len(rows)), full(blocks, 0), full(blocks * slots, 0)]
+    state = zero, full(len(rows), 0), jnp.asarray(capacity), empty
     return lax.fori_loop(zero, np.int32(count), step, state)[-1]
 
 

@@ -124,9 +124,9 @@ class InRegions(Way):
         if self.classes is None:
             return None, "padded"
         lengths = {size.name: known_lengths(size.lengths) for size in call.sizes}
-        known = {name: x for name, x in lengths.items() if x is not None}
-        if self.classes == "auto" and len(known) == len(lengths):
-            groups = choose_groups(program, layouts, batched, costs, known)
+        of_numpy = {name: x for name, x in lengths.items() if x is not None}
+        if self.classes == "auto" and len(of_numpy) == len(lengths):
+            groups = choose_groups(program, layouts, batched, costs, of_numpy)
             return (None, "padded") if groups is None else (groups.run, "in groups")
         classes = (
             choose_classes(program, layouts, batched, costs)

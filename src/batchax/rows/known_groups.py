@@ -188,8 +188,8 @@ class KnownGroups:
 
 def exact_sizes(lengths: Mapping[str, Any], bounds: Mapping[str, int]) -> frozenset[str]:
     """Which sizes are those bounds in every row, as is known: nothing is padded along them."""
-    known = {name: x for name, x in lengths.items() if isinstance(x, np.ndarray)}
-    return frozenset(name for name, x in known.items() if (x == bounds[name]).all())
+    of_numpy = {name: x for name, x in lengths.items() if isinstance(x, np.ndarray)}
+    return frozenset(name for name, x in of_numpy.items() if (x == bounds[name]).all())
 
 
 def _wider(x: Value, at: Sequence[int], whole: Sizes, shape: Sequence[Any]) -> Any:

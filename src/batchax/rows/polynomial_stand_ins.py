@@ -115,8 +115,8 @@ def _polyfit(
     powers, y = powers * weights[:, None], (y.T * weights).T
     scale = jnp.sqrt((powers * powers).sum(0))
     cutoff = jnp.asarray(x.shape[0], x.dtype) * np.finfo(x.dtype).eps
-    found, *_ = jnp.linalg.lstsq(powers / scale, y, cutoff)
-    return of_taken((found.T / scale).T, x.shape[0], 1)
+    scaled, *_ = jnp.linalg.lstsq(powers / scale, y, cutoff)
+    return of_taken((scaled.T / scale).T, x.shape[0], 1)
 
 
 @_compat.stands_in_for("roots")

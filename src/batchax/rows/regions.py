@@ -216,9 +216,9 @@ def _run_padded(
                 v, out, "padded" if out.axis is not None and has_symbols(out.shape) else "packed"
             )
         return
-    known = {name: values.rows.segments[name].index.lengths for name in values.bounds}
-    names, lengths = list(known), list(map(jnp.asarray, known.values()))
-    exact = exact_sizes(known, values.bounds)
+    every = {name: values.rows.segments[name].index.lengths for name in values.bounds}
+    names, lengths = list(every), list(map(jnp.asarray, every.values()))
+    exact = exact_sizes(every, values.bounds)
 
     def of_lengths(*args: Any) -> list[Any]:
         own = dict(zip(names, args, strict=False))

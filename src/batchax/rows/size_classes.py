@@ -178,8 +178,8 @@ class _Moving:
     def _size(self, dim: Any) -> Any:
         """The size `dim` of each row; of NumPy where lengths are known."""
         size = _compat.evaluate_size(dim, self.lengths)
-        known = isinstance(size, (np.ndarray, np.generic))
-        return (np if known else jnp).maximum(size, np.int32(0)).astype(np.int32)
+        numpy = np if isinstance(size, (np.ndarray, np.generic)) else jnp
+        return numpy.maximum(numpy.asarray(size, np.int32), np.int32(0))
 
 
 def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
