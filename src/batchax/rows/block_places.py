@@ -158,7 +158,8 @@ def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> l
     held = numpy.where(used, held, np.int32(0))
     there = (first[its_kind] + rank[of_block])[:, None] + np.arange(slots, dtype=np.int32)[None]
     row = order[numpy.minimum(there, most)]
-    row = numpy.where(np.arange(slots, dtype=np.int32)[None] < held[:, None], row, np.int32(0)).reshape(-1)
+    filled = np.arange(slots, dtype=np.int32)[None] < held[:, None]
+    row = numpy.where(filled, row, np.int32(0)).reshape(-1)
     return [kind, block, slot, numpy.where(used, its_kind, np.int32(len(rows))), held, row]
 
 
