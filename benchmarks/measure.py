@@ -168,9 +168,15 @@ def in_turns(
 
 
 def ratio_of_medians(a: list[float], b: list[float]) -> Ratio:
-    """The ratio of the medians; its interval resamples turns, which pair `a` and `b`."""
-    drawn = np.random.default_rng(0).integers(len(a), size=(2000, len(a)))
-    ratios = np.median(np.asarray(a)[drawn], axis=1) / np.median(np.asarray(b)[drawn], axis=1)
+    """The ratio of the medians; its interval resamples turns, which pair `a` and `b`.
+
+    Where one has fewer turns, each is resampled by itself.
+    """
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(len(a), size=(2000, len(a)))
+    paired = len(a) == len(b)
+    other = drawn if paired else generator.integers(len(b), size=(2000, len(b)))
+    ratios = np.median(np.asarray(a)[drawn], axis=1) / np.median(np.asarray(b)[other], axis=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     return Ratio(float(np.median(a) / np.median(b)), float(low), float(high))
 
