@@ -251,7 +251,7 @@ def test_an_output_that_somebody_changes_in_mid_run(out, change, late, before_wr
         monkeypatch.setattr(Store, "check_held", changed)
     else:
         before_write(4, lambda: change(out))
-    told = "(replaced|does not hold|is missing|cannot be read)"
+    told = "(replaced|does not hold|is missing|is truncated|cannot be read)"
     with pytest.raises(bx.BatchaxError, match=rf"{out}.* {told}"):
         bx.map(double, X, out=out, **UNIT)
     assert not Path(f"{out}.job/done.json").exists()
