@@ -121,7 +121,8 @@ def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
     values = {k: v.astype(int) if hasattr(v, "astype") else v for k, v in values.items()}
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return dim._evaluate(values)
-    # A maximum of sizes is computed by JAX; the remainder by an empty row's is left undefined.
-    with jax.ensure_compile_time_eval(), np.errstate(divide="ignore"):
+    # A maximum of sizes is computed by JAX; the remainder by an empty row's is left undefined. JAX
+    # may ask for the type of an operation, and then nothing is traced or computed, since 0.12.
+    with jax.core.eval_context(), np.errstate(divide="ignore"):
         size = dim._evaluate(values)
     return np.asarray(size) if isinstance(size, jax.Array) else size
