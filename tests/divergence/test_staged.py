@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from batchax.divergence.staged import rows_from, while_loop, with_rows_from
+from batchax.divergence.staged import while_loop
+from batchax.execution.entries import part_of, put_part
 from batchax.execution.gathered_lanes import entries_at, put_entries
 
 
@@ -24,8 +25,8 @@ def test_a_loop_closes_over_values_in_its_predicate_and_in_its_step():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_are_cut_along_an_axis(axis):
     x = np.arange(24.0).reshape(4, 6)
-    np.testing.assert_array_equal(rows_from(x, np.int32(1), 2, axis), x.take([1, 2], axis))
-    np.testing.assert_array_equal(with_rows_from(x, -x[:2], np.int32(2))[2:], -x[:2])
+    np.testing.assert_array_equal(part_of(x, np.int32(1), axis, 2), x.take([1, 2], axis))
+    np.testing.assert_array_equal(put_part(x, -x[:2], np.int32(2))[2:], -x[:2])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, bool])

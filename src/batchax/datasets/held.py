@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from batchax.errors import JobError, StorageError
 
@@ -58,18 +59,22 @@ class Held:
         """Raises a JobError if such files were changed since."""
         for files, stamp in self._written.values():
             if stamp is None or _stamp(files) != stamp:
-                raise JobError(
-                    f"{self._path} does not hold what was written to it: somebody wrote over "
-                    f"{files[0].name}, or deleted it, while this process was at work. `batchax "
-                    f"verify {self._path}` says what is damaged, and the same call computes it "
-                    "again."
-                )
+                raise written_over(self._path, files[0].name)
 
     def close(self) -> None:
         """From now on it may be anything."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+
+def written_over(out: Any, what: str) -> JobError:
+    """The error of an output of which somebody changed a part that was written before."""
+    return JobError(
+        f"{out} does not hold what was written to it: somebody wrote over {what}, or deleted it, "
+        f"while this process was at work. `batchax verify {out}` says what is damaged, and the "
+        "same call computes it again."
+    )
 
 
 def _stamp(files: Sequence[Path]) -> int | None:

@@ -18,6 +18,7 @@ import numpy as np
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath
 from batchax.datasets.failures import reading
+from batchax.datasets.held import written_over
 from batchax.datasets.objects import Version
 from batchax.datasets.parquet_store import ParquetStore
 from batchax.datasets.parts import Leaf, Rows, Unit
@@ -60,11 +61,7 @@ class Putting:
         """Raises a JobError if what was put in a folder is not there any more, as it was put."""
         there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}
         if not self._put.items() <= there.items():
-            raise JobError(
-                f"{out} does not hold what was written to it: somebody wrote over objects of it, "
-                f"or deleted them, while this process was at work. `batchax verify {out}` says "
-                "which, and the same call computes them again."
-            )
+            raise written_over(out, "an object of it")
 
 
 class ObjectZarr(ZarrStore):

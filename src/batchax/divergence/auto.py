@@ -281,9 +281,7 @@ class Auto(Compact):
         if not all(fits_for_lanes(p.jaxpr) for p in programs):
             return size
         numbers = largest(programs)
-        if (
-            numbers * _VECTOR > 2 * limits.together
-        ):  # one is as much as a processor computes at once
+        if numbers * _VECTOR > 2 * limits.together:  # one lane fills what computes at once
             return 1
         width = limits.together // numbers // _VECTOR * _VECTOR
         return min(max(width, _VECTOR), size // 2)

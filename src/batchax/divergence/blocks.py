@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import rows_from, staged_once, while_loop
+from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
+from batchax.execution.entries import part_of
 
 _ROW = 32
 _ROWS = 16
@@ -54,7 +55,7 @@ class Blocks:
 
     def at(self, place: Any) -> Any:
         """The block that begins there."""
-        return rows_from(self.mask, place, int(self.step))
+        return part_of(self.mask, place, 0, int(self.step))
 
 
 def _divisor(number: int, most: int) -> int:

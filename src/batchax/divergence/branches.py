@@ -81,20 +81,20 @@ def run_branches(
     parts = [_Part(axis, program, branches, width, choice) for program in branches.programs]
     for part in parts:
         part.choose(sum(p.begun for p in parts if p is not part))
-    if not any(part.apart or part.singly for part in parts):
+    if not any(part.for_some for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
     numbers = lambda which: [i for i, part in enumerate(parts) if which(part)]
     recording.note(
         divergence="grouped",
-        apart=numbers(lambda part: part.apart or part.singly),
+        apart=numbers(lambda part: part.for_some),
         decided=numbers(lambda part: part.decided or part.singly),
     )
     results = []
     for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
         before = branches.programs[:i]
         with recording.part(f"branch {i}"):
-            if part.apart or part.singly:
+            if part.for_some:
                 part.operands = after_branches(before, results, program, part.operands)
                 placed = part.run(lax.eq(index, np.asarray(i, index.dtype)))
             else:
@@ -192,6 +192,11 @@ class _Part:
         self.begun = time_begun(jaxpr, differs)
         self.apart = self.decided = False
         self.singly = 0
+
+    @property
+    def for_some(self) -> bool:
+        """Whether it runs for the lanes that take it, at least where these are few."""
+        return bool(self.apart or self.singly)
 
     def choose(self, others: float) -> None:
         """Finds how it runs, beside other branches that take so long for a lane."""

@@ -7,6 +7,8 @@ stay together and nobody would know.
 
 from __future__ import annotations
 
+from typing import Any
+
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax.divergence.branch_as_while import TODO
@@ -53,10 +55,7 @@ def dearest_step(loop: AnyLoop) -> float:
 def may_be_one_function(loop: AnyLoop) -> bool:
     """Whether neighbours may run a loop in one function, or one inside it."""
     programs = _programs(loop)
-    itself = loop.primitive is while_p or loop.primitive.name in LOOPS
-    if itself and all(map(fits_for_lanes, programs)):
-        return True
-    return any(map(_cheap.in_program, programs))
+    return _all_fit(loop.primitive, programs) or any(map(_cheap.in_program, programs))
 
 
 def price_of_loops(loop: AnyLoop) -> Price:
@@ -180,9 +179,10 @@ may_wait = Anywhere(_may_wait_at)
 """Whether a program holds a loop that lanes may leave one by one, or a dear branch."""
 
 
-def _is_cheap(eqn: Eqn) -> bool:
-    loop = eqn.primitive is while_p or eqn.primitive.name in LOOPS
-    return loop and all(map(fits_for_lanes, _inside(eqn)))
+def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:
+    """Whether that is a loop whose programs neighbours may run in one function."""
+    loop = primitive is while_p or primitive.name in LOOPS
+    return loop and all(map(fits_for_lanes, programs))
 
 
-_cheap = Anywhere(_is_cheap)
+_cheap = Anywhere(lambda eqn: _all_fit(eqn.primitive, _inside(eqn)))

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import entry, staged_once, while_loop, with_entry
+from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
+from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.gathered_lanes import put, taken_at
 
 
@@ -73,13 +74,14 @@ def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
     def once(state: Any) -> Any:
         place, (index, active, first, _, any_active) = state
         # What is read and written in one step would be copied in each.
-        stays = entry(window.active, place)
+        stays = entry_of(window.active, place)
         asked = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
-        comes = lax.bitwise_and(asked, entry(queue.active, first))
-        lane = first if queue.lanes is None else entry(queue.lanes, first)
-        index = with_entry(index, lax.select(comes, lane, entry(window.index, place)), place)
+        comes = lax.bitwise_and(asked, entry_of(queue.active, first))
+        lane = first if queue.lanes is None else entry_of(queue.lanes, first)
+        old = entry_of(window.index, place)
+        index = put_entry(index, lax.select(comes, lane, old), place)
         here = lax.bitwise_or(stays, comes)
-        active = with_entry(active, here, place)
+        active = put_entry(active, here, place)
         first = lax.add(first, lax.convert_element_type(asked, np.int32))
         taken = lax.bitwise_or(comes, lax.bitwise_not(asked))
         place = lax.add(place, lax.convert_element_type(taken, np.int32))

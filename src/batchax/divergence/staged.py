@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core.primitives import while_p
 
@@ -27,29 +26,6 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any
     whole = key, types, jax.default_backend(), _compat.trace_context()
     program = _programs.get(whole, lambda: _compat.stage(lambda *xs: list(fun(*xs)), types))
     return written_into(program, operands)
-
-
-def rows_from(x: Any, place: Any, count: int, axis: int = 0) -> Any:
-    """So many rows of `x` along an axis, from a place on, within bounds."""
-    places, rows = [np.int32(0)] * x.ndim, list(x.shape)
-    places[axis], rows[axis] = place, count
-    return lax.dynamic_slice(x, places, rows, allow_negative_indices=False)
-
-
-def with_rows_from(x: Any, rows: Any, place: Any) -> Any:
-    """`x` with other rows from a place on, within bounds."""
-    places = [place, *[np.int32(0)] * (x.ndim - 1)]
-    return lax.dynamic_update_slice(x, rows, places, allow_negative_indices=False)
-
-
-def entry(x: Any, place: Any) -> Any:
-    """The entry of a vector at a place within bounds."""
-    return lax.reshape(rows_from(x, place, 1), ())
-
-
-def with_entry(x: Any, value: Any, place: Any) -> Any:
-    """A vector with another entry at a place within bounds."""
-    return with_rows_from(x, lax.reshape(value, (1,)), place)
 
 
 def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:

@@ -30,8 +30,9 @@ from jax import lax
 from batchax import _compat
 from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
-from batchax.divergence.staged import rows_from, staged_once, while_loop, with_rows_from
+from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
+from batchax.execution.entries import part_of, put_part
 from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
@@ -157,14 +158,14 @@ def _neighbours_in_turn(
         def cut(x: Value, axis: Position) -> Any:
             if axis is None:
                 return x
-            return rows_from(x, start, width, axis)
+            return part_of(x, start, axis, width)
 
         active, *rows = (cut(x, 0) for x in everyone)
         own = list(map(cut, consts, positions))
         active, rows, tally = _until_all_are_done(step, width, own, (active, rows, tally))
 
         def put_back(x: Value, rows: Any) -> Any:
-            return with_rows_from(x, rows, start)
+            return put_part(x, rows, start)
 
         ended = put_back(everyone[0], active) if fewer else everyone[0]
         everyone = [ended, *map(put_back, everyone[1:], rows)]

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.execution.buffers import blank
 from batchax.execution.chunk_loop import ChunkLoop
+from batchax.execution.entries import put_part
 from batchax.execution.gathered_lanes import GatheredLanes, put
 from batchax.execution.operand_specs import (
     Combined,
@@ -108,7 +109,7 @@ def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
         # does. Arrays from before have types that do not, nor does what is computed of them alone;
         # and JAX writes into an array only what tells of the same mesh.
         out = jax.sharding.reshard(out, PartitionSpec(*[None] * out.ndim))
-    return lax.dynamic_update_slice_in_dim(result, out, start, axis, allow_negative_indices=False)
+    return put_part(result, out, start, axis)
 
 
 def of_only_chunk(out: Any, spec: Result) -> Any:

@@ -20,6 +20,7 @@ from batchax.execution.chunk_loop import AllAtOnce, ChunkLoop
 from batchax.execution.chunk_results import collect, of_only_chunk, results_before
 from batchax.execution.chunk_singly import run_few_or_all
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
+from batchax.execution.entries import part_of
 from batchax.execution.gathered_lanes import GatheredLanes, count_active
 from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.operand_specs import (
@@ -136,7 +137,7 @@ class _Chunks:
 
 def _picked(mask: Value, spec: Any, chunk: int) -> tuple[Any, Any]:
     if spec.first and chunk == 1 and mask.dtype == bool:
-        return None, lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
+        return None, count_active(mask)
     return gathered_lanes.in_order(mask, chunk)
 
 
@@ -208,9 +209,9 @@ def _part(
         case Lanes(axis) if x.shape[axis] == width:  # the only chunk
             return x
         case Lanes(axis):
-            return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
+            return part_of(x, start, axis, width)
         case PerChunk(axis):
-            return lax.dynamic_slice_in_dim(x, index, 1, axis, allow_negative_indices=False)
+            return part_of(x, index, axis, 1)
 
 
 @whatever_jit
@@ -230,7 +231,7 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
-    own = loop.size, loop.operands, loop.results, loop.progress
+    own = loop.size, loop.operands, loop.results, loop.progress, loop.singly
     if loop.all_at_once is not None:
         whole = loop.all_at_once
         own = *own, whole.share, value_key(whole.body.staged(loop.size, avals))

@@ -18,6 +18,8 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkLoop, result_types
 from batchax.execution.chunk_results import results_before
+from batchax.execution.entries import entry_of, part_of, put_part
+from batchax.execution.gathered_lanes import count_active
 from batchax.execution.operand_specs import ActiveMask, Gathered, Whole
 from batchax.jaxprs.words import Value
 from batchax.programs.one_function import fits_one_function
@@ -28,8 +30,7 @@ def run_few_or_all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
 
     Lanes that are not picked have anything in its results.
     """
-    active = operands[0]
-    count = lax.reduce_sum(lax.convert_element_type(active, np.int32), (0,))
+    count = count_active(operands[0])
     few = lambda *operands: _few(loop, count, operands)
     if loop.singly >= loop.size:
         return few(*operands)
@@ -51,16 +52,16 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
             for x, spec in zip(operands, loop.operands, strict=True):
                 if not isinstance(spec, Whole):
                     axis = 0 if isinstance(spec, ActiveMask) else spec.axis
-                    x = _slice(x, i, axis)
+                    x = part_of(x, i, axis, 1)
                 parts.append(x)
             outs = eval_jaxpr(program.jaxpr, program.consts, i, *parts)
             axes = [spec.axis for spec in loop.results if isinstance(spec, Gathered)]
-            put = lambda x, out, axis: lax.dynamic_update_slice_in_dim(x, out, i, axis)
+            put = lambda x, out, axis: put_part(x, out, i, axis)
             return list(map(put, results, outs, axes))
 
         def step(i: Any, results: Sequence[Any]) -> list[Any]:
             (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=operands)
-            active = lax.squeeze(_slice(operands[0], i, 0), (0,))
+            active = entry_of(operands[0], i, 0)
             return list(lax.cond(active, lane, lambda i, results: list(results), i, results))
 
         before = _compat.varying_alike(results_before(loop, program), like=operands)
@@ -71,7 +72,3 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
         return run(*operands)[1:]
     types = [jax.typeof(count), *result_types(loop, program)]
     return _compat.in_one_function(run, types, operands)[1:]
-
-
-def _slice(x: Any, i: Any, axis: int) -> Any:
-    return lax.dynamic_slice_in_dim(x, i, 1, axis, allow_negative_indices=False)

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.execution.entries import part_of
 from batchax.jaxprs.words import Value
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
@@ -130,7 +131,7 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
     if order is None:
         return GatheredLanes(entries, counts, entries, start)
-    lanes = lax.dynamic_slice_in_dim(order, start, width, allow_negative_indices=False)
+    lanes = part_of(order, start, 0, width)
     first = lax.broadcast(lanes[0], (width,))
     outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
     return GatheredLanes(
@@ -141,7 +142,7 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
 def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
     """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
     if lanes.alone is not None:  # a slice compiles sooner than a gather
-        return lax.dynamic_slice_in_dim(x, lanes.alone, 1, axis, allow_negative_indices=False)
+        return part_of(x, lanes.alone, axis, 1)
     taken = taken_at(x, lanes.lanes, axis)
     if not or_zero:
         return taken

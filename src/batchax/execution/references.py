@@ -8,11 +8,12 @@ nothing to do with references is held, meanwhile, as one that JAX knows nothing 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
-from batchax.memo import kept_with
+from batchax.kernel.inner import remembered
 from batchax.programs.rewritten import Inside, rewritten
 
 # It is never run: it is in no program that anybody else sees.
@@ -23,23 +24,23 @@ _held_p.def_effectful_abstract_eval(
 )
 
 
+@dataclass(frozen=True, eq=False)
 class _Held:
     """An equation, known by identity."""
 
-    def __init__(self, eqn: Eqn) -> None:
-        self.eqn = eqn
+    eqn: Eqn
 
 
 def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value) -> ClosedJaxpr:
     """`program`, which may use the axis `name`, without the references that it creates."""
-    creates = _compat.makes_references(program.effects)
-    return _with_values(program, name, size) if creates else program
+    if not _compat.makes_references(program.effects):
+        return program
 
+    def with_values() -> ClosedJaxpr:
+        held = rewritten(program, _hold)
+        return rewritten(_compat.without_references(held, name, size), _release)
 
-@kept_with("programs without references")
-def _with_values(program: ClosedJaxpr, name: Hashable | None, size: Value) -> ClosedJaxpr:
-    held = rewritten(program, _hold)
-    return rewritten(_compat.without_references(held, name, size), _release)
+    return remembered(program, ("without references", name, size), with_values)
 
 
 def _hold(eqn: Eqn, inside: Inside) -> Any:

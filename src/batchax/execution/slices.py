@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from batchax.execution.entries import part_of, put_part
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.own_primitive import own_primitive
@@ -134,16 +135,6 @@ def put(array: Value, part: Value, start: Any, axis: int) -> Any:
         return [cts[0], part_of(cts[0], at[0], axis, width)]
 
     return linear_with_transpose(ahead, back, [start], [array, part], key=("put", axis, width))[0]
-
-
-def put_part(array: Value, part: Value, start: Any, axis: int) -> Any:
-    """`array` with `part` in the place of a slice of it."""
-    return lax.dynamic_update_slice_in_dim(array, part, start, axis, allow_negative_indices=False)
-
-
-def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
-    """A slice of `x`."""
-    return lax.dynamic_slice_in_dim(x, start, width, axis, allow_negative_indices=False)
 
 
 def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:

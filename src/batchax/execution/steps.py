@@ -17,7 +17,8 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.execution.buffers import blank
 from batchax.execution.eager import jitted
-from batchax.execution.slices import part_of, put, put_part, take, with_derivative_of
+from batchax.execution.entries import part_of, put_part
+from batchax.execution.slices import put, take, with_derivative_of
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value

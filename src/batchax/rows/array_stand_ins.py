@@ -72,12 +72,10 @@ def _cov(original: Any, m: Any, y: Any = None, rowvar: bool = True, *args: Any, 
 @_compat.stands_in_for("partition")
 def _partition(original: Any, a: Any, kth: Any, axis: int = -1) -> Any:
     # The least elements in order, and then the others from the greatest one on, as JAX has them.
-    least = _least_with(a, kth)
-    if least is None:
+    parted = _parted(a, kth)
+    if parted is None:
         return original(a, kth, axis)
-    a = jnp.asarray(a)
-    size, at = jnp.asarray(a.shape[0]), jnp.arange(a.shape[0])
-    kth = kth + size if kth < 0 else kth
+    a, at, kth, size, least = parted
     rising = a[_rising(a)]
     falling = a[jnp.argsort(a, descending=True)]
     after = jnp.take(falling, at - kth - 1, mode="clip")
@@ -87,23 +85,28 @@ def _partition(original: Any, a: Any, kth: Any, axis: int = -1) -> Any:
 @_compat.stands_in_for("argpartition")
 def _argpartition(original: Any, a: Any, kth: Any, axis: int = -1) -> Any:
     # Places of the least elements in order, and then the others as they come.
-    least = _least_with(a, kth)
-    if least is None:
+    parted = _parted(a, kth)
+    if parted is None:
         return original(a, kth, axis)
-    a = jnp.asarray(a)
-    size, at = jnp.asarray(a.shape[0]), jnp.arange(a.shape[0])
-    kth = kth + size if kth < 0 else kth
+    a, at, kth, size, least = parted
     rank = jnp.zeros_like(at).at[_rising(a)].set(at)
     places = jnp.argsort(jnp.minimum(rank, kth + 1), stable=True)
     return of_taken(places.astype(np.int32), size, least)
 
 
-def _least_with(a: Any, kth: Any) -> int | None:
-    """The least size of which there is an element at `kth`; None where JAX's function serves."""
+def _parted(a: Any, kth: Any) -> tuple[Any, Any, Any, Any, int] | None:
+    """A row that is parted at `kth`, the places in it, `kth` from the front, and its size.
+
+    Last, the least size that a row has with an element there. None where JAX's function serves.
+    """
     if not is_row(a) or jnp.iscomplexobj(a) or not isinstance(kth, (int, np.integer)):
         return None
     least = int(kth) + 1 if kth >= 0 else -int(kth)
-    return least if takes(np.shape(a)[0], least) else None
+    if not takes(np.shape(a)[0], least):
+        return None
+    a = jnp.asarray(a)
+    size = jnp.asarray(a.shape[0])
+    return a, jnp.arange(a.shape[0]), kth + size if kth < 0 else kth, size, least
 
 
 def _rising(a: Any) -> Any:

@@ -14,16 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.execution.entries import entry_of, put_entry, put_part
 from batchax.jaxprs.words import Value
-from batchax.rows.index_arrays import (
-    PROGRAMS,
-    WINDOW,
-    IndexProgram,
-    entry,
-    index_arrays,
-    put_entry,
-    put_window,
-)
+from batchax.rows.index_arrays import PROGRAMS, WINDOW, IndexProgram, index_arrays
 
 
 class RowsOfBlocks(NamedTuple):
@@ -173,11 +166,11 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
         opened, last, filled, (kind, block, slot, number, held, row) = state
         own = zero
         for bounds in limits[1:]:
-            fits = [entry(n, i) <= np.int32(b) for n, b in zip(lengths, bounds, strict=True)]
+            fits = [entry_of(n, i) <= np.int32(b) for n, b in zip(lengths, bounds, strict=True)]
             own += lax.convert_element_type(functools.reduce(lax.bitwise_and, fits), np.int32)
-        before = entry(filled, own)
-        opens = before == entry(jnp.asarray(capacity), own)
-        where = lax.select(opens, opened, entry(last, own))
+        before = entry_of(filled, own)
+        opens = before == entry_of(jnp.asarray(capacity), own)
+        where = lax.select(opens, opened, entry_of(last, own))
         place = lax.select(opens, zero, before)
         placed = [
             put_entry(kind, own, i),
@@ -253,29 +246,29 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
 
     def of_element(state: Any) -> Any:
         row, place, at = state
-        start = entry(starts, row)
-        behind = entry(starts, lax.min(row + one, last))
+        start = entry_of(starts, row)
+        behind = entry_of(starts, lax.min(row + one, last))
         extent = lax.select(row < last, behind, np.int32(capacity)) - start
-        its_width = entry(width, entry(rows.kind, row))
-        first = entry(rows.block, row) * np.int32(size) + entry(rows.slot, row) * its_width
-        values = lax.select(place + within < entry(length, row), first + place + within, none)
-        at = put_window(at, values, start + place)
+        its_width = entry_of(width, entry_of(rows.kind, row))
+        first = entry_of(rows.block, row) * np.int32(size) + entry_of(rows.slot, row) * its_width
+        values = lax.select(place + within < entry_of(length, row), first + place + within, none)
+        at = put_part(at, values, start + place)
         leaves = place + window >= extent
         row += lax.convert_element_type(leaves, np.int32)
         return row, lax.select(leaves, zero, place + window), at
 
     def of_place(state: Any) -> Any:
         block, slot, place, there, back = state
-        kind = lax.min(entry(rows.number, block), np.int32(classes - 1))
-        in_slot, own = slot < entry(held, kind), slot < entry(rows.held, block)
-        row = entry(rows.row, block * np.int32(slots) + lax.select(own, slot, zero))
-        its_width = entry(width, kind)
-        here = lax.select(in_slot, lax.min(entry(length, row), its_width), zero)
-        values = lax.select(place + within < here, entry(starts, row) + place + within, none)
+        kind = lax.min(entry_of(rows.number, block), np.int32(classes - 1))
+        in_slot, own = slot < entry_of(held, kind), slot < entry_of(rows.held, block)
+        row = entry_of(rows.row, block * np.int32(slots) + lax.select(own, slot, zero))
+        its_width = entry_of(width, kind)
+        here = lax.select(in_slot, lax.min(entry_of(length, row), its_width), zero)
+        values = lax.select(place + within < here, entry_of(starts, row) + place + within, none)
         to = block * np.int32(size) + slot * its_width + place
-        there = put_window(there, values, to)
-        back = put_window(back, lax.select(lax.broadcast(own, (WINDOW,)), values, none), to)
-        extent = lax.select(in_slot, its_width, entry(rest, kind))
+        there = put_part(there, values, to)
+        back = put_part(back, lax.select(lax.broadcast(own, (WINDOW,)), values, none), to)
+        extent = lax.select(in_slot, its_width, entry_of(rest, kind))
         leaves = place + window >= extent
         place = lax.select(leaves, zero, place + window)
         done = leaves & ~in_slot

@@ -64,9 +64,7 @@ def choose_classes(
 ) -> SizeClasses | None:
     """The size classes that padded steps take least time in; None for one bound for all rows."""
     differs = differing_values(program, batched)
-    steps = [
-        step for step, layout in zip(program.steps, layouts, strict=True) if layout == "padded"
-    ]
+    steps = _padded_steps(program, layouts)
     bounds, room, time = costs.padded.bounds, costs.packed.bounds, _time_of(steps, costs, differs)
     mean = max(room[name] / bound for name, bound in bounds.items()) / costs.rows
     if not steps:
@@ -83,7 +81,7 @@ def choose_classes(
         times = [time(dict(each)) for each in classes.bounds]
         places = classes.blocks * classes.rows[0] * max(bounds.values())
         moved = ROWS.place * _MOVED * (places + max(room.values()))
-        fixed = moved + len(times) * len(steps) * COMPILED_STEP / _RUNS
+        fixed = moved + _compiling(len(times), steps)
         if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
             continue
         # Rows longer than the bound of the next class.
@@ -115,9 +113,7 @@ def choose_groups(
     Rows are grouped by the size that is longest, for which others grow along.
     """
     differs = differing_values(program, batched)
-    steps = [
-        step for step, layout in zip(program.steps, layouts, strict=True) if layout == "padded"
-    ]
+    steps = _padded_steps(program, layouts)
     if not steps:
         return None
     time = _time_of(steps, costs, differs)
@@ -130,7 +126,7 @@ def choose_groups(
     tried = np.unique(np.linspace(0, len(candidates) - 1, _LENGTHS_TRIED).astype(int))
     times = [time({name: int(x[k]) for name, x in others.items()}) for k in tried]
     weights = np.interp(candidates, candidates[tried], np.maximum.accumulate(times))
-    fixed = len(steps) * COMPILED_STEP / _RUNS
+    fixed = _compiling(1, steps)
     moved = 2 * ROWS.place * sum(costs.packed.bounds.values())  # into groups, and back
     best, least = None, costs.rows * time(dict(costs.padded.bounds))
     for most in range(1, _MOST_GROUPS + 1):
@@ -147,6 +143,16 @@ def _greatest_until(number: np.ndarray, values: np.ndarray) -> np.ndarray:
     greatest = np.zeros(number.max() + 1, values.dtype)
     np.maximum.at(greatest, number, values)
     return np.maximum.accumulate(greatest)
+
+
+def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
+    """Nanoseconds of each run for which steps of so many groups are compiled."""
+    return groups * len(steps) * COMPILED_STEP / _RUNS
+
+
+def _padded_steps(program: RowProgram, layouts: Sequence[Layout | None]) -> list[RowStep]:
+    pairs = zip(program.steps, layouts, strict=True)
+    return [step for step, layout in pairs if layout == "padded"]
 
 
 def _time_of(

@@ -21,7 +21,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.derivatives import tangents_of, transposed
+from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
@@ -76,11 +76,10 @@ def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, programs: Any) 
 def _transpose(cotangents: Any, number: Any, *operands: Any, programs: Any) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    results: list[Any] = [None, *(None for _ in operands)]
-    for i in linear:
-        results[i + 1] = ad.Zero(operands[i].aval)
+    nothing: list[Any] = [None] * (1 + len(operands))
+    places = [i + 1 for i in linear]
     if not given:
-        return results
+        return with_values(nothing, places, [ad.Zero(operands[i].aval) for i in linear])
     others = [x for x in operands if not ad.is_undefined_primal(x)]
     of_linear, cts = [operands[i].aval for i in linear], [cotangents[k] for k in given]
 
@@ -93,9 +92,7 @@ def _transpose(cotangents: Any, number: Any, *operands: Any, programs: Any) -> l
         return _compat.stage(run, list(map(jax.typeof, [*others, *cts])))
 
     outs = class_switch(number, list(map(of_program, programs)), [*others, *cts])
-    for i, x in zip(linear, outs, strict=True):
-        results[i + 1] = x
-    return results
+    return with_values(nothing, places, outs)
 
 
 def _types(*avals: Aval, programs: Sequence[ClosedJaxpr]) -> list[Any]:

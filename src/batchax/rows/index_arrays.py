@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.words import Aval, Value
@@ -41,21 +40,6 @@ PROGRAMS: dict[str, IndexProgram] = {}
 WINDOW = 16
 """So many elements loops write at once. They go over rows in order: where a window reaches into the
 next row, that one writes over it."""
-
-
-def entry(x: Value, place: Any) -> Any:
-    """The entry of a vector at a place that it has."""
-    return lax.dynamic_index_in_dim(x, place, 0, False, allow_negative_indices=False)
-
-
-def put_entry(x: Value, value: Any, place: Any) -> Any:
-    """A vector with a value at a place that it has."""
-    return lax.dynamic_update_index_in_dim(x, value, place, 0, allow_negative_indices=False)
-
-
-def put_window(x: Value, values: Any, place: Any) -> Any:
-    """A vector with `WINDOW` values from a place on."""
-    return lax.dynamic_update_slice(x, values, [place], allow_negative_indices=False)
 
 
 def index_arrays(find: str, operands: Sequence[Value], **params: Any) -> list[Any]:

@@ -63,17 +63,7 @@ class KnownGroups:
         arguments: Sequence[Packed],
         shapes: Sequence[tuple[Any, ...]],
     ) -> list[Packed]:
-        """The results of a function of one padded row for all rows.
-
-        Args:
-          rows: those that there are.
-          one_row: the function, of `Sizes` and padded arrays.
-          arguments: of the function. Ragged ones are packed, or padded with the rows in front.
-          shapes: of the results for one row.
-
-        Returns:
-          Ragged results packed, if they have the size of a row, others padded.
-        """
+        """The results of a function of one padded row for all rows: see `regions.RunPadded`."""
         parts = [self._split(x) for x in arguments]
         outs: list[list[tuple[Value, Position]]] = []
         for g in range(len(self.rows)):

@@ -25,7 +25,9 @@ from batchax.rows.steps import Constant, RowProgram, RowStep
 
 RunPadded = Callable[..., list[Packed]]
 """``run(rows, one_row=, arguments=, shapes=)``: a function of one padded row run for all rows,
-which are padded to several bounds. Arguments and results are packed if they can be."""
+which are padded to several bounds. `one_row` is the function, of `Sizes` and padded arrays, and
+`shapes` are those of its results. `arguments` that are ragged are packed, or padded with the rows
+in front. Ragged results are packed, if they have the size of a row, others padded."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.execution.entries import entry_of, put_entry, put_part
 from batchax.jaxprs.words import Aval, Value
-from batchax.rows.index_arrays import (
-    PROGRAMS,
-    WINDOW,
-    IndexProgram,
-    entry,
-    index_arrays,
-    put_entry,
-    put_window,
-)
+from batchax.rows.index_arrays import PROGRAMS, WINDOW, IndexProgram, index_arrays
 
 
 def row_places(lengths: Value, capacity: int, bound: int) -> list[Any]:
@@ -67,15 +60,15 @@ def _on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
         in_row = row <= last
         start = element - place
         most = lax.min(np.int32(min(bound, capacity)), room - start)
-        size = lax.clamp(zero, entry(lengths, lax.min(row, last)), most)
+        size = lax.clamp(zero, entry_of(lengths, lax.min(row, last)), most)
         start, size = (
             lax.select(in_row, x, y) for x, y in zip((start, size), of_last, strict=True)
         )
         starts = put_entry(starts, start, lax.min(row, last))
         sizes = put_entry(sizes, size, lax.min(row, last))
         to = lax.min(element, room)
-        rows = put_window(rows, lax.broadcast(row, (WINDOW,)), to)
-        places = put_window(places, row * np.int32(bound) + place + within, to)
+        rows = put_part(rows, lax.broadcast(row, (WINDOW,)), to)
+        places = put_part(places, row * np.int32(bound) + place + within, to)
         leaves = in_row & (size - place <= window)
         element += lax.select(leaves, size - place, window)
         place = lax.select(leaves, zero, place + window)

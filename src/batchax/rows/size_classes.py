@@ -64,17 +64,9 @@ def run_in_classes(
     arguments: Sequence[Packed],
     shapes: Sequence[tuple[Any, ...]],
 ) -> list[Packed]:
-    """The results of a function of one padded row for all rows.
+    """The results of a function of one padded row for all rows: see `regions.RunPadded`.
 
-    Args:
-      rows: those that there are.
-      classes: which they may be in.
-      one_row: the function, of `Sizes` and padded arrays.
-      arguments: of the function. Ragged ones are packed, or padded with the rows in front.
-      shapes: of the results for one row.
-
-    Returns:
-      Ragged results packed, if they have the size of a row, others padded.
+    `classes` are those that rows may be in.
     """
     lengths = {name: jnp.asarray(each.index.lengths) for name, each in rows.segments.items()}
     given = [*(Packed(x, (), 0) for x in lengths.values()), *arguments]
