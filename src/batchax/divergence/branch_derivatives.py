@@ -70,7 +70,7 @@ def run_differentiable(
       operands: its operands.
     """
     run = way.run
-    if _only_in_reverse.in_program(program):
+    if only_in_reverse.in_program(program):
         return run(program, positions, active, operands)
 
     @jax.custom_jvp
@@ -101,9 +101,10 @@ def run_differentiable(
     return branch(active, *operands)
 
 
-_only_in_reverse = Anywhere(
+only_in_reverse = Anywhere(
     lambda eqn: eqn.primitive.name in ("custom_vjp_call", "custom_vjp_call_jaxpr")
 )
+"""Whether a program calls a function whose derivative is a rule for cotangents."""
 
 
 class _Kept(NamedTuple):

@@ -267,7 +267,7 @@ class _Cut:
                 continue  # all of it is needed
             if self._puts_entry(eqn) and self.place.get(array) == k:
                 puts[eqn] = k
-        takes = {eqn: self.place[eqn.invars[0]] for eqn in eqns if self._takes_entry(eqn)}
+        takes = {eqn: self.place[eqn.invars[0]] for eqn in self._takes(eqns)}
         written = {k: v for k, v in writes.items() if k not in puts.values()}
         entries = [v for eqn in puts for v in eqn.invars[1:3]]
         eqns = [eqn for eqn in eqns if eqn not in puts and eqn not in takes]
@@ -296,6 +296,14 @@ class _Cut:
             price_of_moving(program.in_avals[: len(reads)], program.out_avals),
             price_of_keeping(program.out_avals[: len(written)]),
         )
+
+    def _takes(self, eqns: Sequence[Eqn]) -> list[Eqn]:
+        """Those that take an entry, at an index that is not made of other entries."""
+        takes: list[Eqn] = []
+        for eqn in filter(self._takes_entry, eqns):
+            if not any(step.eqn in takes for step in plan(eqns, eqn.invars[1:2])):
+                takes.append(eqn)
+        return takes
 
     def _takes_entry(self, eqn: Eqn) -> bool:
         """Whether an equation takes an entry of a constant that each lane has its own of."""

@@ -95,8 +95,6 @@ class FlatLoop(PartingLoop):
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
     ) -> list[Any] | None:
         """The tangents of the results, where one example has derivatives in reverse."""
-        if self.nest.only_branches:
-            return None
         if any(varying_of(operands)):  # inside ``shard_map`` what is shared would have to be cast
             return None
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]

@@ -50,28 +50,38 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         flat, _ = batch_inner(axis, operations, at, front, varying_of(loop.args))
     loops = [eqn.params["loop"] for eqn in flat.jaxpr.eqns if "loop" in eqn.params]
     flat_loops = [inner for inner in loops if isinstance(inner, FlatLoop)]
-    if all(inner.nest.only_branches for inner in flat_loops):
-        return None  # whose derivatives run for the lanes that take them where lanes meet
+    if not flat_loops:
+        return None
     widths = [inner.plan.widths for inner in flat_loops]
     recording.note(divergence="flat", widths=widths[0])
-    return _with_derivatives(axis, flat, program, at)(*loop.args), front
+    only_branches = all(inner.nest.only_branches for inner in flat_loops)
+    return _with_derivatives(axis, flat, program, at, only_branches)(*loop.args), front
 
 
 def _with_derivatives(
-    axis: Axis, flat: ClosedJaxpr, program: ClosedJaxpr, at: Sequence[Position]
+    axis: Axis,
+    flat: ClosedJaxpr,
+    program: ClosedJaxpr,
+    at: Sequence[Position],
+    only_branches: bool,
 ) -> Any:
-    """`flat`, which does what `program` does for one example, with the derivatives of that."""
-    inside = replace(axis, divergence=axis.divergence and axis.divergence.inside())
+    """`flat`, which does what `program` does for one example, with the derivatives of that.
+
+    Where they are taken of lanes that meet at each step, branches, if there are `only_branches` to
+    wait before, run for the lanes that take them.
+    """
+    way: Any = axis.divergence
+    inside = replace(axis, divergence=way.inside())
+    meeting = replace(axis, divergence=way.meeting() if only_branches else None)
 
     @jax.custom_jvp
     def run(*xs: Any) -> list[Any]:
         return eval_jaxpr(flat.jaxpr, flat.consts, *xs)
 
     def together(*xs: Any) -> list[Any]:
-        lanes = replace(axis, divergence=None)
         with recording.paused(axis):
-            outs, out_axes = interpret(lanes, program.jaxpr, program.consts, xs, at)
-        return [match_axis(lanes, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
+            outs, out_axes = interpret(meeting, program.jaxpr, program.consts, xs, at)
+        return [match_axis(meeting, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
