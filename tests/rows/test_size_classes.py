@@ -195,6 +195,16 @@ def test_there_are_as_many_blocks_as_rows_need():
         assert sum(-(-filled // np.array(classes.rows))) <= classes.blocks
 
 
+@pytest.mark.parametrize(
+    ("bound", "most", "greatest"), [(140, 4, 144), (140, 3, 140), (62, 4, 64), (22, 3, 22)]
+)
+def test_rows_of_each_class_fill_a_block_where_a_slightly_greater_bound_does(bound, most, greatest):
+    classes = SizeClasses.of({"n": bound}, {"n": 10 * bound}, 100, most, 2)
+    assert classes.bounds[0]["n"] == greatest
+    elements = {r * b["n"] for r, b in zip(classes.rows, classes.bounds, strict=True)}
+    assert len(elements) == 1 or bound == greatest
+
+
 def test_each_class_computes_with_its_own_bound():
     x = rows(2)
     text = str(jax.make_jaxpr(bx.vmap(attend, buckets=3))(x))

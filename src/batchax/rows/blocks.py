@@ -54,7 +54,8 @@ class SizeClasses:
           rows: how many of the longest rows a block holds.
         """
         number = max(1, min(most, max(bounds.values()).bit_length()))
-        halved = tuple({n: max(1, b >> k) for n, b in bounds.items()} for k in range(number))
+        whole = {n: _divisible(b, 1 << (number - 1)) for n, b in bounds.items()}
+        halved = tuple({n: max(1, b >> k) for n, b in whole.items()} for k in range(number))
         # A row of class k that is not the last is longer, in one of its sizes, than half of the
         # bound of its class. So those of a full block take more than half the room of `rows` rows
         # of the greatest length.
@@ -75,6 +76,19 @@ class SizeClasses:
         """The elements of a block along dimensions of the sizes `dims`."""
         each = np.array([self.widths(dim) for dim in dims], np.int64)
         return int((each.prod(0) * np.array(self.rows)).max())
+
+
+_MOST_ADDED = 1 / 16  # of a bound
+
+
+def _divisible(bound: int, by: int) -> int:
+    """A bound that halves come out even of, if one is near.
+
+    Rows of each class then fill a block to its end, and nothing is cut off or added, which would
+    be a function to compile for each array and class.
+    """
+    rounded = -(-bound // by) * by
+    return rounded if rounded - bound <= _MOST_ADDED * bound else bound
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from batchax.rows.class_switch import class_switch
 from batchax.rows.found_places import find_found
 from batchax.rows.merged import has_one
 from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.sizes import ragged_axes, ragged_axis
+from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
 
 
@@ -130,6 +130,7 @@ class _Moving:
         self.rows = rows
         self.lengths = {name: each.index.lengths for name, each in rows.segments.items()}
         self.blocks = Blocks(classes, self.lengths)
+        self._bounds = Sizes({name: each.index.bound for name, each in rows.segments.items()}, {})
 
     def into_blocks(self, given: Packed) -> Any:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
@@ -152,7 +153,7 @@ class _Moving:
         if has_one(shape):
             x = self.blocks.join(x, dims, self._packed(*dims))
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
-        bounds = [int(self.blocks.classes.widths(dim)[0]) for dim in dims]
+        bounds = list(map(self._bounds.bound, dims))
         x = self.blocks.join(x, dims, self._padded(dims, bounds))
         return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
 
