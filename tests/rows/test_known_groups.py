@@ -67,6 +67,44 @@ def test_what_rows_have_of_their_own_and_share_and_another_size(always):
     check_rows(f, rows(3), y, jnp.linspace(0.1, 1, 10), WEIGHTS, in_axes=axes, traced=False)
 
 
+SHAPES = ((2, 9), (9, 2), (0, 4), (3, 8), (8, 3), (2, 2), (9, 9), (8, 2), (1, 1), (3, 9))
+KERNEL = np.random.default_rng(1).normal(size=(3, 2, 2, 2))
+
+
+def filtered(x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    kernel = jnp.asarray(KERNEL, x.dtype)
+    return lax.conv_general_dilated(x[None], kernel, (1, 1), "SAME", dimension_numbers=dims)[0]
+
+
+IMAGES = {
+    "packed between": lambda x: jnp.tanh(filtered(jnp.log(jnp.abs(filtered(x))))),
+    "other shapes": lambda x: (
+        jnp.cumsum(x, 1).swapaxes(0, 1),
+        (x @ WEIGHTS[:2]).sum(1),
+        x[1:, 2:],
+    ),
+    "numbers, pairs": lambda x: (filtered(x).sum(0), jnp.sort(x, 0).max((0, 1), initial=0.0)),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.each_commit(2)
+def test_images_in_groups_are_those_of_a_loop(name, always):
+    check_rows(IMAGES[name], images(2, shapes=SHAPES), traced=False, in_axes=bx.ragged("h", "w"))
+
+
+def test_pairs_and_another_size_beside_images(always):
+    def f(image, words):  # of shapes (h, w) and (w, 3)
+        scores = jax.nn.softmax(image @ words, 0)
+        return scores @ scores.T, scores.T @ jnp.sin(image), image.T @ image
+
+    y = ragged(3, lengths=[w for _, w in SHAPES])
+    check_rows(
+        f, images(shapes=SHAPES), y, traced=False, in_axes=(bx.ragged("h", "w"), bx.ragged("w"))
+    )
+
+
 def test_random_keys_and_reductions(always):
     def f(key, x):
         drawn = jnp.sort(x, 0) * jax.random.normal(key, (2,))
@@ -138,6 +176,16 @@ def test_groups_are_chosen_where_they_cost_less():
     assert not in_groups(lambda x: (attend(x), jax.debug.print(""))[0], x)
     bounded = bx.Ragged(x.data, TAIL, 10_000)  # nobody pays for the bound
     assert ",10000" not in program(attend, bounded)
+
+
+def test_groups_of_images_have_a_size_along_each_axis():
+    sizes = np.random.default_rng(0).choice([8, 64], (256, 2), p=[0.8, 0.2])
+    pixels = jnp.ones((int(sizes.prod(1).sum()), 2))
+    x = bx.Ragged(pixels, tuple(sizes.T), axis=(0, 1))
+    text = program(lambda x: filtered(filtered(x)).mean((0, 1)), x)
+    for each, rows in zip(*np.unique(sizes, axis=0, return_counts=True), strict=True):
+        assert f"[{rows},{each[0]},{each[1]},2]" in text
+    assert ",8,64,2]" not in program(filtered, x, layout="padded")
 
 
 def test_outside_of_jit_one_bound_serves_all_rows(always):

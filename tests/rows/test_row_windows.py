@@ -72,6 +72,7 @@ CONVOLUTIONS = {
     "every second, valid": convolved(2, "VALID"),
     "causal": convolved(1, ((2, 0),)),
     "dilated": convolved(1, ((2, 2),), lhs_dilation=(2,), rhs_dilation=(2,)),
+    "cut off": convolved(1, ((-1, 1),), lhs_dilation=(2,)),
     "transposed": lambda x: lax.conv_transpose(
         x[None], jnp.asarray(KERNEL.transpose(2, 1, 0)), (2,), "SAME"
     )[0],

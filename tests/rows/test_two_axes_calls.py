@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import same, shares
+from support.oracle import example, same, shares
 from support.rows import LENGTHS, SHAPES, check_rows, check_rows_of_all, images, ragged
 
 HW = bx.ragged("h", "w")
@@ -341,6 +341,21 @@ def test_rows_of_drawn_sizes_are_as_each_alone(dtype):
             for mine, theirs in zip(got, of_arrays(row, np, _softmax), strict=True):
                 assert mine[i].shape == theirs.shape
                 np.testing.assert_allclose(mine[i], theirs, 2e-5, 2e-5)
+
+
+def test_images_that_do_not_fit_end_where_the_data_does_in_classes_too():
+    sizes = (np.array([3, 8, 1, 5]), np.array([4, 2, 9, 5]))
+    data = example((40, 2))  # for 62
+
+    def run(data, *sizes):
+        x = bx.Ragged(data, sizes, (9, 9), axis=(0, 1))
+        for options in ({"buckets": 3}, {"layout": "padded"}):
+            f = lambda x: (jnp.cumsum(x, 1) * 2, x.sum((0, 1)))
+            yield jax.tree.leaves(bx.vmap(f, **options)(x))
+
+    both = jax.device_get(jax.jit(lambda *xs: list(run(*xs)))(data, *sizes))
+    same(*both)
+    assert np.any(both[0][0][36:] != 0)
 
 
 def test_what_padding_costs_is_counted_along_both_axes():

@@ -90,7 +90,7 @@ def find_elements(
     sizes: Sequence[Any],
     places: Sequence[Any],
     widths: Sequence[Sequence[int]],
-    room: Sequence[int],
+    room: Sequence[int] | None,
     size: int,
 ) -> PlacesOfElements:
     """Where elements are in blocks of rows.
@@ -102,10 +102,11 @@ def find_elements(
       sizes: of each row, along each of its axes.
       places: of each element its place there, along each axis.
       widths: for each axis the room that a row has in each class.
-      room: the room that a row has along each axis outside of blocks.
+      room: the room that a row has along each axis outside of blocks; None where it has its own
+        size.
       size: how many elements a block has room for.
     """
-    how = {"widths": tuple(map(tuple, widths)), "room": tuple(room), "size": size}
+    how = {"widths": tuple(map(tuple, widths)), "room": room and tuple(room), "size": size}
     operands = [*rows, starts, row_of, *sizes, *places]
     return PlacesOfElements(*_computed("elements", _elements, operands, **how))
 
@@ -192,7 +193,7 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
 
 def _elements(numpy: Any, *operands: Any, widths: Any, room: Any, size: int) -> list[Any]:
     """As `find_elements`."""
-    rows, axes = RowsOfBlocks(*operands[:6]), len(room)
+    rows, axes = RowsOfBlocks(*operands[:6]), len(widths)
     starts, row_of, *rest = operands[6:]
     sizes, places = rest[:axes], rest[axes:]
     blocks, count = rows.number.shape[0], starts.shape[0]
@@ -214,7 +215,10 @@ def _elements(numpy: Any, *operands: Any, widths: Any, room: Any, size: int) -> 
     for of_axis, length in zip(of_class, sizes, strict=True):
         at_places.append(take(of_axis, kind, axis=0))
         inside &= at_places[-1] < take(length, own)
-    element = take(starts, own) + linear(at_places, [np.int32(n) for n in room])
+    along = [take(length, own) for length in sizes] if room is None else list(map(np.int32, room))
+    element = take(starts, own) + linear(at_places, along)
+    if room is None:  # rows of traced lengths end where the array does
+        inside &= element < np.int32(row_of.shape[0])
     there = numpy.where(inside, element, np.int32(-1))
     back = numpy.where(slot < rows.held[:, None], there, np.int32(-1))
 
@@ -230,7 +234,7 @@ def _elements(numpy: Any, *operands: Any, widths: Any, room: Any, size: int) -> 
 
 def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> list[Any]:
     """As `_elements`, by two loops over a few elements at a time, for rows of one axis."""
-    if len(room) > 1:
+    if len(widths) > 1:
         return _elements(jnp, *operands, size=size, widths=widths, room=room)
     rows, (starts, row_of, length, _) = RowsOfBlocks(*operands[:6]), operands[6:]
     blocks, count, capacity = rows.number.shape[0], starts.shape[0], row_of.shape[0]

@@ -100,14 +100,14 @@ class Elements:
       sizes: of each row, along each of its axes.
       rows: of each element of the axis the row.
       places: of each element its place there, along each axis.
-      room: how many places there are along each axis.
+      room: how many places there are along each axis; None where they are as many as the row has.
     """
 
     starts: Any
     sizes: Sequence[Any]
     rows: Any
     places: Sequence[Any]
-    room: Sequence[int]
+    room: Sequence[int] | None
 
 
 class Blocks:

@@ -7,7 +7,8 @@ be, if no lengths with that sum would take much longer in classes than padded to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -15,10 +16,12 @@ import numpy as np
 
 from batchax.programs.weights import BLOCK, COMPILED_STEP, ROWS
 from batchax.rows.blocks import SizeClasses
+from batchax.rows.boxes import Weight, fewer_boxes
 from batchax.rows.buckets import cheapest_ends
 from batchax.rows.known_groups import KnownGroups
 from batchax.rows.layouts import Costs, Layout, differing_values
-from batchax.rows.sizes import Sizes
+from batchax.rows.merged import Names, can_hold
+from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rows.steps import RowProgram, RowStep
 
 _MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
@@ -65,22 +68,23 @@ def choose_classes(
     """The size classes that padded steps take least time in; None for one bound for all rows."""
     differs = differing_values(program, batched)
     steps = _padded_steps(program, layouts)
-    bounds, room, time = costs.padded.bounds, costs.packed.bounds, _time_of(steps, costs, differs)
-    mean = max(room[name] / bound for name, bound in bounds.items()) / costs.rows
+    bounds = costs.padded.bounds
+    time = lambda bounds: float(_times(steps, costs, differs, bounds).sum())
     if not steps:
         return None
+    mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
     least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
     spread = max(greatest - least_length, 1e-9)
 
-    padded = costs.rows * time(dict(bounds))
+    padded = costs.rows * time(bounds)
     best, least = None, padded
     for most in range(2, _MOST_CLASSES + 1):
         classes = find_classes(program, batched, costs, most)
         if len(classes.rows) < most:
             break
-        times = [time(dict(each)) for each in classes.bounds]
-        places = classes.blocks * classes.rows[0] * max(bounds.values())
-        moved = ROWS.place * _MOVED * (places + max(room.values()))
+        times = [time(each) for each in classes.bounds]
+        places = classes.blocks * classes.rows[0] * costs.places(bounds)
+        moved = ROWS.place * _MOVED * (places + costs.held) + _joined(program, costs)
         fixed = moved + _compiling(len(times), steps)
         if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
             continue
@@ -97,8 +101,21 @@ def choose_classes(
     return best
 
 
+def _filled(costs: Costs, names: Names) -> float:
+    """The share of each size that rows have at the mean, if they fill the room that there is."""
+    several = math.prod(costs.padded.bounds[name] for name in names)
+    room = costs.room[names] if names in costs.room else costs.packed.bounds["".join(names)]
+    return (room / several / costs.rows) ** (1 / len(names))
+
+
+def _joined(program: RowProgram, costs: Costs) -> float:
+    """Nanoseconds to put results together, of rows of all groups, that are held padded."""
+    shapes = [program.shapes[i] for i in program.outputs if isinstance(i, int)]
+    several = [s for s in shapes if has_symbols(s) and not can_hold(costs.room, s)]
+    return sum(costs.move(shape) for shape in several)
+
+
 _MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
-_LENGTHS_TRIED = 9  # whose time is reckoned; between them it is taken to lie on a line
 
 
 def choose_groups(
@@ -108,41 +125,61 @@ def choose_groups(
     costs: Costs,
     lengths: Mapping[str, np.ndarray],
 ) -> KnownGroups | None:
-    """The groups that padded steps take least time in; None for one bound for all rows.
-
-    Rows are grouped by the size that is longest, for which others grow along.
-    """
+    """The groups that padded steps take least time in; None for one bound for all rows."""
     differs = differing_values(program, batched)
     steps = _padded_steps(program, layouts)
     if not steps:
         return None
-    time = _time_of(steps, costs, differs)
-    longest = max(lengths, key=lambda name: costs.padded.bounds[name])
-    candidates, number, counts = np.unique(
-        np.maximum(lengths[longest], 1), return_inverse=True, return_counts=True
-    )
-    number = number.reshape(-1)
-    others = {name: _greatest_until(number, np.maximum(x, 1)) for name, x in lengths.items()}
-    tried = np.unique(np.linspace(0, len(candidates) - 1, _LENGTHS_TRIED).astype(int))
-    times = [time({name: int(x[k]) for name, x in others.items()}) for k in tried]
-    weights = np.interp(candidates, candidates[tried], np.maximum.accumulate(times))
-    fixed = _compiling(1, steps)
-    moved = 2 * ROWS.place * sum(costs.packed.bounds.values())  # into groups, and back
-    best, least = None, costs.rows * time(dict(costs.padded.bounds))
-    for most in range(1, _MOST_GROUPS + 1):
-        ends = cheapest_ends(weights, counts, most)
-        group = np.searchsorted(ends, number)
-        taken = float(weights[ends][group].sum()) + (most > 1) * moved + (most - 1) * fixed
-        if len(ends) == most and taken < least:
-            least, best = taken, [np.flatnonzero(group == g) for g in range(most)]
+    needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
+    time, fixed = _time_by_size(steps, costs, differs, list(lengths)), _compiling(1, steps)
+    # Into groups, and back.
+    moved = 2 * ROWS.place * costs.held + _joined(program, costs)
+    best, least = None, costs.rows * _times(steps, costs, differs, costs.padded.bounds).sum()
+    for groups in _groupings(needed, time):
+        sizes = np.stack([needed[rows].max(0) for rows in groups])
+        taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
+        taken += (len(groups) > 1) * moved
+        if taken < least:
+            best, least = groups, taken
     return None if best is None else KnownGroups.of(lengths, best)
 
 
-def _greatest_until(number: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """For each group, of that `number`, the greatest of the values of it and those before."""
-    greatest = np.zeros(number.max() + 1, values.dtype)
-    np.maximum.at(greatest, number, values)
-    return np.maximum.accumulate(greatest)
+def _groupings(needed: np.ndarray, time: Weight) -> Iterable[list[np.ndarray]]:
+    """Rows of these sizes in groups that take least time, of each number of groups there may be."""
+    if needed.shape[1] > 1:
+        yield from fewer_boxes(needed, _MOST_GROUPS, time)
+        return
+    candidates, number, counts = np.unique(needed[:, 0], return_inverse=True, return_counts=True)
+    for most in range(1, min(_MOST_GROUPS, len(candidates)) + 1):
+        ends = cheapest_ends(time(candidates[:, None]), counts, most)
+        group = np.searchsorted(ends, number.reshape(-1))
+        yield [np.flatnonzero(group == g) for g in range(len(ends))]
+
+
+def _time_by_size(
+    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool], names: Sequence[str]
+) -> Weight:
+    """Nanoseconds for steps of one padded row, for each of some sizes of rows along `names`.
+
+    Of each step it is taken to be a power of each size.
+    """
+    bounds = costs.padded.bounds
+    most = np.array([bounds[name] for name in names])
+    fewer = np.maximum(most // _SMALLER, 1)
+    greatest = _times(steps, costs, differs, bounds)
+    smaller = [
+        _times(steps, costs, differs, {**bounds, name: int(n)})
+        for name, n in zip(names, fewer, strict=True)
+    ]
+    shrink = np.log(np.where(most > fewer, most / fewer, np.e))
+    powers = np.log(greatest / np.stack(smaller)).T / shrink
+    # Steps that grow alike are one.
+    powers, number = np.unique(np.round(4 * powers) / 4, axis=0, return_inverse=True)
+    together = np.bincount(number.reshape(-1), greatest, len(powers))
+    return lambda sizes: np.exp(np.log(sizes / most) @ powers.T) @ together
+
+
+_SMALLER = 4  # of the greatest size, at which the time that steps take is reckoned, too
 
 
 def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
@@ -155,13 +192,9 @@ def _padded_steps(program: RowProgram, layouts: Sequence[Layout | None]) -> list
     return [step for step, layout in pairs if layout == "padded"]
 
 
-def _time_of(
-    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool]
-) -> Callable[[dict[str, int]], float]:
-    """Nanoseconds for steps of one padded row, by the bounds of its sizes."""
-
-    def time(bounds: dict[str, int]) -> float:
-        each = replace(costs, padded=Sizes(bounds, {}))
-        return sum(each.of(step, "padded", differs) for step in steps) / costs.rows
-
-    return time
+def _times(
+    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool], bounds: Mapping[str, int]
+) -> np.ndarray:
+    """Nanoseconds for each step of one padded row, by the bounds of its sizes."""
+    each = replace(costs, padded=Sizes(bounds, {}))
+    return np.array([each.of(step, "padded", differs) for step in steps]) / costs.rows + 1e-3

@@ -152,16 +152,6 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
     return replace(packed := Packed(data, shape), value=rows.cut(packed))
 
 
-def _along_several(call: RowCall) -> bool:
-    """Whether rows that are given or returned are ragged along several axes.
-
-    Of these nothing is known of how many elements there are, and so of what classes would gain.
-    """
-    jaxpr = call.staged.jaxpr
-    arrays = (*jaxpr.invars, *jaxpr.outvars)
-    return any(len(ragged_axes(getattr(v.aval, "shape", ()))) > 1 for v in arrays)
-
-
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
     """How many size classes rows may be in; None where they are in none.
 
@@ -176,7 +166,7 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
         # Outside of `jit` the operations of each group would be compiled one by one.
         compiled = call.traced and _compat.compiled_later()
         auto = options.layout == "auto" and compiled and why is None
-        return "auto" if auto and not _along_several(call) else None
+        return "auto" if auto else None
     if why is not None:
         raise UnsupportedError(
             "buckets was given, and the lengths of rows are traced here, so that they would be "

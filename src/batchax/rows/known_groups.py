@@ -22,7 +22,7 @@ from batchax.kernel.inner import batch_function
 from batchax.rows.arguments import with_room
 from batchax.rows.groups import join_elements, join_lanes, split_elements, split_lanes
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
-from batchax.rows.merged import has_one
+from batchax.rows.merged import Names, names_of
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.sizes import Sizes, ragged_axes
 from batchax.rules.in_turn import in_turn
@@ -71,20 +71,20 @@ class KnownGroups:
             if outs:  # no two groups at once: each may call a library
                 given, before = self._after(outs[-1], given, arguments)
                 outs[-1] = before
-            outs.append(self._run_group(g, rows.axis, one_row, given, arguments, shapes))
+            outs.append(self._run_group(g, rows, one_row, given, arguments, shapes))
         results = zip(*outs, strict=True) if shapes else ()
         return [self._join(rows, list(x), s) for x, s in zip(results, shapes, strict=True)]
 
     def _run_group(
         self,
         g: int,
-        axis: Axis,
+        rows: PackedRows,
         one_row: Callable[..., list[Any]],
         given: Sequence[Value],
         arguments: Sequence[Packed],
         shapes: Sequence[tuple[Any, ...]],
     ) -> list[tuple[Value, Position]]:
-        lengths, lanes = self.lengths[g], replace(axis, size=len(self.rows[g]))
+        lengths, lanes = self.lengths[g], replace(rows.axis, size=len(self.rows[g]))
         names = list(lengths)
 
         def padded_row(*values: Any) -> list[Any]:
@@ -95,7 +95,12 @@ class KnownGroups:
         values = [*(jnp.asarray(lengths[name]) for name in names), *(x for x, _ in padded)]
         axes: list[Position] = [*[0] * len(names), *(a for _, a in padded)]
         results = zip(*batch_function(lanes, padded_row, values, axes), shapes, strict=True)
-        return [self._packed(g, lanes, x, a, shape) for x, a, shape in results]
+        return [
+            self._packed(g, lanes, x, a, shape)
+            if rows.holds(shape)
+            else (axis_to_front(lanes, x, a), 0)
+            for x, a, shape in results
+        ]
 
     def _split(self, x: Packed) -> list[Any]:
         """The part of a value that each group takes."""
@@ -104,15 +109,15 @@ class KnownGroups:
             return split_lanes(x.value, self.rows, x.axis)
         if not at:
             return [x.value] * len(self.rows)
-        elements = self._elements(str(x.shape[at[0]]))
+        elements = self._elements(_names(x.shape))
         return split_elements(x.value, elements, self.rows, at[0])
 
-    def _elements(self, name: str) -> np.ndarray:
-        """The lengths of all rows in the order of rows."""
-        together = np.concatenate([own[name] for own in self.lengths])
-        lengths = np.zeros_like(together)
-        lengths[np.concatenate(self.rows)] = together
-        return lengths
+    def _elements(self, names: Names) -> np.ndarray:
+        """How many elements each row has along axes of these sizes, in the order of rows."""
+        together = np.concatenate([_elements_of(own, names) for own in self.lengths])
+        elements = np.zeros_like(together)
+        elements[np.concatenate(self.rows)] = together
+        return elements
 
     def _after(
         self,
@@ -127,17 +132,18 @@ class KnownGroups:
         firsts = [(x, axis) for x, (_, axis) in zip(before, outs, strict=True)]
         return [later.get(i, x) for i, x in enumerate(given)], firsts
 
-    def _index(self, g: int, name: str) -> RowIndex:
-        lengths = self.lengths[g][name]
-        return RowIndex.of(lengths, int(lengths.sum()), self.bounds(g)[name])
+    def _index(self, g: int, names: Names) -> RowIndex:
+        own, bounds = self.lengths[g], self.bounds(g)
+        along = [own[name] for name in names], [bounds[name] for name in names]
+        return RowIndex.of_axes(along[0], int(_elements_of(own, names).sum()), along[1])
 
     def _padded(self, g: int, x: Value, given: Packed) -> tuple[Any, Position]:
         """An argument for a group, and where it has the rows of that."""
-        at = ragged_axes(given.shape)
+        at = tuple(ragged_axes(given.shape))
         if not at:
             return x, given.axis
         if given.axis is None:
-            return pad_rows(x, self._index(g, str(given.shape[at[0]])), at[0]), 0
+            return pad_rows(x, self._index(g, _names(given.shape)), at), 0
         sizes = self.sizes(g, self.lengths[g])
         for k in at:
             x = lax.slice_in_dim(x, 0, sizes.bound(given.shape[k]), axis=k + 1)
@@ -146,15 +152,13 @@ class KnownGroups:
     def _packed(
         self, g: int, lanes: Axis, x: Value, axis: Position, shape: tuple[Any, ...]
     ) -> tuple[Value, Position]:
-        """A result of a group, whose rows are packed if they can be."""
-        at = ragged_axes(shape)
+        """A result of a group, which is held packed."""
+        at = tuple(ragged_axes(shape))
         if not at:
             return x, axis
-        x = axis_to_front(lanes, x, axis)
-        if not has_one(shape):
-            return x, 0
-        index = self._index(g, str(shape[at[0]]))
-        return pack_rows(x, index, at[0], int(index.lengths.sum())), None
+        x, index = axis_to_front(lanes, x, axis), self._index(g, _names(shape))
+        capacity = int(_elements_of(self.lengths[g], _names(shape)).sum())
+        return pack_rows(x, index, at, capacity), None
 
     def _join(
         self, rows: PackedRows, parts: Sequence[tuple[Value, Position]], shape: tuple[Any, ...]
@@ -162,10 +166,10 @@ class KnownGroups:
         """A result for all rows, of what groups returned."""
         at = ragged_axes(shape)
         like = functools.partial(_weak_as, parts[0][0])
-        if at and has_one(shape):
-            name = str(shape[at[0]])
-            x = join_elements([x for x, _ in parts], self._elements(name), self.rows, at[0])
-            return Packed(like(with_room(x, at[0], rows.segments[name].capacity)), shape)
+        if at and rows.holds(shape):
+            names = _names(shape)
+            x = join_elements([x for x, _ in parts], self._elements(names), self.rows, at[0])
+            return Packed(like(with_room(x, at[0], rows.along(names).capacity)), shape)
         if not at and all(axis is None for _, axis in parts):
             return Packed(parts[0][0], shape)  # what rows share is the same in each group
         lanes = [replace(rows.axis, size=len(own)) for own in self.rows]
@@ -174,6 +178,18 @@ class KnownGroups:
         return Packed(
             like(join_lanes([_wider(x, at, whole, shape) for x in xs], self.rows)), shape, 0
         )
+
+
+def _names(shape: Sequence[Any]) -> Names:
+    """The sizes of a value that is held packed."""
+    names = names_of(shape)
+    assert names is not None
+    return names
+
+
+def _elements_of(lengths: Mapping[str, np.ndarray], names: Names) -> np.ndarray:
+    """How many elements rows of these lengths have along axes of sizes `names`."""
+    return np.prod([lengths[name] for name in names], 0, dtype=np.int64)
 
 
 def exact_sizes(lengths: Mapping[str, Any], bounds: Mapping[str, int]) -> frozenset[str]:

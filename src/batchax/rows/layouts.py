@@ -81,6 +81,21 @@ class Costs:
         looked_at = math.prod(self.padded.bounds_of(eqn.invars[0].aval.shape))
         return self.rows * ROWS.time(own + Cost(places=looked_at)) / 2
 
+    def places(self, bounds: Mapping[str, int]) -> int:
+        """The places of a padded row of these bounds, along the axes that arguments have."""
+        several = [math.prod(bounds[name] for name in names) for names in self.room]
+        return max([*bounds.values(), *several])
+
+    @property
+    def held(self) -> int:
+        """How many elements packed rows have room for, of the argument that has most."""
+        return max([*(self.packed.bounds[name] for name in self.alone), *self.room.values()])
+
+    @property
+    def alone(self) -> set[str]:
+        """The sizes of rows along one axis."""
+        return set(self.packed.bounds).difference(*self.room)
+
     def move(self, shape: Sequence[Any]) -> float:
         """Nanoseconds, roughly, to move a value, of numbers of 32 bits, between layouts."""
         places = self.rows * max(self.padded.bounds.values())

@@ -79,11 +79,6 @@ def can_hold(room: Container[Names], shape: Sequence[Any]) -> bool:
     return names is not None and (len(names) < 2 or names in room)
 
 
-def has_one(shape: Sequence[Any]) -> bool:
-    """Whether a shape has one ragged axis, whose size is one of the row's, or none."""
-    return len(ragged_axes(shape)) < 2 and names_of(shape) is not None
-
-
 def names_of(shape: Sequence[Any]) -> Names | None:
     """The sizes along ragged axes; None where one is computed, such as ``n - 1``."""
     names = tuple(str(shape[at]) for at in ragged_axes(shape))

@@ -28,7 +28,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex
-from batchax.rows.merged import Names, has_several, merge, merged_shape, names_of
+from batchax.rows.merged import Names, can_hold, has_several, merge, merged_shape, names_of
 from batchax.rows.packing import REDUCED
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
@@ -96,6 +96,10 @@ class PackedRows:
     axis: Axis
     segments: Mapping[str, Segments]
     room: Mapping[Names, int] = field(default_factory=dict)
+
+    def holds(self, shape: Sequence[Any]) -> bool:
+        """Whether values of that shape are packed: see `merged.can_hold`."""
+        return can_hold(self.room, shape)
 
     def along(self, names: Names) -> Segments:
         """Where rows are that are ragged along axes of these sizes."""

@@ -17,7 +17,7 @@ from batchax.kernel.inner import batch_function
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.known_groups import exact_sizes
 from batchax.rows.layouts import Layout, differing_values, other_layout
-from batchax.rows.merged import can_hold, has_one, names_of
+from batchax.rows.merged import names_of
 from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.sizes import Sizes, has_symbols, ragged_axes
@@ -27,7 +27,7 @@ RunPadded = Callable[..., list[Packed]]
 """``run(rows, one_row=, arguments=, shapes=)``: a function of one padded row run for all rows,
 which are padded to several bounds. `one_row` is the function, of `Sizes` and padded arrays, and
 `shapes` are those of its results. `arguments` that are ragged are packed, or padded with the rows
-in front. Ragged results are packed, if they have the size of a row, others padded."""
+in front. Ragged results are packed, if rows hold such values packed, others padded."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def run_regions(
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
-        values.put(number, value, "packed" if can_hold(rows.room, value.shape) else "padded")
+        values.put(number, value, "packed" if rows.holds(value.shape) else "padded")
     last_use = _last_uses(program, regions)
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}
@@ -109,7 +109,7 @@ def run_regions(
     return [
         Packed(v.value, v.shape)
         if isinstance(v, Constant)
-        else values.get(v, "packed" if can_hold(rows.room, program.shapes[v]) else "padded")
+        else values.get(v, "packed" if rows.holds(program.shapes[v]) else "padded")
         for v in program.outputs
     ]
 
@@ -186,7 +186,7 @@ def _run_padded(
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
     layouts: list[Layout] = [
-        "packed" if in_groups and has_one(program.shapes[v]) else "padded" for v in needed
+        "packed" if in_groups and values.rows.holds(program.shapes[v]) else "padded" for v in needed
     ]
     operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
     constants = {

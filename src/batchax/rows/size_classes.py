@@ -31,7 +31,6 @@ from batchax.kernel.inner import batch_function, returning_alike
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
 from batchax.rows.class_switch import class_switch
 from batchax.rows.found_places import find_found
-from batchax.rows.merged import has_one
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
@@ -140,7 +139,7 @@ class _Moving:
             return self.blocks.take(jnp.moveaxis(x, given.axis, 0))
         dims = [given.shape[k] for k in at]
         if given.axis is None:
-            return self.blocks.split(jnp.moveaxis(x, at[0], 0), dims, self._packed(*dims))
+            return self.blocks.split(jnp.moveaxis(x, at[0], 0), dims, self._packed(dims))
         x, bounds = _collapsed(x, at)
         return self.blocks.split(x, dims, self._padded(dims, bounds))
 
@@ -150,17 +149,21 @@ class _Moving:
         if not at:
             return Packed(self.blocks.put(x), shape, 0)
         dims = [shape[k] for k in at]
-        if has_one(shape):
-            x = self.blocks.join(x, dims, self._packed(*dims))
+        if self.rows.holds(shape):
+            x = self.blocks.join(x, dims, self._packed(dims))
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
         bounds = list(map(self._bounds.bound, dims))
         x = self.blocks.join(x, dims, self._padded(dims, bounds))
         return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
 
-    def _packed(self, dim: Any) -> Elements:
-        segments = self.rows.segments[str(dim)]
-        index, size = segments.index, self._size(dim)
-        return Elements(index.starts, [size], segments.rows, [segments.places], [index.bound])
+    def _packed(self, dims: Dims) -> Elements:
+        segments = self.rows.along(tuple(map(str, dims)))
+        index, pieces, places = segments.index, segments.rows, [segments.places]
+        each = math.prod(index.before)  # pieces of a row
+        for bound in reversed(index.before):
+            places.insert(0, pieces % np.int32(bound))
+            pieces = pieces // np.int32(bound)
+        return Elements(index.starts[::each], list(map(self._size, dims)), pieces, places, None)
 
     def _padded(self, dims: Dims, bounds: Sequence[int]) -> Elements:
         rows, *places = np.indices((self.rows.axis.size, *bounds), np.int32)

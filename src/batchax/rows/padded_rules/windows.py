@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from batchax.jaxprs.neutral import NEUTRAL, highest, lowest
 from batchax.rows.padded import Operation, Row, padded_rule
-from batchax.rows.padded_rules.moving import padded
+from batchax.rows.padded_rules.moving import is_static, padded
 from batchax.rows.sizes import is_symbolic
 
 
@@ -179,15 +179,22 @@ def _conv(
     out_dims = dimension_numbers.out_spec[2:]
     extents = _extents(op, [kernel.shape[axis] for axis in kernel_dims], rhs_dilation)
     config: list[Any] = [(0, 0, 0)] * lhs.ndim
-    needed = list(lhs.shape)
+    needed, reached = list(lhs.shape), []
+    dilation = list(lhs_dilation)
     for i, axis in enumerate(spatial):
         count = op.sizes.bound(op.out_shape[out_dims[i]])
-        config[axis] = (*padding[i], lhs_dilation[i] - 1)
-        needed[axis] = (count - 1) * window_strides[i] + extents[i] if count else 0
+        size = (count - 1) * window_strides[i] + extents[i] if count else 0
+        low = op.sizes.value(padding[i][0])
+        if not is_static(low):  # windows begin elsewhere in each row
+            config[axis], needed[axis] = (*padding[i], dilation[i] - 1), size
+            reached.append((0, 0))
+            dilation[i] = 1
+        else:  # the convolution itself sees zeros around an array, and copies none
+            held = max((lhs.shape[axis] - 1) * dilation[i] + 1, 0)
+            reached.append((int(low), int(size - low - held)))
     bounds = op.sizes.bounds_of(op.out_shape)
     if 0 in (*bounds, *rhs.shape):
         return jnp.zeros(bounds, op.eqn.outvars[0].aval.dtype)
-    ones = (1,) * len(spatial)
     lhs = padded(op, lhs, 0, config, x.shape, needed)
-    out = op.bind(lhs, rhs, padding=((0, 0),) * len(spatial), lhs_dilation=ones)
+    out = op.bind(lhs, rhs, padding=tuple(reached), lhs_dilation=tuple(dilation))
     return op.cut(out, op.out_shape)
