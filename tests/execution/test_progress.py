@@ -316,6 +316,7 @@ class Terminal(io.StringIO):
 
 
 def test_runs_of_a_loop_share_a_bar_and_what_failed_is_not_left_there(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     monkeypatch.setattr(bars, "_REDRAWN", -1.0)
     loop, other = (loop_progress.LoopProgress(True, name, "steps") for name in ("loop", "other"))

@@ -209,6 +209,24 @@ def test_what_needs_a_number_is_refused_with_the_line(name):
         jax.make_jaxpr(bx.vmap(NUMBERS[name]))(ragged(lengths=(2, 4)))
 
 
+@pytest.mark.usefixtures("longer_rows")
+def test_a_function_that_was_looked_up_before_is_told_of():
+    interp = jnp.interp
+    with pytest.raises(
+        UnsupportedError, match=r"interp was looked up .* Call it as jax\.numpy\.int"
+    ):
+        jax.make_jaxpr(bx.vmap(lambda x: interp(x, x, x)))(ragged(lengths=(2, 4)))
+
+
+def test_what_is_mapped_is_not_looked_up():
+    x = ragged(lengths=(2, 4, 1))
+    for f in (jnp.poly, lambda x: jnp.polyval(x, x[:2]), lambda x: jnp.polyval(x[:, None], x)):
+        out = jax.jit(bx.vmap(f))(x)
+        rows = out.rows() if isinstance(out, bx.Ragged) else out
+        for y, row in zip(rows, x.rows(), strict=True):
+            np.testing.assert_allclose(y, f(row), rtol=1e-5)
+
+
 MISTAKES = {
     "shapes": (lambda x: x @ jnp.ones((7, 7, 8)), TypeError),
     "a name": (lambda x: x.nothing, AttributeError),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -33,7 +33,7 @@ STAND_IN_PLACES = {
         name: ("jax.numpy", name)
         for name in (
             "argpartition bartlett blackman cov diagflat hamming hanning iterable kaiser partition "
-            "place poly polyder polydiv polyfit polyint polymul resize roots setxor1d"
+            "place poly polyder polydiv polyfit polyint polymul polyval resize roots setxor1d"
         ).split()
     },
     "cov of corrcoef": ("jax._src.numpy.lax_numpy", "cov"),
@@ -115,6 +115,24 @@ _calls = 0
 _kinds: dict[ModuleType, type] = {}  # the classes of modules before
 
 _lock = threading.Lock()
+
+
+def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The name of a function of JAX's own for which another stands in, and where that is."""
+    for name, value in names.items():
+        for stand_in in _stand_ins:
+            if value is stand_in.original and "_src" not in stand_in.module.__name__:
+                return name, f"{stand_in.module.__name__}.{stand_in.name}"
+    return None
+
+
+def looked_up_now(function: Any) -> Any:
+    """A function that was passed, or what stands in for it while rows are staged."""
+    if _staging.get():
+        for stand_in in _stand_ins:
+            if function is stand_in.original:
+                return stand_in.ours
+    return function
 
 
 @contextmanager

@@ -17,6 +17,18 @@ from batchax import _compat
 from batchax.rows.stand_ins import is_row, of_taken, padded_with, takes, with_zeros
 
 
+@_compat.stands_in_for("polyval")
+def _polyval(original: Any, p: Any, x: Any, *, unroll: int = 16) -> Any:
+    # Since 0.12 JAX makes a list of coefficients, for which it needs their number.
+    if not (np.ndim(p) and _compat.is_row_size(np.shape(p)[0])):
+        return original(p, x, unroll=unroll)
+    p, x = jnp.asarray(p), jnp.asarray(x)
+    dtype = jnp.result_type(p, x)
+    p, x = p.astype(dtype), x.astype(dtype)
+    start = jnp.zeros(jnp.broadcast_shapes(p.shape[1:], x.shape), dtype)
+    return lax.scan(lambda y, c: (y * x + c, None), start, p)[0]
+
+
 @_compat.stands_in_for("polymul")
 def _polymul(original: Any, a: Any, b: Any, *, trim_leading_zeros: bool = False) -> Any:
     if trim_leading_zeros or not (is_row(a) or is_row(b)):

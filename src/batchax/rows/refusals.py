@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchax import _compat
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.rows.arguments import SIZES_DIFFER, RowSize
 from batchax.rows.comparisons import asked_for_number, question_of
-from batchax.rows.user_code import line_of
+from batchax.rows.user_code import line_of, names_of
 
 
 def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: Any) -> Exception:
@@ -30,6 +31,7 @@ def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: An
         line = line_of(error)
         if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
             return UnsupportedError(f"{line + ': ' if line else ''}{error}")
+        before = _compat.looked_up_before(names_of(error))
         return UnsupportedError(
             f"{line + ': ' if line else ''}the function needs the {length} of a {row} as a number, "
             f"and here {row}s have a symbolic size ({names}), because their {length}s are traced: "
@@ -37,6 +39,12 @@ def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: An
             f"\nCall it outside of jit, or close over the {words.batch}, so that {length}s are "
             f"known: then {row}s of one {length} run together, and with buckets= those of which it "
             f"holds alike. To compute with a size use jnp.asarray({words.size})."
+            + (
+                f"\n{before[0]} was looked up beforehand, so that it is JAX's own. Call it as "
+                f"{before[1]}, which takes symbolic sizes while {row}s are staged."
+                if before
+                else ""
+            )
         )
     error.add_note(
         f"{row.capitalize()}s have a symbolic size ({names}) in the function, as their {length}s "

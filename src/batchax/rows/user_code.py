@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 _JAX = frozenset({"jax", "jaxlib", "batchax"})
 
@@ -25,11 +27,23 @@ def line_around(frame: FrameType) -> str:
 
 def line_of(error: BaseException) -> str:
     """`file:line (function)` of the user's code that raised `error`; "" if there is none."""
-    place = ""
+    places = list(_places(error))
+    return _line(*places[-1]) if places else ""
+
+
+def names_of(error: BaseException) -> dict[str, Any]:
+    """What the names of the user's code that raised `error` stood for."""
+    names: dict[str, Any] = {}
+    for frame, _ in list(_places(error))[-1:]:
+        names |= {k: v for k, v in frame.f_globals.items() if k in frame.f_code.co_names}
+        names |= frame.f_locals
+    return names
+
+
+def _places(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if not (_is_tool(frame) or _belongs(frame, _JAX)):
-            place = _line(frame, line)
-    return place
+            yield frame, line
 
 
 def _caller(frame: FrameType) -> FrameType:
