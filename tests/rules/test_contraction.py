@@ -96,32 +96,40 @@ def test_dtypes_and_precision(kind):
     check_all(cases, derivatives=False)
 
 
-def test_precisions_stay_with_their_operands():
+@pytest.mark.parametrize("size", [31, 32])  # long vectors come first, to stay rows
+def test_precisions_stay_with_their_operands(size):
     high, default = lax.Precision.HIGH, lax.Precision.DEFAULT
     fun = contraction("matrix vector", precision=(high, default))
     for in_axes, expected in (((0, None), (high, default)), ((None, 0), (default, high))):
-        args = operands("matrix vector", in_axes)
-        (eqn,) = jax.make_jaxpr(bx.vmap(fun, in_axes))(*args).eqns
-        assert eqn.params["precision"] == expected
-        shapes = [v.aval.shape for v in eqn.invars]
-        assert shapes == [x.shape for x in args][:: 1 if in_axes[1] is None else -1]
+        args = batch((size, 40), in_axes[0]), batch((40,), in_axes[1])
+        eqn = jax.make_jaxpr(bx.vmap(fun, in_axes))(*args).eqns[0]
+        turned = in_axes == (None, 0) and size == 32
+        assert eqn.params["precision"] == (expected if turned else (high, default))
+        assert [v.aval.shape for v in eqn.invars] == [x.shape for x in args][:: 1 - 2 * turned]
 
 
 def test_a_matrix_times_a_batch_of_vectors_is_one_product_of_matrices():
-    weights, vectors = batch((2, 4), None), batch((4,), 0)
+    weights, vectors = batch((32, 40), None), batch((40,), 0)
     counts = operations(bx.vmap(jnp.matmul, in_axes=(None, 0)), weights, vectors)
     assert counts == {"dot_general": 1}
     assert operations(bx.vmap(jnp.matmul, in_axes=(0, None)), vectors, weights.T) == counts
+    # Short vectors are columns, which are as wide as there are lanes.
+    weights, vectors = batch((31, 40), None), batch((40,), 0)
+    counts = operations(bx.vmap(jnp.matmul, in_axes=(None, 0)), weights, vectors)
+    assert counts == {"dot_general": 1, "transpose": 1}
 
 
-def test_layers_keep_the_batch_in_front():
-    w1, w2, b = batch((5, 4), None), batch((2, 5), None), batch((5,), None)
+def layers(sizes):
+    """A network of one layer inside, and an example for each lane."""
+    first, inside, last = sizes
+    w1, w2 = batch((inside, first), None), batch((last, inside), None)
+    b = batch((inside,), None)
+    return lambda x: w2 @ jnp.tanh(w1 @ x + b), batch((first,), 0)
 
-    def network(x):
-        return w2 @ jnp.tanh(w1 @ x + b)
 
-    x = batch((4,), 0)
-    quickly(network, x, second=True)
+def test_long_layers_keep_the_batch_in_front():
+    quickly(*layers((4, 5, 2)), second=True)
+    network, x = layers((32, 35, 33))
     assert operations(bx.vmap(network), x)["transpose"] == 0
     gradient = jax.grad(lambda x: network(x).sum())
     assert operations(bx.vmap(gradient), x)["transpose"] == 0

@@ -10,6 +10,7 @@ many small matrices are multiplied (`small_matrices.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import (
     Axis,
     Position,
@@ -70,7 +72,8 @@ def _dot_general(
     if lhs_axis is None and rhs_axis == 0 and _symmetric(precision):
         # A matrix times vectors that are rows stays rows if the vectors come first.
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        if len(rhs_contract) + len(rhs_batch) == np.ndim(rhs) - 1:
+        vectors = len(rhs_contract) + len(rhs_batch) == np.ndim(rhs) - 1
+        if vectors and _long_rows(lhs, lhs_contract):
             lhs, rhs, lhs_axis, rhs_axis = rhs, lhs, rhs_axis, lhs_axis
             dimension_numbers = ((rhs_contract, lhs_contract), (rhs_batch, lhs_batch))
             precision = precision if precision is None else precision[::-1]
@@ -86,6 +89,19 @@ def _dot_general(
         **params,
     )
     return out, position
+
+
+def _long_rows(matrix: Value, contracted: Sequence[int]) -> bool:
+    """Whether vectors are so long, before and after, that products of rows take no longer.
+
+    Those of columns are as wide as there are lanes: on a CPU 0.5 to 0.9 of the time for vectors of
+    4 to 24, and 1.0 to 2.0 from 32 on.
+    """
+    terms = math.prod(np.shape(matrix)[d] for d in contracted)
+    return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= _LONG
+
+
+_LONG = 32
 
 
 def _symmetric(precision: Any) -> bool:
