@@ -135,3 +135,41 @@ def test_windows_of_a_size_of_the_row_s_own_are_refused_by_name_where_lengths_ar
 
     with pytest.raises(bx.UnsupportedError, match=r"`reduce_window_sum`.*windows have n "):
         jax.jit(bx.vmap(function))(ragged(3, lengths=LENGTHS))
+
+
+def grouped(x, kernel, **groups):
+    return lax.conv_general_dilated(x, kernel, (1,), "VALID", **groups)
+
+
+def twice(x):
+    return jnp.concatenate([x, 3 * x])
+
+
+AS_MANY_GROUPS = {
+    "channels": lambda x: grouped(x[None], twice(x)[:, None, :2], feature_group_count=x.shape[0]),
+    "rows": lambda x: grouped(x[:, None], x[:, None, 1:], batch_group_count=x.shape[0]),
+}
+LARGER_GROUPS = {
+    "feature_group_count=2 makes": lambda x: grouped(
+        twice(x)[None], jnp.stack([x[:, :2], x[:, 1:]]), feature_group_count=2
+    ),
+    "feature_group_count=3 makes": lambda x: grouped(
+        x.T[None], jnp.concatenate([twice(x), x])[:, None, :1].swapaxes(1, 2), feature_group_count=3
+    ),
+    "batch_group_count=2 makes": lambda x: grouped(
+        twice(x)[:, None], x[:1, None, :2].repeat(2, 0), batch_group_count=2
+    ),
+}
+
+
+def test_as_many_groups_of_a_convolution_as_the_row_has_elements():
+    check_rows_of_all(AS_MANY_GROUPS, ragged(3, lengths=LENGTHS))
+
+
+@pytest.mark.usefixtures("longer_rows")
+@pytest.mark.parametrize("told", LARGER_GROUPS)
+def test_groups_of_a_convolution_that_differ_in_size_are_refused_or_run_by_length(told):
+    x = ragged(3, lengths=LENGTHS)
+    with pytest.raises(bx.UnsupportedError, match=told):
+        jax.jit(bx.vmap(LARGER_GROUPS[told]))(x)
+    check_rows(LARGER_GROUPS[told], x, traced=False, derivatives=False)

@@ -173,6 +173,7 @@ def _conv(
     dimension_numbers: Any,
     **params: Any,
 ) -> Any:
+    _refuse_ragged_groups(op, x.shape, kernel.shape, dimension_numbers, params)
     # Zero in all padding, as for products of matrices: derivatives are convolutions, too.
     lhs, rhs = jnp.asarray(op.filled(x, 0)), jnp.asarray(op.filled(kernel, 0))
     spatial, kernel_dims = dimension_numbers.lhs_spec[2:], dimension_numbers.rhs_spec[2:]
@@ -198,3 +199,33 @@ def _conv(
     lhs = padded(op, lhs, 0, config, x.shape, needed)
     out = op.bind(lhs, rhs, padding=tuple(reached), lhs_dilation=tuple(dilation))
     return op.cut(out, op.out_shape)
+
+
+def _refuse_ragged_groups(
+    op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Any
+) -> None:
+    """Groups of channels or of a batch may be as many as the row says, but not of as many.
+
+    In padded arrays each group would begin elsewhere.
+
+    Raises:
+      CannotPad: the size of groups differs from row to row.
+    """
+    batch, features = (x[axis] for axis in dimension_numbers.lhs_spec[:2])
+    outputs = kernel[dimension_numbers.rhs_spec[0]]
+    for name, size in (("feature_group_count", features), ("batch_group_count", batch)):
+        count = params[name]
+        if not is_symbolic(count) and count == 1:
+            continue
+        for dim in (size, outputs):
+            if op.sizes.is_exact(dim) and op.sizes.is_exact(count):
+                continue
+            bounds, every = (
+                [op.sizes.bound(n) for n in (dim, count)],
+                op.sizes.in_every_row(dim, count),
+            )
+            if every is None or (every[0] * bounds[1] != every[1] * bounds[0]).any():
+                raise op.refuse(
+                    f"{name}={count} makes groups of {dim}, and how many of these are in one "
+                    "differs from row to row. Convolve each group by itself."
+                )
