@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut, gathering, price
+from batchax.divergence import compact, cut, flat_derivatives, gathering, price
 from batchax.programs import dear_branches
 
 from support import forced, oracle
@@ -87,7 +87,20 @@ def bounded(x, taken, matrix):
     return bx.bounded_while(lambda c: c[1].sum() < 2, turn, (0, x), STEPS)[1], ys
 
 
-PROGRAMS = [seldom, arms, nested, bounded]
+def with_own(x, taken, matrix):
+    """Beside what all lanes share a branch has a matrix of the lane's, the same at each step."""
+    own = jnp.outer(x, jnp.cos(x))
+
+    def step(carry, entry):
+        x, taken = carry, entry[0]
+        far = lambda x, own, matrix: jnp.tanh(own @ x + matrix[1] * entry[1]) @ matrix
+        x = lax.cond(taken == 1, far, lambda x, *_: x * 0.9, x + 0.1, own, matrix)
+        return x, x.sum()
+
+    return lax.scan(step, x, (taken, jnp.sin(taken.astype(x.dtype))))
+
+
+PROGRAMS = [seldom, arms, nested, with_own, bounded]
 
 
 def total(fun, *args):
@@ -129,11 +142,41 @@ def test_gradients(waited):
     assert len(waited) >= 3 * len(PROGRAMS)
 
 
+def test_what_lanes_share_has_one_sum():
+    """No lane has one of its own: what branches add to it is added up after the loop."""
+
+    def run(vmap):
+        alone = lambda *xs: [gradient(vmap, fun, (0, 2))(*xs) for fun in (seldom, nested, with_own)]
+        return jax.jit(alone).trace(XS, TAKEN, MATRIX)
+
+    ours, theirs = run(compact_vmap), run(jax.vmap)
+    assert f"[{LANES},3,3]" in str(theirs.jaxpr)
+    summed = jax.jit(gradient(compact_vmap, seldom, (0, 2))).trace(XS, TAKEN, MATRIX)
+    assert "chunk_loop" in str(summed.jaxpr)
+    assert f"[{LANES},3,3]" not in str(summed.jaxpr)
+    got, expected = (x.lower().compile()(XS, TAKEN, MATRIX) for x in (ours, theirs))
+    oracle.same(got, expected)
+
+
 @pytest.mark.parametrize("fun", PROGRAMS)
 @pytest.mark.parametrize("options", [{"divergence": forced.FORCED}, {"batch_size": 4}])
 @pytest.mark.each_commit(1)
 def test_gradients_of_what_lanes_share(fun, options):
     both_ways(functools.partial(gradient, which=(0, 2)), [fun], **options)
+
+
+def test_explain_tells_whether_lanes_wait_on_the_way_back(monkeypatch):
+    def every_step(x, taken, matrix):
+        step = lambda x, k: (lax.cond(k == 1, layer, lambda x, _: x, matrix @ x, matrix), k)
+        return lax.scan(step, x, taken)[0]
+
+    def told(fun):
+        explained = bx.explain(fun, (0, 0, None), divergence="compact")(XS, TAKEN, MATRIX)
+        return " ".join(str(explained).split())
+
+    assert "own, and on the way back" in told(seldom)
+    monkeypatch.setattr(flat_derivatives, "_MOST_SHARED", 0)
+    assert "on the way back: each would carry a sum of its own" in told(every_step)
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
@@ -154,7 +197,8 @@ def test_tangents_and_second_derivatives(fun):
             batched = lambda x, matrix: vmap(fun, (0, 0, None))(x, taken, matrix)
             floats = lambda outs: [y for y in jax.tree.leaves(outs) if y.dtype == x.dtype]
             some = lambda *xs: floats(batched(*xs))
-            back = jax.grad(lambda x: gradient(vmap, fun)(x, taken, matrix)[1].sum())
+            first = lambda x: gradient(vmap, fun, (0, 2))(x, taken, matrix)[1]
+            back = jax.grad(lambda x: sum(jnp.mean(g) for g in first(x)) / 10)
             return jax.jvp(some, (x, matrix), (x + 1, matrix - 1)), back(x)
 
         return run

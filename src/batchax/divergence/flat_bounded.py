@@ -18,7 +18,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from batchax.divergence.flat import FlatLoop
-from batchax.divergence.flat_derivatives import tangents_of_lanes
+from batchax.divergence.flat_derivatives import tangents_of_lanes, why_meeting_back
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -54,6 +54,8 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         return None
     widths = [inner.plan.widths for inner in flat_loops]
     recording.note(divergence="flat", widths=widths[0])
+    if recording.is_on():
+        recording.note(back=why_meeting_back(program, at))
     only_branches = all(inner.nest.only_branches for inner in flat_loops)
     return _with_derivatives(axis, flat, program, at, only_branches)(*loop.args), front
 

@@ -11,20 +11,26 @@ What lanes share has a cotangent in each of them, before these are added up.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.branch_derivatives import only_in_reverse
 from batchax.divergence.computed_again import computed_again
+from batchax.divergence.put_off import PutOff, put_off
+from batchax.divergence.visits import sums_of_visits
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.derivatives import pullback_of, tangents_of
 from batchax.kernel.differing import Differs
 from batchax.kernel.inner import batch_inner, remembered
+from batchax.kernel.interpreter import interpret
 from batchax.programs.shapes import bytes_of
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -54,48 +60,131 @@ def tangents_of_lanes(
       moving: which operands have tangents.
       tangents: these, with batch axes as the operands have.
     """
-    of_lane = [i for i, a in enumerate(positions) if a is not None]
-    shared = [i for i in moving if positions[i] is None]
-    own, copied = (bytes_of(program.in_avals[i] for i in some) for some in (of_lane, shared))
-    if copied > _MOST_SHARED * own or only_in_reverse.in_program(program):
+    if only_in_reverse.in_program(program):
         return None
-    moving = tuple(moving)
-    of = tuple(k for k, aval in enumerate(program.out_avals) if is_inexact(aval))
-    key = ("tangents", moving, of)
-    differs = tuple(a is not None for a in positions)
-    linear = remembered(program, (*key, differs), lambda: _linear(program, differs, moving, of))
-    if linear is None:
+    both = _both_ways(program, positions, moving)
+    if both is None or both.why_meeting:
         return None
+    of = both.of
     at = (*positions, *(positions[i] for i in moving))
-    batched, _ = batch_inner(axis, linear, at, [0] * len(of))
-    outs = eval_jaxpr(batched.jaxpr, batched.consts, *operands, *tangents)
+    ahead, _ = batch_inner(axis, both.forward, at, [0] * len(of))
+
+    def forward(primals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+        return eval_jaxpr(ahead.jaxpr, ahead.consts, *primals, *dots)
+
+    def back(primals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        at = [*positions, *[0] * len(of)]
+        return both.cotangents(axis, [*primals, *cotangents], at, [positions[i] for i in moving])
+
+    outs = linear_with_transpose(forward, back, operands, tangents)
     dots = dict(zip(of, outs, strict=True))
     return [dots.get(k) for k in range(len(program.out_avals))]
 
 
-def _linear(
-    program: ClosedJaxpr, differs: Differs, moving: Sequence[int], of: Sequence[int]
-) -> ClosedJaxpr | None:
-    """The tangents of the results `of`, from all operands and tangents of those that are `moving`.
+def why_meeting_back(program: ClosedJaxpr, positions: Sequence[Position]) -> str | None:
+    """Why lanes meet at each step on the way back over a loop, if all is differentiated.
 
-    None if they have no transpose.
+    Empty where they do not; None if there is no way back.
     """
-    count = len(program.in_avals)
-    run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-    kept = computed_again(program, differs)
-    again = lambda *xs: eval_jaxpr(kept.jaxpr, kept.consts, *xs)
-
-    def forward(primals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
-        return tangents_of(run, primals, moving, dots, of)[1]
-
-    def back(primals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return list(pullback_of(again, primals, moving, of)[1](list(cotangents)))
-
-    def both(*xs: Any) -> list[Any]:
-        return linear_with_transpose(forward, back, xs[:count], xs[count:])
-
-    types = [program.in_avals[i].to_tangent_aval() for i in moving]
+    if only_in_reverse.in_program(program):
+        return _RULE
+    moving = [i for i, aval in enumerate(program.in_avals) if is_inexact(aval)]
     try:
-        return _compat.stage(both, [*program.in_avals, *types])
-    except (ValueError, UnsupportedError):  # a loop without a bound: said where it is transposed
+        both = _both_ways(program, positions, moving)
+    except Exception:  # of a rule of the user's: told where it is differentiated
         return None
+    return None if both is None else both.why_meeting
+
+
+_RULE = "a rule gives cotangents alone (jax.custom_vjp)"
+_COPIED = "each would carry a sum of its own of what all share"
+
+
+def _both_ways(
+    program: ClosedJaxpr, positions: Sequence[Position], moving: Sequence[int]
+) -> _Both | None:
+    differs = tuple(a is not None for a in positions)
+    key = ("both ways", tuple(moving), differs)
+    return remembered(program, key, lambda: _Both.made(program, differs, moving))
+
+
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """The tangents of one example, and the way back.
+
+    Attributes:
+      forward: from all operands and tangents of some to tangents of the results.
+      back: from all operands and cotangents of the results to those of these operands.
+      of: the results.
+      own: bytes that a lane has of its own.
+      copied: bytes of sums of what all lanes share that each would carry back.
+    """
+
+    forward: ClosedJaxpr
+    back: PutOff
+    of: Sequence[int]
+    own: int
+    copied: int
+
+    @classmethod
+    def made(cls, program: ClosedJaxpr, differs: Differs, moving: Sequence[int]) -> _Both | None:
+        """Those of a program, and of operands that are `moving`; None without a transpose."""
+        of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
+        count = len(program.in_avals)
+        run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
+        kept = computed_again(program, differs)
+        again = lambda *xs: eval_jaxpr(kept.jaxpr, kept.consts, *xs)
+
+        def forward(*xs: Any) -> list[Any]:
+            return tangents_of(run, xs[:count], moving, xs[count:], of)[1]
+
+        def back(*xs: Any) -> list[Any]:
+            return list(pullback_of(again, xs[:count], moving, of)[1](list(xs[count:])))
+
+        tangents, cotangents = (
+            [aval.to_tangent_aval() for aval in avals]
+            for avals in ((program.in_avals[i] for i in moving), (program.out_avals[k] for k in of))
+        )
+        try:
+            ahead = _compat.stage(forward, [*program.in_avals, *tangents])
+            behind = _compat.stage(back, [*program.in_avals, *cotangents])
+        except (ValueError, UnsupportedError):  # a loop without a bound: said where transposed
+            return None
+        split = put_off(behind, [not differs[i] for i in moving])
+        own = bytes_of(aval for aval, d in zip(program.in_avals, differs, strict=True) if d)
+        carried = [i for i, k in zip(moving, split.rest, strict=True) if k is not None]
+        copied = bytes_of(program.in_avals[i] for i in carried if not differs[i])
+        return cls(ahead, split, of, own, copied)
+
+    @property
+    def why_meeting(self) -> str:
+        """Why lanes meet at each step; empty if they do not."""
+        return _COPIED if self.copied > _MOST_SHARED * self.own else ""
+
+    def cotangents(
+        self, axis: Axis, given: Sequence[Value], at: Sequence[Position], to: Sequence[Position]
+    ) -> list[Any]:
+        """The cotangents of all lanes; of what these share the sum.
+
+        Args:
+          axis: the axis of the lanes.
+          given, at: what `back` is given, and where that has the batch axis.
+          to: where operands have it, that have cotangents.
+        """
+        back = self.back
+        program = back.program
+        outs, out_at = interpret(axis, program.jaxpr, program.consts, given, at)
+        visited = []
+        for visit in back.visits:
+            places = [operand.value for operand in visit.operands]
+            visited.append(
+                sums_of_visits(axis, visit, [outs[k] for k in places], [out_at[k] for k in places])
+            )
+        results = []
+        for k, sums, a in zip(back.rest, back.sums, to, strict=True):
+            terms = [visited[n][j] for n, j in sums]
+            if k is not None:
+                x = match_axis(axis, outs[k], out_at[k], 0 if a is None else a)
+                terms.append(jnp.sum(x, 0) if a is None else x)
+            results.append(functools.reduce(jnp.add, terms))
+        return results

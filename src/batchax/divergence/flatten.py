@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.divergence.cut import nest_of, price_inside
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.flat_bounded import run_flat_bounded
+from batchax.divergence.flat_derivatives import why_meeting_back
 from batchax.divergence.limits import can_move, rule_of_user
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
@@ -90,6 +91,8 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
     recording.note(divergence="flat", widths=plan.widths)
+    if recording.is_on():
+        recording.note(back=why_meeting_back(together, (*consts_at, *[0] * len(whole.carry))))
     outs = bind(flat, _compat.varying_alike([*consts, *whole.carry]))
     at: list[Position] = [0] * len(outs)
     shared = [k for k in results if not apart[k]]

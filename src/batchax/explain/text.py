@@ -246,7 +246,10 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "neighbours":
         remarks.append(f"{eqn.notes['widths'][0]} neighbours at a time")
     if divergence == "flat":
-        remarks.append("each lane is at a place of its own")
+        back = eqn.notes.get("back")
+        both = "" if back is None else f", but lanes meet on the way back: {back}"
+        both = ", and on the way back" if back == "" else both
+        remarks.append(f"each lane is at a place of its own{both}")
     if divergence == "gathered":
         branches, width = ", ".join(map(str, eqn.notes["apart"])), eqn.notes["widths"][0]
         remarks.append(f"lanes wait before branch {branches} until they are {width}")
