@@ -22,6 +22,7 @@ class Value:
       axis: where the batch axis is in `batched`; None if it does not depend on the batch.
       bytes: the memory it takes for all lanes.
       literal: whether it is a number in the program, and `name` is that number.
+      result: of a result of the function, what it is called among them, such as ``out['loss']``.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Value:
     axis: int | None
     bytes: int
     literal: bool = False
+    result: str = ""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ def outputs_of(
             position = _out_axis(output.spec, v.aval, final)
         aval = ShapedArray(final.shape, final.dtype)
         value = value_of(names.of(v), v.aval, None, example.axis)
-        values.append(Value(value.name, value.example, type_name(aval), position, bytes_of([aval])))
+        as_placed = type_name(aval), position, bytes_of([aval])
+        values.append(Value(value.name, value.example, *as_placed, result=output.path))
     return tuple(values)
 
 

@@ -6,6 +6,7 @@ part of the operation that reads it, and takes no memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from batchax.execution.memory import show_bytes
@@ -103,12 +104,13 @@ def _remedy_of_repeated(eqn: Equation | None) -> str:
 
 def transposed(draft: Draft) -> Iterator[Finding]:
     """Arrays whose batch axis is moved."""
+    told: set[str] = set()  # results
     for instruction in draft.instructions():
         if _made_by(draft, instruction, "transpose") is None:
             continue
         number, size = draft.number_of(instruction), instruction.shape.bytes
         eqn = draft.equation(number)
-        moved = _output_of(draft, size) if eqn is None else _argument_of(draft, eqn)
+        moved = _output_of(draft, instruction, told) if eqn is None else _argument_of(draft, eqn)
         if moved is None:
             continue
         what, remedy = moved
@@ -141,18 +143,26 @@ def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
     return None
 
 
-def _output_of(draft: Draft, size: int) -> tuple[str, str] | None:
-    """Which output is moved to where `out_axes` wants it."""
+def _output_of(draft: Draft, instruction: Instruction, told: set[str]) -> tuple[str, str] | None:
+    """Which output is moved to where `out_axes` wants it, if it is none of those told of."""
     final = {v.name: v for eqn in draft.equations for v in eqn.outputs}
-    for i, output in enumerate(draft.outputs):
+    dtype = _dtype(instruction.shape.text)
+    for output in draft.outputs:
         made = final.get(output.name)
-        if made is None or made.axis is None or output.bytes != size:
+        if made is None or None in (made.axis, output.axis) or output.axis == made.axis:
             continue
-        which = f"output {i}, {output.name}," if len(draft.outputs) > 1 else "the output"
-        if output.axis is not None and output.axis != made.axis:
+        alike = _dtype(output.batched) == dtype and output.bytes == instruction.shape.bytes
+        if alike and output.result not in told:
+            told.add(output.result)
             return (
-                f"out_axes wants the batch axis of {which} at {output.axis}, and it is "
+                f"out_axes wants the batch axis of {output.result} at {output.axis}, and it is "
                 f"computed as {marked(made)}",
                 f"Give out_axes={made.axis} for it.",
             )
     return None
+
+
+def _dtype(text: str) -> str:
+    """The element type of ``f32[3]``, as JAX has it: the compiler's ``s32`` are its ``i32``."""
+    dtype = text.partition("[")[0]
+    return "bool" if dtype == "pred" else re.sub("^s", "i", dtype)
