@@ -44,7 +44,7 @@ def test_each_equation_has_its_types_axes_line_and_rule():
         ("f32[5,3]", "f32[5,3]", None),
         ("f32[3]", "f32[8,3]", 0),
     ]
-    assert product.outputs[0].batched == "f32[8,5]"
+    assert product.outputs[0].batched == "f32[5,8]"
     assert product.outputs[0].bytes == 8 * 5 * 4
     lines, first = inspect.getsourcelines(affine)
     assert product.source.line == first + 1

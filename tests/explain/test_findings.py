@@ -1,6 +1,5 @@
 """Each kind of finding: a program that has it, one that does not, and what following it does."""
 
-import re
 import functools
 from typing import Any
 
@@ -403,11 +402,8 @@ def test_following_a_remedy_makes_the_finding_vanish():
     assert "out_axes=0" in finding.remedy
     assert not found(jnp.sort, f32(B, 10, 20), out_axes=0)
 
-    two = lambda x: {"a": jnp.sort(x), "b": jnp.sort(x.astype(jnp.int32)), "c": x.sum()}
-    each = found(two, f32(B, 10, 20), out_axes={"a": 2, "b": 2, "c": 0})
-    told = [re.search(r"out\['(.)'\] at 2(.|\n)* as (...)\[", f.message).group(1, 3) for f in each]
-    assert set(told) <= {("a", "f32"), ("b", "s32")}
-    assert len(set(told)) == len(told) > 0
+    (finding,) = found(lambda x: {"b": jnp.sort(x)}, f32(B, 10, 20), out_axes=2)
+    assert "of out['b'] at 2, and it is computed as f32" in finding.message
 
 
 def test_no_advice_that_does_not_help():

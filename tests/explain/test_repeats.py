@@ -95,8 +95,8 @@ def test_the_text_tells_layers_once():
             x = x / jnp.sqrt((x * x).sum())
         return x
 
-    ws = [np.ones((4, 4), np.float32)] * 30
-    xs = np.ones((8, 4), np.float32)
+    ws = [np.ones((32, 32), np.float32)] * 30
+    xs = np.ones((8, 32), np.float32)
     explanation = bx.explain(network, (None, 0), compile=False)(ws, xs)
     lines = str(explanation).partition("The program")[2].splitlines()
     assert len(lines) < 20
@@ -106,7 +106,7 @@ def test_the_text_tells_layers_once():
     assert again.startswith(
         f"    ...  29 more times what 1 to {each} do: {each + 1} to {30 * each}, "
     )
-    assert "  ws[*]: f32[4,4] (30 of these)" in lines
+    assert "  ws[*]: f32[32,32] (30 of these)" in lines
 
 
 def test_very_many_arguments_are_not_all_named():
