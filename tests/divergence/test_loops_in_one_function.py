@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.divergence import compact
 from batchax.divergence.auto import Auto
 
 from support.forced import ONE_FUNCTION
@@ -129,3 +130,32 @@ def test_which_loops_run_so_is_told_by_their_cost():
     assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a processor
     assert widths(100, 1) == ()
     assert widths(1 << 17, 1) == ()  # more cores than one are of use
+
+
+def test_the_last_lanes_of_compact(monkeypatch):
+    monkeypatch.setattr(compact, "_DEVICES", jax.device_count())
+    counts = np.asarray(np.random.default_rng(1).pareto(1.0, 512) * 3).clip(0, 60)
+    counts = jnp.asarray(counts, jnp.int32).at[5].set(90)
+    points = np.random.default_rng(2).normal(size=(512, 64))
+    points = jnp.asarray(points, float).at[4].set(jnp.nan).at[5, 0].set(jnp.nan)
+
+    def of_two(count, x):
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]) + lax.axis_index("outer"))
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+    lanes = bx.vmap(power, divergence="compact")
+    assert functions(lanes, counts, points) == 1
+    counted = bx.vmap(power, divergence=bx.Compact(steps=bx.LaneSteps()))
+    assert functions(counted, counts, points) == 0  # a count is a product
+
+    def all_of(vmap):
+        moved = lambda x: vmap(power)(counts, x)[1]
+        outer = jax.vmap(vmap(of_two), axis_name="outer")
+        twice = jnp.stack([counts, counts[::-1]]), jnp.stack([points, points + 1])
+        return vmap(power)(counts, points), jax.jvp(moved, (points,), (points,)), outer(*twice)
+
+    @jax.jit
+    def both():
+        return all_of(lambda f: bx.vmap(f, divergence="compact")), all_of(jax.vmap)
+
+    same(*both())

@@ -62,7 +62,7 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
                 bears = count > 0 and now < 2 * (count if waiting is None else width)
                 goes_on = bears or count == width if waiting else count > left
                 goes_on = goes_on or (waiting is None and bears)
-                expected.append((np.float32(now), goes_on))
+                expected.append((count > 0, np.float32(now), goes_on))
 
     @jax.jit
     def judged():
@@ -73,4 +73,4 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
         )
         return [one(*case) for case in cases]
 
-    assert [(float(w), bool(g)) for w, g in judged()] == expected
+    assert [(bool(s), float(w), bool(g)) for s, w, g in judged()] == expected

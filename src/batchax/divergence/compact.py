@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import jax
+
 from batchax import _compat
 from batchax.divergence.bounded import run_bounded_loop
 from batchax.divergence.branches import run_branches
@@ -26,6 +28,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.varying import varying_of
+from batchax.programs.one_function import fits_for_lanes
 
 # Nanoseconds of a step from which on lanes of loops in loops are apart, by the benchmark `nests`:
 # to count who waits takes some operations in each step.
@@ -35,6 +38,8 @@ NEST = 10_000.0
 _LEAST_OF_NESTS = 64
 _WORTH = 4.0
 _WINDOWS_OF_NESTS = 4
+_ONE_CORE = 50_000.0  # nanoseconds that the last lanes take at most which run on one core
+_DEVICES = 1  # of which nobody knows how lanes that are traced are spread over more
 _MANY = 32  # outer steps, over which what lanes need in all evens out
 
 
@@ -204,8 +209,15 @@ class Compact:
         step = Step.of(test, body, differs)
         most = size if self._most is None else min(size, self._most)
         widths, why = choose_widths(size, most, step, self._nesting, self.width)
-        left = most_left(widths, step.overhead)
-        return Plan(widths, self.threshold, left, step.moving, self.steps is not None, why)
+        left, counts = most_left(widths, step.overhead), self.steps is not None
+        last = len(widths) > 2 and not counts and self._in_one(widths[-1] * step.work, test, body)
+        return Plan(widths, self.threshold, left, step.moving, counts, why, last_in_one=last)
+
+    def _in_one(self, work: float, *programs: Any) -> bool:
+        """Whether steps that take so long are one function of a compiler, which has one core."""
+        if jax.default_backend() != "cpu" or jax.device_count() > _DEVICES or work > _ONE_CORE:
+            return False
+        return all(fits_for_lanes(p.jaxpr) for p in programs if p is not None)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         programs = [p for p in (loop.test, *loop.steps) if p is not None]

@@ -74,13 +74,15 @@ def _batched(
 ) -> tuple[list[Any], Sequence[Position]]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
-        if not loop.axis.divergence.asked:  # in a window lanes of the outer axis would wait
+        # In a window lanes of the outer axis would wait; and one function is made of its lanes.
+        run = loop.of_operations().run if loop.axis.divergence.asked else loop.masked
+        if not loop.axis.divergence.asked or loop.plan.last_in_one:
             types = tuple(program.in_avals)
-            key = (*loop.but_for_body, types, "masked", axis.name, axis.size)
+            key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
 
             def stage() -> Any:
                 with _compat.named_scope(axis.name, axis.size):
-                    return _compat.stage(loop.masked, types)
+                    return _compat.stage(run, types)
 
             program = remembered(loop.body, key, stage)
         batched, out_axes = batch_inner(axis, program, axes)

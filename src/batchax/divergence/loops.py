@@ -65,7 +65,13 @@ class PartingLoop:
         """
         if self.plan.one_function:
             return self.masked(*operands)
+        if self.plan.last_in_one:
+            return self.of_operations().run(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+    def of_operations(self) -> PartingLoop:
+        """As this, with each operation left to the compiler."""
+        return replace(self, plan=self.plan.of_operations)
 
     def tangents(
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -62,6 +62,7 @@ class Plan:
       neighbours: whether the lanes of a window are neighbours that stay in it until all of them are
         done, and other neighbours are next: so no lane is moved.
       one_function: whether these are one function of the compiler, which begins no operations.
+      last_in_one: whether the steps of the lanes that no others follow are one function.
     """
 
     widths: tuple[int, ...]
@@ -72,6 +73,12 @@ class Plan:
     why: str = ""
     neighbours: bool = False
     one_function: bool = False
+    last_in_one: bool = False
+
+    @property
+    def of_operations(self) -> Plan:
+        """As this, with each operation left to the compiler, as what derives from it must be."""
+        return replace(self, last_in_one=False)
 
     def refilled_at(self, width: int) -> int:
         """How many active lanes a window of that width has at most when it is refilled, or left."""
@@ -86,6 +93,8 @@ class Plan:
         """
         if self.threshold is not None:
             return np.False_
+        if isinstance(moving, int):
+            return lax.lt(wasted, np.float32(self.patience) * np.float32(moving))
         moving = lax.convert_element_type(moving, np.float32)
         return lax.lt(wasted, lax.mul(np.float32(self.patience), moving))
 
@@ -118,22 +127,24 @@ def run_in_windows(
         return _neighbours_in_turn(plan, step, consts, positions, active, carry)
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
-    tallies = []
+    tallies, some = [], anyone(active)
     if widths[0] == size:
         widths = widths[1:]
         left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
         left = max(left, widths[0]) if widths else 0
         goes_on = _GoesOn(plan, size, left)
-        begins = anyone(active)
         state = alike((active, carry, plan.blank), varying)
-        active, carry, tally = _steps(step, consts, begins, goes_on, None, state)
+        active, carry, tally, some = _steps(step, consts, some, goes_on, None, state)
         tallies = [tally]
     queue = Queue.of_all(active)
     for k, (width, narrower) in enumerate(itertools.pairwise([*widths, 0])):
         window = _Window(plan, width, narrower, step, consts, positions)
         # All that a window leaves fit the next one: who is in the last one stays there.
-        run = window.run_to_the_end if k and not narrower else window.run
-        carry, lanes, tally = run(queue, carry, varying)
+        if k and not narrower:
+            carry, lanes, tally = window.run_to_the_end(queue, carry, varying)
+        else:
+            some = anyone(queue.active) if k else some
+            carry, lanes, tally = window.run(queue, some, carry, varying)
         queue = Queue(lanes.index, lanes.active)
         tallies.append(tally)
     return carry, tallies
@@ -207,15 +218,19 @@ def _steps(
     waiting: Any,
     state: Any,
 ) -> Any:
-    """Steps of lanes: one if they `begin`, and more while they `go on`."""
+    """Steps of lanes: one if they `begin`, and more while they `go on`.
+
+    Returns:
+      Which are active in the end, carry, tally, and whether any of them is active.
+    """
 
     def once(state: Any) -> Any:
-        active, carry, tally, wasted, _ = state
+        active, carry, tally, _, wasted, _ = state
         active, carry, tally = step(goes_on.width, consts, active, carry, tally)
         return active, carry, tally, *goes_on.judged(active, waiting, wasted)
 
-    start = alike((*state, np.float32(0), begins), [begins])
-    return while_loop(lambda state: state[-1], once, start)[:3]
+    start = alike((*state, begins, np.float32(0), begins), [begins])
+    return while_loop(lambda state: state[-1], once, start)[:4]
 
 
 @dataclass(frozen=True)
@@ -233,7 +248,7 @@ class _GoesOn:
     left: int
 
     def judged(self, active: Any, waiting: Any, wasted: Any) -> list[Any]:
-        """The lane-steps wasted after one more, and whether lanes go on.
+        """Whether any is active, lane-steps wasted after one more, and whether lanes go on.
 
         Args:
           active: which of them are active.
@@ -244,22 +259,23 @@ class _GoesOn:
             return staged_once((self, "all"), lambda *xs: self._judged(None, *xs), active, wasted)
         return staged_once((self, "window"), self._judged, waiting, active, wasted)
 
-    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
+    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any, Any]:
         blocks = Blocks.of(active)
         if blocks is None:
             count = count_active(active)
             wasted = self._wasted(wasted, self.width, count)
-            return wasted, self._of_count(waiting, count, wasted)
+            some = lax.gt(count, np.int32(0))
+            return some, wasted, self._of_count(waiting, count, some, wasted)
 
         def once(state: Any) -> Any:
-            place, count, wasted, _ = state
+            place, count, _, wasted, _ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             new = lax.reduce_sum(new, tuple(range(new.ndim)))
             count, wasted = lax.add(count, new), self._wasted(wasted, blocks.lanes, new)
-            place = lax.add(place, blocks.step)
-            return place, count, wasted, self._of_count(waiting, count, wasted)
+            place, some = lax.add(place, blocks.step), lax.gt(count, np.int32(0))
+            return place, count, some, wasted, self._of_count(waiting, count, some, wasted)
 
-        start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
+        start = alike((np.int32(0), np.int32(0), np.False_, wasted, np.True_), [active])
         return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
 
     def _wasted(self, wasted: Any, lanes: int, active: Any) -> Any:
@@ -268,10 +284,10 @@ class _GoesOn:
             wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)
         )
 
-    def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
-        plan, some = self.plan, lax.gt(count, np.int32(0))
-        many = lax.gt(count, np.int32(self.left))
-        moved = count if waiting is None else np.int32(self.width)
+    def _of_count(self, waiting: Any, count: Any, some: Any, wasted: Any) -> Any:
+        plan = self.plan
+        many = some if self.left == 0 else lax.gt(count, np.int32(self.left))
+        moved = count if waiting is None else self.width
         bears = lax.bitwise_and(some, plan.bears(wasted, moved))
         if waiting is None:
             return lax.bitwise_or(many, bears)
@@ -303,16 +319,19 @@ class _Window:
         self.consts, self.positions = consts, positions
 
     def run(
-        self, queue: Queue, everyone: list[Any], varying: Any
+        self, queue: Queue, waiting: Any, everyone: list[Any], varying: Any
     ) -> tuple[list[Any], InWindow, Tally]:
-        """The carries of all lanes, who is left in the window, and the count of lane-steps."""
+        """The carries of all lanes, who is left in the window, and the count of lane-steps.
+
+        `waiting` is whether any lane of the queue is active.
+        """
         goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
         def steps(lanes: InWindow, consts: Sequence[Any], state: Any) -> Any:
-            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)
+            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)[:3]
 
         turn = functools.partial(self._turn, queue, steps)
-        state = alike(self._empty(everyone, anyone(queue.active)), varying)
+        state = alike(self._empty(everyone, waiting), varying)
         return while_loop(lambda state: state[1].waiting, turn, state)
 
     def run_to_the_end(
@@ -321,7 +340,20 @@ class _Window:
         """As `run`, where the window has a place for each lane."""
 
         def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
-            return _until_all_are_done(self.step, self.width, consts, state)
+            if not self.plan.last_in_one:
+                return _until_all_are_done(self.step, self.width, consts, state)
+            active, carry, tally = state
+            n_consts = len(consts)
+
+            def run(active: Any, *xs: Any) -> list[Any]:
+                state = active, xs[n_consts:], tally
+                active, rows, _ = _until_all_are_done(self.step, self.width, xs[:n_consts], state)
+                return [active, *rows]
+
+            operands = _compat.varying_alike([active, *consts, *carry], like=[active])
+            types = list(map(jax.typeof, [active, *operands[1 + n_consts :]]))
+            active, *carry = _compat.in_one_function(run, types, operands)
+            return active, carry, tally
 
         return self._turn(queue, steps, alike(self._empty(everyone, np.True_), varying))
 
