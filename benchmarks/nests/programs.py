@@ -303,6 +303,17 @@ WORKLOADS = [
         for share in (0.01, 0.05)
     ),
     Nest(
+        "its gradient, 5% of the steps, 64 lanes",
+        seldom_dear,
+        functools.partial(_seldom, 0.05),
+        64,
+        50,
+        in_axes=(0, 0, None),
+        turns=3,
+        family="Simulations",
+        gradient=True,
+    ),
+    Nest(
         "jumanji's Snake",
         snake,
         _moves,

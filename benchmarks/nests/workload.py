@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
@@ -51,6 +52,8 @@ class Nest:
       needs: modules without which it is left out.
       turns: how often each way has its turn at most.
       family: the part of the table it is in.
+      gradient: whether what is measured is the gradient of the sum of all results, with respect to
+        the first argument, in the place of these.
     """
 
     name: str
@@ -65,17 +68,19 @@ class Nest:
     needs: tuple[str, ...] = ()
     turns: int = 7
     family: str = "Samplers"
+    gradient: bool = False
 
     def ways(self) -> dict[str, Function]:
         """What computes the same for all lanes; new functions each time."""
         same = {BASE: jax.vmap(self._anew(), self.in_axes)}
         for divergence in DIVERGENCES:
             same[divergence] = bx.vmap(self._anew(), self.in_axes, divergence=divergence)
+        same = {name: self._measured(batched) for name, batched in same.items()}
         return same | {"lax.map": self.one_by_one}
 
     def one_by_one(self, *args: Any) -> Any:
         """One lane after the other."""
-        return one_by_one(self.fun, self.in_axes, args)
+        return one_by_one(self._measured(self.fun), self.in_axes, args)
 
     def of_lanes(self, args: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
         """The arguments of some of the lanes."""
@@ -89,6 +94,19 @@ class Nest:
     def inner_steps(self, args: Any, out: Any) -> np.ndarray:
         """`counts` as an array of NumPy with an axis of lanes and one for each loop around."""
         return np.asarray(self.counts(args, out), np.int64)
+
+    def _measured(self, function: Function) -> Function:
+        if not self.gradient:
+            return function
+
+        def run(x: Any, *args: Any) -> Any:
+            def total(x: Any) -> Any:
+                results, counts = function(x, *args)
+                return sum(jnp.sum(y) for y in jax.tree.leaves(results)), counts
+
+            return jax.grad(total, has_aux=True)(x)
+
+        return run
 
     def _anew(self) -> Function:
         return lambda *args: self.fun(*args)
