@@ -224,3 +224,11 @@ def test_explain_says_which_ran():
         {"small_matrices": "auto"},
     )
     assert "factorisation of small matrices" not in [x.kind for x in bx.explain(f)(xs).findings]
+
+
+def test_products_are_explained():
+    x = jnp.ones((1024, 4, 4), "float32")
+    for fun in (lambda x: x @ x.T, lambda x: jnp.linalg.solve(x @ x.T + jnp.eye(4), x)):
+        notes = [e.notes for e in bx.explain(fun)(x).equations if "small_matrices" in e.notes]
+        assert notes
+        assert all(n["small_matrices"] == "together" for n in notes)

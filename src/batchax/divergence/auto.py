@@ -52,6 +52,7 @@ from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
 from batchax.programs.one_function import fits_for_lanes
 from batchax.rules.hazards import hazards
+from batchax.rules.many_lanes import least_lanes
 
 
 class Limits(NamedTuple):
@@ -196,7 +197,7 @@ class Auto(Compact):
         step = Step.of(None, loop.steps[0], differs)
         work, begun = WITH_DERIVATIVE * step.work, WITH_DERIVATIVE * step.begun
         step = replace(step, work=work, begun=begun, moving=step.moving / WITH_DERIVATIVE)
-        width = self._from_the_start(axis.size, step)
+        width = self._from_the_start(axis.size, step, least_lanes(axis.size, loop.steps))
         return Apart(replace(axis, name=None), width, step.moving) if width < axis.size else None
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
@@ -255,9 +256,11 @@ class Auto(Compact):
         step = Step.of(test, body, differs)
         why = "a step costs too little, or lanes are too few, for a window"
         left, neighbours, one_function = 0, False, False
+        programs = [p for p in (test, body) if p]
+        least = least_lanes(size, programs)
         if step.moving <= self.limits.moving:
-            widths: tuple[int, ...] = (self._from_the_start(size, step),)
-            if widths == (size,) and (last := self._of_the_last(size, step, body)) < size:
+            widths: tuple[int, ...] = (self._from_the_start(size, step, least),)
+            if widths == (size,) and least <= (last := self._of_the_last(size, step, body)) < size:
                 widths = (size, last)
                 alone = self.limits.cores <= self.limits.few
                 left = most_left(widths, step.overhead) if alone else last
@@ -265,11 +268,13 @@ class Auto(Compact):
             why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
             widths = (size,)
         if widths == (size,):
-            widths = (self._in_one_function(size, step, [p for p in (test, body) if p]),)
+            widths = (self._in_one_function(size, step, programs),)
             one_function = neighbours = widths[0] < size
         if widths == (size,) and step.moving > self.limits.moving:
-            widths = (self._of_neighbours(size, step),)
+            widths = (self._of_neighbours(size, step, least),)
             neighbours = widths[0] < size
+        if widths == (size,) and least > size // min(self.limits.windows):
+            why = "fewer lanes would run its operations one after another, by a library"
         return Plan(widths, None, left, step.moving, False, why, neighbours, one_function)
 
     def _in_one_function(self, size: int, step: Step, programs: Sequence[Any]) -> int:
@@ -286,22 +291,26 @@ class Auto(Compact):
         width = limits.together // numbers // _VECTOR * _VECTOR
         return min(max(width, _VECTOR), size // 2)
 
-    def _from_the_start(self, size: int, step: Step) -> int:
-        """The width of a window that keeps a device as busy as all lanes do; `size` for none."""
+    def _from_the_start(self, size: int, step: Step, least: int) -> int:
+        """The width of a window that keeps a device as busy as all lanes do; `size` for none.
+
+        It has `least` lanes, of which fewer would run some operation otherwise.
+        """
         limits = self.limits
-        begun = limits.begun * step.overhead
+        begun = max(limits.begun * step.overhead, least)
         width = self._fitting(size, max(begun, limits.busy * limits.cores / step.work))
         if width < size and limits.cores <= limits.few and step.begun >= step.work / 2:
             # One core takes no longer for these than two take for all lanes, which are masked.
             width = min(width, max(1, size // limits.narrower, math.ceil(begun)))
         return width
 
-    def _of_neighbours(self, size: int, step: Step) -> int:
+    def _of_neighbours(self, size: int, step: Step, least: int) -> int:
         """How many are copied to where they are computed, which a cache holds; `size` if none."""
         limits = self.limits
         if step.staying > limits.staying:
             return size
-        return self._fitting(size, limits.begun * step.overhead * max(1, limits.cores / limits.few))
+        begun = limits.begun * step.overhead * max(1, limits.cores / limits.few)
+        return self._fitting(size, max(begun, least))
 
     def _fitting(self, size: int, enough: float) -> int:
         every = (max(1, size // n) for n in self.limits.windows)

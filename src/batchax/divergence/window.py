@@ -184,7 +184,9 @@ def _neighbours_in_turn(
 
     def run(active: Any, *operands: Any) -> list[Any]:
         consts, carry = operands[: len(positions)], operands[len(positions) :]
-        state = np.int32(0), [active, *carry], plan.blank
+        # If nobody takes a step, nothing is copied.
+        first = lax.select(anyone(active), np.int32(0), np.int32(size))
+        state = first, [active, *carry], plan.blank
         state = alike(state, [active, *operands])
         goes_on = lambda state: lax.lt(state[0], np.int32(size))
         _, (_, *carry), tally = while_loop(goes_on, functools.partial(turn, consts), state)

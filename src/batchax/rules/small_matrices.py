@@ -51,15 +51,10 @@ def with_lanes_last(
         return None
     examples = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     ranks = decomposition.ranks or tuple(x.ndim for x in examples)
+    if not together(primitive.name, examples, axis.size, params):
+        return None
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
-    lane = [
-        jax.ShapeDtypeStruct(x.shape[x.ndim - r :], x.dtype)
-        for x, r in zip(examples, ranks, strict=True)
-    ]
-    lanes = axis.size * math.prod(batch)
-    if not lanes_last_pays(primitive.name, lane, lanes, params):
-        return None
     first = decomposition.alone and not batch and all(a == 0 for a in axes)
     operands = [
         x if first else _to_last(match_axis(axis, x, a, -1), len(batch))
@@ -70,6 +65,20 @@ def with_lanes_last(
     placed = outs if first else [_from_last(x, (*batch, axis.size)) for x in outs]
     at = [_at(x, first) for x in placed]
     return (placed, at) if primitive.multiple_results else (placed[0], at[0])
+
+
+def together(primitive: str, examples: Sequence[Aval], lanes: int, params: Any) -> bool:
+    """Whether it pays to compute a primitive of JAX with so many lanes last, by its operands."""
+    decomposition = DECOMPOSITIONS.get(primitive)
+    if decomposition is None or lanes < decomposition.least:
+        return False
+    ranks = decomposition.ranks or tuple(x.ndim for x in examples)
+    lane = [
+        jax.ShapeDtypeStruct(x.shape[x.ndim - r :], x.dtype)
+        for x, r in zip(examples, ranks, strict=True)
+    ]
+    batch = examples[0].shape[: examples[0].ndim - ranks[0]]
+    return lanes_last_pays(primitive, lane, lanes * math.prod(batch), params)
 
 
 def _may(axis: Axis, args: Sequence[Value]) -> bool:
@@ -123,8 +132,8 @@ def _at(x: Aval | Value, first: bool) -> int:
 
 
 def _operations(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
-    outs = _of_jax(of, params)(*(jnp.moveaxis(x, _at(x, first), 0) for x in operands))
-    return [jnp.moveaxis(x, 0, _at(x, first)) for x in outs]
+    at = 0 if first else -1  # a product has no lanes of its own: it is batched
+    return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 
 def _on_cpu(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:

@@ -1,0 +1,80 @@
+"""Where nothing is gained, what is compiled is what is compiled of `jax.vmap`."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+
+LANES = 256
+
+
+def drawn(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32")
+
+
+def branches(index, x, _):
+    return lax.switch(index, [jnp.tanh, jnp.sin], x)
+
+
+def fifty(index, x, _):
+    def often(f):
+        def branch(x):
+            for _ in range(50):
+                x = f(x)
+            return x
+
+        return branch
+
+    return lax.switch(index, [often(jnp.tanh), often(jnp.sin)], x)
+
+
+def products(count, x, weights):
+    step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def layers(count, x, weights):
+    def step(c):
+        i, x = c
+        for _ in range(3):
+            x = jnp.tanh(weights @ x)
+        return i + 1, x
+
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def gradient(fun):
+    return jax.grad(lambda index, x, weights: jnp.sum(fun(index, x, weights) ** 2), 1)
+
+
+FUNCTIONS = {
+    "branches": branches,
+    "gradient of branches": gradient(branches),
+    "long branches": fifty,
+    "products with short vectors": products,
+    "layers of short vectors": layers,
+}
+
+
+def compiled(batched, *args):
+    """The optimized program as lines, without names of values and places in source files."""
+    text = jax.jit(batched).lower(*args).compile().as_text()
+    text = text[re.search(r"(?m)^(%|ENTRY)", text).start() :]
+    text = re.sub(r",? ?metadata=\{[^}]*\}", "", text)
+    text = re.sub(r"(?m)^(ENTRY )?[%\w.\-]+ \((.*)$", r"\1(\2", text)
+    text = re.sub(r"[\w.\-]+: (?=\w+\[|\()", "", text)
+    numbers = {}
+    return re.sub(r"%[\w.\-]+", lambda m: f"%{numbers.setdefault(m[0], len(numbers))}", text)
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_the_same_is_compiled(what):
+    fun = FUNCTIONS[what]
+    args = jnp.arange(LANES, dtype="int32") % 2, drawn(LANES, 16), drawn(16, 16) / 4
+    batched = bx.vmap(lambda *args: fun(*args), (0, 0, None))
+    assert compiled(batched, *args) == compiled(jax.vmap(fun, (0, 0, None)), *args)

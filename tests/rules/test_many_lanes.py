@@ -1,0 +1,84 @@
+"""From how many lanes on programs run each operation as all lanes do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+from batchax.divergence.auto import Auto
+from batchax.rules.many_lanes import least_lanes
+from batchax.small.pays import of_library
+
+from support.oracle import same
+
+FOUR = np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
+
+
+def staged(fun, *examples):
+    return [jax.make_jaxpr(fun)(*examples)]
+
+
+def test_decompositions_of_small_matrices():
+    programs = staged(jax.jit(jnp.linalg.cholesky), FOUR)
+    least = next(n for n in range(10_000) if of_library("cholesky", "float32", 4, n))
+    assert 256 < least < 4096
+    for size in (least, 4096):
+        assert least_lanes(size, programs) == least
+    assert least_lanes(least - 1, programs) == 1  # all lanes leave them to the library, too
+    batch = staged(jnp.linalg.cholesky, np.stack([FOUR] * 4))
+    assert least_lanes(4096, batch) == -(-least // 4)
+    large = staged(jnp.linalg.cholesky, np.eye(200, dtype="float32"))
+    assert least_lanes(10**6, large) == 1
+
+
+def test_short_rows_with_more_than_keys():
+    row = np.zeros(64, "float32")
+    assert least_lanes(4096, staged(jnp.argsort, row)) == 2**14 // 64
+    assert least_lanes(4096, staged(jnp.sort, row)) == 1
+    # Of several the one that needs most lanes decides.
+    both = [*staged(jnp.argsort, row), *staged(jnp.argsort, row[:16])]
+    assert least_lanes(4096, both) == 2**14 // 16
+
+
+def solved(x):
+    return jnp.linalg.solve(x @ x.T / 4 + jnp.eye(4, dtype=x.dtype), x)
+
+
+def refined(count, x):
+    """Steps that hold a decomposition."""
+
+    def step(c):
+        i, x = c
+        return i + 1, solved(x)
+
+    return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+
+def test_a_window_is_wide_enough_to_run_them_so():
+    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+
+    def notes(lanes):
+        args = jnp.zeros(lanes, int), jnp.zeros((lanes, 4, 4), "float32")
+        equations = bx.explain(refined, divergence=way)(*args).equations
+        return next(e.notes for e in equations if e.primitive == "while")
+
+    lanes = 1 << 16
+    (width,) = notes(lanes)["widths"]
+    assert least_lanes(lanes, staged(solved, FOUR)) <= width < lanes
+    masked = notes(1024)
+    assert masked["divergence"] == "masked"
+    assert "library" in masked["why"]
+
+
+def test_lanes_of_a_wide_window_get_what_each_gets_alone():
+    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, busy=0.0))
+    count = np.arange(4096) % 3
+    x = np.random.default_rng(1).normal(size=(4096, 4, 4)).astype("float32")
+    out = jax.jit(bx.vmap(refined, divergence=way))(count, x)
+    expected = np.copy(x)
+    for k in range(2):
+        goes_on = expected[count > k]
+        products = np.einsum("nij,nkj->nik", goes_on, goes_on) / 4 + np.eye(4, dtype="float32")
+        expected[count > k] = np.linalg.solve(products, goes_on)
+    same(out, jnp.asarray(expected), dict(rtol=1e-3, atol=1e-3))
