@@ -103,6 +103,37 @@ def test_the_last_lanes_are_alone_where_steps_are_many_operations():
         assert [w == 2048 for w in notes.get("widths", ())] == [True, False] * apart
 
 
+def bounded(count, x, weights):
+    step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
+    return bx.bounded_while(lambda c: c[0] < count, step, (0, x), max_steps=100)[1]
+
+
+def test_the_last_lanes_of_a_bounded_loop_are_alone():
+    def said(lanes, size):
+        args = jnp.zeros(lanes, int), jnp.zeros((lanes, size)), jnp.zeros((size, size))
+        explained = bx.explain(bounded, (0, 0, None), divergence=ONE_DEVICE)(*args)
+        return next(e.notes for e in explained.equations if e.primitive == "bounded loop")
+
+    first, last = said(1024, 64)["widths"]
+    assert (first, last <= 64) == (1024, True)
+    assert said(64, 64)["divergence"] == "masked"  # a step takes no longer than to ask who is left
+    assert said(1024, 4)["divergence"] != "compact"
+
+
+@pytest.mark.parametrize("size", [4, 200])  # rows are put back by a loop, or one array at a time
+def test_values_of_the_last_lanes_of_a_bounded_loop(size):
+    rng = np.random.default_rng(5)
+    xs, weights = rng.normal(size=(N, size)), rng.normal(size=(size, size)) / size**0.5
+    xs[3] = np.nan
+    expected = xs.copy()
+    for lane, count in enumerate(np.asarray(COUNTS)):
+        for _ in range(count):
+            expected[lane] = np.tanh(weights @ expected[lane])
+    args = COUNTS, jnp.asarray(xs, float), jnp.asarray(weights, float)
+    values = jax.jit(bx.vmap(bounded, (0, 0, None), divergence=LAST))(*args)
+    np.testing.assert_allclose(values, expected, rtol=2e-3, atol=1e-5)
+
+
 def several(count, x, key, shared):
     """Loops of many kinds, whose lanes take `count` steps or so."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from batchax.divergence import window
 from batchax.divergence.refill import InWindow, Queue, refill
+from batchax.divergence.together import Together
 
 
 def first_come(queue, active, size, width):
@@ -57,20 +58,51 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
         plan = window.Plan((width,), None, left, patience=2.0, counts=False)
         for wasted in (0.0, width + 3.0, 3.0 * width):
             now = wasted + width - count
-            for waiting in (None, True, False):
+            for waiting in (True, False):
                 cases.append((window._GoesOn(plan, width, left), active, waiting, wasted))
-                bears = count > 0 and now < 2 * (count if waiting is None else width)
+                bears = count > 0 and now < 2 * width
                 goes_on = bears or count == width if waiting else count > left
-                goes_on = goes_on or (waiting is None and bears)
-                expected.append((count > 0, np.float32(now), goes_on))
+                expected.append((np.float32(now), goes_on))
 
     @jax.jit
     def judged():
         one = lambda goes_on, active, waiting, wasted: goes_on.judged(
             jnp.asarray(active),
-            None if waiting is None else jnp.asarray(waiting),
+            jnp.asarray(waiting),
             jnp.float32(wasted),
         )
         return [one(*case) for case in cases]
 
-    assert [(bool(s), float(w), bool(g)) for s, w, g in judged()] == expected
+    assert [(float(w), bool(g)) for w, g in judged()] == expected
+
+
+def last_step(counts, left, patience, pause):
+    """After how many steps all lanes stop to run together, in Python."""
+    taken, asked = 0, pause
+    while count := int((counts > taken).sum()):
+        if taken and taken >= asked:
+            idle = 0.5 * taken * (len(counts) - count)
+            if count <= left and (patience is None or idle >= patience * count):
+                break
+            asked += max(pause, taken // 4) if pause > 1 else 1
+        taken += 1
+    return taken, count > 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_all_lanes_run_until_those_that_are_counted_are_few(device, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: device)
+    counts, cases = np.random.default_rng(1).pareto(1.0, 96), []
+    counts = np.minimum(8 * counts, 90).astype(np.int32)
+    for lanes in (counts, 0 * counts, 0 * counts + 8, 0 * counts + 20):
+        for left, patience, pause in ((30, 1.0, 8), (30, 40.0, 8), (5, 1.0, 1), (60, None, 1)):
+            cases.append((lanes, left, patience, pause))
+
+    def taken(lanes, left, patience, pause):
+        once = lambda state: (lanes > state[1] + 1, state[1] + 1)
+        together, begins = Together(len(lanes), left, patience, pause), jnp.asarray(lanes.any())
+        (_, steps), some = together.run(begins, once, (jnp.asarray(lanes > 0), jnp.int32(0)))
+        return steps, some
+
+    results = jax.jit(lambda: [taken(*case) for case in cases])()
+    assert [(int(n), bool(some)) for n, some in results] == [last_step(*case) for case in cases]

@@ -27,7 +27,7 @@ ONE_FUNCTION = Auto(
     )
 )
 """The same, in one function of the compiler if they can be."""
-LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, nest=inf))
+LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, last=0, nest=inf))
 """All lanes run first, and the last ones in a window."""
 MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""

@@ -9,7 +9,9 @@ before it is compiled:
   lanes do.
 - Where a step is many operations, all of which take as long for a window as for many lanes, all
   lanes run first, and those that are left in a window. The body is compiled twice, beside which
-  what moves lanes is little.
+  what moves lanes is little. So do the lanes of a bounded loop whose step is a few dear operations:
+  what ends it for `jax.vmap` is compiled about as long as what moves lanes. They are counted
+  seldom, for a loop of equal counts is to take no longer than a masked one.
 - Where a step is too cheap to move lanes, neighbours run until the last of them is done, and then
   the next ones: nobody is moved. Those of a step that a compiler can make one function of are few.
 - All other loops are the masked loops that they would be.
@@ -96,6 +98,14 @@ class Limits(NamedTuple):
     """how many times as long as a step of the last lanes alone one of all lanes takes"""
     long: int = 40
     """how many different operations a step has that may be compiled twice"""
+    rows: int = 4
+    """how many arrays a bounded loop carries at most, each to be moved, if its step has fewer"""
+    roomy: int = 4
+    """how many times as long as its overhead a step of the last lanes takes"""
+    last: float = 80_000.0
+    """nanoseconds that a step of all lanes takes beside which it is nothing to ask who is left"""
+    asking: int = 8
+    """how many steps all lanes take before they are asked"""
     nest: float = 15_000.0
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     windows: tuple[int, ...] = (16, 8)
@@ -179,7 +189,7 @@ class Auto(Compact):
         body = loop.steps[0]
         whole, finish = as_while(axis, loop.args, loop.axes, test=loop.test, body=body, form=form)
         differs = [a is not None for a in (*whole.body_at, *[0] * len(whole.carry))]
-        plan = self.plan(size, whole.test, whole.body, differs)
+        plan = self.plan(size, whole.test, whole.body, differs, bounded=True)
         if plan.widths == (size,):
             recording.note(why=plan.why, divergence="masked")
             if apart is None:
@@ -252,7 +262,9 @@ class Auto(Compact):
         few = int(masked / (limits.singly * branch.alone))
         return min(few, branch.lanes) if few * limits.share >= branch.lanes else 0
 
-    def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
+    def plan(
+        self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
+    ) -> Plan:
         step = Step.of(test, body, differs)
         why = "a step costs too little, or lanes are too few, for a window"
         left, neighbours, one_function = 0, False, False
@@ -260,7 +272,8 @@ class Auto(Compact):
         least = least_lanes(size, programs)
         if step.moving <= self.limits.moving:
             widths: tuple[int, ...] = (self._from_the_start(size, step, least),)
-            if widths == (size,) and least <= (last := self._of_the_last(size, step, body)) < size:
+            last = self._of_the_last(size, step, body, bounded)
+            if widths == (size,) and least <= last < size:
                 widths = (size, last)
                 alone = self.limits.cores <= self.limits.few
                 left = most_left(widths, step.overhead) if alone else last
@@ -275,7 +288,10 @@ class Auto(Compact):
             neighbours = widths[0] < size
         if widths == (size,) and least > size // min(self.limits.windows):
             why = "fewer lanes would run its operations one after another, by a library"
-        return Plan(widths, None, left, step.moving, False, why, neighbours, one_function)
+        pause = self.limits.asking
+        return Plan(
+            widths, None, left, step.moving, False, why, neighbours, one_function, pause=pause
+        )
 
     def _in_one_function(self, size: int, step: Step, programs: Sequence[Any]) -> int:
         """How many neighbours at a time run in one function, on one core; `size` if none do."""
@@ -316,15 +332,20 @@ class Auto(Compact):
         every = (max(1, size // n) for n in self.limits.windows)
         return next((width for width in every if enough <= width < size), size)
 
-    def _of_the_last(self, size: int, step: Step, body: Any) -> int:
+    def _of_the_last(self, size: int, step: Step, body: Any, bounded: bool) -> int:
         """The width of a window for the lanes that others have left behind; `size` for none.
 
-        They must save much alone, and their step be most of what is compiled then.
+        They must save much alone, and their step be most of what is compiled then, or what ends a
+        bounded loop, of which there is no other copy.
         """
-        limits = self.limits
-        width = min(power_of_two(step.overhead), size // 2) or size
-        saved = (size + step.overhead) / (width + step.overhead)
-        return width if saved >= limits.saved and different(body.jaxpr) >= limits.long else size
+        limits, begun = self.limits, step.overhead
+        few = bounded and len(body.out_avals) <= limits.rows
+        few = few and step.work * size >= limits.last
+        long = different(body.jaxpr) >= limits.long
+        width = power_of_two(begun) * (1 if long else limits.roomy)
+        width = min(width, size // 2) or size
+        saves = size + begun >= limits.saved * (width + begun)
+        return width if saves and (few or long) else size
 
 
 def for_any_machine(option: Any) -> Any:

@@ -7,8 +7,8 @@ lanes begin together (`bounded_apart.py`), or are masked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -39,6 +39,7 @@ class BoundedParting(PartingLoop):
     bounded: tuple[ClosedJaxpr | None, ClosedJaxpr, ClosedJaxpr]
     form: Form
     apart: Apart | None
+    is_bounded: ClassVar[bool] = True
 
     @property
     def but_for_body(self) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ def bounded_parting(
 ) -> list[Any]:
     """The carry of the ``while`` that a bounded loop is, of all lanes in the end."""
     parting, operands = parting_loop(axis, whole, plan)
-    of_while = {name: getattr(parting, name) for name in PartingLoop.__dataclass_fields__}
+    of_while = {f.name: getattr(parting, f.name) for f in fields(PartingLoop)}
     programs = loop.test, loop.steps[0], loop.guarded[0]
     return bind(BoundedParting(**of_while, bounded=programs, form=loop.form, apart=apart), operands)
 

@@ -196,13 +196,16 @@ class Compact:
         outs = bind(*parting_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 
-    def plan(self, size: int, test: Any, body: Any, differs: Sequence[bool]) -> Plan:
+    def plan(
+        self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
+    ) -> Plan:
         """How so many lanes of a loop are run.
 
         Args:
           size: number of lanes.
           test, body: the programs of a step.
           differs: which operands of the body each lane has its own of.
+          bounded: whether it is a bounded loop as a ``while``.
 
         :meta private:
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ class PartingLoop:
     n_test: int
     positions: tuple[Position, ...]
     plan: Plan
+    is_bounded: ClassVar[bool] = False
 
     @property
     def but_for_body(self) -> tuple[Any, ...]:
@@ -56,7 +57,7 @@ class PartingLoop:
             return self.plan
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
-        return self.axis.divergence.plan(lanes, self.test, self.body, differs)
+        return self.axis.divergence.plan(lanes, self.test, self.body, differs, self.is_bounded)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """What derivatives are taken of: `program`, which `run` staged, or masked lanes.

@@ -19,7 +19,7 @@ from batchax.divergence.nest import Segment
 from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import length
-from batchax.divergence.window import rows_of, with_rows
+from batchax.divergence.window_rows import rows_of, with_rows
 from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import count_active, entries_at, put, put_entries, taken_at
 from batchax.jaxprs.evaluate import variables_used

@@ -12,7 +12,8 @@ the arrays of all lanes by index. That is the same program for all widths, of wh
 compiled once more for each.
 
 A processor is given each operation as a function of its own, which takes longer to compile than
-most loops of numbers: `refill` and `_GoesOn` make such loops, each one function.
+most loops of numbers: `Together`, `refill`, `_GoesOn` and `put_back` make such loops, each one
+function.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from batchax import _compat
 from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
 from batchax.divergence.staged import staged_once, while_loop
+from batchax.divergence.together import Together
 from batchax.divergence.varying import alike
+from batchax.divergence.window_rows import put_back, rows_of
 from batchax.execution.entries import part_of, put_part
-from batchax.execution.gathered_lanes import count_active, put, taken_at
+from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 
@@ -63,6 +66,7 @@ class Plan:
         done, and other neighbours are next: so no lane is moved.
       one_function: whether these are one function of the compiler, which begins no operations.
       last_in_one: whether the steps of the lanes that no others follow are one function.
+      pause: how many steps of all lanes are taken at least before those that are left are counted.
     """
 
     widths: tuple[int, ...]
@@ -74,6 +78,7 @@ class Plan:
     neighbours: bool = False
     one_function: bool = False
     last_in_one: bool = False
+    pause: int = 1
 
     @property
     def of_operations(self) -> Plan:
@@ -84,7 +89,7 @@ class Plan:
         """How many active lanes a window of that width has at most when it is refilled, or left."""
         return width - max(1, round(width * (self.threshold or 0)))
 
-    def bears(self, wasted: Any, moving: Any) -> Any:
+    def bears(self, wasted: Any, moving: int) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes.
 
         Nobody knows how many steps are to come. Whoever stays until waiting has cost as much as
@@ -93,10 +98,7 @@ class Plan:
         """
         if self.threshold is not None:
             return np.False_
-        if isinstance(moving, int):
-            return lax.lt(wasted, np.float32(self.patience) * np.float32(moving))
-        moving = lax.convert_element_type(moving, np.float32)
-        return lax.lt(wasted, lax.mul(np.float32(self.patience), moving))
+        return lax.lt(wasted, np.float32(self.patience) * np.float32(moving))
 
     @property
     def blank(self) -> Tally:
@@ -132,9 +134,11 @@ def run_in_windows(
         widths = widths[1:]
         left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
         left = max(left, widths[0]) if widths else 0
-        goes_on = _GoesOn(plan, size, left)
+        patience = plan.patience if plan.threshold is None else None
+        together = Together(size, left, patience, plan.pause)
         state = alike((active, carry, plan.blank), varying)
-        active, carry, tally, some = _steps(step, consts, some, goes_on, None, state)
+        once = lambda state: step(size, consts, *state)
+        (active, carry, tally), some = together.run(some, once, state)
         tallies = [tally]
     queue = Queue.of_all(active)
     for k, (width, narrower) in enumerate(itertools.pairwise([*widths, 0])):
@@ -220,24 +224,20 @@ def _steps(
     waiting: Any,
     state: Any,
 ) -> Any:
-    """Steps of lanes: one if they `begin`, and more while they `go on`.
-
-    Returns:
-      Which are active in the end, carry, tally, and whether any of them is active.
-    """
+    """Steps of the lanes of a window: one if they `begin`, and more while they `go on`."""
 
     def once(state: Any) -> Any:
-        active, carry, tally, _, wasted, _ = state
+        active, carry, tally, wasted, _ = state
         active, carry, tally = step(goes_on.width, consts, active, carry, tally)
         return active, carry, tally, *goes_on.judged(active, waiting, wasted)
 
-    start = alike((*state, begins, np.float32(0), begins), [begins])
-    return while_loop(lambda state: state[-1], once, start)[:4]
+    start = alike((*state, np.float32(0), begins), [begins])
+    return while_loop(lambda state: state[-1], once, start)[:3]
 
 
 @dataclass(frozen=True)
 class _GoesOn:
-    """Whether lanes go on together.
+    """Whether the lanes of a window go on together.
 
     Attributes:
       plan: how they are run.
@@ -250,34 +250,31 @@ class _GoesOn:
     left: int
 
     def judged(self, active: Any, waiting: Any, wasted: Any) -> list[Any]:
-        """Whether any is active, lane-steps wasted after one more, and whether lanes go on.
+        """The lane-steps wasted after one more, and whether lanes go on.
 
         Args:
           active: which of them are active.
-          waiting: whether others wait; None for all lanes, which never take the place of another.
+          waiting: whether others wait.
           wasted: the lane-steps wasted before.
         """
-        if waiting is None:
-            return staged_once((self, "all"), lambda *xs: self._judged(None, *xs), active, wasted)
-        return staged_once((self, "window"), self._judged, waiting, active, wasted)
+        return staged_once(self, self._judged, waiting, active, wasted)
 
-    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any, Any]:
+    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
         blocks = Blocks.of(active)
         if blocks is None:
             count = count_active(active)
             wasted = self._wasted(wasted, self.width, count)
-            some = lax.gt(count, np.int32(0))
-            return some, wasted, self._of_count(waiting, count, some, wasted)
+            return wasted, self._of_count(waiting, count, wasted)
 
         def once(state: Any) -> Any:
-            place, count, _, wasted, _ = state
+            place, count, wasted, _ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             new = lax.reduce_sum(new, tuple(range(new.ndim)))
             count, wasted = lax.add(count, new), self._wasted(wasted, blocks.lanes, new)
-            place, some = lax.add(place, blocks.step), lax.gt(count, np.int32(0))
-            return place, count, some, wasted, self._of_count(waiting, count, some, wasted)
+            place = lax.add(place, blocks.step)
+            return place, count, wasted, self._of_count(waiting, count, wasted)
 
-        start = alike((np.int32(0), np.int32(0), np.False_, wasted, np.True_), [active])
+        start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
         return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
 
     def _wasted(self, wasted: Any, lanes: int, active: Any) -> Any:
@@ -286,13 +283,10 @@ class _GoesOn:
             wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)
         )
 
-    def _of_count(self, waiting: Any, count: Any, some: Any, wasted: Any) -> Any:
-        plan = self.plan
+    def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
+        plan, some = self.plan, lax.gt(count, np.int32(0))
         many = some if self.left == 0 else lax.gt(count, np.int32(self.left))
-        moved = count if waiting is None else self.width
-        bears = lax.bitwise_and(some, plan.bears(wasted, moved))
-        if waiting is None:
-            return lax.bitwise_or(many, bears)
+        bears = lax.bitwise_and(some, plan.bears(wasted, self.width))
         full = lax.gt(count, np.int32(plan.refilled_at(self.width)))
         return lax.select(waiting, lax.bitwise_or(full, bears), many)
 
@@ -330,7 +324,7 @@ class _Window:
         goes_on = _GoesOn(self.plan, self.width, self.narrower)
 
         def steps(lanes: InWindow, consts: Sequence[Any], state: Any) -> Any:
-            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)[:3]
+            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)
 
         turn = functools.partial(self._turn, queue, steps)
         state = alike(self._empty(everyone, waiting), varying)
@@ -372,21 +366,8 @@ class _Window:
         carry = [rows_of(x, 0, here) for x in everyone]
         consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
         active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
-        put_back = functools.partial(with_rows, target=lanes.index)
-        everyone = list(map(put_back, everyone, carry))
+        everyone = put_back(everyone, carry, lanes.index)
         return everyone, lanes._replace(active=active), tally
-
-
-def rows_of(x: Value, position: Position, lanes: Any) -> Any:
-    """What these lanes have of an array of all lanes; `lanes` may repeat some."""
-    if position is None:
-        return x
-    return taken_at(x, lanes, position)
-
-
-def with_rows(x: Value, rows: Any, target: Any) -> Any:
-    """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
-    return put(x, rows, target, 0)
 
 
 def counted(tally: Tally, count: Any) -> Tally:
