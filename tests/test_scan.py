@@ -13,6 +13,7 @@ from jax import lax
 
 import batchax as bx
 
+from support.compiled import compilations
 from support.oracle import (
     Claim,
     alike,
@@ -440,22 +441,6 @@ def test_explicitly_sharded_arrays():
 
 
 # Compiling once
-
-
-def compilations(call):
-    """What JAX compiles during a call."""
-    found = []
-
-    def listen(name, duration, **details):
-        if name == "/jax/core/compile/backend_compile_duration":
-            found.append(details)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        call()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    return found
 
 
 def test_calls_outside_jit_compile_once():

@@ -9,6 +9,7 @@ import pytest
 
 import batchax as bx
 
+from support.compiled import compilations
 from support.known_lengths import with_known_lengths
 from support.rows import ragged
 
@@ -363,3 +364,28 @@ def test_a_mistake_is_named(name):
     make, error, match = MISTAKES[name]
     with pytest.raises(error, match=f"(?s){match}"):
         make()
+
+
+def test_outside_of_jit_a_bucket_is_one_program_for_whatever_lengths():
+    generator, float_type = np.random.default_rng(0), jnp.zeros(()).dtype
+
+    def attend(x):
+        return jax.nn.softmax(x @ x.T, axis=-1) @ x
+
+    def call():  # as many short rows and long ones each time, which are not as long
+        lengths = [*generator.permutation([2, 3, 4]), *generator.permutation([9, 11])]
+        data, outs = generator.normal(size=(29, 3)).astype(float_type), []
+        x = bx.Ragged(data, lengths)
+        count = len(compilations(lambda: outs.append(bx.vmap(attend, buckets=2)(x))))
+        rows = np.split(data, np.cumsum(lengths)[:-1])
+        same(np.asarray(outs[0].data), np.concatenate(list(map(attended, rows))))
+        return count
+
+    first = call()
+    assert 2 <= first <= 15, first  # it has some 50 operations, for either bucket
+    assert call() == 0
+
+
+def attended(x):
+    weights = np.exp(x @ x.T)
+    return weights / weights.sum(1, keepdims=True) @ x

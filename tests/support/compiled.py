@@ -65,3 +65,19 @@ def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=Tr
 
 def compiled_bytes(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def compilations(call):
+    """What JAX compiles during a call."""
+    found = []
+
+    def listen(name, duration, **details):
+        if name == "/jax/core/compile/backend_compile_duration":
+            found.append(details)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    return found

@@ -20,6 +20,7 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
+from batchax.execution.eager import compiled_whole
 from batchax.frontend.mapped import Mapped
 from batchax.frontend.outputs import (
     Described,
@@ -56,11 +57,14 @@ class Way:
     Attributes:
       hides: whether values are computed that are not the user's, which ``jax.debug_nans`` must not
         see: of lanes that are masked or repeated, of blank buffers.
+      compiles: whether outside of `jit` all that it does is compiled as one program, which
+        takes less than to compile its operations one by one.
       makes_calls: whether `run` makes calls, each of which is executed for itself, and returns
         results and how to rebuild them. Nothing is staged for such a way.
     """
 
     hides: ClassVar[bool] = True
+    compiles: ClassVar[bool] = False
     makes_calls: ClassVar[bool] = False
 
     @property
@@ -312,24 +316,36 @@ def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
     """
     way = call.way
     if not call.traced and way.stages_whole(call):
-        program, said = _whole(call, values)
-        way.check(call, said)
+        whole = _whole(call, values)
+        way.check(call, whole.said)
         if not looks_here():  # at the results of the user's operations, which are those of `run`
-            return eval_jaxpr(program.jaxpr, program.consts, *values), said
+            return whole.run(*values), whole.said
     arrays, said = way.run(call.with_values(values))
     way.check(call, said)
     return arrays, said
 
 
-def _whole(call: Call, values: Sequence[Value]) -> tuple[ClosedJaxpr, Any]:
-    """All that a way does with such values as one program, and what it says of the results."""
+class _Whole(NamedTuple):
+    """All that a way does as one program, and what it says of the results."""
+
+    program: ClosedJaxpr
+    said: Any
+    run: Callable[..., list[Any]]
+
+
+def _whole(call: Call, values: Sequence[Value]) -> _Whole:
+    """All that a way does with such values."""
     way, memo = call.way, call.way.memo
 
     def run(*values: Any) -> tuple[list[Any], Any]:
         return way.run(replace(call.with_values(values), computes=True))
 
-    def stage() -> tuple[ClosedJaxpr, Any]:
-        return _compat.stage_described(run, list(map(jax.typeof, values)))
+    def stage() -> _Whole:
+        program, said = _compat.stage_described(run, list(map(jax.typeof, values)))
+        if way.compiles and not program.effects and not recording.is_on():
+            return _Whole(program, said, compiled_whole(program))
+        evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
+        return _Whole(program, said, evaluate)
 
     if memo is None or recording.is_on():
         return stage()
@@ -337,6 +353,6 @@ def _whole(call: Call, values: Sequence[Value]) -> tuple[ClosedJaxpr, Any]:
     kept = memo.find(key)
     if kept is None:
         kept = stage()
-        if way.may_keep(kept[1]):
+        if way.may_keep(kept.said):
             kept = memo.get(key, lambda: kept)
     return kept

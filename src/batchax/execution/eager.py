@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -11,11 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SmallerChunksWarning
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.memo import Memo
 
 # A call outside `jit` stages its function anew, and JAX would compile anew what was staged
@@ -80,6 +83,24 @@ def jitted(
     memo = _inlined if inline else _compiled
     make = lambda: jax.jit(program, inline=inline)
     return memo.get((key, _compat.trace_context()), make)
+
+
+def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
+    """A program as a function of arrays that is compiled as one; operation by operation where not.
+
+    Programs that differ only in the values that they hold, such as the lengths of rows, are
+    compiled once: they are given these.
+    """
+    (open_program,), consts = _compat.hoist_constants(program)
+    evaluate = functools.partial(eval_jaxpr, open_program.jaxpr, open_program.consts)
+    key = value_key(open_program)
+
+    def run(*values: Any) -> list[Any]:
+        if jax.config.jax_disable_jit or _compat.compiled_later():
+            return evaluate(*consts, *values)
+        return jitted(key, evaluate)(*consts, *values)
+
+    return run
 
 
 _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

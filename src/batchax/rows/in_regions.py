@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -53,6 +53,8 @@ class InRegions(Way):
       layout: that of all regions, or "auto".
       classes: how many size classes padded rows may be in.
     """
+
+    compiles: ClassVar[bool] = True
 
     layout: str
     classes: Classes = None
