@@ -312,8 +312,8 @@ def test_the_first_difference_is_shown_with_both_lines():
     assert first.file == second.file == __file__
     assert first.source == "return jnp.tanh(M @ v + b).sum()"
     assert second.source == "shifted = M @ v - b"
-    assert second.shapes == ((B, 3), (1, 3))
-    assert second.out_shapes == ((B, 3),)
+    assert second.shapes == ((3, B), (3, 1))  # short vectors are columns
+    assert second.out_shapes == ((3, B),)
     text = str(found)
     assert text.startswith("not the same program: They first differ at `add` and `sub`.\n")
     for side in (first, second):
