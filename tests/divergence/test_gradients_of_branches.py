@@ -1,6 +1,7 @@
 """Derivatives of loops with dear branches: lanes wait before these forth and back."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,7 @@ def both_ways(derivative, programs, **options):
     )
 
 
-def gradient(vmap, fun, which=0):
+def gradient(vmap, fun, which: Any = 0):
     """Of the loss over all lanes, with the loss."""
     loss = lambda x, taken, matrix: total(vmap(fun, (0, 0, None)), x, taken, matrix)
     return jax.value_and_grad(loss, which)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 from jax import lax
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 from jax.extend.core.primitives import broadcast_in_dim_p, cond_p, scan_p
 
@@ -215,7 +215,7 @@ def _visited(eqn: Eqn, operands: Sequence[Any], later: set[Any]) -> list[Any]:
     others = [k for k in range(len(eqn.outvars)) if k not in of]
     some = forward.jaxpr.replace(outvars=[forward.jaxpr.outvars[k] for k in others])
     kept = _compat.without_dead(_compat.close(some, forward.consts))
-    rest = dict(zip(others, jax.core.eval_jaxpr(kept.jaxpr, kept.consts, *operands), strict=True))
+    rest = dict(zip(others, eval_jaxpr(kept.jaxpr, kept.consts, *operands), strict=True))
     return [
         _Sum(None, [(visit, of.index(k))]) if k in of else rest[k] for k in range(len(eqn.outvars))
     ]
