@@ -7,10 +7,11 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact
+from batchax.divergence import compact, cut
 from batchax.divergence.auto import Auto
+from divergence.test_flat_loops import arrays, three_deep
 
-from support.forced import ONE_FUNCTION
+from support.forced import NESTS, ONE_FUNCTION
 from support.oracle import same
 
 N = 23  # two blocks of eight, and one more that begins within the second
@@ -102,9 +103,10 @@ def test_bounded_loops_and_their_gradients():
     ("what", "fits"),
     [
         (lambda x: x @ jnp.ones((3, 3)), False),
-        (lambda x: x - x.sum(), False),
+        (lambda x: x - jnp.tile(x, 3).sum(), False),
         (lambda x: x.at[x.argmax()].set(0.0), False),  # for many lanes an update of several places
         (lambda x: jnp.where(x > 0, x[x.argmax()], x), True),
+        (lambda x: x - x.sum(), True),
     ],
 )
 def test_others_do_not_run_so(what, fits):
@@ -112,6 +114,74 @@ def test_others_do_not_run_so(what, fits):
     batched = bx.vmap(loop, divergence=ONE_FUNCTION)
     assert bool(functions(batched, COUNTS, POINTS)) == fits
     same(jax.jit(batched)(COUNTS, POINTS), jax.vmap(loop)(COUNTS, POINTS), None)
+
+
+def test_short_sums_are_written_out():
+    square = lambda x: jnp.outer(x, x)
+
+    def last(count, x):
+        once = lambda x: (square(x)[:2].sum((0, 1)), square(x).max(1).min(), jnp.prod(x), x.sum())
+        step = lambda c: (c[0] + 1, c[1] * 0.9, once(c[1]))
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x, once(x)))
+
+    points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.inf)
+    batched = bx.vmap(last, divergence=ONE_FUNCTION)
+    assert functions(batched, COUNTS, points)
+    same(jax.jit(batched)(COUNTS, points), jax.jit(jax.vmap(last))(COUNTS, points), None)
+
+
+def draws(x, entries):
+    """A loop whose first constant is a key."""
+
+    def step(key, entry):
+        key, own = jax.random.split(key)
+
+        def another(c):
+            return c[0] + 1, jax.random.uniform(jax.random.fold_in(own, c[0]), (2,))
+
+        n, point = lax.while_loop(lambda c: c[1].sum() > 0.7, another, (0, jnp.ones(2) + 0 * x))
+        return key, (n, point + entry)
+
+    return lax.scan(step, jax.random.fold_in(jax.random.key(5), (x * 9).astype(int)), entries)[1]
+
+
+def nests(x, entries):
+    """Loops of loops, one of them three deep, one with keys, with results at each step."""
+    return [fun(x, entries) for fun in (three_deep, arrays, draws)]
+
+
+@pytest.fixture
+def of_nests(monkeypatch):
+    """The function of all lanes, `jax.vmap`'s, and arguments, of which one is not a number."""
+    monkeypatch.setattr(cut, "FEW_STEPS", np.inf)
+    xs = np.random.default_rng(0).exponential(9, size=N).astype(np.float32)
+    xs[[4, 20]] = np.nan, 300.0
+    entries = np.array([0.5, 3.0, 0.1], np.float32)
+    return bx.vmap(nests, (0, None), divergence=NESTS), jax.vmap(nests, (0, None)), xs, entries
+
+
+def test_loops_of_loops(of_nests):
+    batched, masked, xs, entries = of_nests
+    assert functions(batched, xs, entries) == 3
+    same(jax.jit(batched)(xs, entries), jax.jit(masked)(xs, entries), None)
+
+
+@pytest.mark.nightly
+def test_loops_of_loops_in_chunks_on_devices_and_differentiated(of_nests):
+    batched, masked, xs, entries = of_nests
+    expected = jax.jit(masked)(xs, entries)
+    chunked = bx.vmap(nests, (0, None), divergence=NESTS, batch_size=20)
+    same(jax.jit(chunked)(xs, entries), expected, None)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (jax.P("d"), jax.P()), jax.P("d")
+    spread = jax.shard_map(batched, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
+    same(jax.jit(spread)(xs[:22], entries), jax.tree.map(lambda x: x[:22], expected), None)
+    tangent = lambda f: jax.jit(lambda x: jax.jvp(lambda x: f(x, entries)[0], (x,), (x,))[1])(xs)
+    drop = lambda tree: [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
+    same(drop(tangent(batched)), drop(tangent(masked)), None)
+    rows = np.stack([entries, entries[::-1]])
+    both = lambda inner: jax.jit(jax.vmap(inner, (None, 0)))(xs, rows)
+    same(both(batched), both(masked), None)
 
 
 def test_which_loops_run_so_is_told_by_their_cost():

@@ -27,6 +27,8 @@ ONE_FUNCTION = Auto(
     )
 )
 """The same, in one function of the compiler if they can be."""
+NESTS = Auto(limits=EVERYWHERE._replace(together=2, one_core=inf, few=1_000))
+"""Lanes of a loop of loops are at places of their own, in one function of the compiler."""
 LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, last=0, nest=inf))
 """All lanes run first, and the last ones in a window."""
 MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))

@@ -32,6 +32,7 @@ from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
 from batchax.divergence.branches import BranchCost, Choice, run_branches
 from batchax.divergence.compact import Compact
+from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import calls_back, can_move, rule_of_user
 from batchax.divergence.most import (
@@ -41,6 +42,7 @@ from batchax.divergence.most import (
     price_of_branches,
     price_of_loops,
 )
+from batchax.divergence.nest import Nest
 from batchax.divergence.widths import Step, different, largest, most_left, power_of_two
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
@@ -217,6 +219,15 @@ class Auto(Compact):
             return None  # a listing is told what it would cost
         return run_flat(axis, loop, self.limits.nest)
 
+    def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
+        plan = super().plan_of_nest(size, nest, length)
+        inside = [inner.programs for inner in nest.inner]
+        if not inside or None in inside or plan.widths != (size,):
+            return plan
+        programs = [program for some in inside for program in some or ()]
+        fits = self._may_be_one_function(price_inside(nest).lane * size, programs)
+        return replace(plan, one_function=fits)
+
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         least = self.limits.nest
         # The dearest of loops that take several steps is soon told, and mostly tells enough.
@@ -295,17 +306,24 @@ class Auto(Compact):
 
     def _in_one_function(self, size: int, step: Step, programs: Sequence[Any]) -> int:
         """How many neighbours at a time run in one function, on one core; `size` if none do."""
+        if size < self.limits.together:
+            return size
+        if not self._may_be_one_function(step.work * size, programs):
+            return size
+        return min(self._numbers(programs), max(1, size // 2))
+
+    def _may_be_one_function(self, work: float, programs: Sequence[Any]) -> bool:
+        """Whether what takes so long for all lanes can be one function, on one core."""
         limits = self.limits
         most = limits.one_core if limits.cores > limits.few else 4 * limits.one_core
-        if size < limits.together or step.work * size > most:
-            return size
-        if not all(fits_for_lanes(p.jaxpr) for p in programs):
-            return size
-        numbers = largest(programs)
-        if numbers * _VECTOR > 2 * limits.together:  # one lane fills what computes at once
+        return work <= most and all(fits_for_lanes(p.jaxpr) for p in programs)
+
+    def _numbers(self, programs: Sequence[Any]) -> int:
+        """How many lanes fill what a processor computes at once in such a function."""
+        together, numbers = self.limits.together, largest(programs)
+        if numbers * _VECTOR > 2 * together:  # one lane does
             return 1
-        width = limits.together // numbers // _VECTOR * _VECTOR
-        return min(max(width, _VECTOR), size // 2)
+        return max(together // numbers // _VECTOR * _VECTOR, _VECTOR)
 
     def _from_the_start(self, size: int, step: Step, least: int) -> int:
         """The width of a window that keeps a device as busy as all lanes do; `size` for none.

@@ -40,6 +40,7 @@ from batchax.kernel.differing import (
     differs_of,
 )
 from batchax.kernel.inner import remembered
+from batchax.programs.for_lanes import for_lanes
 from batchax.programs.shapes import bytes_of
 from batchax.rules.aliases import kept_carries
 
@@ -51,19 +52,24 @@ _PLACE = jax.typeof(np.int32(0))
 _WAITED = jax.typeof(np.float32(0))
 
 
-def nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs) -> Nest:
+def nest_of(
+    axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs, one_function: bool = False
+) -> Nest:
     """A ``while``, cut at the loops in it that lanes leave one by one.
 
     Args:
       axis: the axis of the lanes.
       test, body: its programs; each has its own constants in front.
       differs: which constants of the body, and what of the first carry, differ between lanes.
+      one_function: whether the loops in it are to be in a form that can be one function.
     """
-    key = ("nest", axis, test, differs)
-    return remembered(body, key, lambda: _nest_of(axis, test, body, differs))
+    key = ("nest", axis, test, differs, one_function)
+    return remembered(body, key, lambda: _nest_of(axis, test, body, differs, one_function))
 
 
-def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs) -> Nest:
+def _nest_of(
+    axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs, one_function: bool
+) -> Nest:
     n_carry = len(body.out_avals)
     n_body = len(body.in_avals) - n_carry
     n_test = len(test.in_avals) - n_carry
@@ -76,7 +82,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
         places: dict[Any, DearBranch] = {}
         # Else what a branch hands on to nobody would be kept for it.
         opened = opened_places(axis, _compat.without_dead(body), differs, places)
-        cut = _Cut(axis, test, opened, n_body, differs, places)
+        cut = _Cut(axis, test, opened, n_body, differs, places, one_function=one_function)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
         copies = cut.copies_what_is_shared()
         copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
@@ -132,7 +138,9 @@ class _Cut:
         differs: Differs,
         places: Mapping[Any, DearBranch],
         whole: bool = False,
+        one_function: bool = False,
     ) -> None:
+        self.one_function = one_function
         self.axis, self.test, self.body, self.n_body = axis, test, body, n_body
         self.places = places
         jaxpr = body.jaxpr
@@ -245,6 +253,8 @@ class _Cut:
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         count = eqn.params["cond_nconsts"]
         differs = differs_of(self.apart, eqn.invars[count:])
+        if self.one_function:
+            test, body = for_lanes(test), for_lanes(body)
         return nest_of(self.axis, test, body, differs)
 
     def _dear(self, eqn: Eqn) -> Segment:

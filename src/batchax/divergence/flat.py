@@ -17,10 +17,11 @@ et al., 2020; Dance, Glaser, Orbanz and Adams, "Efficiently vectorized MCMC on m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -71,7 +72,9 @@ class FlatLoop(PartingLoop):
 
     def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
         """How so many lanes are run."""
-        return self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
+        plan = self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
+        # If not, the loops inside are not in a form that can be one function.
+        return replace(plan, one_function=plan.one_function and self.plan.one_function)
 
     def more_slots(self) -> list[Any]:
         """The place of each lane, and slots that each writes to before it reads them."""
@@ -87,7 +90,8 @@ class FlatLoop(PartingLoop):
         carry: Sequence[Value],
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
-        lanes = Lanes(replace(self.axis, size=width), self.nest, self.positions)
+        axis = replace(self.axis, size=width)
+        lanes = Lanes(axis, self.nest, self.positions, inside_in_one=self.plan.one_function)
         active, values, _, tally = lanes.step(active, [*consts, *carry], None, tally)
         return active, values[len(consts) :], tally
 
@@ -130,11 +134,15 @@ class Lanes:
       axis: their axis.
       nest: the loop.
       constants_at: where its constants have the batch axis; slots have it in front.
+      inside_in_one: whether each loop inside is one function of the compiler.
+      one_function: whether all of it is in such a function.
     """
 
     axis: Axis
     nest: Nest
     constants_at: tuple[Position, ...]
+    inside_in_one: bool = False
+    one_function: bool = False
 
     def step(
         self, active: Any, values: Sequence[Value], deadline: Any, tally: Tally
@@ -158,7 +166,7 @@ class Lanes:
             masked = MaskedBody.of(self.axis, nest.test, nest.body, self.constants_at[n_test:])
             values[n_consts:] = masked.step(active, values[n_test:n_consts], values[n_consts:])
             if tally:
-                tally = counted(tally, count_active(active))
+                tally = counted(tally, self._count(active, np.int32))
             return lax.bitwise_and(active, self.asked(values)), values, self.time, tally
         here, spent = lax.bitwise_and(active, self._at(0, values)), self.time
         moving = self._moving(active, values)
@@ -212,7 +220,10 @@ class Lanes:
 
     def _run_of(self, segment: Segment) -> SegmentRun:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
-        return SegmentRun(self.axis, self.nest.test, segment, positions)
+        return SegmentRun(self.axis, self.nest.test, segment, positions, self.one_function)
+
+    def _count(self, active: Any, dtype: Any) -> Any:
+        return count_active(active, dtype, one_function=self.one_function)
 
     @property
     def _dear(self) -> list[tuple[int, Dear]]:
@@ -285,38 +296,64 @@ class Lanes:
         """
         values = list(values)
         consts, consts_at = self._constants(part, values)
-        lanes = Lanes(self.axis, part.nest, consts_at)
+        inside = self.inside_in_one or self.one_function
+        lanes = Lanes(self.axis, part.nest, consts_at, one_function=inside)
         mine = [values[k] for k in part.slots]
         inside = lax.bitwise_and(active, self._at(number, values))
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
-        everyone = count_active(active, np.float32)
+        everyone = self._count(active, np.float32)
         limit = lax.mul(everyone, self.time)
 
-        def goes_on(state: Any) -> Any:
-            _, _, count, wasted, spent, _ = state
-            going = lax.bitwise_and(lax.gt(count, np.float32(0)), lax.lt(wasted, limit))
-            return going if deadline is None else lax.bitwise_and(going, lax.lt(spent, deadline))
+        def run(given: Any, state: Any) -> Any:
+            consts, everyone, limit, deadline = given
 
-        def once(state: Any) -> Any:
-            runs, mine, count, wasted, spent, tally = state
-            # Whoever waits here waits for loops further inside, too.
-            others = lax.max(lax.sub(everyone, count), _NOBODY)
-            left = lax.div(lax.sub(limit, wasted), others)
-            left = left if deadline is None else lax.min(left, lax.sub(deadline, spent))
-            with recording.inside(self.axis, part.eqn):
-                recording.note(divergence="flat", widths=(self.axis.size,))
-                runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
-            count = count_active(runs, np.float32)
-            wasted = lax.add(wasted, lax.mul(taken, lax.sub(everyone, count)))
-            return runs, own[len(consts) :], count, wasted, lax.add(spent, taken), tally
+            def goes_on(state: Any) -> Any:
+                _, _, count, wasted, spent, _ = state
+                going = lax.bitwise_and(lax.gt(count, np.float32(0)), lax.lt(wasted, limit))
+                return (
+                    going if deadline is None else lax.bitwise_and(going, lax.lt(spent, deadline))
+                )
 
-        count, zero = count_active(first, np.float32), np.float32(0)
-        start = first, mine, count, zero, zero, tally
-        runs, mine, _, _, spent, tally = while_loop(goes_on, once, alike(start, values))
+            def once(state: Any) -> Any:
+                runs, mine, count, wasted, spent, tally = state
+                # Whoever waits here waits for loops further inside, too.
+                others = lax.max(lax.sub(everyone, count), _NOBODY)
+                left = lax.div(lax.sub(limit, wasted), others)
+                left = left if deadline is None else lax.min(left, lax.sub(deadline, spent))
+                with recording.inside(self.axis, part.eqn):
+                    recording.note(divergence="flat", widths=(self.axis.size,))
+                    runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
+                count = lanes._count(runs, np.float32)
+                wasted = lax.add(wasted, lax.mul(taken, lax.sub(everyone, count)))
+                return runs, own[len(consts) :], count, wasted, lax.add(spent, taken), tally
+
+            return while_loop(goes_on, once, state)
+
+        count, zero = self._count(first, np.float32), np.float32(0)
+        state = alike((first, mine, count, zero, zero, tally), values)
+        given = consts, everyone, limit, deadline
+        in_one = self.inside_in_one and all(x.size for x in jax.tree.leaves((given, state)))
+        runs, mine, _, _, spent, tally = (_in_one_function if in_one else _as_it_is)(
+            run, given, state
+        )
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
         through = self._moved(lax.bitwise_or(here, inside), runs, number, values)
         return through, values, spent, tally
+
+
+def _as_it_is(run: Callable[..., Any], given: Any, state: Any) -> Any:
+    return run(given, state)
+
+
+def _in_one_function(run: Callable[..., Any], given: Any, state: Any) -> Any:
+    """What `run` returns, which is of the types of `state`."""
+    leaves, structure = jax.tree.flatten(state)
+    operands, both = jax.tree.flatten((state, given))  # the first is a mask, and no key
+    operands = _compat.varying_alike(operands, like=operands)
+    called = lambda *xs: jax.tree.leaves(run(*both.unflatten(xs)[::-1]))
+    outs = _compat.in_one_function(called, list(map(jax.typeof, leaves)), operands)
+    return structure.unflatten(outs)
 
 
 def _zeros(x: Value) -> Any:

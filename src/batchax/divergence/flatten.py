@@ -88,6 +88,8 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         return None
     length = loop.params.get("length")
     plan = axis.divergence.plan_of_nest(axis.size, nest, length)
+    if plan.one_function:
+        nest = nest_of(inside, whole.test, whole.body, differs, one_function=True)
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
     recording.note(divergence="flat", widths=plan.widths)

@@ -21,6 +21,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
+from batchax.programs.for_lanes import for_lanes
 from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
@@ -118,14 +119,18 @@ class PartingLoop:
         """One step of the lanes that are active; the others keep what they hold."""
         if tally:
             tally = counted(tally, count_active(active))
-        axis = replace(self.axis, size=width)
-        body = MaskedBody.of(axis, self.test, self.body, self.positions[self.n_test :])
+        axis, test, body = replace(self.axis, size=width), self.test, self.body
+        if self.plan.one_function or self.plan.last_in_one:
+            test, body = for_lanes(test), for_lanes(body)
+        body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
 
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
-        return predicate(axis, self.test, [*consts[: self.n_test], *carry], positions)
+        in_one = self.plan.one_function or self.plan.last_in_one
+        test = for_lanes(self.test) if in_one else self.test
+        return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
 
 
 def as_weak_as(aval: Aval, x: Any) -> Any:

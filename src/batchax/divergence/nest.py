@@ -125,8 +125,26 @@ class Nest:
     @property
     def only_branches(self) -> bool:
         """Whether lanes wait at dear branches alone, and leave no loop inside one by one."""
-        inner = [part.nest for part in self.parts if isinstance(part, Inner)]
-        return bool(self.parts) and all(nest.only_branches for nest in inner)
+        return bool(self.parts) and all(nest.only_branches for nest in self.inner)
+
+    @property
+    def inner(self) -> list[Nest]:
+        """The loops inside that lanes leave one by one."""
+        return [part.nest for part in self.parts if isinstance(part, Inner)]
+
+    @property
+    def programs(self) -> list[ClosedJaxpr] | None:
+        """All that lanes run in it; None if they wait at branches, or put entries into arrays."""
+        programs = [self.test] if self.body is None else [self.test, self.body]
+        for part in self.parts:
+            match part:
+                case Segment(puts=()):
+                    programs += [part.program, part.indices]
+                case Inner() if (inside := part.nest.programs) is not None:
+                    programs += [part.constants, *inside]
+                case _:
+                    return None
+        return programs
 
     @property
     def segments(self) -> list[Segment]:

@@ -21,7 +21,13 @@ from batchax.divergence.varying import alike
 from batchax.divergence.widths import length
 from batchax.divergence.window_rows import rows_of, with_rows
 from batchax.execution.buffers import blank
-from batchax.execution.gathered_lanes import count_active, entries_at, put, put_entries, taken_at
+from batchax.execution.gathered_lanes import (
+    count_active,
+    entries_at,
+    put,
+    put_entries,
+    taken_at,
+)
 from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -50,12 +56,14 @@ class SegmentRun:
       test: the predicate of the loop that the segment is a part of.
       segment: what is done.
       positions: where each value of the loop has the batch axis, slots included.
+      one_function: whether all of it is in one function of the compiler.
     """
 
     axis: Axis
     test: ClosedJaxpr
     segment: Segment
     positions: Sequence[Position]
+    one_function: bool = False
 
     def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
@@ -69,6 +77,8 @@ class SegmentRun:
     def width(self) -> int | None:
         """How many lanes do it at a time, as many as may come; None if all do it, masked."""
         size, part = self.axis.size, self.segment
+        if self.one_function:  # which cannot write to several places at a time
+            return None
         width = NARROWEST
         while width * _COME < size:
             width *= 2

@@ -17,9 +17,11 @@ _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are
 _FEWEST = 16  # but no narrower than this
 
 
-def count_active(active: Any, dtype: Any = np.int32) -> Any:
-    """How many lanes are active."""
-    if jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24:  # which a float counts to
+def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
+    """How many lanes are active; to be asked in `one_function` of a compiler, or by itself."""
+    if (
+        one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
+    ):  # which a float counts to
         return lax.convert_element_type(jnp.sum(active, dtype=np.int32), dtype)
     # A processor is given several operations for a sum, each to be compiled, but one for this.
     ones = lax.convert_element_type(active, np.float32)

@@ -12,6 +12,7 @@ from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.programs import prices
+from batchax.programs.for_lanes import can_be_written
 from batchax.programs.inner import programs_in
 
 _ANYWHERE = frozenset(
@@ -33,11 +34,11 @@ def fits_one_function(jaxpr: Jaxpr) -> bool:
 
 
 def fits_for_lanes(jaxpr: Jaxpr) -> bool:
-    """Whether all of a program can be in one function when many lanes run it at once.
+    """Whether all of a program, `for_lanes`, can be in one function when many run it at once.
 
     What one example updates at a place of its own, lanes update at several.
     """
-    return fits_one_function(jaxpr) and not _updates.in_program(jaxpr)
+    return not _others_of_lanes.in_program(jaxpr)
 
 
 def _is_other(eqn: Eqn) -> bool:
@@ -56,4 +57,7 @@ def _is_other(eqn: Eqn) -> bool:
 
 
 _others = Anywhere(_is_other)
-_updates = Anywhere(lambda eqn: eqn.primitive.name in ("dynamic_update_slice", "scatter"))
+_UPDATES = frozenset(("dynamic_update_slice", "scatter"))
+_others_of_lanes = Anywhere(
+    lambda eqn: not can_be_written(eqn) and (eqn.primitive.name in _UPDATES or _is_other(eqn))
+)
