@@ -14,13 +14,11 @@ from typing import Any
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.inner import remembered
+from batchax.kernel.own_primitive import placeholder
 from batchax.programs.rewritten import Inside, rewritten
 
-# It is never run: it is in no program that anybody else sees.
-_held_p = _compat.Primitive("held")
-_held_p.multiple_results = True
-_held_p.def_effectful_abstract_eval(
-    lambda *_, held: ([v.aval for v in held.eqn.outvars], held.eqn.effects)
+_held_p = placeholder(
+    "held", lambda *_, held: ([v.aval for v in held.eqn.outvars], held.eqn.effects)
 )
 
 

@@ -66,6 +66,19 @@ def declare(name: str, several: bool = True) -> _compat.Primitive:
     return primitive
 
 
+def placeholder(name: str, types: Callable[..., Any]) -> _compat.Primitive:
+    """A primitive that is in a program for a while only, and never run, batched or differentiated.
+
+    Args:
+      name: its name.
+      types: of its operands' types and its parameters, those of its results, and its effects.
+    """
+    primitive = _compat.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(types)
+    return primitive
+
+
 _declared: list[_compat.Primitive] = []
 
 
