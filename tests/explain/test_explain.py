@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.divergence.auto import Auto
 from batchax.programs.cost import cost_of_program
 
 from support.features import Box
@@ -182,6 +183,86 @@ def test_loops_that_stay_masked_say_why():
     assert loop.notes["divergence"] == "masked"
     assert "mostly overhead" in loop.notes["why"]
     assert f"lanes masked: {loop.notes['why']}" in str(few)
+
+
+ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+
+
+def why_masked(fun, *args, in_axes=0, divergence=ONE_DEVICE, **options):
+    """Why the one loop or set of branches in `fun` is masked, which the text says as well."""
+    explanation = bx.explain(fun, in_axes, compile=False, divergence=divergence, **options)(*args)
+    (eqn,) = [e for e in explanation.walk() if "divergence" in e.notes]
+    assert eqn.notes["divergence"] == "masked"
+    why = eqn.notes["why"]
+    for each in [why] if isinstance(why, str) else why.values():
+        assert each in str(explanation)
+    return why
+
+
+def calling_host(x):
+    jax.debug.callback(lambda x: None, x)
+    return x * 2
+
+
+def test_branches_that_stay_masked_say_why():
+    p, x = jnp.arange(64) > 30, jnp.ones((64, 3))
+    either = lambda run: lambda p, x: lax.cond(p, run, lambda x: x, x)
+
+    why = why_masked(either(jnp.sin), p, x)
+    assert why[0] == "computes nothing"
+    assert re.fullmatch(r"costs 0\.\d+ of moving a lane, limit 3", why[1])
+    why = why_masked(either(jnp.sin), p, x, divergence="compact")
+    assert re.fullmatch(r"costs 0\.\d+ of moving a lane, limit 4", why[1])
+    # Dear beside what is moved; but there is one lane.
+    many = lambda x: lax.fori_loop(0, 90, lambda _, x: jnp.sort(x), x)
+    assert re.fullmatch(
+        r".* us for all lanes, limit 30 us", why_masked(either(many), p[:1], x[:1])[1]
+    )
+    assert re.fullmatch(
+        r".* us for all lanes, limit 50 us",
+        why_masked(either(many), p[:1], x[:1], divergence="compact")[1],
+    )
+    met = why_masked(either(lambda x: lax.psum(x, "i")), p, x, axis_name="i")
+    assert met == "lanes meet in a collective"
+    assert why_masked(either(calling_host), p, x).startswith("the host is called")
+    asked = why_masked(either(jnp.sin), p, x, divergence="predicate")
+    assert 'divergence="predicate"' in asked
+    assert "several devices" in why_masked(either(jnp.sin), p, x, divergence="auto")
+
+
+@pytest.mark.parametrize("divergence", [ONE_DEVICE, "compact"], ids=["auto", "compact"])
+def test_loops_that_call_the_host_stay_masked_and_say_so(divergence):
+    run = lambda x: lax.while_loop(lambda x: x.sum() < 9, calling_host, x)
+    why = why_masked(run, jnp.ones((64, 2)), divergence=divergence)
+    assert why.startswith("the host is called")
+
+
+def test_bounded_loops_that_stay_masked_say_why():
+    def run(x):
+        step = lambda x: x * 1.5 + lax.axis_index("i")
+        return bx.bounded_while(lambda x: x.sum() < 9, step, x, max_steps=9)
+
+    x = jnp.ones((64, 2))
+    assert why_masked(run, x, axis_name="i") == "a step uses the name of an axis"
+    assert "the name" in why_masked(run, x, axis_name="i", divergence=bx.Compact(width=4))
+
+
+def test_branches_that_stay_masked_beside_others_say_why():
+    def f(p, x, w):
+        many = lambda x: lax.fori_loop(0, 50, lambda _, x: jnp.tanh(w @ x), x)
+        return lax.cond(p, many, lambda x: x + 1, x)
+
+    p, x, w = jnp.arange(512) > 30, jnp.ones((512, 64)), jnp.ones((64, 64))
+    explanation = bx.explain(f, (0, 0, None), compile=False, divergence=ONE_DEVICE)(p, x, w)
+    eqn = by_primitive(explanation)["cond"]
+    assert (eqn.notes["apart"], list(eqn.notes["why"])) == ([1], [0])
+    assert f"others masked, branch 0: {eqn.notes['why'][0]}" in str(explanation)
+
+
+def test_branches_that_all_lanes_take_say_so():
+    f = lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x)
+    text = str(bx.explain(f, (None, 0), compile=False)(True, jnp.ones((4, 3))))
+    assert "all lanes take the same branch" in text
 
 
 def test_services_are_told_apart():

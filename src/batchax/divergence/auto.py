@@ -30,11 +30,11 @@ import jax
 
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
-from batchax.divergence.branches import BranchCost, Choice, run_branches
-from batchax.divergence.compact import Compact
+from batchax.divergence.branches import NOTHING, BranchCost, Choice, microseconds, run_branches
+from batchax.divergence.compact import AROUND, Compact
 from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
-from batchax.divergence.limits import calls_back, can_move, rule_of_user
+from batchax.divergence.limits import CANNOT_MOVE, NAME, VARYING, can_move, why_together
 from batchax.divergence.most import (
     WITH_DERIVATIVE,
     dearest_step,
@@ -55,7 +55,6 @@ from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
 from batchax.programs.one_function import fits_for_lanes
-from batchax.rules.hazards import hazards
 from batchax.rules.many_lanes import least_lanes
 
 
@@ -155,35 +154,39 @@ class Auto(Compact):
                 pass
             case BoundedLoop():
                 programs = [p for p in (parting.test, *parting.steps) if p is not None]
-        if jax.default_backend() != "cpu":  # what pays elsewhere nobody has measured
-            return None
-        if any(hazards(program.jaxpr).collective for program in programs) or calls_back(programs):
-            return None
-        if any(map(rule_of_user.in_program, programs)):
+        why = why_together(programs)
+        if jax.default_backend() != "cpu":
+            why = "what pays is measured on CPUs alone"
+        if why:
+            recording.note(why=why)
             return None
         if isinstance(parting, Branches):
             inside = replace(self.inside(), _decided=True)
             # XLA may run all lanes on all cores, and chunks on one.
             most = self.limits.most * min(1, self.limits.few / self.limits.cores)
-            choice = Choice(self._pays, self._decides, most, self._few, inside)
+            choice = Choice(self._pays, self._decides, most, self._few, inside, self._why_masked)
             return run_branches(axis, parting, None, choice)
         if self._nesting:
             # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
-            recording.note(why="a loop around it has a window")
+            recording.note(why=AROUND)
             return None
         return super().run(axis, parting)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
         form, size = loop.form, axis.size
-        if any_uses_axis(axis, *programs) or form.steps.told is not None:
-            return None
-        if not can_move(axis, loop.args) or any(varying_of(loop.args)):
+        why = NAME if any_uses_axis(axis, *programs) else ""
+        why = why or "its steps are shown as they are taken" * (form.steps.told is not None)
+        why = why or CANNOT_MOVE * (not can_move(axis, loop.args))
+        why = why or VARYING * any(varying_of(loop.args))
+        if why:
+            recording.note(why=why)
             return None
         axis, apart = replace(axis, name=None), self._apart(axis, loop)
         if loop.test is None or form.kept is not None:  # an example is differentiated
             counts_and_records = loop.test is None and isinstance(form, Form) and form.kept
             if apart is None or counts_and_records:
+                recording.note(why=CHEAP if apart is None else "it keeps each of its steps")
                 return None
             placed = run_apart(apart, loop)
             recording.note(divergence="compact", widths=(size, apart.width))
@@ -258,11 +261,30 @@ class Auto(Compact):
 
     def _may_pay(self, branch: BranchCost) -> bool:
         """Whether it pays to run a branch for the lanes that take it, if they are few."""
-        limits = self.limits
-        dear = branch.work >= limits.perhaps * branch.moving
-        if not dear or branch.begun < limits.launched * branch.work:
-            return False
-        return branch.work * branch.lanes >= limits.counting
+        return not self._why_not(branch)
+
+    def _why_not(self, branch: BranchCost) -> str:
+        """Why it does not; empty if it does."""
+        limits, every = self.limits, branch.work * branch.lanes
+        if branch.work < limits.perhaps * branch.moving:
+            price = branch.work / branch.moving
+            return f"costs {price:.2g} of moving a lane, limit {limits.perhaps:.2g}"
+        if branch.begun < limits.launched * branch.work:
+            return "what selects results is one loop with most of it, for no lane but its own"
+        if every < limits.counting:
+            return f"{microseconds(every)} for all lanes, limit {microseconds(limits.counting)}"
+        return ""
+
+    def _why_masked(self, branch: BranchCost) -> str:
+        """Why no lane is taken apart in a branch of this cost."""
+        if not branch.work:
+            return NOTHING
+        why = self._why_not(branch)
+        if why or self._decided:
+            return why or "it is in a branch that is compiled twice"
+        compiled = microseconds(self.limits.compiling * branch.operations)
+        every = microseconds(branch.work * branch.lanes)
+        return f"{every} for all lanes, limit {compiled} for compiling its operations twice"
 
     def _few(self, branch: BranchCost) -> int:
         """Of how many lanes that take a branch each runs it by itself; of more all run, masked."""
@@ -277,7 +299,7 @@ class Auto(Compact):
         self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
     ) -> Plan:
         step = Step.of(test, body, differs)
-        why = "a step costs too little, or lanes are too few, for a window"
+        why = CHEAP
         left, neighbours, one_function = 0, False, False
         programs = [p for p in (test, body) if p]
         least = least_lanes(size, programs)
@@ -373,5 +395,6 @@ def for_any_machine(option: Any) -> Any:
     return Auto(limits=limits._replace(cores=_CORES, devices=sys.maxsize))
 
 
+CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
 _VECTOR = 8  # lanes that a processor computes at once

@@ -24,7 +24,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.divergence.branch_derivatives import Derivative, run_differentiable
-from batchax.divergence.limits import can_move, refuse_collectives
+from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move, refuse_collectives
 from batchax.divergence.widths import launch_time, length
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
@@ -77,10 +77,15 @@ def run_branches(
     """
     refuse_collectives(branches.programs, "a branch that not every lane takes")
     if not can_move(axis, (branches.index, *branches.operands)):
+        recording.note(why=CANNOT_MOVE)
         return None
     parts = [_Part(axis, program, branches, width, choice) for program in branches.programs]
     for part in parts:
         part.choose(sum(p.begun for p in parts if p is not part))
+    if recording.is_on():
+        recording.note(
+            why={i: part.why_masked() for i, part in enumerate(parts) if not part.for_some}
+        )
     if not any(part.for_some for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
@@ -147,6 +152,7 @@ class Choice(NamedTuple):
       most: the share of the lanes from which on all run, where that is decided.
       few: of how many lanes that take it each runs by itself, where it is none of these; 0: none.
       inside: how lanes that part ways are run inside of a branch that is compiled twice.
+      masked: why all lanes run it, where it is none of these.
     """
 
     apart: Callable[[BranchCost], bool]
@@ -154,6 +160,7 @@ class Choice(NamedTuple):
     most: float
     few: Callable[[BranchCost], int]
     inside: Divergence
+    masked: Callable[[BranchCost], str]
 
 
 class _Part:
@@ -201,7 +208,7 @@ class _Part:
     def choose(self, others: float) -> None:
         """Finds how it runs, beside other branches that take so long for a lane."""
         self.others = others
-        can = self._can_run_apart()
+        can = not self._why_not_apart()
         self.apart = can and self._is_worth_it()
         if can and not self.apart and self.choice is not None:
             self.singly = self._how_many_singly(self.choice.few)
@@ -217,18 +224,37 @@ class _Part:
         self.program = program
         self.operands, self.positions = [lanes, *self.operands], [0, *self.positions]
 
-    def _can_run_apart(self) -> bool:
+    def why_masked(self) -> str:
+        """Why all lanes run it, where they do."""
+        why = self._why_not_apart()
+        if why:
+            return why
+        cost = self._cost(time_to_move(self._moved()))
+        if self.choice is not None:
+            return self.choice.masked(cost)
+        if not cost.work:
+            return NOTHING
+        if cost.work <= _GAIN * cost.moving:
+            price = cost.work / cost.moving
+            return f"costs {price:.2g} of moving a lane, limit {_GAIN:.2g}"
+        every = microseconds(cost.work * cost.lanes)
+        return f"{every} for all lanes, limit {microseconds(_LEAST)}"
+
+    def _why_not_apart(self) -> str:
+        """Why it cannot be run for some lanes; empty if it can."""
         if _compat.makes_references(self.program.effects):
-            return False  # to make values of references undoes derivative rules in the program
+            # To make values of references undoes derivative rules in the program.
+            return "it makes a reference"
         if any(map(closed_over, self.program.jaxpr.eqns)):
-            return False  # a derivative rule in it would find values of all lanes, not of a chunk
+            # It would find values of all lanes, not of a chunk.
+            return "a derivative rule in it closes over values"
         # Inside `shard_map` the operands of the loop are all cast to vary over the same axes of the
         # mesh. A program that casts a value itself must not be given one that varies already.
         mesh_axes = _compat.varying_axes(jax.typeof(self.index))
         if any(_compat.varying_axes(jax.typeof(self.operands[k])) != mesh_axes for k in self.used):
-            return False
+            return "what it reads is the same on all devices, and what selects it is not"
         # A batching rule of the user's may be told the name, and use it.
-        return not any_uses_axis(self.axis, self.program)
+        return NAME if any_uses_axis(self.axis, self.program) else ""
 
     def _is_worth_it(self) -> bool:
         moving = time_to_move(self._moved())
@@ -364,6 +390,14 @@ def _masked(
     index = lax.convert_element_type(active, np.int32)
     outs, at = one_branch(axis, index, 1, program, xs, positions)
     return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+
+
+NOTHING = "computes nothing"
+
+
+def microseconds(time: float) -> str:
+    """A time in nanoseconds, for people."""
+    return f"{time / 1000:.2g} us"
 
 
 def _chunk(work: float) -> int:

@@ -14,7 +14,7 @@ from batchax.divergence.branches import run_branches
 from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.lane_steps import LaneSteps
-from batchax.divergence.limits import calls_back, can_move, refuse_collectives
+from batchax.divergence.limits import CANNOT_MOVE, HOST, calls_back, can_move, refuse_collectives
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
 from batchax.divergence.nest import Nest
@@ -40,6 +40,7 @@ _WORTH = 4.0
 _WINDOWS_OF_NESTS = 4
 _ONE_CORE = 50_000.0  # nanoseconds that the last lanes take at most which run on one core
 _DEVICES = 1  # of which nobody knows how lanes that are traced are spread over more
+AROUND = "a loop around it has a window"
 _MANY = 32  # outer steps, over which what lanes need in all evens out
 
 
@@ -180,7 +181,7 @@ class Compact:
         refuse_collectives(programs, "a loop that ends at its own step in each lane")
         given = (*loop.test_consts, *loop.body_consts, *loop.carry)
         if calls_back(programs) or not can_move(axis, given):
-            recording.note(why="lanes cannot be moved, or call the host")
+            recording.note(why=HOST if calls_back(programs) else CANNOT_MOVE)
             return None
         differs = [a is not None for a in (*loop.body_at, *[0] * len(loop.carry))]
         plan = self.plan(axis.size, *programs, differs)
@@ -226,6 +227,8 @@ class Compact:
         programs = [p for p in (loop.test, *loop.steps) if p is not None]
         refuse_collectives(programs, "a bounded loop that ends at its own step in each lane")
         if self._nesting or calls_back(programs) or not can_move(axis, loop.args):
+            cannot = HOST if calls_back(programs) else CANNOT_MOVE
+            recording.note(why=AROUND if self._nesting else cannot)
             return None
         step, form = loop.steps[-1], loop.form
         others = len(step.in_avals) - form.n_consts
@@ -238,6 +241,8 @@ class Compact:
             recording.note(why=plan.why)
             return None
         placed = run_bounded_loop(axis, loop, width)
-        if placed is not None:
+        if placed is None:
+            recording.note(why="the name of the axis is used, or lanes are spread over devices")
+        else:
             recording.note(divergence="compact", widths=widths[:2])
         return placed

@@ -254,6 +254,8 @@ class Lanes:
         eqn, branch, dear = part.branch
         with recording.inside(self.axis, eqn), recording.part(f"branch {branch}"):
             recording.note(divergence="gathered", apart=dear, widths=(gathering.width,))
+            cheap = [i for i in range(len(eqn.params["branches"])) if i not in dear]
+            recording.note(why=dict.fromkeys(cheap, "costs too little to wait for others"))
             own, taken = gathering(waited, come, active, moving, [*consts, *mine])
         for k, x in zip(part.slots, own[len(consts) :], strict=True):
             values[k] = x

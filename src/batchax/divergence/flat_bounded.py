@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.flat_derivatives import tangents_of_lanes, why_meeting_back
+from batchax.divergence.limits import NAME
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -42,7 +43,7 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     (eqn,) = program.jaxpr.eqns
     operations = written_out(eqn)
     if operations is None:
-        recording.note(why="a step uses the name of an axis")
+        recording.note(why=NAME)
         return None
     at = tuple(loop.axes)
     front: list[Position] = [0] * len(program.out_avals)

@@ -15,7 +15,7 @@ from batchax.divergence.cut import nest_of, price_inside
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.flat_bounded import run_flat_bounded
 from batchax.divergence.flat_derivatives import why_meeting_back
-from batchax.divergence.limits import can_move, rule_of_user
+from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
 from batchax.divergence.most import may_wait
@@ -32,7 +32,6 @@ from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.written_out import LOOPS
 from batchax.rules.carried_axes import match_carry, split_operands
-from batchax.rules.hazards import find_collective
 from batchax.rules.lane_calls import is_seen
 
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "bounded_loop": "body", "reverse_sweep": "back"}
@@ -197,13 +196,12 @@ def _while(axis: Axis, loop: AnyLoop) -> _Form | None:
 
 def _together(programs: Sequence[ClosedJaxpr]) -> str:
     """Why lanes must take each step of a loop together; empty if they need not."""
+    why = why_together(programs)
+    if why:
+        return why
     for program in programs:
-        if find_collective(program.jaxpr) is not None:
-            return "lanes meet in a collective"
-        if rule_of_user.in_program(program):
-            return "a batching rule is given all lanes"
-        if is_seen(program) or _compat.calls_back(program.effects):
-            return "a step calls the host"
+        if is_seen(program):
+            return HOST
         if _compat.makes_references(program.effects) or _compat.written_inputs(program.jaxpr):
             return "a step writes to a reference"
         if any(map(closed_over, program.jaxpr.eqns)):

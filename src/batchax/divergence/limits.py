@@ -31,6 +31,20 @@ def calls_back(programs: Iterable[ClosedJaxpr]) -> bool:
     return any(_compat.calls_back(program.effects) for program in programs)
 
 
+def why_together(programs: Sequence[ClosedJaxpr]) -> str:
+    """Why lanes that run these must stay together; empty if they need not."""
+    if any(find_collective(program.jaxpr) is not None for program in programs):
+        return "lanes meet in a collective"
+    if any(map(rule_of_user.in_program, programs)):
+        return "a batching rule is given all lanes"
+    return HOST if calls_back(programs) else ""
+
+
+CANNOT_MOVE = "lanes cannot be moved: they are spread over devices, or hold references"
+HOST = "the host is called, and would be for lanes that stand in for missing ones"
+NAME = "a step uses the name of an axis"
+VARYING = "lanes are spread over devices"
+
 rule_of_user = Anywhere(lambda eqn: eqn.primitive.name in _WITH_RULE)
 """Whether a program calls a function with a batching rule, which may look at all lanes."""
 

@@ -22,6 +22,7 @@ from batchax.explain.attribution import Attribution
 from batchax.explain.listing import Listing
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
+from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Recorder
@@ -233,7 +234,7 @@ def _each(
                 masked.get(branch),
                 longest,
                 least,
-                masked_for=notes.get("why", "") if way == "masked" else "",
+                masked_for=show_masked(eqn, branch) if way == "masked" else "",
             )
 
 

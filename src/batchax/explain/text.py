@@ -18,6 +18,7 @@ from batchax.explain.wording import (
     show_flops,
     show_gain,
     show_lanes_run,
+    show_masked,
     show_seconds,
     show_timed,
     show_unmeasured,
@@ -237,8 +238,10 @@ def _remarks(eqn: Equation) -> str:
     remarks = []
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
-        why = eqn.notes.get("why")
+        why = show_masked(eqn)
         remarks.append(f"lanes masked: {why}" if why else "lanes masked")
+    if divergence == "together" and eqn.primitive == "cond":
+        remarks.append("all lanes take the same branch")
     if divergence == "asked of all":
         remarks.append("goes on while any lane does")
     if divergence == "compact":
@@ -260,6 +263,8 @@ def _remarks(eqn: Equation) -> str:
             if some:
                 branches = ", ".join(map(str, some))
                 remarks.append(f"branch {branches} for the lanes that take it{otherwise}")
+    if divergence in ("grouped", "gathered") and show_masked(eqn):
+        remarks.append(f"others masked, {show_masked(eqn)}")
     if "small_matrices" in eqn.notes:
         remarks.append(_SMALL_MATRICES[eqn.notes["small_matrices"]])
     if eqn.moves:

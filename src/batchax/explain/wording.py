@@ -110,6 +110,19 @@ def show_gain(counted: StepCount) -> str:
     return counted.masked_for
 
 
+def show_masked(eqn: Equation, branch: int | None = None) -> str:
+    """Why lanes are masked in a loop, in branches, or in one of them; empty if nothing says so."""
+    why = eqn.notes.get("why", "")
+    if isinstance(why, str):
+        return why
+    if branch is not None:
+        return why.get(branch, "")
+    told: dict[str, list[str]] = {}
+    for i, each in why.items():
+        told.setdefault(each, []).append(str(i))
+    return "; ".join(f"branch {', '.join(some)}: {each}" for each, some in told.items())
+
+
 def show_way(way: int | str | None) -> str:
     """How lanes were run for a `Timing`, whose `batch_size` or advice this is."""
     if isinstance(way, int):

@@ -54,11 +54,18 @@ def run_parting(
     programs = [p.jaxpr for p in programs if isinstance(p, ClosedJaxpr)]
     if any(_compat.in_order(program.effects) for program in programs):
         _refuse_order(programs)
+    if axis.divergence is None:
+        recording.note(why=_NONE_LEAVES)
     placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
     if placed is None:
         recording.note(divergence="masked")
         placed = masked(axis, parting)
     return placed
+
+
+_NONE_LEAVES = (
+    'nothing may part them here: divergence="predicate", several devices, or what is around it'
+)
 
 
 def _refuse_order(programs: Sequence[Any]) -> None:

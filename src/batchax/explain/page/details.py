@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from batchax.explain.account import Equation, Source, Value
 from batchax.explain.page.markup import Html, glyph, link_to, size, tag, typed
-from batchax.explain.wording import SERVICES, show_flops
+from batchax.explain.wording import SERVICES, show_flops, show_masked
 
 
 def how_often(times: int | None) -> str:
@@ -31,7 +31,8 @@ def details(eqn: Equation, makers: list[Equation | None], gives: dict[str, None]
         ("Broadcast", f"{size(eqn.broadcasts)} written" if eqn.broadcasts else None),
         ("Runs", how_often(eqn.times).removeprefix("run ")),
         ("Used by", _listed(gives) if gives else None),
-        *((str(key).capitalize(), str(value)) for key, value in eqn.notes.items()),
+        *((str(key).capitalize(), str(value)) for key, value in eqn.notes.items() if key != "why"),
+        ("Why", show_masked(eqn) or None),
     ]
     return Html(
         tag(
