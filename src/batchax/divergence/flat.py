@@ -97,8 +97,8 @@ class FlatLoop(PartingLoop):
 
     def tangents(
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
-    ) -> list[Any] | None:
-        """The tangents of the results, where one example has derivatives in reverse."""
+    ) -> tuple[list[Any], list[Any]] | None:
+        """The results and their tangents, where one example has derivatives in reverse."""
         if any(varying_of(operands)):  # inside ``shard_map`` what is shared would have to be cast
             return None
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]

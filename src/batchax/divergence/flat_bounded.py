@@ -89,14 +89,14 @@ def _with_derivatives(
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        dots = None
+        both = None
         if not any(varying_of(primals)):  # inside ``shard_map`` what is shared would need a cast
             moved = [tangents[i] for i in moving]
-            dots = tangents_of_lanes(inside, program, primals, at, moving, moved)
-        if dots is None:
+            both = tangents_of_lanes(inside, program, primals, at, moving, moved)
+        if both is None:
             some = lambda *ms: together(*with_values(primals, moving, ms))
             return jax.jvp(some, [primals[i] for i in moving], [tangents[i] for i in moving])
-        outs = run(*primals)
+        outs, dots = both
         none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
         return outs, [none(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
 

@@ -16,16 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.divergence.branch_derivatives import only_in_reverse
 from batchax.divergence.computed_again import computed_again
+from batchax.divergence.loops import as_weak_as
 from batchax.divergence.put_off import PutOff, put_off
 from batchax.divergence.visits import sums_of_visits
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.derivatives import pullback_of, tangents_of
 from batchax.kernel.differing import Differs
@@ -47,11 +50,11 @@ def tangents_of_lanes(
     positions: Sequence[Position],
     moving: Sequence[int],
     tangents: Sequence[Value],
-) -> list[Any] | None:
-    """The tangents of a program for all lanes, at the front; those of integers are None.
+) -> tuple[list[Any], list[Any]] | None:
+    """The results of a program for all lanes, and their tangents; those of integers are None.
 
-    None if it has no transpose, or none but a rule of the user's; or if that would take too much
-    memory.
+    All have the batch axis at the front. None if it has no transpose, or none but a rule of the
+    user's; or if that would take too much memory.
 
     Args:
       axis: the axis of the lanes.
@@ -65,20 +68,29 @@ def tangents_of_lanes(
     both = _both_ways(program, positions, moving)
     if both is None or both.why_meeting:
         return None
-    of = both.of
+    of, types = both.of, program.out_avals
+    with recording.paused(axis):
+        jaxpr, consts = both.keeping.jaxpr, both.keeping.consts
+        outs, out_at = interpret(axis, jaxpr, consts, operands, positions)
+    # What is kept follows the operands: the way forth needs none of it, and a compiler drops it.
+    count, kept_at = len(operands), out_at[len(types) :]
+    residuals = [*operands, *outs[len(types) :]]
     at = (*positions, *(positions[i] for i in moving))
     ahead, _ = batch_inner(axis, both.forward, at, [0] * len(of))
 
-    def forward(primals: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
-        return eval_jaxpr(ahead.jaxpr, ahead.consts, *primals, *dots)
+    def forward(given: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
+        return eval_jaxpr(ahead.jaxpr, ahead.consts, *given[:count], *dots)
 
-    def back(primals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        at = [*positions, *[0] * len(of)]
-        return both.cotangents(axis, [*primals, *cotangents], at, [positions[i] for i in moving])
+    def back(given: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        at = [*kept_at, *[0] * len(of)]
+        to = [positions[i] for i in moving]
+        return both.cotangents(axis, [*given[count:], *cotangents], at, to)
 
-    outs = linear_with_transpose(forward, back, operands, tangents)
-    dots = dict(zip(of, outs, strict=True))
-    return [dots.get(k) for k in range(len(program.out_avals))]
+    moved = linear_with_transpose(forward, back, residuals, tangents)
+    dots = dict(zip(of, moved, strict=True))
+    placed = zip(types, outs[: len(types)], out_at, strict=False)
+    results = [as_weak_as(t, match_axis(axis, x, a, 0)) for t, x, a in placed]
+    return results, [dots.get(k) for k in range(len(types))]
 
 
 def why_meeting_back(program: ClosedJaxpr, positions: Sequence[Position]) -> str | None:
@@ -114,13 +126,15 @@ class _Both:
 
     Attributes:
       forward: from all operands and tangents of some to tangents of the results.
-      back: from all operands and cotangents of the results to those of these operands.
+      keeping: from all operands to the results, and then to what is kept for the way back.
+      back: from what is kept and cotangents of the results to those of these operands.
       of: the results.
       own: bytes that a lane has of its own.
       copied: bytes of sums of what all lanes share that each would carry back.
     """
 
     forward: ClosedJaxpr
+    keeping: ClosedJaxpr
     back: PutOff
     of: Sequence[int]
     own: int
@@ -132,14 +146,22 @@ class _Both:
         of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
         count = len(program.in_avals)
         run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-        kept = computed_again(program, differs)
-        again = lambda *xs: eval_jaxpr(kept.jaxpr, kept.consts, *xs)
+        dear = computed_again(program, differs)
+        again = lambda *xs: eval_jaxpr(dear.jaxpr, dear.consts, *xs)
+        pulls: list[Any] = []
 
         def forward(*xs: Any) -> list[Any]:
             return tangents_of(run, xs[:count], moving, xs[count:], of)[1]
 
+        def keeping(*xs: Any) -> list[Any]:
+            outs, pull = pullback_of(again, xs, moving, of)
+            kept, structure = jax.tree.flatten(pull)
+            pulls[:] = [structure]
+            return [*outs, *kept]
+
         def back(*xs: Any) -> list[Any]:
-            return list(pullback_of(again, xs[:count], moving, of)[1](list(xs[count:])))
+            n_kept = len(xs) - len(of)
+            return list(pulls[0].unflatten(xs[:n_kept])(list(xs[n_kept:])))
 
         tangents, cotangents = (
             [aval.to_tangent_aval() for aval in avals]
@@ -147,14 +169,16 @@ class _Both:
         )
         try:
             ahead = _compat.stage(forward, [*program.in_avals, *tangents])
-            behind = _compat.stage(back, [*program.in_avals, *cotangents])
+            first = _compat.stage(keeping, program.in_avals)
+            kept = first.out_avals[len(program.out_avals) :]
+            behind = _compat.stage(back, [*kept, *cotangents])
         except (ValueError, UnsupportedError):  # a loop without a bound: said where transposed
             return None
         split = put_off(behind, [not differs[i] for i in moving])
         own = bytes_of(aval for aval, d in zip(program.in_avals, differs, strict=True) if d)
         carried = [i for i, k in zip(moving, split.rest, strict=True) if k is not None]
         copied = bytes_of(program.in_avals[i] for i in carried if not differs[i])
-        return cls(ahead, split, of, own, copied)
+        return cls(ahead, first, split, of, own, copied)
 
     @property
     def why_meeting(self) -> str:

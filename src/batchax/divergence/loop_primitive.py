@@ -61,11 +61,11 @@ def _jvp(
     primals: Sequence[Value], tangents: Sequence[Any], *, loop: PartingLoop, program: Any
 ) -> tuple[list[Any], list[Any]]:
     which = [i for i, t in enumerate(tangents) if moves(t)]
-    dots = loop.tangents(primals, which, [tangents[i] for i in which])
-    if dots is None:
+    both = loop.tangents(primals, which, [tangents[i] for i in which])
+    if both is None:
         of_operations = jvp_of(_differentiated, parting_loop_p)
         return of_operations(primals, tangents, loop=loop, program=program)
-    outs = parting_loop_p.bind(*primals, loop=loop, program=program)
+    outs, dots = both
     return outs, [no_tangent(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
 
 

@@ -77,8 +77,8 @@ class PartingLoop:
 
     def tangents(
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
-    ) -> list[Any] | None:
-        """The tangents of the results, where they have a transpose; None: see `differentiated`.
+    ) -> tuple[list[Any], list[Any]] | None:
+        """The results and their tangents, if these have a transpose; None: see `differentiated`.
 
         Those of integers are None. `tangents` are those of the operands that are `moving`.
         """
