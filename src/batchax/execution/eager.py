@@ -96,7 +96,8 @@ def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
     key = value_key(open_program)
 
     def run(*values: Any) -> list[Any]:
-        if jax.config.jax_disable_jit or _compat.compiled_later():
+        config: Any = jax.config  # which has no types
+        if config.jax_disable_jit or _compat.compiled_later():
             return evaluate(*consts, *values)
         return jitted(key, evaluate)(*consts, *values)
 
