@@ -19,6 +19,7 @@ import batchax as bx
 from batchax.command import main
 from batchax.datasets import pipeline
 from batchax.datasets.inspect import status, verify
+from batchax.datasets.memory import Mapped
 from batchax.datasets.store import Store
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -233,6 +234,19 @@ def test_an_input_that_shrinks_while_it_is_read(x, how):
 
     with pytest.raises(bx.StorageError, match=r"long.npy was changed since it was opened"):
         bx.map(double, given, out="y.npy", progress=cut, retries=1, **SIZE)
+
+
+@pytest.mark.parametrize("order", "CF")
+def test_a_mapped_array_is_not_read_through_its_mapping(x, order, monkeypatch):
+    np.save("long.npy", np.asarray(x, order=order).astype(">f4"))
+    x = x.astype(np.float32)
+    source = Mapped(*[np.load("long.npy", mmap_mode="r")] * 2, "xs")
+    cut = lambda files: os.truncate("long.npy", 1000)  # just after it was looked at
+    np.testing.assert_array_equal(source.read(0, 2, ROWS), x[2:])
+    np.testing.assert_array_equal(source.whole(), x)
+    monkeypatch.setattr(type(source.files), "check", cut)
+    with pytest.raises(bx.StorageError):
+        source.read(0, 2, ROWS)
 
 
 MODEL = """

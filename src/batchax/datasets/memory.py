@@ -61,10 +61,10 @@ class Mapped(Source):
         self._at = x.ctypes.data - whole.ctypes.data + whole.offset
         self.files = Files(Path(str(x.filename)), name)
         fortran = x.flags.f_contiguous and not x.flags.c_contiguous
-        layout = Layout(x.shape, x.dtype, self._at, fortran)
-        self._mapped = None
+        self._layout = self._mapped = None
         if fortran or x.flags.c_contiguous:
-            self._mapped = MappedArray(self.files.path, layout)
+            self._layout = Layout(x.shape, x.dtype, self._at, fortran)
+            self._mapped = MappedArray(self.files.path, self._layout)
         super().__init__(name, x.shape, x.dtype)
 
     def origin(self) -> dict[str, Any]:
@@ -76,7 +76,13 @@ class Mapped(Source):
             mapped = self._mapped.part(len(index) - 1, index[-1])
             if mapped is not None:
                 return mapped
-        self.files.check()  # who reads what a file does not have any more is killed
+        self.files.check()
+        if self._layout is not None:
+            # Whoever reads through a mapping what the file does not have any more is killed, and
+            # it may be cut short at any moment.
+            with open(self.files.path, "rb", buffering=0) as file:
+                got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
+            return np.asarray(got, self.dtype, order="C")
         got = np.array(self._array[index], self.dtype, order="C")
         if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             # Pages of the file count as this process's memory until they are given back.
