@@ -32,6 +32,7 @@ from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
 from batchax.divergence.branches import NOTHING, BranchCost, Choice, microseconds, run_branches
 from batchax.divergence.compact import AROUND, Compact
+from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import CANNOT_MOVE, NAME, VARYING, can_move, why_together
 from batchax.divergence.most import (
@@ -41,6 +42,7 @@ from batchax.divergence.most import (
     price_of_branches,
     price_of_loops,
 )
+from batchax.divergence.nest import Nest
 from batchax.divergence.widths import Step, different, largest, most_left, power_of_two
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
@@ -219,6 +221,15 @@ class Auto(Compact):
         if not (recording.is_on() or self._may_run_flat(axis, loop)):
             return None  # a listing is told what it would cost
         return run_flat(axis, loop, self.limits.nest)
+
+    def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
+        plan = super().plan_of_nest(size, nest, length)
+        inside = [inner.programs for inner in nest.inner]
+        if not inside or None in inside or plan.widths != (size,):
+            return plan
+        programs = [program for some in inside for program in some or ()]
+        fits = self._may_be_one_function(price_inside(nest).lane * size, programs)
+        return replace(plan, one_function=fits)
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         least = self.limits.nest
