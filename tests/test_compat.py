@@ -619,6 +619,30 @@ def test_programs_that_are_one_function():
     assert " call(" in entry
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
+def test_operands_that_nothing_reads_may_be_in_one_function(dtype):
+    # XLA finds out that no result depends on what the inner loop carries besides, and ends the
+    # process if nothing else reads that.
+    def run(x, other, last):
+        def step(state):
+            i, x, last = state
+            return i + 1, jnp.sin(x), jnp.where(i % 2 == 0, last, other)
+
+        return [lax.while_loop(lambda state: state[0] < 10, step, (0, x, last))[1]]
+
+    def step(_, state):
+        x, other = state
+        (x,) = _compat.in_one_function(run, [jax.typeof(x)], [x, other, last])
+        return x, ~other if dtype == "bool" else other + np.ones((), dtype)
+
+    x, last = jnp.ones(64), jnp.ones(64, dtype)
+    got = jax.jit(lambda x, other: lax.fori_loop(0, 5, step, (x, other)))(x, last)[0]
+    expected = 1.0
+    for _ in range(50):
+        expected = np.sin(expected)
+    np.testing.assert_allclose(got, np.full(64, expected), rtol=1e-5)
+
+
 def test_whether_a_compiler_divides_a_program():
     seen = []
     primitive = jex_core.Primitive("seen")

@@ -8,6 +8,7 @@ run faster. XLA does so itself with loops each of whose steps touches less than 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from batchax._compat.mesh_types import varying_alike
 def in_one_function(
     run: Callable[..., Sequence[Any]], types: Sequence[Any], operands: Sequence[Any]
 ) -> list[Any]:
-    """`run` of `operands`, arrays that are not empty, compiled as one function; for CPUs.
+    """`run` of `operands`, of which the first is not empty, compiled as one function; for CPUs.
 
     Its results are of `types`.
 
@@ -35,16 +36,28 @@ def in_one_function(
         # What XLA divides among threads calls what is not there in such a function; in a branch of
         # a conditional it divides nothing. So this is one, of a predicate that is always true,
         # which only LLVM finds out.
-        first = jnp.real(operands[0][(0,) * operands[0].ndim])
-        first = first.astype(np.int8) if first.dtype == bool else first
-        bits = lax.bitcast_convert_type(first, f"int{8 * first.dtype.itemsize}")
-        never = lambda *_: [_anything(first, t) for t in types]
-        return list(lax.cond(bits | 1 != 0, run, never, *operands))
+        # XLA ends the process if an operand is read by nothing in it, which is so where XLA finds
+        # out that no result depends on it. In the other branch all results depend on all operands.
+        def never(*operands: Any) -> list[Any]:
+            every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
+            return [_anything(every, t) for t in types]
+
+        return list(lax.cond(_bits(operands[0]) | 1 != 0, run, never, *operands))
 
     outs = list(jax.jit(called)(*operands))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
     # The words are on the call if on any of its results that is read.
     return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]
+
+
+def _bits(x: Any) -> Any:
+    """The first element of an array as an integer."""
+    x = jax.random.key_data(x) if _is_key(x) else x
+    first = jnp.real(x[(0,) * x.ndim])
+    if jnp.issubdtype(first.dtype, np.floating):
+        first = first if first.dtype.itemsize >= 4 else first.astype(np.float32)
+        first = lax.bitcast_convert_type(first, f"int{8 * first.dtype.itemsize}")
+    return first.astype(np.int32)
 
 
 def _anything(number: Any, aval: Any) -> Any:
