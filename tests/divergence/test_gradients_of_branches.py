@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut, flat_derivatives, gathering, price
-from batchax.programs import dear_branches
+from batchax.divergence import flat_derivatives, gathering
 
 from support import forced, oracle
 
@@ -26,13 +25,8 @@ compact_vmap = functools.partial(bx.vmap, divergence="compact")
 
 @pytest.fixture(autouse=True)
 def every_branch_is_dear(monkeypatch):
-    """Programs of tests are small: lanes wait whatever that costs, for blocks of two."""
-    for limit in ("LEAST", "GAIN", "BEGUN"):
-        monkeypatch.setattr(dear_branches, limit, 0.0)
-    monkeypatch.setattr(price, "NARROWEST", 2)
-    monkeypatch.setattr(price, "_ENOUGH", 0.0)
-    monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
-    monkeypatch.setattr(compact, "NEST", 0.0)
+    """Programs of tests are small."""
+    forced.wait_before_branches(monkeypatch)
 
 
 def layer(x, matrix):

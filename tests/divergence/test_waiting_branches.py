@@ -10,9 +10,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut, flat, price, segments
+from batchax.divergence import flat, segments
 from batchax.divergence.auto import Auto
-from batchax.programs import dear_branches
 
 from support import forced, oracle
 
@@ -24,13 +23,8 @@ ENTRIES = np.array([0.5, 3.0, 0.1, 17.0, 1.0, 0.2], np.float32)
 
 @pytest.fixture(autouse=True)
 def every_branch_is_dear(monkeypatch):
-    """Programs of tests are small: lanes wait whatever that costs, for blocks of two."""
-    for limit in ("LEAST", "GAIN", "BEGUN"):
-        monkeypatch.setattr(dear_branches, limit, 0.0)
-    monkeypatch.setattr(price, "NARROWEST", 2)
-    monkeypatch.setattr(price, "_ENOUGH", 0.0)
-    monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
-    monkeypatch.setattr(compact, "NEST", 0.0)
+    """Programs of tests are small."""
+    forced.wait_before_branches(monkeypatch)
 
 
 def seldom(x, entries):

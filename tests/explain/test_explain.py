@@ -15,6 +15,7 @@ import batchax as bx
 from batchax.divergence.auto import Auto
 from batchax.programs.cost import cost_of_program
 
+from support.compiled import compilations
 from support.features import Box
 
 M, V, B = jnp.ones((5, 3)), jnp.ones((8, 3)), jnp.ones(5)
@@ -454,17 +455,9 @@ def test_measuring_has_a_limit_and_says_what_it_left_out():
 
 def test_examples_to_measure_are_cut_by_one_program():
     """Not by one for each of them, which took minutes to compile."""
-    compiled = []
-
-    def listen(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        bx.explain(lambda x: x * 3 + 1, measure=True)(jnp.ones((100, 3)))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    compiled = compilations(
+        lambda: bx.explain(lambda x: x * 3 + 1, measure=True)(jnp.ones((100, 3)))
+    )
     assert 3 <= len(compiled) < 20
 
 

@@ -2,7 +2,9 @@
 
 from math import inf
 
+from batchax.divergence import compact, cut, price
 from batchax.divergence.auto import Auto, Limits
+from batchax.programs import dear_branches
 
 EVERYWHERE = Limits(
     moving=inf,
@@ -35,3 +37,13 @@ MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
 DECIDED = Auto(limits=EVERYWHERE._replace(gain=inf, perhaps=0, counting=0, compiling=0, nest=inf))
 """Branches are compiled twice: for the lanes that take them, and for all if most do."""
+
+
+def wait_before_branches(monkeypatch):
+    """Every branch counts as dear: lanes wait before it whatever that costs, for blocks of two."""
+    for limit in ("LEAST", "GAIN", "BEGUN"):
+        monkeypatch.setattr(dear_branches, limit, 0.0)
+    monkeypatch.setattr(price, "NARROWEST", 2)
+    monkeypatch.setattr(price, "_ENOUGH", 0.0)
+    monkeypatch.setattr(cut, "FEW_STEPS", inf)
+    monkeypatch.setattr(compact, "NEST", 0.0)

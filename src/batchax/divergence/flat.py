@@ -17,6 +17,7 @@ et al., 2020; Dance, Glaser, Orbanz and Adams, "Efficiently vectorized MCMC on m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -298,8 +299,8 @@ class Lanes:
         """
         values = list(values)
         consts, consts_at = self._constants(part, values)
-        inside = self.inside_in_one or self.one_function
-        lanes = Lanes(self.axis, part.nest, consts_at, one_function=inside)
+        in_one = self.inside_in_one or self.one_function
+        lanes = Lanes(self.axis, part.nest, consts_at, one_function=in_one)
         mine = [values[k] for k in part.slots]
         inside = lax.bitwise_and(active, self._at(number, values))
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
@@ -334,18 +335,13 @@ class Lanes:
         count, zero = self._count(first, np.float32), np.float32(0)
         state = alike((first, mine, count, zero, zero, tally), values)
         given = consts, everyone, limit, deadline
-        in_one = self.inside_in_one and all(x.size for x in jax.tree.leaves((given, state)))
-        runs, mine, _, _, spent, tally = (_in_one_function if in_one else _as_it_is)(
-            run, given, state
-        )
+        if self.inside_in_one and all(x.size for x in jax.tree.leaves((given, state))):
+            run = functools.partial(_in_one_function, run)
+        runs, mine, _, _, spent, tally = run(given, state)
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
         through = self._moved(lax.bitwise_or(here, inside), runs, number, values)
         return through, values, spent, tally
-
-
-def _as_it_is(run: Callable[..., Any], given: Any, state: Any) -> Any:
-    return run(given, state)
 
 
 def _in_one_function(run: Callable[..., Any], given: Any, state: Any) -> Any:
