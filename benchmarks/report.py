@@ -262,7 +262,7 @@ def seconds(way: Any) -> str:
 
 def figures(value: Any) -> str:
     """A ratio, in as many figures as mean something."""
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+    return f"{value:.2g}" if value < 0.1 else f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def ratio(of: Ratio) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import batchax as bx
-from benchmarks.divergence.workload import COMPACT
+from benchmarks.divergence.workload import BASE
 from benchmarks.workload import normal
 
 SIZE = 64
@@ -100,9 +100,9 @@ def _anew(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WAYS: dict[str, Callable[[BranchWorkload], Callable[..., Any]]] = {
-    COMPACT: lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="compact"),
-    "jax.vmap": lambda w: jax.vmap(_anew(w.fun), IN_AXES),
+    BASE: lambda w: jax.vmap(_anew(w.fun), IN_AXES),
     "auto": lambda w: bx.vmap(_anew(w.fun), IN_AXES),
+    "compact": lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="compact"),
     "predicate": lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="predicate"),
     "by hand": lambda w: w.by_hand,
 }

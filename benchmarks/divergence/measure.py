@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.divergence.branches import WORKLOADS as BRANCHES
 from benchmarks.divergence.branches import BranchWorkload
 from benchmarks.divergence.loops import WORKLOADS as LOOPS
-from benchmarks.divergence.workload import COMPACT, LoopWorkload
+from benchmarks.divergence.workload import BASE, LoopWorkload
 from benchmarks.measure import FULL, QUICK, Effort, Ratio, in_turns, ratio_of_medians, repeated
 
 WORKLOADS: dict[str, LoopWorkload | BranchWorkload] = {**LOOPS, **BRANCHES}
@@ -26,7 +26,7 @@ class Way:
 
     Attributes:
       seconds: the median of its run times.
-      run: the ratio of its time over that of compact: above 1 where compact is faster.
+      run: the ratio of its time over that of `jax.vmap`: below 1 where it is faster.
       compile_seconds: to trace, lower and compile it, once.
       temporary_bytes: what the compiled program allocates beside arguments and outputs.
     """
@@ -44,7 +44,7 @@ class DivergenceResult:
     Attributes:
       name: as tables call it.
       family: the part of the table it is in.
-      ways: by name, compact included.
+      ways: by name, `jax.vmap` included.
       yardsticks: what does as much work but computes something else.
       utilization: which share of the lane-steps some lane needed, of those of compact and of
         those of masking; None where no lane-steps are counted.
@@ -59,13 +59,13 @@ class DivergenceResult:
     turns: int
 
     @property
-    def compact(self) -> Way:
-        return self.ways[COMPACT]
+    def base(self) -> Way:
+        return self.ways[BASE]
 
     @property
     def others(self) -> dict[str, Way]:
-        """All ways but compact."""
-        return {name: way for name, way in self.ways.items() if name != COMPACT}
+        """All ways but `jax.vmap`."""
+        return {name: way for name, way in self.ways.items() if name != BASE}
 
 
 def measured(workload: LoopWorkload | BranchWorkload, quick: bool) -> Iterator[DivergenceResult]:
@@ -92,7 +92,7 @@ def _compare(
     functions: dict[str, Callable[..., Any]], args: Any, effort: Effort, turns: int
 ) -> tuple[dict[str, Way], int]:
     """Every function, and how many turns they had."""
-    jax.jit(lambda *args: functions["jax.vmap"](*args)).lower(*args)  # fills JAX's caches
+    jax.jit(lambda *args: functions[BASE](*args)).lower(*args)  # fills JAX's caches
     compiled, compile_seconds, programs = [], [], []
     for function in functions.values():
         start = time.perf_counter()
@@ -108,7 +108,7 @@ def _compare(
     ways = {
         name: Way(
             float(np.median(seconds)),
-            ratio_of_medians(seconds, times[COMPACT]),
+            ratio_of_medians(seconds, times[BASE]),
             compiling,
             program.memory_analysis().temp_size_in_bytes,
         )
@@ -116,4 +116,4 @@ def _compare(
             times.items(), compile_seconds, compiled, strict=True
         )
     }
-    return ways, len(times[COMPACT])
+    return ways, len(times[BASE])

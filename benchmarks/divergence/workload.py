@@ -14,7 +14,8 @@ from benchmarks.workload import one_by_one
 
 Function = Callable[..., Any]
 
-COMPACT = "compact"
+BASE = "jax.vmap"
+"""What all ways are compared with."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class LoopWorkload:
     def ways(self) -> dict[str, Function]:
         """What computes the same for all lanes; new functions each time."""
         found = {
-            COMPACT: self.batched("compact"),
-            "jax.vmap": jax.vmap(lambda *args: self.fun(*args), self.in_axes),
+            BASE: jax.vmap(lambda *args: self.fun(*args), self.in_axes),
             "auto": self.batched("auto"),
+            "compact": self.batched("compact"),
             "predicate": self.batched("predicate"),
         }
         if self.sequential:
