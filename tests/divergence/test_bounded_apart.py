@@ -147,6 +147,42 @@ def test_lanes_leave_where_steps_are_dear():
     assert told["divergence"] == "masked"
 
 
+def test_cheap_steps_back_are_apart_where_few_lanes_save_much():
+    matrix, x = jnp.zeros((64, 64)), jnp.zeros((512, 64))
+    gradient = jax.grad(lambda n, x, w: settled(n, x, w).sum(), (1, 2))
+    for told in notes(gradient, jnp.zeros(512, int), x, matrix, in_axes=(0, 0, None)):
+        assert told["widths"][1] <= 64
+    for told in notes(gradient, jnp.zeros(32, int), x[:32], matrix, in_axes=(0, 0, None)):
+        assert told["divergence"] == "masked"
+
+
+def test_what_only_a_derivative_needs_is_compiled_once_forth():
+    """A loop, a window, what both sweeps compute again, and two steps back: each has a sine."""
+
+    def f(n, x):
+        return bx.bounded_while(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x), 9)
+
+    of_all = bx.vmap(f, divergence=FORCED)
+    gradient = jax.jit(jax.grad(lambda n, x: of_all(n, x)[1].sum(), 1))
+    text = gradient.lower(jnp.zeros(16, int), jnp.zeros((16, 4))).compile().as_text()
+    assert text.count(" sine(") == 4
+    assert text.count(" cosine(") == 2
+
+
+def test_sums_of_steps_back_are_not_added_to_zeros():
+    """The derivatives of a matrix are one for each lane: to add zeros to these takes their room."""
+
+    def held(divergence):
+        of_each = bx.vmap(
+            jax.grad(lambda n, x, w: settled(n, x, w).sum(), 2), (0, 0, None), divergence=divergence
+        )
+        args = jnp.zeros(64, int), jnp.zeros((64, 64)), jnp.zeros((64, 64))
+        return jax.jit(of_each).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    room = 64 * 64 * 64 * jnp.zeros(()).dtype.itemsize
+    assert held(FORCED) - held("predicate") < 0.5 * room
+
+
 def test_a_sweep_does_not_copy_checkpoints():
     args = jnp.zeros(64, int), jnp.zeros((64, 512))
 

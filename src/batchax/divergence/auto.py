@@ -11,7 +11,8 @@ before it is compiled:
   lanes run first, and those that are left in a window. The body is compiled twice, beside which
   what moves lanes is little. So do the lanes of a bounded loop whose step is a few dear operations:
   what ends it for `jax.vmap` is compiled about as long as what moves lanes. They are counted
-  seldom, for a loop of equal counts is to take no longer than a masked one.
+  seldom, for a loop of equal counts is to take no longer than a masked one. Where a bounded loop
+  is differentiated, they go on in blocks, and so do the steps back over what they did alone.
 - Where a step is too cheap to move lanes, neighbours run until the last of them is done, and then
   the next ones: nobody is moved. Those of a step that a compiler can make one function of are few.
 - All other loops are the masked loops that they would be.
@@ -212,7 +213,10 @@ class Auto(Compact):
         step = Step.of(None, loop.steps[0], differs)
         work, begun = WITH_DERIVATIVE * step.work, WITH_DERIVATIVE * step.begun
         step = replace(step, work=work, begun=begun, moving=step.moving / WITH_DERIVATIVE)
-        width = self._from_the_start(axis.size, step, least_lanes(axis.size, loop.steps))
+        least = least_lanes(axis.size, loop.steps)
+        width = self._from_the_start(axis.size, step, least)
+        if width == axis.size:
+            width = self._of_blocks(axis.size, step, least)
         return Apart(replace(axis, name=None), width, step.moving) if width < axis.size else None
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
@@ -360,6 +364,15 @@ class Auto(Compact):
             width = min(width, max(1, size // limits.narrower, math.ceil(begun)))
         return width
 
+    def _of_blocks(self, size: int, step: Step, least: int) -> int:
+        """How many lanes make a block of those that others have left behind; `size` for none."""
+        limits = self.limits
+        if step.work * size < limits.last:
+            return size
+        begun = step.overhead * max(1, limits.cores / limits.few)
+        width = self._fitting(size, max(_ROUNDED * begun, least))
+        return width if size + begun >= limits.saved * (width + begun) else size
+
     def _of_neighbours(self, size: int, step: Step, least: int) -> int:
         """How many are copied to where they are computed, which a cache holds; `size` if none."""
         limits = self.limits
@@ -397,4 +410,5 @@ def for_any_machine(option: Any) -> Any:
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
+_ROUNDED = 0.75  # of a width, which is a power of two mostly
 _VECTOR = 8  # lanes that a processor computes at once

@@ -13,6 +13,7 @@ where that is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
+from batchax.execution.bounded_derivatives import parts, take
 from batchax.execution.bounded_forms import Form, Operands, SweepForm
 from batchax.execution.bounded_loop import no_checkpoints
 from batchax.execution.checkpoints import UNUSED
@@ -30,11 +33,12 @@ from batchax.execution.entries import entry_of
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.execution.slices import with_derivative_of
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
+from batchax.kernel.inner import remembered, written_into
 from batchax.rules.in_turn import in_turn
 from batchax.rules.masking import is_inexact, select_lanes
 
@@ -114,9 +118,43 @@ class Apart:
         ]
         axes = axes._replace(checkpoints=[None, *[1] * len(kept)])
         both = begun._replace(carry=with_values(lanes.carry, form.kept, first), returning=returning)
-        last, at = every_step(self.axis, replace(loop, args=both.flat, axes=axes.flat))
-        n = form.n_back
-        return [*last[:n], *map(lax.add, last[n:], outs[n:])], at
+        loop, n = replace(loop, args=both.flat, axes=axes.flat), form.n_back
+        last, at = every_step(self.axis, loop)
+        last = [*last[:n], *map(lax.add, last[n:], outs[n:])]
+        return self._added_up(loop, last, outs[n:]), at
+
+    def _added_up(self, loop: BoundedLoop, last: Sequence[Value], ys: Sequence[Value]) -> list[Any]:
+        """The results `last` of a sweep to which `ys` were added, or sums that begin with these.
+
+        Nothing is added then where no lane was left. Derivatives are those of `last`: what is
+        carried would be kept for them.
+        """
+        form: SweepForm = loop.form
+        sums = [i for i, a in enumerate(form.y_axes) if a is None]
+        if not sums:
+            return list(last)
+        given, at, n = form.split(loop.args), form.split(loop.axes), form.n_back
+        args = given._replace(returning=[*given.returning, *take(ys, sums)])
+        axes = at._replace(returning=[*at.returning, *[0] * len(sums)])
+        (forth, back), (forth_guarded, guarded) = loop.steps, loop.guarded
+        back, guarded = (
+            remembered(p, ("sums", form), functools.partial(_with_sums, p, form))
+            for p in (back, guarded)
+        )
+        others = [i for i, a in enumerate(form.y_axes) if a is not None]
+        summed = BoundedLoop(
+            None,
+            [forth, back],
+            [forth_guarded, guarded],
+            replace(form, n_back=n + len(sums), y_axes=tuple(take(form.y_axes, others))),
+            args.flat,
+            axes.flat,
+        )
+        outs, _ = every_step(self.axis, summed)
+        done, rest = parts(outs, n + len(sums))
+        places = [*range(n), *(n + i for i in (*sums, *others))]
+        values = [*done, *map(lax.add, rest, take(ys, others))]
+        return list(map(with_derivative_of, with_values(last, places, values), last))
 
     def _followed(self, loop: BoundedLoop, lanes: Operands) -> list[Any]:
         """What is kept of the carry where a sweep is to end: checkpoints have no derivatives."""
@@ -155,7 +193,7 @@ class Apart:
         loop = replace(
             loop,
             test=None,
-            form=replace(loop.form, n_test=0, kept=None),
+            form=replace(loop.form, n_test=0, kept=None, again=True),
             args=given._replace(count=rest, test=[], carry=outs[:n]).flat,
             axes=at._replace(count=0, test=[], carry=[0] * n).flat,
         )
@@ -203,6 +241,21 @@ class Apart:
         whole = ChunkLoop(ChunkBody(of_width), specs, results, self.axis.size, width)
         count = loop.form.split(loop.args).count
         return chunk_loop(whole, [count, start, *loop.args])
+
+
+def _with_sums(program: ClosedJaxpr, form: SweepForm) -> ClosedJaxpr:
+    """A program of a step back that is given the sums so far after what it carries back."""
+    n, first = form.n_back, form.n_consts + form.n_back
+    sums = [n + i for i, a in enumerate(form.y_axes) if a is None]
+    types = [a.strip_weak_type() for a in take(program.out_avals, sums)]
+
+    def back(*operands: Any) -> list[Any]:
+        before, so_far, x = parts(operands, first, len(sums))
+        outs = written_into(program, [*before, *x])
+        rest = [y for i, y in enumerate(outs) if i >= n and i not in sums]
+        return [*outs[:n], *map(lax.add, so_far, take(outs, sums)), *rest]
+
+    return _compat.stage(back, [*program.in_avals[:first], *types, *program.in_avals[first:]])
 
 
 def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:

@@ -222,6 +222,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         x_axes=(0, *_x_axes(loop)),
         y_axes=steps_axes([0] * len(form.y_axes), form.y_axes),
         kept=form.kept,
+        again=form.again,
     )
     steps = lax.clamp(np.int32(0), lanes.count, np.int32(form.steps.most))
     return _results(form, [*results.carry, *results.ys, *results.checkpoints, steps])

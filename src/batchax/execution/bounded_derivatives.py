@@ -11,13 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax import lax
 from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_forms import Form, SweepForm
-from batchax.execution.bounded_loop import LoopStep, Values, bounded_loop, bounded_loop_p
+from batchax.execution.bounded_loop import (
+    LoopStep,
+    Values,
+    bounded_loop,
+    bounded_loop_p,
+    no_checkpoints,
+)
 from batchax.execution.reverse_sweep import reverse_sweep
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.derivatives import tangents_of, with_values
@@ -54,10 +62,16 @@ def jvp(
     if needed is not None:
         recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
     derivative = replace(derivative, form=recorded)
-    results = recorded.results(bounded_loop_p.bind(*primals, **programs, form=recorded))
+    again = form.again and test is None and form.kept is None and needed is not None
+    bound = form if again else recorded
+    results = bound.results(bounded_loop_p.bind(*primals, **programs, form=bound))
+    steps, checkpoints = results.steps, results.checkpoints
+    if again:  # of no result of the loop, which then nobody needs
+        steps = lax.clamp(np.int32(0), given.count, np.int32(form.steps.most))
+        checkpoints = no_checkpoints(body, recorded)
     which = derivative.consts, derivative.carry, derivative.xs
-    refuse_shared(results.steps, [*take(given.consts, which[0]), *take(given.xs, which[2])])
-    residuals = [results.steps, *given.consts, *given.carry, *results.checkpoints, *given.xs]
+    refuse_shared(steps, [*take(given.consts, which[0]), *take(given.xs, which[2])])
+    residuals = [steps, *given.consts, *given.carry, *checkpoints, *given.xs]
     tangents = [ad.instantiate_zeros(t) for group in map(take, dots, which) for t in group]
     if needed is None:
         out_tangents = derivative.forward(residuals, tangents)
@@ -65,7 +79,7 @@ def jvp(
         out_tangents = linear_with_transpose(
             derivative.forward, derivative.back, residuals, tangents
         )
-    kept = _chosen(results.checkpoints, recorded, form)
+    kept = _chosen(results.checkpoints, bound, form)
     outs = [*results.carry, *results.ys, *kept, results.steps]
     return outs, with_values(list(map(no_tangent, outs)), derivative.outputs, out_tangents)
 

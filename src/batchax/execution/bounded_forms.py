@@ -75,6 +75,8 @@ class Form:
       x_axes: where each of the xs has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
+      again: whether a derivative computes all carries again: what is run for it alone would record
+        checkpoints for nothing, and be compiled.
     """
 
     n_test: int
@@ -84,6 +86,7 @@ class Form:
     x_axes: tuple[int, ...]
     y_axes: tuple[int, ...]
     kept: tuple[int, ...] | None
+    again: bool = False
 
     @property
     def n_results(self) -> int:

@@ -53,6 +53,7 @@ def bounded_loop(
     x_axes: Sequence[int] = (),
     y_axes: Sequence[int] = (),
     kept: Sequence[int] | None = None,
+    again: bool = False,
 ) -> Results:
     """Runs a bounded loop; it may be differentiated and batched.
 
@@ -71,6 +72,7 @@ def bounded_loop(
       x_axes: where each of the `xs` has the axis of the steps.
       y_axes: where each of the ys gets it.
       kept: the values of the carry to record checkpoints of; None: no checkpoints.
+      again: whether derivatives compute all carries again.
     """
     (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
@@ -82,7 +84,7 @@ def bounded_loop(
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
     sizes = len(test_consts), len(consts), len(carry), steps
     kept = None if kept is None else tuple(kept)
-    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept)
+    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept, again)
     operands = [count, *test_consts, *consts, *carry, *xs]
     outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
