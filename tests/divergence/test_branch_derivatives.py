@@ -11,8 +11,9 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.divergence import branch_derivatives
+from batchax.divergence.auto import Auto
 
-from support.forced import FORCED, MASKED_DERIVATIVES
+from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same
 
 N, D = 11, 6
@@ -21,7 +22,14 @@ TAKEN = np.arange(N) % 3 == 1
 # A lane that does not take the branch would make a NaN in it.
 X = X.at[0, 0].set(jnp.nan)
 SOME = {"rtol": 1e-4, "atol": 1e-5}
-WAYS = {"compact": bx.Compact(width=4), "auto": FORCED, "masked": MASKED_DERIVATIVES}
+WAYS = {
+    "compact": bx.Compact(width=4),
+    "auto": FORCED,
+    "masked": MASKED_DERIVATIVES,
+    # Whoever takes the branch: nobody is too few, or too many.
+    "decided, in chunks": Auto(limits=DECIDED.limits._replace(most=1e6)),
+    "decided, all at once": Auto(limits=DECIDED.limits._replace(most=1e-6)),
+}
 
 
 def dear(x, y, w):

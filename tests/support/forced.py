@@ -35,8 +35,10 @@ LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, last=0, nest=
 """All lanes run first, and the last ones in a window."""
 MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
-DECIDED = Auto(limits=EVERYWHERE._replace(gain=inf, perhaps=0, counting=0, compiling=0, nest=inf))
-"""Branches are compiled twice: for the lanes that take them, and for all if most do."""
+DECIDED = Auto(
+    limits=EVERYWHERE._replace(gain=inf, perhaps=0, counting=0, compiling=0, copying=0, nest=inf)
+)
+"""Branches and their derivatives are compiled twice: for the lanes that take them, and for all."""
 
 
 def wait_before_branches(monkeypatch):

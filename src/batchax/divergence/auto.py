@@ -163,9 +163,8 @@ class Auto(Compact):
             return None
         if isinstance(parting, Branches):
             inside = replace(self.inside(), _decided=True)
-            # XLA may run all lanes on all cores, and chunks on one.
-            most = self.limits.most * min(1, self.limits.few / self.limits.cores)
-            choice = Choice(self._pays, self._decides, most, self._few, inside, self._why_masked)
+            masked = self._few, inside, self._why_masked
+            choice = Choice(self._pays, self._decides, self._share(), self._most_back, *masked)
             return run_branches(axis, parting, None, choice)
         if self._nesting:
             # Who leaves the loop around it leaves this one, too; a second window is to be compiled.
@@ -262,6 +261,22 @@ class Auto(Compact):
         if self._decided or branch.others >= branch.begun or not self._may_pay(branch):
             return False
         return branch.work * branch.lanes >= self.limits.compiling * branch.operations
+
+    def _most_back(self, branch: BranchCost) -> float | None:
+        """From which share of the lanes on derivatives run for all; None: they always do.
+
+        In chunks and decided they compute the branch once more, which takes no longer than the
+        copies of what all share that `jax.vmap` makes.
+        """
+        if branch.copied < self.limits.copying * branch.work:
+            return None
+        apart = branch.work + branch.moving + branch.starting / branch.chunk
+        return self._share() * branch.work / apart
+
+    def _share(self) -> float:
+        """From which share of the lanes on all run, where it is decided while the program runs."""
+        # XLA may run all lanes on all cores, and chunks on one.
+        return self.limits.most * min(1, self.limits.few / self.limits.cores)
 
     def _may_pay(self, branch: BranchCost) -> bool:
         """Whether it pays to run a branch for the lanes that take it, if they are few."""

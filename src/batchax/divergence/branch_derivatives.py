@@ -41,7 +41,8 @@ class Derivative(NamedTuple):
     Attributes:
       run: for the lanes that take it.
       masked: for all lanes.
-      pays: whether derivatives are for those that take it, by how many bytes they keep of a lane.
+      pays: whether derivatives are for those that take it, or it is decided while the program runs
+        whether they are, by how many bytes they keep of a lane.
       work: nanoseconds that the branch takes for a lane.
     """
 

@@ -150,6 +150,7 @@ class Choice(NamedTuple):
       apart: whether for the lanes that take it, whatever their number.
       decided: whether for those, or for all, as it is decided while the program runs.
       most: the share of the lanes from which on all run, where that is decided.
+      back: that share for derivatives; None: all run, masked.
       few: of how many lanes that take it each runs by itself, where it is none of these; 0: none.
       inside: how lanes that part ways are run inside of a branch that is compiled twice.
       masked: why all lanes run it, where it is none of these.
@@ -158,6 +159,7 @@ class Choice(NamedTuple):
     apart: Callable[[BranchCost], bool]
     decided: Callable[[BranchCost], bool]
     most: float
+    back: Callable[[BranchCost], float | None]
     few: Callable[[BranchCost], int]
     inside: Divergence
     masked: Callable[[BranchCost], str]
@@ -323,9 +325,10 @@ class _Part:
         else:
             most = _chunk(self.work)
             chunk = fitting_width(most, size)
-        inside, share = self.axis.divergence.inside(), None
+        inside, share, back = self.axis.divergence.inside(), None, None
         if self.choice is not None and self.decided:
             inside, share = self.choice.inside, self.choice.most
+            back = self._most_back()
         axis = replace(self.axis, name=None, divergence=inside)
 
         def run(
@@ -346,7 +349,7 @@ class _Part:
 
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
-            every = None if share is None else AllAtOnce(ChunkBody(of_all), share)
+            every = None if share is None else AllAtOnce(ChunkBody(of_all), share, back)
             how = {"all_at_once": every, "singly": singly}
             loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, **how)
             return chunk_loop(loop, [active, *xs])
@@ -367,12 +370,19 @@ class _Part:
         placed = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
 
+    def _most_back(self) -> float | None:
+        """From which share of the lanes on derivatives run for all; None: they always do."""
+        assert self.choice is not None
+        return self.choice.back(self._cost(time_to_move(self._moved())))
+
     def _derivative_pays(self) -> Callable[[int], bool]:
         """Whether it pays for a derivative, which would keep so many bytes of a lane."""
         if self.choice is None:
             return lambda kept: True
         if self.singly:
             return lambda kept: False
+        if self.decided and self._most_back() is not None:
+            return lambda kept: True
         pays, size = self.choice.apart, self.axis.size
         moved = self._moved()
         cost, own = self._cost(time_to_move(moved)), bytes_of(moved)

@@ -15,8 +15,8 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import (
-    ChunkBody,
     ChunkLoop,
+    OfWidth,
     chunk_loop,
     chunk_loop_p,
     result_types,
@@ -116,28 +116,31 @@ def _tangent_loop(
     """
     n = len(loop.operands)
 
-    def of_width(width: int) -> Any:
-        primal = loop.body.function(width)
+    def differentiate(of: OfWidth) -> OfWidth:
+        def of_width(width: int) -> Any:
+            primal = of(width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
+            def run(start: Any, *xs: Any) -> list[Any]:
+                primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
 
-            of_chunk = functools.partial(primal, start)
-            outs, dots = tangents_of(of_chunk, primals, moving, tangents, dependent)
-            share = iter(parts)
-            results = []
-            for k, t in zip(dependent, dots, strict=True):
-                spec = loop.results[k]
-                extreme = isinstance(spec, Extreme)
-                results.append(extreme_tangent(spec, outs[k], t, next(share)) if extreme else t)
-            return results
+                of_chunk = functools.partial(primal, start)
+                outs, dots = tangents_of(of_chunk, primals, moving, tangents, dependent)
+                share = iter(parts)
+                results = []
+                for k, t in zip(dependent, dots, strict=True):
+                    spec = loop.results[k]
+                    extreme = isinstance(spec, Extreme)
+                    results.append(extreme_tangent(spec, outs[k], t, next(share)) if extreme else t)
+                return results
 
-        return run
+            return run
+
+        return of_width
 
     specs = (loop.results[k] for k in dependent)
     return loop.derivative(
         "tangents",
-        body=ChunkBody(of_width, of=loop.body),
+        differentiate,
         operands=(*loop.operands, *(loop.operands[i] for i in moving), *share_kinds),
         results=tuple(SUM if isinstance(spec, Extreme) else spec for spec in specs),
     )
@@ -200,21 +203,24 @@ def _reverse_loop(
     """
     others = [i for i in range(len(avals)) if i not in linear]
 
-    def of_width(width: int) -> Any:
-        forward = loop.body.function(width)
-        types = loop.of_chunk(avals, width)
+    def differentiate(of: OfWidth) -> OfWidth:
+        def of_width(width: int) -> Any:
+            forward = of(width)
+            types = loop.of_chunk(avals, width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            residuals, cts = xs[: len(others)], xs[len(others) :]
-            of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
-            return transposed(of_chunk, residuals, linear, of_linear, given)(cts)
+            def run(start: Any, *xs: Any) -> list[Any]:
+                residuals, cts = xs[: len(others)], xs[len(others) :]
+                of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
+                return transposed(of_chunk, residuals, linear, of_linear, given)(cts)
 
-        return run
+            return run
+
+        return of_width
 
     cotangent_kinds = (_as_operand(loop.results[k]) for k in given)
     reverse = loop.derivative(
         "cotangents",
-        body=ChunkBody(of_width, of=loop.body),
+        differentiate,
         operands=(*(loop.operands[i] for i in others), *cotangent_kinds),
         results=tuple(cotangent_spec(loop.operands[i]) for i in linear),
     )

@@ -50,6 +50,9 @@ from batchax.execution.operand_specs import (
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.own_primitive import declare
 
+OfWidth = Callable[[int], Callable[..., list[Any]]]
+"""From a number of lanes to what is done for these."""
+
 
 class ChunkBody:
     """What is done for one chunk, whatever its width.
@@ -61,9 +64,7 @@ class ChunkBody:
     are then those it was made under, or those of the body it is made `of`.
     """
 
-    def __init__(
-        self, function: Callable[[int], Callable[..., list[Any]]], of: ChunkBody | None = None
-    ) -> None:
+    def __init__(self, function: OfWidth, of: ChunkBody | None = None) -> None:
         self.function = function
         self._names = _compat.names_in_scope() if of is None else of._names
         self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
@@ -91,10 +92,13 @@ class AllAtOnce:
       body: what is done, as for one chunk of all lanes; its first operand is the mask. What it
         returns for lanes that are not picked is not looked at.
       share: the share of the lanes from which on they are most.
+      of_derivatives: that of derivatives, in which all lanes compute their values again; None:
+        derivatives run in chunks, however many are picked.
     """
 
     body: ChunkBody
     share: float
+    of_derivatives: float | None = None
 
 
 @_compat.held_weakly
@@ -124,8 +128,16 @@ class ChunkLoop:
     all_at_once: AllAtOnce | None = None
     singly: int = 0
 
-    def derivative(self, name: str, **changes: Any) -> ChunkLoop:
-        """A loop over the same lanes that computes a derivative of this one."""
+    def derivative(
+        self, name: str, differentiate: Callable[[OfWidth], OfWidth], **changes: Any
+    ) -> ChunkLoop:
+        """A loop over the same lanes that computes a derivative of this one.
+
+        Args:
+          name: what it computes.
+          differentiate: from what is done for lanes to its derivative.
+          **changes: its attributes that differ.
+        """
         chunk = self.chunk
         if isinstance(chunk, Auto):
             # A derivative needs other memory, so its chunk size is another choice, with a name of
@@ -135,8 +147,13 @@ class ChunkLoop:
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
         told = None if self.progress is None else self.progress.derivative(name)
-        once = {"all_at_once": None, "singly": 0}
-        return replace(self, chunk=chunk, progress=told, **once, **changes)
+        whole = self.all_at_once
+        if whole is not None:
+            share = whole.of_derivatives
+            whole = None if share is None else replace(whole, share=share)
+        once = replace(self, all_at_once=whole, singly=0)
+        of = lambda body: ChunkBody(differentiate(body.function), of=body)
+        return once.changed(of, chunk=chunk, progress=told, **changes)
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
         """A loop of which `change` makes what is done, for a chunk and for all lanes."""

@@ -59,6 +59,11 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     results = _compat.varying_alike(results_before(loop, program), like=operands)
     results = _in_loop(chunks, program, results)
     chunks.steps.end(chunks.steps.most, results=results)
+    return _of_types(loop, program, results)
+
+
+def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Sequence[Value]) -> list[Any]:
+    """The results, of which sums were those of a wider type."""
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
         for x, t, spec in zip(results, program.out_avals, loop.results, strict=True)
@@ -74,10 +79,17 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
 
     def nothing(*operands: Any) -> list[Any]:
-        return _compat.varying_alike(results_before(few, some), like=operands)
+        before = _of_types(few, some, results_before(few, some))
+        return _compat.varying_alike(before, like=operands)
 
     def at_once(*operands: Any) -> list[Any]:
-        return eval_jaxpr(every.jaxpr, every.consts, start, *operands)
+        # What lanes that are not picked add to cotangents is nothing, whatever they computed.
+        mask, back = operands[0], any(isinstance(k, GatheredOrZero) for k in loop.operands)
+        or_zero = lambda x, k: gathered_lanes.or_zero_of(x, mask, k.axis)
+        picked = lambda x, k, spec: or_zero(x, k) if back and isinstance(k, spec) else x
+        xs = [picked(x, k, GatheredOrZero) for x, k in zip(operands, loop.operands, strict=True)]
+        outs = eval_jaxpr(every.jaxpr, every.consts, start, *xs)
+        return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
     count = count_active(operands[0])
     most = np.int32(max(1, math.ceil(whole.share * loop.size)))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop
+from batchax.execution.chunk_loop import ChunkLoop, OfWidth
 from batchax.execution.operand_specs import Sum, cotangent_spec
 from batchax.jaxprs.words import Value
 from batchax.kernel.derivatives import with_values
@@ -40,22 +40,24 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
     The gradient is with respect to the `moving` operands.
     """
 
-    def of_width(width: int) -> Any:
-        primal = loop.body.function(width)
+    def differentiate(of: OfWidth) -> OfWidth:
+        def of_width(width: int) -> Any:
+            primal = of(width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            def of_moving(*values: Any) -> tuple[Any, list[Any]]:
-                outs = primal(start, *with_values(xs, moving, values))
-                return outs[which], outs
+            def run(start: Any, *xs: Any) -> list[Any]:
+                def of_moving(*values: Any) -> tuple[Any, list[Any]]:
+                    outs = primal(start, *with_values(xs, moving, values))
+                    return outs[which], outs
 
-            value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
-            return [*outs, *pull(lax.full_like(value, 1))]
+                value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
+                return [*outs, *pull(lax.full_like(value, 1))]
 
-        return run
+            return run
+
+        return of_width
 
     results = (*loop.results, *(cotangent_spec(loop.operands[i]) for i in moving))
-    body = ChunkBody(of_width, of=loop.body)
-    return loop.derivative("gradient", body=body, results=results)
+    return loop.derivative("gradient", differentiate, results=results)
 
 
 def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:

@@ -148,8 +148,12 @@ def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> An
     taken = taken_at(x, lanes.lanes, axis)
     if not or_zero:
         return taken
-    counts = lax.broadcast_in_dim(lanes.counts, taken.shape, (axis,))
-    return lax.select(counts, taken, lax.full_like(taken, 0))
+    return or_zero_of(taken, lanes.counts, axis)
+
+
+def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
+    """`x`, with zeros for the lanes along `axis` that a mask does not pick."""
+    return lax.select(lax.broadcast_in_dim(mask, x.shape, (axis,)), x, lax.full_like(x, 0))
 
 
 def taken_at(x: Value, places: Any, axis: int) -> Any:
