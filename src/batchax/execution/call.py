@@ -222,7 +222,10 @@ class Call:
         paths = [m.path for m in given]
         staged, outputs = stage_described(self.axis, self.function, avals, paths)
         added = [is_added(output.spec) for output in outputs.described]
-        staged = factored(self.axis, staged, [m.axis for m in given], added)
+        positions = [m.axis for m in given]
+        staged = factored(self.axis, staged, positions, added)
+        if self.axis.divergence is not None:
+            staged = self.axis.divergence.of_example(self.axis, staged, positions)
         return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:

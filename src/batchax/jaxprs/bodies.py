@@ -196,13 +196,13 @@ def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -
         outs = eval_jaxpr(program.jaxpr, program.consts, *more, *consts, *carry, *x)
         return outs[: body.carried], outs[body.carried :]
 
-    options = {k: v for k, v in eqn.params.items() if k in _SCAN_OPTIONS}
+    options = {k: v for k, v in eqn.params.items() if k in SCAN_OPTIONS}
     last, ys = lax.scan(step, carry, xs, **options)
     return [*last, *ys]
 
 
 # The others say which operands are which, and that changes.
-_SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
+SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
 
 
 def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
