@@ -64,6 +64,8 @@ class Limits(NamedTuple):
 
     moving: float = 1.2
     """how many steps of a lane it may cost to move it in and out of a window"""
+    later: float = 4.0
+    """the same of lanes of a bounded loop, of which all run first"""
     begun: int = 16
     """how many times as long as beginning its operations a step of a window takes"""
     busy: float = 25_000.0
@@ -329,10 +331,14 @@ class Auto(Compact):
         left, neighbours, one_function = 0, False, False
         programs = [p for p in (test, body) if p]
         least = least_lanes(size, programs)
-        if step.moving <= self.limits.moving:
+        pause = self.limits.asking
+        if step.moving <= (self.limits.later if bounded else self.limits.moving):
             widths: tuple[int, ...] = (self._from_the_start(size, step, least),)
             last = self._of_the_last(size, step, body, bounded)
-            if widths == (size,) and least <= last < size:
+            if bounded and widths != (size,):
+                widths, pause = (size, *widths), 1
+                left = most_left(widths, step.overhead)
+            elif widths == (size,) and least <= last < size:
                 widths = (size, last)
                 alone = self.limits.cores <= self.limits.few
                 left = most_left(widths, step.overhead) if alone else last
@@ -347,7 +353,6 @@ class Auto(Compact):
             neighbours = widths[0] < size
         if widths == (size,) and least > size // min(self.limits.windows):
             why = "fewer lanes would run its operations one after another, by a library"
-        pause = self.limits.asking
         return Plan(
             widths, None, left, step.moving, False, why, neighbours, one_function, pause=pause
         )
