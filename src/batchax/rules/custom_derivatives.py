@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
@@ -188,8 +189,14 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     return outs, outputs.axes
 
 
-@register_rule("custom_lin")
-@register_rule("call_hi_primitive_linearized")
+_IN_REVERSE = "custom_lin", "call_hi_primitive_linearized"
+
+in_reverse_alone = Anywhere(lambda eqn: eqn.primitive.name in _IN_REVERSE)
+"""Whether a program has tangents of a function whose rule gives cotangents only."""
+
+
+@register_rule(_IN_REVERSE[0])
+@register_rule(_IN_REVERSE[1])
 def _custom_lin(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Any:
     raise ArgumentTypeError(
         "can't apply forward-mode autodiff (jvp) to a custom_vjp function: its rule gives "

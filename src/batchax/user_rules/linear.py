@@ -22,6 +22,7 @@ from batchax.kernel.inner import batch_inner
 from batchax.kernel.own_primitive import own_primitive
 from batchax.memo import Memo
 from batchax.rules.batched_transpose import batched_transpose
+from batchax.rules.custom_derivatives import in_reverse_alone
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of residuals, and of values it is linear in."""
@@ -78,7 +79,7 @@ def _bind(
     )
 
 
-def _run(*operands: Any, forward: Any, transpose: Any, count: int) -> list[Any]:
+def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
     return eval_jaxpr(forward.jaxpr, forward.consts, *_of_one_mesh(operands))
 
 
@@ -119,7 +120,11 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
 def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, count: int) -> Any:
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)
-    outs = linear_p.bind(*others, *given, forward=transpose, transpose=forward, count=count)
+    if in_reverse_alone.in_program(forward):
+        # To batch what it becomes would be to batch `forward` as well, which nobody can run.
+        outs = _run(*others, *given, forward=transpose)
+    else:
+        outs = linear_p.bind(*others, *given, forward=transpose, transpose=forward, count=count)
     return [
         out if ad.is_undefined_primal(x) else None
         for x, out in zip(operands, [*others, *outs], strict=True)
