@@ -9,6 +9,9 @@ from jax import lax
 import batchax as bx
 from batchax.divergence import compact, cut
 from batchax.divergence.auto import Auto
+from batchax.divergence.neighbours import neighbours_in_turn
+from batchax.divergence.window import Plan, counted
+from batchax.execution.gathered_lanes import count_active
 from divergence.test_flat_loops import arrays, three_deep
 
 from support.forced import NESTS, ONE_FUNCTION
@@ -77,6 +80,37 @@ def test_loops_of_many_kinds():
         return ours, (whole("predicate")(*args, table), masked(*args[:2]), masked(*even))
 
     same(*both(*args), None)
+
+
+@pytest.mark.parametrize("size", [96, 107])
+def test_few_neighbours_are_left_behind(size):
+    """Each takes its own steps, all of them fewer than if neighbours waited for each other."""
+
+    def step(width, consts, active, carry, tally):
+        (most, by), (n, x) = consts, carry
+        tally = counted(tally, count_active(active, one_function=True))
+        n, x = n + active.astype(np.int32), jnp.where(active[:, None], x + by, x)
+        return active & (n < most[0]), [n, x], tally
+
+    def run(left, most):
+        plan = Plan((16,), None, left, 1.0, True, neighbours=True, one_function=True, pause=2)
+        begun = [jnp.zeros(size, np.int32), jnp.zeros((size, 2))]
+        consts = [most[None], jnp.asarray([1.0, 2.0])]
+        carry, (tally,) = neighbours_in_turn(plan, step, consts, [1, None], most > 0, begun)
+        return *carry, tally
+
+    rng, run = np.random.default_rng(0), jax.jit(run, static_argnums=0)
+    tailed = [(rng.pareto(0.7, size) * 4).clip(0, 400).astype(np.int32) for _ in range(20)]
+    for left in (2, 0):
+        for most in (*tailed, *(np.full(size, n, np.int32) for n in (0, 1, 50))):
+            n, x, (iterations, _, lanes) = run(left, most)
+            np.testing.assert_array_equal(n, most)
+            np.testing.assert_array_equal(x, most[:, None] * np.asarray([1.0, 2.0]))
+            assert lanes == most.sum()
+            waiting = sum(most[i : i + 16].max() for i in range(0, size, 16))
+            assert iterations <= waiting
+            if left and most.min() < most.max():
+                assert iterations < 0.85 * waiting
 
 
 def test_lanes_of_two_axes_and_derivatives():
@@ -195,7 +229,8 @@ def test_which_loops_run_so_is_told_by_their_cost():
 
     assert widths(1024, 1) == (128,)
     assert widths(200, 1) == (100,)
-    assert widths(1024, 3) == (40,)
+    assert widths(1024, 2) == (128,)
+    assert widths(1024, 3) == (80,)
     assert widths(1024, 24) == (8,)
     assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a processor
     assert widths(100, 1) == ()

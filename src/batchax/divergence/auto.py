@@ -14,7 +14,8 @@ before it is compiled:
   seldom, for a loop of equal counts is to take no longer than a masked one. Where a bounded loop
   is differentiated, they go on in blocks, and so do the steps back over what they did alone.
 - Where a step is too cheap to move lanes, neighbours run until the last of them is done, and then
-  the next ones: nobody is moved. Those of a step that a compiler can make one function of are few.
+  the next ones: nobody is moved. Those of a step that a compiler can make one function of are few,
+  and the last of them are left behind, to go on together with others that are.
 - All other loops are the masked loops that they would be.
 """
 
@@ -95,7 +96,7 @@ class Limits(NamedTuple):
     staying: float = 2.0
     """how many steps of a lane it may cost to copy it with its neighbours, and back"""
     together: int = 128
-    """how many numbers of neighbours a step computes in one function"""
+    """how many neighbours take steps in one function, which computes twice as many numbers"""
     one_core: float = 50_000.0
     """nanoseconds that a step of all lanes takes at most which then runs on one core"""
     saved: float = 4.0
@@ -348,6 +349,7 @@ class Auto(Compact):
         if widths == (size,):
             widths = (self._in_one_function(size, step, programs),)
             one_function = neighbours = widths[0] < size
+            left = widths[0] // _LEFT if neighbours else 0
         if widths == (size,) and step.moving > self.limits.moving:
             widths = (self._of_neighbours(size, step, least),)
             neighbours = widths[0] < size
@@ -376,7 +378,7 @@ class Auto(Compact):
         together, numbers = self.limits.together, largest(programs)
         if numbers * _VECTOR > 2 * together:  # one lane does
             return 1
-        return max(together // numbers // _VECTOR * _VECTOR, _VECTOR)
+        return max(min(together, 2 * together // numbers) // _VECTOR * _VECTOR, _VECTOR)
 
     def _from_the_start(self, size: int, step: Step, least: int) -> int:
         """The width of a window that keeps a device as busy as all lanes do; `size` for none.
@@ -437,5 +439,6 @@ def for_any_machine(option: Any) -> Any:
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
+_LEFT = 8  # of so many neighbours one may be left
 _ROUNDED = 0.75  # of a width, which is a power of two mostly
 _VECTOR = 8  # lanes that a processor computes at once

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
+from batchax.divergence.neighbours import neighbours_in_turn
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Plan, Tally, counted, run_in_windows
 from batchax.execution.gathered_lanes import count_active
@@ -89,7 +90,8 @@ class PartingLoop:
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
         active = self._test(self.axis, consts, carry)
         slots = [*carry, *self.more_slots()]
-        outs, tallies = run_in_windows(self.plan, self._step, consts, self.positions, active, slots)
+        run = neighbours_in_turn if self.plan.neighbours else run_in_windows
+        outs, tallies = run(self.plan, self._step, consts, self.positions, active, slots)
         steps = self.axis.divergence.steps
         if steps is not None:
             steps.add(self.plan.widths, tallies)

@@ -35,7 +35,6 @@ from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.together import Together
 from batchax.divergence.varying import alike
 from batchax.divergence.window_rows import put_back, rows_of
-from batchax.execution.entries import part_of, put_part
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
@@ -58,7 +57,7 @@ class Plan:
       threshold: the share of the lanes of a window that must be done before it is refilled;
         None to leave that to `patience`.
       most_left: how many lanes may be left when they leave the run of all lanes, if there is
-        no threshold.
+        no threshold; or a turn of neighbours that are one function, 0: they wait for all.
       patience: how many steps of a lane cost as much as moving it in and out of a window.
       counts: whether lane-steps are counted.
       why: why there is no window but that of all lanes; empty if there is.
@@ -66,7 +65,8 @@ class Plan:
         done, and other neighbours are next: so no lane is moved.
       one_function: whether these are one function of the compiler, which begins no operations.
       last_in_one: whether the steps of the lanes that no others follow are one function.
-      pause: how many steps of all lanes are taken at least before those that are left are counted.
+      pause: how many steps of all lanes, or of neighbours, are taken at least before those that are
+        left are counted.
     """
 
     widths: tuple[int, ...]
@@ -125,8 +125,6 @@ def run_in_windows(
     Returns:
       The last carry, and for each window the count of its lane-steps.
     """
-    if plan.neighbours:
-        return _neighbours_in_turn(plan, step, consts, positions, active, carry)
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
     tallies, some = [], anyone(active)
@@ -154,59 +152,7 @@ def run_in_windows(
     return carry, tallies
 
 
-def _neighbours_in_turn(
-    plan: Plan,
-    step: LaneStep,
-    consts: Sequence[Value],
-    positions: Sequence[Position],
-    active: Any,
-    carry: list[Value],
-) -> tuple[list[Any], list[Tally]]:
-    """As `run_in_windows`, for neighbours that run until the last of them is done."""
-    size, (width,) = active.shape[0], plan.widths
-    fewer = size % width  # with these are some that are done
-
-    def turn(consts: Sequence[Any], state: Any) -> Any:
-        first, everyone, tally = state
-        start = lax.min(first, np.int32(size - width)) if fewer else first
-
-        def cut(x: Value, axis: Position) -> Any:
-            if axis is None:
-                return x
-            return part_of(x, start, axis, width)
-
-        active, *rows = (cut(x, 0) for x in everyone)
-        own = list(map(cut, consts, positions))
-        active, rows, tally = _until_all_are_done(step, width, own, (active, rows, tally))
-
-        def put_back(x: Value, rows: Any) -> Any:
-            return put_part(x, rows, start)
-
-        ended = put_back(everyone[0], active) if fewer else everyone[0]
-        everyone = [ended, *map(put_back, everyone[1:], rows)]
-        return lax.add(first, np.int32(width)), everyone, tally
-
-    def run(active: Any, *operands: Any) -> list[Any]:
-        consts, carry = operands[: len(positions)], operands[len(positions) :]
-        # If nobody takes a step, nothing is copied.
-        first = lax.select(anyone(active), np.int32(0), np.int32(size))
-        state = first, [active, *carry], plan.blank
-        state = alike(state, [active, *operands])
-        goes_on = lambda state: lax.lt(state[0], np.int32(size))
-        _, (_, *carry), tally = while_loop(goes_on, functools.partial(turn, consts), state)
-        return [*carry, *tally]
-
-    operands = [active, *consts, *carry]
-    if plan.one_function:
-        operands = _compat.varying_alike(operands, like=operands)
-        types = [jax.typeof(x) for x in operands[1 + len(consts) :]]
-        outs = _compat.in_one_function(run, types, operands)
-    else:
-        outs = run(*operands)
-    return outs[: len(carry)], [tuple(outs[len(carry) :])]
-
-
-def _until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:
+def until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:
     """Steps of `width` lanes, while any of them is active."""
 
     def once(state: Any) -> Any:
@@ -337,13 +283,13 @@ class _Window:
 
         def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
             if not self.plan.last_in_one:
-                return _until_all_are_done(self.step, self.width, consts, state)
+                return until_all_are_done(self.step, self.width, consts, state)
             active, carry, tally = state
             n_consts = len(consts)
 
             def run(active: Any, *xs: Any) -> list[Any]:
                 state = active, xs[n_consts:], tally
-                active, rows, _ = _until_all_are_done(self.step, self.width, xs[:n_consts], state)
+                active, rows, _ = until_all_are_done(self.step, self.width, xs[:n_consts], state)
                 return [active, *rows]
 
             operands = _compat.varying_alike([active, *consts, *carry], like=[active])
