@@ -415,3 +415,42 @@ def test_a_branch_with_a_loop_of_which_nothing_is_returned():
         return lax.cond(p, looped, lambda: jnp.sin(x))
 
     check_all({"no results": (f, P, example((P.size, 2)), {})}, derivatives=False)
+
+
+def test_what_one_branch_keeps_for_its_derivative_is_selected_for_nobody(monkeypatch):
+    """The others leave it unwritten; weights stay one array, but where their rows are short."""
+    size, lanes = 32, 5
+    x, w = example((lanes, size)), example((size, size), seed=1) / 4
+    which = jnp.arange(lanes) % 3
+
+    def f(which, x, w):
+        twice = lambda x, w: jnp.tanh(w @ jnp.tanh(w @ x))
+        return lax.switch(which, [lambda x, w: 2 * x, twice, lambda x, w: jnp.sqrt(w @ x)], x, w)
+
+    number = lambda which, x, w: jnp.sum(f(which, x, w) ** 2)
+    gradient = jax.grad(number, (1, 2))
+
+    def slope(which, x, w):  # of the gradient, back and forth
+        again = lambda x, w: sum(map(jnp.sum, gradient(which, jnp.sin(x), w)))
+        return jax.grad(again, (0, 1))(x, w)
+
+    def selected(*args):
+        jaxpr = jax.make_jaxpr(bx.vmap(gradient, (0, 0, None), divergence="predicate"))(*args)
+        names = lambda jaxpr: [
+            *((e.primitive.name, v.aval.shape) for e in jaxpr.eqns for v in e.outvars),
+            *(n for e in jaxpr.eqns for p in jaxprs_in_params(e.params) for n in names(p)),
+        ]
+        shape = (lanes, *args[2].shape)
+        return names(jaxpr.jaxpr).count(("select_n", shape))
+
+    uses = (gradient, slope)
+    both = lambda vmap: jax.jit(lambda *args: [vmap(g, (0, 0, None))(*args) for g in uses])
+    got, expected = (both(vmap)(which, jnp.abs(x) + 1, jnp.abs(w)) for vmap in (bx.vmap, jax.vmap))
+    same(got, expected, {"rtol": 1e-4, "atol": 1e-4})
+    few = selected(which, x, w)
+    # A lane in the second branch has a NaN in the third, and none in its gradients.
+    x = x.at[1].set(-1.0)
+    for value in jax.tree.leaves(bx.vmap(gradient, (0, 0, None))(which[:2], x[:2], jnp.abs(w))):
+        assert jnp.isfinite(value).all()
+    monkeypatch.setattr("batchax.rules.branches._SHORT", size + 1)
+    assert selected(which, x, w) == few + 1

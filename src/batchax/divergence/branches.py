@@ -106,7 +106,7 @@ def run_branches(
                 mine = after_branches(before, results, program, operands)
                 placed = one_branch(axis, index, i, program, mine, positions)
             results.append(placed)
-    return select_results(axis, index, results)
+    return select_results(axis, index, branches.programs, results)
 
 
 class BranchCost(NamedTuple):

@@ -72,7 +72,7 @@ def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
         results.append(placed)
         for k, operand in updated.items():
             operands[operand], positions[operand] = placed[0][k], placed[1][k]
-    return select_results(axis, index, results, updated)
+    return select_results(axis, index, branches, results, updated)
 
 
 def after_branches(
@@ -201,14 +201,27 @@ def _if_any(
 
 
 def select_results(
-    axis: Axis, index: Any, results: Sequence[PlacedOutputs], updated: Collection[int] = ()
+    axis: Axis,
+    index: Any,
+    branches: Sequence[Any],
+    results: Sequence[PlacedOutputs],
+    updated: Collection[int] = (),
 ) -> PlacedOutputs:
-    """For each lane the results of its own branch; the last branch has those `updated` of all."""
-    indices: dict[Any, Any] = {}  # the index, repeated to a shape
+    """For each lane the results of its own branch; the last branch has those `updated` of all.
 
-    def select(cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
-        if all(_same(x, cases[0][0]) for x, _ in cases):
-            return cases[0]
+    What a branch keeps for its derivative the others leave unwritten: what they hold there nobody
+    reads. So nothing is selected there, and weights that all lanes share are handed on as such.
+    """
+    indices: dict[Any, Any] = {}  # the index, repeated to a shape
+    blank = list(map(_unwritten, branches))
+
+    def select(k: int, cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
+        written = [case for case, none in zip(cases, blank, strict=True) if k not in none]
+        some = (written or cases)[0]
+        as_they_are = len(written) == len(cases) or not (some[1] is None and _short(some[0]))
+        if as_they_are and all(_same(x, some[0]) for x, _ in written):
+            return some
+        cases = [some if k in none else case for case, none in zip(cases, blank, strict=True)]
         position = next((a for _, a in cases if a is not None), 0)
         values = [match_axis(axis, x, a, position) for x, a in cases]
         key = (values[0].shape, position)
@@ -217,8 +230,34 @@ def select_results(
         return lax.select_n(indices[key], *values), position
 
     outputs = zip(*(zip(*placed, strict=True) for placed in results), strict=True)
-    selected = [cases[-1] if k in updated else select(cases) for k, cases in enumerate(outputs)]
+    selected = [cases[-1] if k in updated else select(k, cases) for k, cases in enumerate(outputs)]
     return [x for x, _ in selected], [a for _, a in selected]
+
+
+def _short(x: Value) -> bool:
+    """Whether it is a matrix of rows so short that products with it have their lanes last.
+
+    In a loop, gradients of each lane with respect to it then read across lanes what the products
+    were of, which takes longer than to copy it: 2.5 times of `jax.vmap`, for rows of 24.
+    """
+    return np.ndim(x) > 1 and min(np.shape(x)[-2:]) < _SHORT
+
+
+def _unwritten(branch: Any) -> frozenset[int]:
+    """Which results of a branch are memory that nothing was written to."""
+    made = {v: eqn for eqn in branch.jaxpr.eqns for v in eqn.outvars}
+
+    def unwritten(v: Any) -> bool:
+        eqn = None if isinstance(v, Literal) else made.get(v)
+        if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
+            return unwritten(eqn.invars[0])
+        return eqn is not None and eqn.primitive.name in _UNWRITTEN
+
+    return frozenset(k for k, v in enumerate(branch.jaxpr.outvars) if unwritten(v))
+
+
+_UNWRITTEN = "empty", "empty2"
+_SHORT = 32
 
 
 def _same(x: Value, y: Value) -> bool:
