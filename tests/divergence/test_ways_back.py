@@ -10,6 +10,8 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import gathering, ways_back
+from batchax.divergence.auto import Auto
+from batchax.kernel.axis import Axis
 
 from support import forced, oracle
 
@@ -212,3 +214,17 @@ def test_what_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(ways_back, "_AGAIN", 0.0)
     own = (True, True, True)
     assert len(set(map(id, rewritten(GRADIENTS["seldom"], own)))) == 1
+
+
+@pytest.mark.parametrize("lanes", [2, 64])
+def test_auto_computes_again_for_many_lanes(lanes):
+    """A branch takes as long for a few as for one: then it is the longer, the more it computes."""
+
+    def fun(x, taken, matrix):
+        far = lambda x: functools.reduce(lambda x, _: jnp.tanh(matrix @ x), range(20), x)
+        return lax.scan(lambda x, k: (lax.cond(k == 1, far, jnp.sin, x), None), x, taken)
+
+    program = jax.make_jaxpr(of_example(fun, 0))(np.ones(64), TAKEN[0], np.ones((64, 64)))
+    auto = Auto()
+    again = auto.of_example(Axis(lanes, divergence=auto), program, (0, 0, None))
+    assert (again is program) == (lanes == 2)

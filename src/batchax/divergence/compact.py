@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -145,7 +146,8 @@ class Compact:
         if looks_here() or not can_move(axis, ()):
             return program
         pays = lambda eqn: self._may_run_flat(axis, AnyLoop(eqn.primitive, eqn.params, (), ()))
-        return computing_again(program, tuple(a is not None for a in positions), pays)
+        lanes = math.inf if self.asked else axis.size
+        return computing_again(program, tuple(a is not None for a in positions), pays, lanes)
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         return True

@@ -9,6 +9,7 @@ it for gradients of all lanes. So both are dear branches as any others: lanes wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,16 +27,19 @@ from batchax.kernel.differing import Differs, differs_of
 from batchax.programs.cost import STEPS, cost_of_program
 from batchax.programs.dear_branches import dear_branches, may_be_dear, time_to_move
 from batchax.programs.shapes import bytes_of
-from batchax.programs.weights import TOGETHER
+from batchax.programs.weights import LAUNCH, TOGETHER
 
 # How many times as long as to keep what it hands on it may take to compute a branch again.
 _AGAIN = 4.0
+# How many times as long as it takes to begin its operations all lanes take for it at least.
+_BEGUN = 2.0
 
 
 def computing_again(
     program: ClosedJaxpr,
     differs: Differs,
     pays: Callable[[Eqn], bool],
+    lanes: float = math.inf,
     is_body: bool = False,
 ) -> ClosedJaxpr:
     """`program`, in which the way back over a dear branch computes that again.
@@ -46,18 +50,21 @@ def computing_again(
       program: what one example does.
       differs: which of its operands differ between lanes.
       pays: whether it may pay that lanes of a loop are at places of their own.
+      lanes: how many there are, if of so few some branches are not to be computed again.
       is_body: whether it is the body of a loop.
     """
     jaxpr = program.jaxpr
     if not _maybe_dear.in_program(jaxpr) or any(map(closed_over, jaxpr.eqns)):
         return program
     opens = lambda eqn: _maybe_dear.in_equation(eqn) and (eqn.primitive is not scan_p or pays(eqn))
-    inside = lambda body, given, looped: computing_again(body, given, pays, looped)
+    inside = lambda body, given, looped: computing_again(body, given, pays, lanes, looped)
     opening = Opening(opens, inside)
     block = opening.open(program, differs, is_body)
     # Branches that go back may be gone back over, too.
-    while any(_gives_operands(pair, opening.constants) for pair in _pairs_in(_Ways(block, ()))):
-        pass
+    changed = True
+    while changed:
+        pairs = _pairs_in(_Ways(block, ()))
+        changed = any(_gives_operands(pair, lanes, opening.constants) for pair in pairs)
     if not block.is_other:
         return program
     return _compat.without_dead(opening.close(block, jaxpr.invars))
@@ -204,7 +211,7 @@ def _makers(ways: _Ways, atoms: Sequence[Any]) -> Iterator[Any]:
             yield part
 
 
-def _gives_operands(pair: _Pair, constants: dict[Any, Any]) -> bool:
+def _gives_operands(pair: _Pair, lanes: float, constants: dict[Any, Any]) -> bool:
     """Whether branches on the way back are now given the operands of the others.
 
     They are if that is less to keep, and lanes may wait before any.
@@ -246,7 +253,10 @@ def _gives_operands(pair: _Pair, constants: dict[Any, Any]) -> bool:
     dear = dear_branches(_without(first, handed.values()), forth_apart)
     if not forth_apart[0] or not (dear or dear_branches(again, [True, *differs])):
         return False
-    more = _time(again, differs) - _time(last, differs_of(ways.back.apart, last.invars[1:]))
+    work, begun = _time(again, differs)
+    if work * lanes < _BEGUN * begun:  # all lanes take as long as one, and it would be longer
+        return False
+    more = work - _time(last, differs_of(ways.back.apart, last.invars[1:]))[0]
     if more > _AGAIN * time_to_move(first.outvars[k].aval for k in handed.values()):
         return False
     atoms = [v if key in kept else ways.brought(v) for key, v in inputs.items()]
@@ -257,10 +267,11 @@ def _gives_operands(pair: _Pair, constants: dict[Any, Any]) -> bool:
     return True
 
 
-def _time(eqn: Eqn, differs: Sequence[bool]) -> float:
-    """Nanoseconds that all branches of a ``cond`` take for a lane."""
+def _time(eqn: Eqn, differs: Sequence[bool]) -> tuple[float, float]:
+    """Nanoseconds that all branches of a ``cond`` take for a lane, and to begin operations."""
     programs = (branch.jaxpr for branch in eqn.params["branches"])
-    return sum(TOGETHER.time(cost_of_program(p, differs=differs, steps=STEPS)) for p in programs)
+    costs = [cost_of_program(p, differs=differs, steps=STEPS) for p in programs]
+    return sum(map(TOGETHER.time, costs)), LAUNCH * sum(cost.launches for cost in costs)
 
 
 def _without(eqn: Eqn, results: Collection[int]) -> Any:
