@@ -11,6 +11,7 @@ from jax.experimental import io_callback
 
 import batchax as bx
 from batchax.execution.bounded_as_while import as_while
+from batchax.execution.bounded_derivatives import _Derivative
 from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p
 from batchax.execution.checkpoints import n_checkpoints
 from batchax.execution.reverse_sweep import reverse_sweep
@@ -787,3 +788,12 @@ def test_loops_that_are_batched_once_are_not_confused():
                 (got,) = jax.core.eval_jaxpr(staged.jaxpr, staged.consts, counts, x)
                 taken = np.minimum(np.minimum(counts, limit), most)
                 np.testing.assert_array_equal(got, x * 2.0**taken)
+
+
+def test_a_step_back_is_traced_once(monkeypatch):
+    traced, pulled = [], _Derivative._pulled
+    counted = lambda self, *xs: traced.append(1) or pulled(self, *xs)
+    monkeypatch.setattr(_Derivative, "_pulled", counted)
+    loop = lambda x: bx.bounded_while(lambda c: c < 3, lambda c: c + jnp.sin(c), x, 10)
+    jax.make_jaxpr(jax.grad(loop))(0.5)
+    assert len(traced) == 1  # who asks what it needs keeps it for who takes it

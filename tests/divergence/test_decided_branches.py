@@ -126,6 +126,12 @@ def short(taken, x, w):
     return lax.cond(taken, lambda x, w: w @ x, lambda x, w: x, x, w)
 
 
+def ordered(sort):
+    """One dear operation, beside which to move a lane is nothing."""
+    wide = lambda x: jnp.outer(x, x).ravel()
+    return lambda taken, x, w: lax.cond(taken, lambda x: sort(wide(x)), wide, x)
+
+
 def explained(fun, lanes=256, **limits):
     how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, **limits))
     args = jnp.arange(lanes) % 20 == 0, jnp.ones((lanes, 24)), jnp.ones((24, 24))
@@ -142,6 +148,10 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
     assert conds(one_of_two, lanes=8) == [("masked", [], [])]
     assert conds(one_of_two, compiling=1e5) == [("masked", [], [])]  # it would take too long
     assert conds(short) == [("masked", [], [])]
+    # Blocks of it cost what all lanes do, but for an operation that many lanes run otherwise.
+    assert conds(ordered(jnp.sort)) == [("grouped", [1], [])]
+    assert conds(ordered(jnp.sort), surely=1e5) == [("grouped", [1], [1])]
+    assert conds(ordered(lambda x: 1.0 * jnp.argsort(x[:256]).sum() + x)) == [("grouped", [1], [1])]
     # Whoever takes one of two spares the other: nothing is to be decided.
     assert conds(two) == [("grouped", [0, 1], [])]
 
@@ -152,6 +162,16 @@ def test_a_branch_inside_another_is_compiled_no_more_than_twice():
         how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
         program = jax.jit(bx.vmap(fun, (0, 0, None), divergence=how)).lower(*args).as_text()
         assert program.count("tanh") <= 2 * 20 * (1 + (fun is within))
+
+
+def test_where_all_run_nobody_asks_whether_one_does():
+    args = jnp.zeros(256, bool), jnp.ones((256, 24)), jnp.ones((24, 24))
+    steps = lambda x, w: lax.fori_loop(0, 20, lambda _, x: jnp.tanh(w @ x), x)
+    f = lambda taken, x, w: lax.cond(taken, steps, lambda x, w: x, x, w)
+    how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+    text = jax.jit(bx.vmap(f, (0, 0, None), divergence=how)).lower(*args).as_text()
+    assert text.count("stablehlo.tanh") == 2
+    assert "stablehlo.or across" not in text  # of the lanes that take it
 
 
 def test_nobody_runs_or_some_or_all():

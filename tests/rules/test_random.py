@@ -10,6 +10,7 @@ from jax import random as jr
 import batchax as bx
 from batchax._compat import find_primitive
 from batchax.kernel.registry import rule_origin
+from batchax.rules import threefry
 
 from support.oracle import agree, in_turn, loop_function, same, shares, together
 
@@ -282,3 +283,15 @@ def test_drawn_bits_are_the_same_program_as_those_of_jax():
     for name in ("normal", "permutation", "categorical"):
         fun = SAMPLERS[name]
         assert bx.same_program(bx.vmap(fun), jax.vmap(fun), keys)
+
+
+def test_what_a_cpu_draws_by_is_traced_once(monkeypatch):
+    traced = []
+    bits = threefry.WRITTEN_OUT["random_bits"]
+    counted = lambda *keys, **how: traced.append(1) or bits(*keys, **how)
+    monkeypatch.setitem(threefry.WRITTEN_OUT, "random_bits", counted)
+    keys = jr.split(jr.key(0), 3)
+    draw = lambda key: jr.bits(key, (5, 11))
+    programs = [jax.jit(bx.vmap(lambda key: draw(key))).lower(keys).as_text() for _ in range(2)]
+    assert programs[0] == programs[1]
+    assert len(traced) == 1

@@ -73,6 +73,8 @@ class Limits(NamedTuple):
     """nanoseconds of work in a step of a window for each core of a processor"""
     gain: float = 8.0
     """how many times as much as moving its lanes a branch costs"""
+    surely: float = 32.0
+    """the same of one that blocks of all lanes take no longer for"""
     perhaps: float = 3.0
     """the same of one of which it is decided while the program runs for whom it does"""
     counting: float = 30_000.0
@@ -270,6 +272,9 @@ class Auto(Compact):
         """Whether it is decided while the program runs for whom a branch does."""
         if self._decided or branch.others >= branch.begun or not self._may_pay(branch):
             return False
+        surely = branch.work >= self.limits.surely * branch.moving
+        if surely and branch.alike <= branch.chunk and self._pays(branch):
+            return False  # as fast in blocks, and compiled once
         return branch.work * branch.lanes >= self.limits.compiling * branch.operations
 
     def _most_back(self, branch: BranchCost) -> float | None:

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.execution.entries import part_of
+from batchax.kernel.staged import staged_once, while_loop
 
 _ROW = 32
 _ROWS = 16

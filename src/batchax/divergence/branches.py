@@ -47,6 +47,7 @@ from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import ALONE, TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
+from batchax.rules.many_lanes import least_lanes
 
 # Results do not depend on these; the benchmark `divergence` times branches.
 _GAIN = 4.0  # how many times the cost of moving its lanes a branch must cost to be run apart
@@ -125,6 +126,7 @@ class BranchCost(NamedTuple):
       lanes: how many there are.
       others: what the other branches take that is begun likewise.
       operations: how many it has, to be compiled.
+      alike: how many lanes at least run each of them in the way that all do.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
     """
@@ -140,6 +142,7 @@ class BranchCost(NamedTuple):
     lanes: int
     others: float
     operations: int
+    alike: int
     held: int = 0
 
 
@@ -168,8 +171,8 @@ class Choice(NamedTuple):
 class _Part:
     """One branch: whether it is run apart (`apart`), but masked if most take it (`decided`); how.
 
-    `used` are the operands that it reads, `made` the variables of what it computes. What it only
-    hands on is not moved.
+    `read` are the variables that it reads, `used` the operands of these that are arrays, and `made`
+    the variables of what it computes. What it only hands on is not moved.
     """
 
     def __init__(
@@ -186,11 +189,11 @@ class _Part:
         if any_uses_axis(axis, program):
             self._take_index()
         jaxpr = self.program.jaxpr
-        read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
+        self.read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
         self.used = [
             k
             for k, (v, x) in enumerate(zip(jaxpr.invars, self.operands, strict=True))
-            if v in read and isinstance(x, jax.Array)
+            if v in self.read and isinstance(x, jax.Array)
         ]
         computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
         made = (v for v in variables_in(jaxpr.outvars) if v in computed)
@@ -299,11 +302,15 @@ class _Part:
             lanes=size,
             others=self.others,
             operations=length(jaxpr),
+            alike=least_lanes(size, [self.program]),
         )
 
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""
         jaxpr = self.program.jaxpr.replace(outvars=self.made)
+        inputs = [jaxpr.invars[k] for k in self.used]
+        if not self.read.intersection(jaxpr.invars) - set(inputs):
+            return _compat.close(jaxpr.replace(invars=inputs), self.program.consts)
         # Numbers stay in it; what outlives a trace holds none of its arrays.
         others = [None if isinstance(x, jax.Array) else x for x in self.operands]
 
@@ -345,7 +352,7 @@ class _Part:
 
             def of_all(width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
-                return lambda _, active, *xs: _masked(lanes, program, positions, active, xs)
+                return lambda _, active, *xs: _masked(lanes, program, positions, active, xs, True)
 
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
@@ -395,10 +402,14 @@ def _masked(
     positions: Sequence[Position],
     active: Any,
     xs: Sequence[Value],
+    surely: bool = False,
 ) -> list[Any]:
-    """Runs a program for all lanes; those that are not active get anything."""
+    """Runs a program for all lanes; those that are not active get anything.
+
+    With `surely` some lane is active.
+    """
     index = lax.convert_element_type(active, np.int32)
-    outs, at = one_branch(axis, index, 1, program, xs, positions)
+    outs, at = one_branch(axis, index, 1, program, xs, positions, surely=surely)
     return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
 
 

@@ -32,7 +32,6 @@ from batchax.divergence.gathering import Gathering
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
-from batchax.divergence.staged import while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
 from batchax.divergence.window import Plan, Tally, counted
@@ -43,6 +42,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.staged import while_loop
 from batchax.kernel.varying import varying_of
 from batchax.rules.masked_loops import MaskedBody, predicate
 

@@ -19,8 +19,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.segments import SegmentRun
-from batchax.divergence.staged import staged_once
 from batchax.jaxprs.words import Value
+from batchax.kernel.staged import staged_once
 
 
 @dataclass(frozen=True)

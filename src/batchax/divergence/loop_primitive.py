@@ -20,7 +20,7 @@ from batchax.divergence.loops import PartingLoop
 from batchax.execution.bounded_derivatives import moves, no_tangent
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
-from batchax.kernel.inner import batch_inner, remembered
+from batchax.kernel.inner import batch_inner, remembered, written_into
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive
 from batchax.programs.shapes import bytes_of
@@ -50,7 +50,7 @@ def _function(program: Any) -> Any:
 
 
 def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
-    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+    return written_into(program, operands)
 
 
 def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
@@ -86,7 +86,7 @@ def _batched(
 
             program = remembered(loop.body, key, stage)
         batched, out_axes = batch_inner(axis, program, axes)
-        return eval_jaxpr(batched.jaxpr, batched.consts, *args), out_axes
+        return written_into(batched, args), out_axes
     both = (axis.size, loop.axis.size)
     outs = bind(*merged)
     return [lax.reshape(x, (*both, *x.shape[1:])) for x in outs], [0] * len(outs)

@@ -19,7 +19,6 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.blocks import anyone
-from batchax.divergence.staged import while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.window import LaneStep, Plan, Tally, until_all_are_done
 from batchax.divergence.window_rows import rows_of
@@ -27,6 +26,7 @@ from batchax.execution.entries import entry_of, part_of, put_entry, put_part
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
+from batchax.kernel.staged import while_loop
 
 _MORE = 4  # the share of the steps taken that are taken before lanes are counted again
 

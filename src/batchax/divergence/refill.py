@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.gathered_lanes import put, taken_at
+from batchax.kernel.staged import staged_once, while_loop
 
 
 class Queue(NamedTuple):

@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.nest import Segment
-from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import length
 from batchax.divergence.window_rows import rows_of, with_rows
@@ -34,6 +33,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.staged import staged_once, while_loop
 from batchax.kernel.unvmap import looks_at_lanes
 from batchax.rules.masked_loops import MaskedBody
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.blocks import Blocks
-from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active
+from batchax.kernel.staged import staged_once, while_loop
 
 _MORE = 4  # the share of the steps taken that are taken before lanes are counted again
 

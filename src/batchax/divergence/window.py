@@ -31,13 +31,13 @@ from jax import lax
 from batchax import _compat
 from batchax.divergence.blocks import Blocks, anyone
 from batchax.divergence.refill import InWindow, Queue, refill
-from batchax.divergence.staged import staged_once, while_loop
 from batchax.divergence.together import Together
 from batchax.divergence.varying import alike
 from batchax.divergence.window_rows import put_back, rows_of
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
+from batchax.kernel.staged import staged_once, while_loop
 
 Tally = tuple[Any, ...]
 """Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.staged import while_loop
 from batchax.divergence.varying import alike
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.gathered_lanes import put, taken_at
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
+from batchax.kernel.staged import while_loop
 from batchax.programs.shapes import bytes_of
 
 _SMALL = 1024  # bytes that a step of a loop over lanes touches at most, to be one function

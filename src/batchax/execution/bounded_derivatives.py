@@ -7,13 +7,12 @@ back over. Nothing is computed for steps not taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -29,6 +28,7 @@ from batchax.execution.bounded_loop import (
 from batchax.execution.reverse_sweep import reverse_sweep
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.derivatives import tangents_of, with_values
+from batchax.kernel.inner import written_into
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
 from batchax.rules.masking import is_inexact
@@ -93,6 +93,8 @@ class _Derivative:
     Attributes:
       body, guarded, form: those of the loop.
       consts, carry, xs, ys: which of each have tangents.
+      staged: steps back by the types of their operands, which hold constants as first inputs, with
+        these: who asks what they need and who takes them trace them once.
     """
 
     body: Any
@@ -102,6 +104,7 @@ class _Derivative:
     carry: Sequence[int]
     xs: Sequence[int]
     ys: Sequence[int]
+    staged: dict[Any, tuple[Any, list[Any]]] = field(default_factory=dict, compare=False)
 
     @property
     def inputs(self) -> list[int]:
@@ -174,6 +177,20 @@ class _Derivative:
 
     def _step_back(self, consts: Values, cts: Values, x: Values) -> tuple[Values, Values]:
         """From cotangents after a step to those before it, and of constants and xs."""
+        operands = [*consts, *cts, *x]
+        types = tuple(jax.typeof(x).strip_weak_type() for x in operands)
+        if types not in self.staged:
+            (program,), held = _compat.hoist_constants(_compat.stage(self._pulled, types))
+            self.staged[types] = program, held
+        program, held = self.staged[types]
+        pulled = written_into(program, [*held, *operands])
+        ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
+        return cts, [*ct_consts, *ct_xs]
+
+    def _pulled(self, *xs: Any) -> list[Any]:
+        """The cotangents of all inputs of a step that have them, in order."""
+        n_cts = len(self.carry)
+        consts, cts, x = parts(xs, self.form.n_consts, n_cts)
         carry, x, ct_ys = parts(x, self.form.n_carry, len(self.form.x_axes))
         primals = [*consts, *carry, *x]
 
@@ -182,9 +199,7 @@ class _Derivative:
             return take(outs, self.outputs)
 
         _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
-        pulled = pull([*cts, *ct_ys])
-        ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
-        return cts, [*ct_consts, *ct_xs]
+        return list(pull([*cts, *ct_ys]))
 
     def needed(self) -> list[int]:
         """Which values of the carry going back needs: for a step back, or for others of these.
@@ -294,7 +309,7 @@ def with_tangents(
 
 
 def flat(program: Any) -> Any:
-    return lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
+    return lambda *xs: written_into(program, xs)
 
 
 def take(items: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
@@ -29,6 +28,7 @@ from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoint
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.watched import Steps
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel.inner import written_into
 from batchax.kernel.own_primitive import declare
 
 Values = Sequence[Any]
@@ -169,13 +169,13 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
         n, carry, *_ = state
         if test is None:
             return n < count
-        return (n < count) & eval_jaxpr(test.jaxpr, test.consts, *test_consts, *carry)[0]
+        return (n < count) & written_into(test, [*test_consts, *carry])[0]
 
     def step(state: Any) -> Any:
         n, carry, ys, now, kept = state
         form.steps.begin(n, total)
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
-        outs = eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *x)
+        outs = written_into(body, [*consts, *carry, *x])
         new, entries = outs[: form.n_carry], outs[form.n_carry :]
         ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, entries, form.y_axes, strict=True)]
         n = n + np.int32(1)

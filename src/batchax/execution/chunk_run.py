@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.execution import gathered_lanes
@@ -36,6 +35,8 @@ from batchax.execution.operand_specs import (
 from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel.inner import written_into
+from batchax.kernel.staged import while_loop
 from batchax.rules.in_turn import zero_after
 
 
@@ -88,7 +89,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
         or_zero = lambda x, k: gathered_lanes.or_zero_of(x, mask, k.axis)
         picked = lambda x, k, spec: or_zero(x, k) if back and isinstance(k, spec) else x
         xs = [picked(x, k, GatheredOrZero) for x, k in zip(operands, loop.operands, strict=True)]
-        outs = eval_jaxpr(every.jaxpr, every.consts, start, *xs)
+        outs = written_into(every, [start, *xs])
         return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
     count = count_active(operands[0])
@@ -139,7 +140,7 @@ class _Chunks:
             _part(x, spec, start, index, width, gathered)
             for x, spec in zip(operands, loop.operands, strict=True)
         ]
-        return eval_jaxpr(program.jaxpr, program.consts, start, *parts), gathered
+        return written_into(program, [start, *parts]), gathered
 
     def step(self, index: Any, width: int, results: Sequence[Value]) -> list[Any]:
         """The results so far, with those of one more chunk."""
@@ -164,7 +165,8 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
         _, count = chunks.picked
         total = lax.div(count + np.int32(chunks.width - 1), np.int32(chunks.width))
         (first,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
-        return lax.fori_loop(first, total, step, results)
+        once = lambda state: (lax.add(state[0], np.int32(1)), step(*state))
+        return while_loop(lambda state: lax.lt(state[0], total), once, (first, results))[1]
     if not rest:
         return lax.fori_loop(np.int32(0), np.int32(full), step, results)
     if chunks.loop.progress is None and not _compat.calls_back(program.effects):

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.execution.chunk_loop import ChunkLoop, result_types
@@ -22,6 +21,7 @@ from batchax.execution.entries import entry_of, part_of, put_part
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.operand_specs import ActiveMask, Gathered, Whole
 from batchax.jaxprs.words import Value
+from batchax.kernel.inner import written_into
 from batchax.programs.one_function import fits_one_function
 
 
@@ -40,7 +40,7 @@ def run_few_or_all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
 def _all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], loop.size)
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
-    return eval_jaxpr(program.jaxpr, program.consts, start, *operands)
+    return written_into(program, [start, *operands])
 
 
 def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
@@ -54,7 +54,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
                     axis = 0 if isinstance(spec, ActiveMask) else spec.axis
                     x = part_of(x, i, axis, 1)
                 parts.append(x)
-            outs = eval_jaxpr(program.jaxpr, program.consts, i, *parts)
+            outs = written_into(program, [i, *parts])
             axes = [spec.axis for spec in loop.results if isinstance(spec, Gathered)]
             put = lambda x, out, axis: put_part(x, out, i, axis)
             return list(map(put, results, outs, axes))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
@@ -20,6 +19,7 @@ from batchax.execution.watched import Steps
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Position
+from batchax.kernel.inner import written_into
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ def _run(
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
 
     def test(consts: Values, carry: Values) -> Any:
-        return eval_jaxpr(loop.test.jaxpr, (), *consts, *carry)[0]
+        return written_into(loop.test, [*consts, *carry])[0]
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         entries, same = iter(x), iter(consts[len(consts) - len(shared) :])
         parts = [next(same) if a is None else next(entries) for a in loop.in_axes]
         own = consts[: len(consts) - len(shared)]
-        outs = eval_jaxpr(loop.body.jaxpr, (), *own, *carry, *parts)
+        outs = written_into(loop.body, [*own, *carry, *parts])
         return outs[: loop.n_carry], outs[loop.n_carry :]
 
     results = bounded_loop(

@@ -12,6 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.entries import part_of
 from batchax.jaxprs.words import Value
+from batchax.kernel.staged import staged_once
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
 _FEWEST = 16  # but no narrower than this
@@ -71,7 +72,10 @@ def in_order(active: Any, room: int) -> tuple[Any, Any]:
         return _longest_first(active, room)
     # On a CPU a scatter of single numbers takes longer than a loop over them. On most other
     # devices nothing is slower than such a loop.
-    return lax.platform_dependent(active, cpu=_by_loop(room), default=_by_scatter(room))
+    ways = {"cpu": _by_loop(room), "default": _by_scatter(room)}
+    run = lambda active: lax.platform_dependent(active, **ways)
+    order, count = staged_once(("lanes that a mask picks", room), run, active)
+    return order, count
 
 
 def _by_loop(room: int) -> Any:

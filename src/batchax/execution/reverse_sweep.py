@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
 from jax.extend.core import unmapped_aval
 
 from batchax import _compat
@@ -30,6 +29,7 @@ from batchax.execution.checkpoints import Stack, blank_checkpoints
 from batchax.execution.entries import entry_of, put_entry
 from batchax.execution.watched import Steps
 from batchax.kernel.derivatives import with_values
+from batchax.kernel.inner import written_into
 from batchax.kernel.own_primitive import declare
 
 reverse_sweep_p = declare("reverse_sweep")
@@ -119,7 +119,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
         def step(state: Any) -> Any:
             n, kept, places = state
-            new = eval_jaxpr(forth.jaxpr, forth.consts, *consts, *whole(kept), *entries(n))
+            new = written_into(forth, [*consts, *whole(kept), *entries(n)])
             new = [new[i] for i in form.kept]
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
@@ -138,7 +138,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
             i, returning, ys = state
             form.steps.begin(count - one - (t - i), count)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
-            outs = eval_jaxpr(back.jaxpr, back.consts, *consts, *returning, *x)
+            outs = written_into(back, [*consts, *returning, *x])
             returning, step_ys = outs[: form.n_back], outs[form.n_back :]
             ys = [
                 lax.add(y, e) if a is None else put_entry(y, e, t - i, a)

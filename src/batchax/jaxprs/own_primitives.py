@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.memo import Memo
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,14 @@ def stands_for(
     """Says that `primitive` is lowered as the function `operations` of operands and parameters.
 
     Users call what it does `called`. For a CPU it is lowered as the function `on_cpu`, if given,
-    which is staged as it is outside of ``shard_map``: nothing in it has to be cast to vary.
+    which is staged as it is outside of ``shard_map``: nothing in it has to be cast to vary. It is
+    staged once for operands of the same types and equal parameters: it may depend on nothing else.
     """
     _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
     mlir.register_lowering(primitive, mlir.lower_fun(operations, multiple_results=several))
     if on_cpu is not None:
-        lowering = mlir.lower_fun(on_cpu, multiple_results=several)
+        lowering = mlir.lower_fun(_staged_once(primitive, on_cpu), multiple_results=several)
 
         def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
             token = _divided.set(_compat.is_divided(ctx))
@@ -59,6 +61,31 @@ def stands_for(
 
         mlir.register_lowering(primitive, lower, platform="cpu")
 
+
+def _staged_once(primitive: _compat.Primitive, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """`on_cpu`, of which the program is kept: a draw or a sort is many operations in many programs.
+
+    As their types, operands inside ``shard_map`` say where they vary.
+    """
+    several = primitive.multiple_results
+
+    def run(*operands: Any, **params: Any) -> Any:
+        if _compat.checked_axes():
+            return on_cpu(*operands, **params)
+        types = tuple(map(jax.typeof, operands))
+        key = primitive, types, tuple(sorted(params.items())), divided(), _compat.trace_context()
+
+        def listed(*xs: Any) -> list[Any]:
+            out = on_cpu(*xs, **params)
+            return list(out) if several else [out]
+
+        outs = _compat.inlined(_programs.get(key, lambda: _compat.stage(listed, types)), operands)
+        return outs if several else outs[0]
+
+    return run
+
+
+_programs = Memo("what primitives of batchax's own do on a CPU", most=512)
 
 _divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
 

@@ -130,10 +130,12 @@ def one_branch(
     operands: Sequence[Value],
     positions: Sequence[Position],
     updated: Mapping[int, int] = types.MappingProxyType({}),
+    surely: bool = False,
 ) -> PlacedOutputs:
     """What branch `i` returns, for all lanes; those that did not take it may hold anything.
 
-    But in the results `updated` they hold the operand that is named there.
+    But in the results `updated` they hold the operand that is named there. With `surely` some lane
+    takes it, and nobody is asked for one.
     """
     taken = lambda: lax.eq(index, np.asarray(i, index.dtype))
     active, mine = None, frozenset[int]()
@@ -149,7 +151,8 @@ def one_branch(
     # Arrays updated in place stay those of their lane; what is read from them is replaced.
     own = frozenset(updated.values())
     plan = plan_masking(jaxpr, positions, differentiable, own | mine, updates=bool(updated))
-    if plan.runs_as_it_is and not (plan.skippable or written):
+    skippable = plan.skippable and not surely
+    if plan.runs_as_it_is and not (skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
     active = taken() if active is None else active
@@ -160,7 +163,7 @@ def one_branch(
     def run(operands: list[Value], positions: list[Position]) -> PlacedOutputs:
         if plan.takes_mask:
             operands, positions = [active, *operands], [0, *positions]
-        if plan.skippable:
+        if skippable:
             kept = {k: operand + 1 for k, operand in updated.items()}
             return _if_any(axis, active, program, operands, positions, kept)
         return interpret(axis, program.jaxpr, program.consts, operands, positions)

@@ -30,16 +30,29 @@ _GROUPS = 5  # of four rounds
 
 
 def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
-    """The two words that a counter of two words, `x` and `y`, becomes under a key of two words."""
-    words = (*key, key[0] ^ key[1] ^ _PARITY)
-    x, y = x + words[0], y + words[1]
+    """The two words that a counter of two words, `x` and `y`, becomes under a key of two words.
+
+    Functions of `lax`, as operators are a few calls of Python more, of which there are a hundred.
+    """
+    shape = np.broadcast_shapes(*map(np.shape, (*key, x, y)))
+    of_key = *key, lax.bitwise_xor(lax.bitwise_xor(*key), _PARITY)
+    words = [_broadcast(word, shape) for word in of_key]
+    x, y = (lax.add(_broadcast(z, shape), word) for z, word in zip((x, y), words, strict=False))
     for group in range(_GROUPS):
         for by in _ROTATIONS[group % 2]:
-            x = x + y
-            y = x ^ (y << np.uint32(by) | y >> np.uint32(32 - by))
-        x = x + words[(group + 1) % 3]
-        y = y + words[(group + 2) % 3] + np.uint32(group + 1)
+            x = lax.add(x, y)
+            left = lax.shift_left(y, np.uint32(by))
+            right = lax.shift_right_logical(y, np.uint32(32 - by))
+            y = lax.bitwise_xor(x, lax.bitwise_or(left, right))
+        x = lax.add(x, words[(group + 1) % 3])
+        y = lax.add(lax.add(y, words[(group + 2) % 3]), np.uint32(group + 1))
     return [x, y]
+
+
+def _broadcast(x: Any, shape: Sequence[int]) -> Any:
+    if np.shape(x) in ((), tuple(shape)):
+        return x
+    return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
 
 
 def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
@@ -49,17 +62,19 @@ def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
     place = np.uint32(0)
     for d in range(len(shape)):
         stride = np.uint32(math.prod(shape[d + 1 :]))
-        along = lax.broadcasted_iota(np.uint32, (*each[: keys.ndim], *shape), keys.ndim + d)
-        place = place + along * stride
-    return hashed([data[..., i].reshape(each) for i in (0, 1)], np.uint32(0), place)
+        along = lax.broadcasted_iota(np.uint32, (*keys.shape, *shape), keys.ndim + d)
+        place = lax.add(place, lax.mul(along, stride))
+    first, second = (lax.index_in_dim(data, i, -1, keepdims=False) for i in (0, 1))
+    return hashed([lax.reshape(word, each) for word in (first, second)], np.uint32(0), place)
 
 
 def _bits(keys: Any, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
     high, low = _counted(keys, shape)
     dtype = np.dtype(f"uint{bit_width}")
     if bit_width == 64:
-        return [high.astype(dtype) << dtype.type(32) | low.astype(dtype)]
-    return [(high ^ low).astype(dtype)]
+        high, low = (lax.convert_element_type(word, dtype) for word in (high, low))
+        return [lax.bitwise_or(lax.shift_left(high, dtype.type(32)), low)]
+    return [lax.convert_element_type(lax.bitwise_xor(high, low), dtype)]
 
 
 def _split(keys: Any, *, shape: Sequence[int]) -> list[Any]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from jax.core import eval_jaxpr
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -18,7 +17,7 @@ from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.derivatives import tangents_of
-from batchax.kernel.inner import batch_inner
+from batchax.kernel.inner import batch_inner, written_into
 from batchax.kernel.own_primitive import own_primitive
 from batchax.memo import Memo
 from batchax.rules.batched_transpose import batched_transpose
@@ -80,7 +79,7 @@ def _bind(
 
 
 def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
-    return eval_jaxpr(forward.jaxpr, forward.consts, *_of_one_mesh(operands))
+    return written_into(forward, _of_one_mesh(operands))
 
 
 def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:

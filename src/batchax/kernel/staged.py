@@ -1,7 +1,7 @@
-"""Staging the programs of windows, which takes longer than staging the steps in them does.
+"""Staging what moves lanes, which takes longer than staging what is done for them.
 
 An operator between tracers is a function of ``jax.numpy``: to call one takes two to five times as
-long as the function of ``jax.lax`` that it comes to, which windows are made of for that reason.
+long as the function of ``jax.lax`` that it comes to, which that is made of for that reason.
 """
 
 from __future__ import annotations

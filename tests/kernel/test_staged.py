@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from batchax.divergence.staged import while_loop
 from batchax.execution.entries import part_of, put_part
 from batchax.execution.gathered_lanes import entries_at, put_entries
+from batchax.kernel.staged import while_loop
 
 
 def test_a_loop_closes_over_values_in_its_predicate_and_in_its_step():
