@@ -12,9 +12,10 @@ from batchax.divergence.auto import Auto
 from batchax.divergence.neighbours import neighbours_in_turn
 from batchax.divergence.window import Plan, counted
 from batchax.execution.gathered_lanes import count_active
+from batchax.jaxprs.inside import with_inside
 from divergence.test_flat_loops import arrays, three_deep
 
-from support.forced import NESTS, ONE_FUNCTION
+from support.forced import FORCED, NESTS, ONE_FUNCTION
 from support.oracle import same
 
 N = 23  # two blocks of eight, and one more that begins within the second
@@ -119,6 +120,27 @@ def test_lanes_of_two_axes_and_derivatives():
     assert functions(both, COUNTS, xs)
     tangent = lambda f: jax.jit(lambda xs: jax.jvp(lambda xs: f(COUNTS, xs)[1], (xs,), (xs,)))(xs)
     same(tangent(both), tangent(jax.vmap(jax.vmap(power), (None, 0))))
+
+
+def test_what_no_step_changes_is_not_put_back():
+    """The bound of a ``fori_loop`` is carried: XLA copied all of it for each block of lanes."""
+    once = lambda i, x: jnp.tanh(0.9 * x) + 0.1 * i
+
+    def held(n, x):  # the same, in which it is none of what is carried
+        step = lambda c: (c[0] + 1, once(*c))
+        return lax.while_loop(lambda c: c[0] < n, step, (n * 0, x))[1]
+
+    loop = lambda n, x: lax.fori_loop(0, n, once, x)
+    for way in (ONE_FUNCTION, FORCED):
+
+        def written(fun, way=way):
+            staged = jax.make_jaxpr(bx.vmap(fun, divergence=way))(COUNTS, POINTS)
+            names = [e.primitive.name for e in with_inside(staged.jaxpr.eqns)]
+            return names.count("scatter"), names.count("dynamic_update_slice")
+
+        assert written(loop) == written(held)
+        ours = jax.jit(bx.vmap(loop, divergence=way))(COUNTS, POINTS)
+        same(ours, jax.vmap(loop)(COUNTS, POINTS), None)
 
 
 def test_bounded_loops_and_their_gradients():

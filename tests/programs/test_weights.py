@@ -48,7 +48,9 @@ def test_what_lanes_share_is_read_once_and_done_once():
 
 
 def test_places_that_depend_on_data():
-    assert cost(lambda x: x.at[np.arange(3)].get(mode="clip"), X).places == 3
+    rows = np.ones((9, 4), np.float32)
+    assert cost(lambda x: x.at[np.arange(3)].get(mode="clip"), rows).places == 3
+    assert cost(lambda x: x.at[np.arange(17)].get(mode="clip"), X).places == 3  # eight numbers each
     assert cost(lambda x: x.at[np.arange(3)].set(1.0, mode="drop"), X).places == 6
     assert cost(jnp.linalg.cholesky, np.ones((5, 2, 2), np.float32)).calls == 5
 

@@ -8,12 +8,14 @@ from batchax.programs import dear_branches
 
 EVERYWHERE = Limits(
     moving=inf,
+    later=inf,
     begun=0,
     busy=0,
     gain=0,
     perhaps=inf,
     launched=0,
     cached=0,
+    arrays=inf,
     nest=0,
     windows=(3,),
     devices=1_000,
@@ -21,11 +23,18 @@ EVERYWHERE = Limits(
 FORCED = Auto(limits=EVERYWHERE)
 
 # The same in loops of loops, too, whose lanes are not at places of their own:
-NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, staying=inf, nest=inf))
+NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, later=-inf, staying=inf, nest=inf))
 """Neighbours run together, some after others."""
 ONE_FUNCTION = Auto(
     limits=EVERYWHERE._replace(
-        moving=-inf, staying=inf, nest=inf, busy=1, together=16, one_core=inf, few=1_000
+        moving=-inf,
+        later=-inf,
+        staying=inf,
+        nest=inf,
+        busy=1,
+        together=16,
+        one_core=inf,
+        few=1_000,
     )
 )
 """The same, in one function of the compiler if they can be."""

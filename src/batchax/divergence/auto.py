@@ -95,8 +95,10 @@ class Limits(NamedTuple):
     """how many times as long as in chunks a branch takes with copies of what all lanes read"""
     cached: int = 32_000_000
     """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
-    staying: float = 2.0
+    staying: float = 1.5
     """how many steps of a lane it may cost to copy it with its neighbours, and back"""
+    arrays: float = 1.5
+    """the same in one function, where a lane has arrays: of numbers copies are slices"""
     together: int = 128
     """how many neighbours take steps in one function, which computes twice as many numbers"""
     one_core: float = 50_000.0
@@ -369,6 +371,8 @@ class Auto(Compact):
         if size < self.limits.together:
             return size
         if not self._may_be_one_function(step.work * size, programs):
+            return size
+        if step.staying > self.limits.arrays and largest(programs) > 1:
             return size
         return min(self._numbers(programs), max(1, size // 2))
 

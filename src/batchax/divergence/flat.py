@@ -77,6 +77,11 @@ class FlatLoop(PartingLoop):
         # If not, the loops inside are not in a form that can be one function.
         return replace(plan, one_function=plan.one_function and self.plan.one_function)
 
+    @property
+    def _unchanged(self) -> list[int]:
+        """None: a slot may hold something else between two steps."""
+        return []
+
     def more_slots(self) -> list[Any]:
         """The place of each lane, and slots that each writes to before it reads them."""
         place, *others = self.nest.slots[len(self.body.out_avals) :]

@@ -19,6 +19,7 @@ from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
+from batchax.kernel.derivatives import with_values
 from batchax.kernel.divergence import WhileLoop
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import any_uses_axis
@@ -91,12 +92,31 @@ class PartingLoop:
         active = self._test(self.axis, consts, carry)
         slots = [*carry, *self.more_slots()]
         run = neighbours_in_turn if self.plan.neighbours else run_in_windows
-        outs, tallies = run(self.plan, self._step, consts, self.positions, active, slots)
+        # What no step changes is read and not put back: XLA copies all of an array to which what
+        # was read of it is put back.
+        same, n = self._unchanged, len(consts)
+        changed = [k for k in range(len(slots)) if k not in same]
+
+        def step(width: int, given: Any, active: Any, carry: Any, tally: Tally) -> Any:
+            own = with_values(with_values(slots, same, given[n:]), changed, carry)
+            active, own, tally = self._step(width, given[:n], active, own, tally)
+            return active, [own[k] for k in changed], tally
+
+        given = [*consts, *(slots[k] for k in same)], (*self.positions, *[0] * len(same))
+        ended, tallies = run(self.plan, step, *given, active, [slots[k] for k in changed])
+        outs = with_values(slots, changed, ended)
         steps = self.axis.divergence.steps
         if steps is not None:
             steps.add(self.plan.widths, tallies)
         types = self.body.out_avals
         return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
+
+    @property
+    def _unchanged(self) -> list[int]:
+        """Which carries the body returns as they are, as the bound of a ``fori_loop``."""
+        jaxpr, n = self.body.jaxpr, len(self.body.out_avals)
+        pairs = zip(jaxpr.invars[len(jaxpr.invars) - n :], jaxpr.outvars, strict=True)
+        return [k for k, (x, y) in enumerate(pairs) if x is y]
 
     def more_slots(self) -> list[Any]:
         """What all lanes hold at first besides what the loop of one example carries."""

@@ -117,6 +117,9 @@ class Step:
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
         work = max(TOGETHER.time(cost + Cost(bytes=2 * written)), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
+        n_consts = len(body.in_avals) - len(body.out_avals)
+        own = itertools.compress(body.in_avals[:n_consts], differs)
+        copied = Cost(bytes=2 * bytes_of(own) + 4 * held)  # both are read, and back go carries
         return cls(
             length=sum(map(length, [*tests, body.jaxpr])),
             work=work,
@@ -125,7 +128,7 @@ class Step:
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
-            staying=TOGETHER.time(Cost(bytes=4 * held)) / work,
+            staying=TOGETHER.time(copied) / work,
         )
 
 

@@ -384,8 +384,13 @@ def windows_of(eqn: Eqn) -> int:
     return int(name in ("dynamic_slice", "dynamic_update_slice"))
 
 
+_NUMBERS = 8  # that are read by themselves in the time in which a row is found
+
+
 def places_of(eqn: Eqn) -> int:
     """Places in memory that depend on data: of a window one, or two if it is written."""
     if eqn.primitive.name == "sort":
         return 2 * round(_sort(eqn)[0])  # the numbers that it compares
+    if eqn.primitive.name == "gather" and size_of(eqn.outvars[0].aval) == windows_of(eqn):
+        return -(-windows_of(eqn) // _NUMBERS)
     return windows_of(eqn) * (1 if eqn.primitive.name in ("gather", "dynamic_slice") else 2)
