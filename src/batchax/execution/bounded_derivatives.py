@@ -26,8 +26,9 @@ from batchax.execution.bounded_loop import (
     no_checkpoints,
 )
 from batchax.execution.reverse_sweep import reverse_sweep
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Jaxpr, Value
-from batchax.kernel.derivatives import tangents_of, with_values
+from batchax.kernel.derivatives import pullback_of, tangents_of, with_values
 from batchax.kernel.inner import written_into
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
@@ -40,9 +41,9 @@ def jvp(
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
-    derivative = _Derivative(body, guarded, form, *moving(guarded.jaxpr, form.n_carry, *dots))
-    programs = {"test": test, "body": body, "guarded": guarded}
+    derivative = _derivative(body, guarded, form, moving(guarded.jaxpr, form.n_carry, *dots))
     if not (derivative.carry or derivative.ys):
+        programs = {"test": test, "body": body, "guarded": guarded}
         outs = bounded_loop_p.bind(*primals, **programs, form=form)
         return outs, list(map(no_tangent, outs))
     if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
@@ -58,6 +59,7 @@ def jvp(
         # A loop without a bound inside the body has a derivative in forward mode only, so no
         # transpose can be staged. Without it, reverse mode is refused later (`_transpose`).
         needed = None
+    programs = {"test": test, "body": derivative.body, "guarded": derivative.guarded}
     recorded = form
     if needed is not None:
         recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
@@ -91,7 +93,9 @@ class _Derivative:
     Checkpoints have no tangents: they are copies of what follows from the first carry.
 
     Attributes:
-      body, guarded, form: those of the loop.
+      body, guarded, form: those of the loop; functions with a reverse rule compute what its
+        forward part does.
+      differentiated: what a step is differentiated as: has those functions themselves.
       consts, carry, xs, ys: which of each have tangents.
       staged: steps back by the types of their operands, which hold constants as first inputs, with
         these: who asks what they need and who takes them trace them once.
@@ -99,6 +103,7 @@ class _Derivative:
 
     body: Any
     guarded: Any
+    differentiated: Any
     form: Form
     consts: Sequence[int]
     carry: Sequence[int]
@@ -127,7 +132,7 @@ class _Derivative:
         form = self.form
         steps, consts, carry, _, xs = self._split(residuals)
         dconsts, dcarry, dxs = parts(tangents, len(self.consts), len(self.carry))
-        run = with_tangents(self.guarded, (len(consts), len(carry), len(xs)), self.inputs)
+        run = with_tangents(self.differentiated, (len(consts), len(carry), len(xs)), self.inputs)
 
         def step(*groups: Values) -> tuple[Values, Values]:
             outs, dots = run(*groups)
@@ -195,7 +200,7 @@ class _Derivative:
         primals = [*consts, *carry, *x]
 
         def of_moving(*values: Any) -> list[Any]:
-            outs = flat(self.guarded)(*with_values(primals, self.inputs, values))
+            outs = flat(self.differentiated)(*with_values(primals, self.inputs, values))
             return take(outs, self.outputs)
 
         _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
@@ -225,6 +230,30 @@ class _Derivative:
             if needs == used:
                 return places(used)
             used = needs
+
+
+def _derivative(body: Any, guarded: Any, form: Form, which: Any) -> _Derivative:
+    derivative = _Derivative(body, guarded, guarded, form, *which)
+    at = derivative.inputs, derivative.outputs
+    ruled = _by_forward_rules(body, *at)
+    same = guarded is body
+    return replace(
+        derivative, body=ruled, guarded=ruled if same else _by_forward_rules(guarded, *at)
+    )
+
+
+def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
+    """`program`, whose functions with a reverse rule compute what its forward part does.
+
+    As in JAX: that can be differentiated again, in both modes, and the functions cannot.
+    """
+    if not _has_reverse_rule.in_program(program):
+        return program
+    run = lambda *values: pullback_of(flat(program), values, inputs, outputs)[0]
+    return _compat.stage(run, program.in_avals)
+
+
+_has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call")
 
 
 def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
