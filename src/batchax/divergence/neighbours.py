@@ -113,7 +113,7 @@ class _Turns:
             place, again, left, everyone, tally = state
             start = self._within(place)
             own, (active, *rows) = self._slices(consts, everyone, start)
-            begins, old = active, None
+            begins, old = active, lax.full_like(active, False)
             if self.size % self.width:  # in the last turn may be some that had theirs
                 mine = lax.ge(lax.add(start, lanes), place)
                 begins, old = (lax.bitwise_and(active, x) for x in (mine, lax.bitwise_not(mine)))
@@ -136,7 +136,7 @@ class _Turns:
             begun = count_active(here, one_function=True)
             state = here, rows, tally
             ended, rows, tally, stay = self._steps(few, own, begun, state, varying)
-            kept = lax.bitwise_or(ended, old) if self.size % self.width else ended
+            kept = lax.bitwise_or(ended, old)
             everyone = self._neighbours_back(everyone, again, start, [kept, *rows])
             everyone = self._each_back(everyone, count, index, [ended, *rows])
             left = lax.add(left, lax.select(again, lax.sub(stay, begun), stay))
