@@ -17,6 +17,7 @@ EVERYWHERE = Limits(
     cached=0,
     arrays=inf,
     nest=0,
+    places=0,
     windows=(3,),
     devices=1_000,
 )

@@ -117,6 +117,8 @@ class Limits(NamedTuple):
     """how many steps all lanes take before they are asked"""
     nest: float = 15_000.0
     """nanoseconds that a step of a loop inside another takes for all lanes"""
+    places: float = 40_000.0
+    """the same of loops inside that are not one function: to enter one begins many operations"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
     narrower: int = 32
@@ -241,12 +243,12 @@ class Auto(Compact):
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
         plan = super().plan_of_nest(size, nest, length)
-        inside = [inner.programs for inner in nest.inner]
-        if not inside or None in inside or plan.widths != (size,):
-            return plan
-        programs = [program for some in inside for program in some or ()]
-        fits = self._may_be_one_function(price_inside(nest).lane * size, programs)
-        return replace(plan, one_function=fits)
+        inside, price = [inner.programs for inner in nest.inner], price_inside(nest)
+        if inside and None not in inside and plan.widths == (size,):
+            programs = [program for some in inside for program in some or ()]
+            if self._may_be_one_function(price.lane * size, programs):
+                return replace(plan, one_function=True)
+        return plan if price.of(size) >= self.limits.places else replace(plan, why=CHEAP_INSIDE)
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         least = self.limits.nest
@@ -446,6 +448,7 @@ def for_any_machine(option: Any) -> Any:
     return Auto(limits=limits._replace(cores=_CORES, devices=sys.maxsize))
 
 
+CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
 _LEFT = 8  # of so many neighbours one may be left

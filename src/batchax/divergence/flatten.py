@@ -87,6 +87,9 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         return None
     length = loop.params.get("length")
     plan = axis.divergence.plan_of_nest(axis.size, nest, length)
+    if plan.why:
+        recording.note(why=plan.why)
+        return None
     if plan.one_function:
         nest = nest_of(inside, whole.test, whole.body, differs, one_function=True)
     n_test = len(whole.test_consts)
