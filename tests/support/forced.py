@@ -18,6 +18,7 @@ EVERYWHERE = Limits(
     arrays=inf,
     nest=0,
     places=0,
+    leaving=0,
     windows=(3,),
     devices=1_000,
 )

@@ -101,6 +101,8 @@ class Limits(NamedTuple):
     """the same in one function, where a lane has arrays: of numbers copies are slices"""
     together: int = 128
     """how many neighbours take steps in one function, which computes twice as many numbers"""
+    leaving: float = 20_000.0
+    """nanoseconds that a step of all lanes takes at least where neighbours leave their last ones"""
     one_core: float = 50_000.0
     """nanoseconds that a step of all lanes takes at most which then runs on one core"""
     saved: float = 4.0
@@ -358,7 +360,8 @@ class Auto(Compact):
         if widths == (size,):
             widths = (self._in_one_function(size, step, programs),)
             one_function = neighbours = widths[0] < size
-            left = widths[0] // _LEFT if neighbours else 0
+            many = neighbours and step.work * size >= self.limits.leaving
+            left = widths[0] // _LEFT if many else 0
         if widths == (size,) and step.moving > self.limits.moving:
             widths = (self._of_neighbours(size, step, least),)
             neighbours = widths[0] < size
