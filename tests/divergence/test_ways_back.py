@@ -19,7 +19,7 @@ LANES, STEPS = 6, 5
 RNG = np.random.default_rng(0)
 XS = RNG.normal(size=(LANES, 3)).astype(np.float32)
 TAKEN = RNG.integers(0, 3, (LANES, STEPS))
-MATRIX = RNG.normal(size=(3, 3)).astype(np.float32)
+MATRIX = (RNG.normal(size=(3, 3)) / 2).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
