@@ -170,8 +170,9 @@ def test_where_it_is_used():
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 100, 100)))
     assert not uses(bx.vmap(f), jnp.zeros((LANES, 0, 0)))
     assert not uses(bx.vmap(f, small_matrices="library"), xs)
-    for lanes in (511, 512):
-        assert uses(bx.vmap(jnp.matmul), *[jnp.zeros((lanes, 4, 4))] * 2) == (lanes == 512)
+    in_a_loop = bx.vmap(lambda a: jax.lax.fori_loop(0, 9, lambda _, x: x @ a, a))
+    for rows in (3, 4, 7, 8):
+        assert uses(in_a_loop, jnp.zeros((4096, rows, rows))) == (rows in (4, 7))
     assert not uses(bx.vmap(f, spmd_axis_name="d"), xs)
     assert not uses(bx.auto_vmap(2, small_matrices="library")(f), xs)
     assert uses(bx.auto_vmap(2)(f), xs.reshape(2, -1, 2, 2))
@@ -181,17 +182,18 @@ def test_where_it_is_used():
 def test_few_matrices_are_the_librarys_as_they_gain_nothing_in_so_many_calls(
     primitive, monkeypatch
 ):
-    def least(calls, dtype, rows):
+    def least(calls, dtype, rows, in_loop=False):
         monkeypatch.setattr(pays, "CALLS", calls)
-        enough = [pays.of_library(primitive, dtype, rows, 2**k) for k in range(20)]
+        enough = [pays.of_library(primitive, dtype, rows, 2**k, in_loop) for k in range(20)]
         assert enough == sorted(enough)
         return 2 ** enough.index(True)
 
     for dtype in ("float32", "float64", "complex64", "complex128"):
         assert 250 <= least(500, dtype, 3) < least(36, dtype, 3)
-        assert not pays.of_library(primitive, dtype, 17, 2**20)
-        assert not pays.of_library(primitive, dtype, 0, 2**20)
-    assert not pays.of_library(primitive, "float16", 4, 2**20)
+        assert 64 <= least(500, dtype, 3, in_loop=True) < least(500, dtype, 3)
+        assert not pays.of_library(primitive, dtype, 17, 2**20, False)
+        assert not pays.of_library(primitive, dtype, 0, 2**20, False)
+    assert not pays.of_library(primitive, "float16", 4, 2**20, False)
 
 
 def test_outside_of_jit_and_with_jit_disabled():

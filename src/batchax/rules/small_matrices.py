@@ -43,15 +43,13 @@ def with_lanes_last(
     decomposition = DECOMPOSITIONS.get(primitive.name)
     if decomposition is None:
         return None
-    if isinstance(axis.size, int) and axis.size < decomposition.least:
-        return None
     if decomposition.ranks is not None:
         recording.note(small_matrices="library")
     if not _may(axis, args):
         return None
     examples = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     ranks = decomposition.ranks or tuple(x.ndim for x in examples)
-    if not together(primitive.name, examples, axis.size, params):
+    if not together(primitive.name, examples, axis.size, params, axis.in_loop):
         return None
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
@@ -67,10 +65,12 @@ def with_lanes_last(
     return (placed, at) if primitive.multiple_results else (placed[0], at[0])
 
 
-def together(primitive: str, examples: Sequence[Aval], lanes: int, params: Any) -> bool:
+def together(
+    primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: bool
+) -> bool:
     """Whether it pays to compute a primitive of JAX with so many lanes last, by its operands."""
     decomposition = DECOMPOSITIONS.get(primitive)
-    if decomposition is None or lanes < decomposition.least:
+    if decomposition is None:
         return False
     ranks = decomposition.ranks or tuple(x.ndim for x in examples)
     lane = [
@@ -78,7 +78,7 @@ def together(primitive: str, examples: Sequence[Aval], lanes: int, params: Any) 
         for x, r in zip(examples, ranks, strict=True)
     ]
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
-    return lanes_last_pays(primitive, lane, lanes * math.prod(batch), params)
+    return lanes_last_pays(primitive, lane, lanes * math.prod(batch), params, in_loop)
 
 
 def _may(axis: Axis, args: Sequence[Value]) -> bool:

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from batchax.programs.cost import STEPS
+
 CALLS = 500
 
 
-def pays_back(gain: float, seconds: float, lanes: int) -> bool:
+def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
     """Whether `CALLS` calls gain what compiling takes longer.
 
     Args:
       gain: microseconds for each lane.
       seconds: what compiling takes longer.
       lanes: how many there are.
+      in_loop: whether a call is a step of a loop.
     """
-    return CALLS * lanes * gain * 1e-6 >= seconds
+    calls = CALLS * STEPS if in_loop else CALLS
+    return calls * lanes * gain * 1e-6 >= seconds
 
 
 GAINS: dict[str, dict[str, Sequence[float]]] = {
@@ -63,11 +67,12 @@ GAINS: dict[str, dict[str, Sequence[float]]] = {
 }
 """For each primitive and dtype how many microseconds a matrix of 1, 2, 3 ... rows gains.
 
-Measured, in processor time, of 4,000 and of 10,000 matrices. What is not here gains nothing.
+Measured, in processor time, of 4,000 and of 10,000 matrices; those of 64 gain as much each. What is
+not here gains nothing.
 """
 
-_LEAST_LANES = 256
-"""Of fewer the gain was not measured."""
+_LEAST_LANES = 64
+"""Of fewer the gain is smaller, of 32 half as large."""
 
 _COMPILING = {
     "cholesky": (0.05, 0.1),
@@ -80,8 +85,9 @@ _COMPILING = {
 """For each primitive how many seconds longer compiling takes, for real and for complex numbers."""
 
 
-def of_library(primitive: str, dtype: str, rows: int, lanes: int) -> bool:
+def of_library(primitive: str, dtype: str, rows: int, lanes: int, in_loop: bool) -> bool:
     """Whether so many matrices of so many rows are not to be left to a library."""
+    seconds = _COMPILING.get(primitive, (0.0, 0.0))[dtype.startswith("complex")]
     gains = GAINS.get(primitive, {}).get(dtype, ())
     gain = gains[rows - 1] if 0 < rows <= len(gains) and lanes >= _LEAST_LANES else 0.0
-    return gain > 0 and pays_back(gain, _COMPILING[primitive][dtype.startswith("complex")], lanes)
+    return gain > 0 and pays_back(gain, seconds, lanes, in_loop)

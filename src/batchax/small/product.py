@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
+from batchax.small.pays import pays_back
 
 
 def serves(lane: Sequence[Aval], params: Any) -> bool:
@@ -46,35 +46,27 @@ def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any
     return [lax.optimization_barrier(out)]
 
 
-def pays(lane: Sequence[Aval], lanes: int, params: Any) -> bool:
+def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool) -> bool:
     """Whether so many products take less time than those of XLA, on a CPU.
 
-    That has a call of a library for each product of 4 to 7 rows, which takes 10 to 20 times as long
-    as these. Compiling takes 0.03 s longer, which some hundred calls make up for.
+    That calls a library for each product of complex matrices, and of real ones of 4 to 7 rows and
+    columns, some of 2 or 3, which takes 10 to 20 times as long as these. What is smaller, or
+    larger, XLA computes itself: real ones of 10 rows in 0.4 of the time of these, and in a loop,
+    where these are transposed in each step, in 0.05.
     """
     ((i,), _), _ = params["dimension_numbers"]
     inner = lane[0].shape[i]
     # A vector has one row, or column.
-    outer = [x.size // inner for x in lane] if inner else [0]
-    most, least, multiplications = _SERVED.get(lane[0].dtype.name, (0, 0, 0))
-    sizes = [inner, *outer]
-    if max(sizes) > most or inner < 2 or min(outer) < least:
-        return False
-    usual = 4 <= max(sizes) <= 7
-    return math.prod(sizes) >= multiplications and (usual or lanes >= 4 * LEAST_LANES)
+    outer = sorted(x.size // inner for x in lane) if inner else [0, 0]
+    if lane[0].dtype.kind == "c":
+        most = 4 if in_loop else 8
+        calls = 2 <= inner <= most and outer[1] <= most and inner * outer[0] * outer[1] >= 8
+    else:
+        calls = 4 <= inner <= 7 and outer[0] >= 2 and 4 <= outer[1] <= 7
+    gain = _GAIN if lane[0].dtype.name in _SERVED else 0.0
+    return calls and pays_back(gain, _COMPILING, lanes, in_loop)
 
 
-LEAST_LANES = 512
-"""What fewer lanes gain does not make up for what compiling takes longer."""
-
-_SERVED = {
-    "float32": (12, 3, 32),
-    "float64": (7, 3, 32),
-    "complex64": (8, 1, 8),
-    "complex128": (8, 1, 8),
-}
-"""For each dtype the most rows, and the least rows of a result and the least multiplications.
-
-By measurements of 512 and 10,000 products on two cores. What is smaller, and products of real
-matrices with vectors, XLA computes without a library, as fast as these.
-"""
+_SERVED = "float32", "float64", "complex64", "complex128"
+_GAIN = 0.2  # microseconds for each product: 0.2 to 0.5
+_COMPILING = 0.03  # seconds longer

@@ -26,8 +26,7 @@ class Decomposition(NamedTuple):
       ranks: how many dimensions of each operand are of one matrix, or of one vector; None: all.
       serves: whether it does what the primitive does for these operands of one matrix and
         parameters.
-      pays: whether it takes less time, for so many lanes.
-      least: the number of lanes below which the answer is no.
+      pays: whether it takes less time, for so many lanes, in a loop or not.
       alone: whether its results are seldom operands of others. Where lanes are first they stay so,
         then, outside of it: a block is transposed sooner than all.
     """
@@ -35,8 +34,7 @@ class Decomposition(NamedTuple):
     run: Callable[..., list[Any]]
     ranks: tuple[int, ...] | None
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
-    pays: Callable[[Sequence[Aval], int, Any], bool] | None = None
-    least: int = 0
+    pays: Callable[[Sequence[Aval], int, Any, bool], bool] | None = None
     alone: bool = False
 
 
@@ -53,9 +51,7 @@ DECOMPOSITIONS = {
         tridiagonal_solve.serves,
         tridiagonal_solve.pays,
     ),
-    "dot_general": Decomposition(
-        product.product, None, product.serves, product.pays, product.LEAST_LANES
-    ),
+    "dot_general": Decomposition(product.product, None, product.serves, product.pays),
 }
 
 
@@ -76,7 +72,9 @@ def with_lanes_last(
     return _compat.in_one_function(in_turn, types, operands)
 
 
-def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: Any) -> bool:
+def lanes_last_pays(
+    primitive: str, lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool
+) -> bool:
     """Whether a primitive of JAX is to be computed with lanes last on a CPU.
 
     Args:
@@ -84,10 +82,11 @@ def lanes_last_pays(primitive: str, lane: Sequence[Aval], lanes: int, params: An
       lane: the types of the operands for one matrix.
       lanes: how many matrices there are.
       params: the parameters of the primitive.
+      in_loop: whether it is in a loop.
     """
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
         return False
     if decomposition.pays is not None:
-        return decomposition.pays(lane, lanes, params)
-    return of_library(primitive, lane[0].dtype.name, max(lane[0].shape), lanes)
+        return decomposition.pays(lane, lanes, params, in_loop)
+    return of_library(primitive, lane[0].dtype.name, max(lane[0].shape), lanes, in_loop)

@@ -71,6 +71,6 @@ def serves(lane: Sequence[Aval], params: Any) -> bool:
     return lane[3].dtype == jnp.float32 and columns == 1 and 6 <= n <= 64 and not singular
 
 
-def pays(lane: Sequence[Aval], lanes: int, params: Any) -> bool:
+def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool) -> bool:
     """Whether so many systems gain what compiling takes longer, on a CPU."""
-    return pays_back(0.008 * lane[3].shape[0], 0.3, lanes)
+    return pays_back(0.008 * lane[3].shape[0], 0.3, lanes, in_loop)
