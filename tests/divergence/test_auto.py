@@ -88,11 +88,12 @@ def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
 def test_lanes_that_are_more_to_copy_than_to_compute_stay():
     def fading(count, x):
         step = lambda c: (c[0] + 1, 0.9 * c[1] + 0.1)
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+        return lax.while_loop(lambda c: c[0] < count, step, (count * 0, x))[1]
 
-    counts, own = jnp.zeros(1024, int), jnp.zeros((1024, 24, 24), "float32")
+    counts, own = jnp.zeros(1024, "int32"), jnp.zeros((1024, 24, 24), "float32")
     for size, way in (((), "neighbours"), ((16,), "masked")):
-        (notes,) = loops(fading, counts, jnp.zeros((1024, *size)), divergence=ONE_DEVICE)
+        xs = jnp.zeros((1024, *size), "float32")
+        (notes,) = loops(fading, counts, xs, divergence=ONE_DEVICE)
         assert notes["divergence"] == way
     (notes,) = loops(
         dear, counts, own[:, 0], own, divergence=ONE_DEVICE
