@@ -202,15 +202,15 @@ def test_constant_outputs_and_outputs_without_arrays():
     f, g = both(lambda c, x: (c, (1.0, np.arange(3), None)), out_axes=(0, 1, 0))
     jax.tree.map(same_type, f(0.0, jnp.ones(4)), g(0.0, jnp.ones(4)))
     same(f(0.0, jnp.ones(4)), g(0.0, jnp.ones(4)))
-    same(bx.scan(lambda c, x: (c + x, None))(0.0, jnp.ones(4)), (jnp.float32(4), None))
-    same(bx.scan(lambda c, x: (c + x, None), out_axes=None)(0.0, jnp.ones(4))[0], jnp.float32(4))
+    same(bx.scan(lambda c, x: (c + x, None))(0.0, jnp.ones(4)), (jnp.asarray(4.0), None))
+    same(bx.scan(lambda c, x: (c + x, None), out_axes=None)(0.0, jnp.ones(4))[0], jnp.asarray(4.0))
 
 
 def test_length_alone():
     f = bx.scan(lambda c: (c * 2, c), length=4)
-    same(f(jnp.float32(1)), (jnp.float32(16), jnp.array([1.0, 2, 4, 8])))
+    same(f(jnp.float32(1)), (jnp.float32(16), jnp.array([1, 2, 4, 8], jnp.float32)))
     f = bx.scan(lambda c, s: (c * s, c), None, length=0)
-    same(f(jnp.float32(1), 3.0), (jnp.float32(1), jnp.zeros(0)))
+    same(f(jnp.float32(1), 3.0), (jnp.float32(1), jnp.zeros(0, jnp.float32)))
 
 
 def test_no_steps_along_any_axis():
@@ -483,9 +483,9 @@ def test_programs_that_differ_in_what_they_close_over_are_not_confused():
         carry, ys = f(x)
         jax.effects_barrier()
         assert len(seen) == 2
-        same((carry, ys), (jnp.float32(2 * table[0]), jnp.full(1, number, jnp.float32)))
+        same((carry, ys), (jnp.asarray(2 * table[0]), jnp.full(1, number)))
         assert jnp.signbit(ys[0]) == np.signbit(number)
-        same(jax.grad(lambda x: f(x)[0])(x), jnp.full(1, number * table[0], jnp.float32))
+        same(jax.grad(lambda x: f(x)[0])(x), jnp.full(1, number * table[0]))
 
 
 # Memory
@@ -801,7 +801,7 @@ MISTAKES = {
     ),
     "carry type": (
         lambda: bx.scan(lambda c, x: ({"a": x, "b": c["b"]}, x))(
-            {"a": jnp.int32(0), "b": 0}, jnp.zeros(3)
+            {"a": jnp.int32(0), "b": 0}, jnp.zeros(3, jnp.float32)
         ),
         bx.ArgumentTypeError,
         ["carry['a']: int32[] became float32[]", "convert the carry"],

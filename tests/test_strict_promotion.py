@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 import batchax as bx
 from explain.test_rule_names import CASES
 
+from support import features
 from support.every_rule import NAME, RULES
 from support.features import FEATURES
 
@@ -33,8 +34,11 @@ in_both_precisions = pytest.mark.parametrize("x64", [False, True], ids=["single"
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.compiles(60)
 @pytest.mark.each_commit(34)
-def test_features(name, x64):
+def test_features(name, x64, monkeypatch):
     with strict(x64):
+        for data in "XVW":
+            values = np.asarray(getattr(features, data))
+            monkeypatch.setattr(features, data, jnp.asarray(values, float))
         if name == "check_rule":  # compares values
             FEATURES[name]()
         else:
