@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,6 +134,22 @@ def test_long_layers_keep_the_batch_in_front():
     assert operations(bx.vmap(network), x)["transpose"] == 0
     gradient = jax.grad(lambda x: network(x).sum())
     assert operations(bx.vmap(gradient), x)["transpose"] == 0
+
+
+def test_sums_of_outer_products_of_columns_have_lanes_last():
+    w, x = batch((5, 5), None), batch((5,), 0)
+
+    def steps(w, x):
+        layers = lambda x, _: (jnp.tanh(w @ jnp.tanh(w @ x)), None)
+        return lax.scan(layers, x, None, length=3)[0].sum()
+
+    gradients = bx.vmap(jax.grad(steps), (None, 0))
+    same(gradients(w, x), jax.vmap(jax.grad(steps), (None, 0))(w, x))
+    back = jax.make_jaxpr(gradients)(w, x).eqns
+    (back,) = [e for e in back if e.primitive.name == "scan" and e.params["reverse"]]
+    assert (5, 5, SIZE) in [v.aval.shape for v in back.outvars]
+    assert operations(bx.vmap(jnp.outer, (0, 1), bx.AUTO), x, x.T)["dot_general"] == 0
+    same(bx.vmap(jnp.outer, (0, 1))(x, x.T), np.einsum("bi,bj->bij", x, x))
 
 
 def test_weak_type_is_kept():
