@@ -17,11 +17,12 @@ from support.expressions import random_expression
 from support.programs import random_program
 from support.rewrites import mutable, mutated, rewritten
 
+REAL = jax.dtypes.canonicalize_dtype(float)
 ARGS = (
-    jax.ShapeDtypeStruct((3,), jnp.float32),
-    jax.ShapeDtypeStruct((2, 3), jnp.float32),
+    jax.ShapeDtypeStruct((3,), REAL),
+    jax.ShapeDtypeStruct((2, 3), REAL),
     jax.ShapeDtypeStruct((), jnp.int32),
-    jax.ShapeDtypeStruct((3, 3), jnp.float32),
+    jax.ShapeDtypeStruct((3, 3), REAL),
 )
 
 
@@ -64,7 +65,7 @@ def test_a_program_with_one_operation_changed_is_not(seed):
 def test_equal_expressions_compute_the_same(count, least):
     rng = np.random.default_rng(0)
     shapes = [(2, 3), (3, 2), (3,), (2, 2), (1, 3), (2, 1, 3)]
-    arrays = [jnp.asarray(rng.normal(size=s) * 2, jnp.float32) for s in shapes]
+    arrays = [jnp.asarray(rng.normal(size=s) * 2, REAL) for s in shapes]
     table, groups = Table(), defaultdict(list)
     for _ in range(count):
         fun, shape = random_expression(rng, shapes, 3)

@@ -13,7 +13,7 @@ from batchax.programs.inner import integers_in, programs_in
 from benchmarks.workloads import WORKLOADS
 
 LANES = 4
-X = jnp.linspace(0.1, 1.0, 24).reshape(4, 6)
+X = jnp.linspace(0.1, 1.0, 24, dtype=jnp.float32).reshape(4, 6)
 
 
 # --- against XLA -------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_convolutions_count_no_padding(padding, options):
 
 
 def test_what_is_cut_or_written_counts_not_the_whole():
-    x = jnp.zeros(1000)
+    x = jnp.zeros(1000, jnp.float32)
     assert cost(lambda i: lax.dynamic_slice(x, (i,), (10,)), 3).bytes < 200
     assert cost(lambda i: x.at[i].set(1.0, mode="promise_in_bounds"), 3).bytes < 200
     assert cost(lambda i: x[i], jnp.arange(3)).bytes < 400
@@ -175,16 +175,23 @@ BODY = Cost(flops=24, bytes=24 * 8 + 4)
 def counting(start, bound, stride=1, test=lax.lt):
     def loop(x):
         return lax.while_loop(
-            lambda s: test(s[0], jnp.int32(bound)), lambda s: (s[0] + stride, s[1] * 2), (start, x)
+            lambda s: test(s[0], jnp.int32(bound)),
+            lambda s: (s[0] + stride, s[1] * 2),
+            (jnp.int32(start), x),
         )[1]
 
     return loop
 
 
+@jax.jit
+def within_a_call(x):
+    return jax.jit(lax.fori_loop, static_argnums=2)(jnp.int32(2), jnp.int32(7), step, x)
+
+
 LOOPS = [
     ("scan", lambda x: lax.fori_loop(0, 7, step, x), 7),
     ("while", lambda x: lax.fori_loop(jnp.int32(0), jnp.int32(7), step, x), 7),
-    ("in a call", jax.jit(lambda x: jax.jit(lax.fori_loop, static_argnums=2)(2, 7, step, x)), 5),
+    ("in a call", within_a_call, 5),
     ("uneven", counting(0, 10, 3), 4),
     ("up to and with", counting(1, 10, test=lax.le), 10),
     ("the other way round", counting(0, 10, test=lambda i, n: n > i), 10),
@@ -240,7 +247,7 @@ with_rule.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.sin(x) * g,))
         (lambda x: lax.scan(lambda c, y: (c, y), 0, x), [("body", 4)]),
         (lambda x: lax.while_loop(jnp.any, step_of_any, x), [("condition", None), ("body", None)]),
         (lambda x: lax.switch(0 * x.size, [jnp.sin, jnp.cos], x), None),
-        (lambda x: lax.reduce(x, 1.0, lambda a, b: a * b + b, (0,)), []),
+        (lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + b, (0,)), []),
         (lambda x: x.at[1].add(1.0, mode="promise_in_bounds"), []),
         (lambda x: lax.sort(x), []),
     ],

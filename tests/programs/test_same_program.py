@@ -148,7 +148,11 @@ def test_vmap_is_the_program_of_jax(name):
 x, square = shaped(2, 3), shaped(3, 3)
 table = jnp.arange(3.0)
 SAME = {
-    "constants by value": (lambda x: x * table, lambda x: np.arange(3.0, dtype="f") * x, [x]),
+    "constants by value": (
+        lambda x: x * table,
+        lambda x: np.arange(3.0, dtype=table.dtype) * x,
+        [x],
+    ),
     "comparisons turned": (lambda x: x > 1, lambda x: jnp.less(1, x), [x]),
     "moved through a chain": (lambda x: jnp.tanh(x.T * 2).T, lambda x: jnp.tanh(2 * x), [x]),
     "axes of size one": (lambda x: x[None, :, None, :].sum(1), lambda x: x.sum(0)[None, None], [x]),

@@ -23,7 +23,7 @@ UNARY = {
     "repeat": lambda x, d: jnp.broadcast_to(x, (d.count, *x.shape)),
     "sin": lambda x, d: jnp.sin(x),
     "double": lambda x, d: 2.0 * x,
-    "round": lambda x, d: x.astype(jnp.int32).astype(jnp.float32),
+    "round": lambda x, d: x.astype(jnp.int32).astype(x.dtype),
     "cumsum": lambda x, d: lax.cumsum(x, d.axis, reverse=x.ndim > 1),
     "rev": lambda x, d: lax.rev(x, (d.axis,)),
     "sort": lambda x, d: lax.sort(x, dimension=d.axis),
@@ -82,7 +82,7 @@ def _contraction(rng, pairs):
 def _applied(fun, *inner):
     def applied(shapes):
         outer = lambda arrays: fun(*[f(arrays) for f in inner])
-        avals = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+        avals = [jax.ShapeDtypeStruct(s, jax.dtypes.canonicalize_dtype(float)) for s in shapes]
         return outer, jax.eval_shape(outer, avals).shape
 
     return applied
