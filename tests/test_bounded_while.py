@@ -722,6 +722,34 @@ def test_mistakes(mistake):
         call()
 
 
+def with_rules_that_close_over(which, w, x):
+    """Of the function of a step, the forward or the reverse rule closes over `w`."""
+
+    @jax.custom_vjp
+    def double(y):
+        return 2 * y
+
+    zero = 0 * jnp.sin(w)
+    forward, reverse = (zero, 0.0) if which == "forward" else (0.0, zero)
+    double.defvjp(lambda y: (2 * y + forward, ()), lambda _, g: (2 * g + reverse,))
+    body = lambda c: (c[0] + 1, double(c[1]))
+    return bx.bounded_while(lambda c: c[0] < 3, body, (0, x), 5)[1]
+
+
+@pytest.mark.parametrize("which", ["forward", "reverse"])
+def test_reverse_rules_that_close_over_traced_values_are_named(which):
+    f = functools.partial(with_rules_that_close_over, which)
+    same(jax.grad(f, 1)(0.5, 1.0), jnp.asarray(8.0))  # what is closed over is not traced
+    first, both = jax.grad(f, 1), jax.grad(f, (0, 1))
+    of_sum = jax.grad(lambda w, x: bx.vmap(f)(w, x).sum(), 1)
+    ways = jax.jit(jax.vmap(first)), jax.vmap(both), bx.vmap(both), jax.jit(of_sum)
+    for way in (*ways, bx.vmap(first, batch_size=1), lambda w, x: both(w[0], x[0])):
+        with pytest.raises(
+            bx.UnsupportedError, match=r"custom_vjp function .*double at .* argument"
+        ):
+            way(jnp.ones(2), jnp.ones(2))
+
+
 def test_branching_on_the_carry_names_it():
     with pytest.raises(jax.errors.TracerBoolConversionError, match="for bounded_while"):
         bx.bounded_while(lambda c: True, lambda c: c if c > 0 else -c, 0.0, 3)

@@ -565,6 +565,7 @@ def test_programs():
     assert [eqn.primitive.name for eqn in _compat.without_dead(two).jaxpr.eqns] == ["sin"]
     body = equation("jit", jnp.linalg.norm, X).params["jaxpr"]
     assert _compat.name_within_jax(body.jaxpr) == "norm"
+    assert _compat.name_and_place(two.jaxpr).startswith(f"<lambda> at {__file__}:")
     index = jax.make_jaxpr(lambda: _compat.platform_index((("cpu",), None)))()
     assert index.jaxpr.eqns[0].primitive.name == "platform_index"
     closing = jax.make_jaxpr(lambda x: x + np.arange(3.0))(X)

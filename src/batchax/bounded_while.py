@@ -99,7 +99,8 @@ def bounded_while(
         not an int, `cond_fun` does not return a truth value, or `body_fun` does not keep the
         structure, shapes and dtypes of the carry.
       UnsupportedError: (a NotImplementedError) the loop is differentiated and does input or
-        output (``io_callback``), which computing steps again would do twice.
+        output (``io_callback``), which computing steps again would do twice; or a rule of a
+        ``jax.custom_vjp`` function in it closes over a value that is traced.
 
     References:
       Which carries are kept: P. Stumm and A. Walther, New algorithms for optimal online

@@ -102,12 +102,17 @@ def scan_counts(params: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def name_within_jax(jaxpr: Any) -> str:
-    """The name of the function a program was staged from if JAX defines it, otherwise "".
+def name_and_place(jaxpr: Any) -> str:
+    """Which function a program was staged from: ``name at file:line``, or "".
 
     Only the description for messages, `jaxpr.debug_info`, says so.
     """
-    name, _, path = (jaxpr.debug_info.func_src_info or "").partition(" at ")
+    return jaxpr.debug_info.func_src_info or ""
+
+
+def name_within_jax(jaxpr: Any) -> str:
+    """The name of the function a program was staged from if JAX defines it, otherwise ""."""
+    name, _, path = name_and_place(jaxpr).partition(" at ")
     return name if path.startswith(os.path.dirname(jax.__file__)) else ""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -26,8 +27,9 @@ from batchax.execution.bounded_loop import (
     no_checkpoints,
 )
 from batchax.execution.reverse_sweep import reverse_sweep
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.words import Jaxpr, Value
+from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.derivatives import pullback_of, tangents_of, with_values
 from batchax.kernel.inner import written_into
 from batchax.rules.batched_transpose import reached
@@ -221,6 +223,7 @@ class _Derivative:
             return [*cts, *ys]
 
         program = _compat.stage(back, [*inputs[:n], *cts[:n_cts], *inputs[n:], *cts[n_cts:]])
+        _refuse_closures(self.differentiated, program.consts)
         used = _compat.used_inputs(program, [True] * len(program.out_avals))[n + n_cts :][:n_carry]
         while True:
             flags, needs = [*used, *[False] * len(self.form.y_axes)], used
@@ -254,6 +257,25 @@ def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int
 
 
 _has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call")
+
+
+def _refuse_closures(body: Any, consts: Values) -> None:
+    """Refuses forward and reverse rules that close over what is traced outside of the loop.
+
+    They are traced with the derivative of a step, of which these are the constants: what they
+    close over is no operand of the loop, so it is gone when the steps are gone back over.
+    """
+    if not any(isinstance(x, Tracer) for x in consts):
+        return
+    for eqn in with_inside(body.jaxpr.eqns):
+        if _has_reverse_rule.is_true(eqn) and any(map(closes_over_tracers, rules_of(eqn))):
+            function = _compat.name_and_place(eqn.params["call_jaxpr"].jaxpr)
+            raise UnsupportedError(
+                f"a rule of the custom_vjp function {function} closes over a value that is "
+                "traced, and a step of a bounded loop (batchax.bounded_while, or a scan with "
+                "until) calls the function. Give it the value as an argument: its rules are then "
+                "given it, too, and say its derivative (zeros if there is none)."
+            )
 
 
 def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:

@@ -127,9 +127,14 @@ def captured_tracers(rule: Any) -> list[Tracer]:
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
 
 
+def rules_of(eqn: Eqn) -> list[Any]:
+    """The functions that `eqn` holds and that are traced later."""
+    return [rule for name, rule in eqn.params.items() if name in _RULES]
+
+
 def closed_over(eqn: Eqn) -> list[Any]:
     """The variables that rules in `eqn`, and in programs inside it, close over."""
-    rules = [rule for name, rule in eqn.params.items() if name in _RULES]
+    rules = rules_of(eqn)
     variables = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
     for inner in programs_inside(eqn):
         variables += _closed_over_inside(inner)
