@@ -114,6 +114,14 @@ def test_few_neighbours_are_left_behind(size):
                 assert iterations < 0.85 * waiting
 
 
+@pytest.mark.parametrize("size", [1, 6, 128, 300])
+def test_lanes_are_counted_in_one_function(size):
+    """Also where they are no whole number of words."""
+    mask = np.random.default_rng(size).random(size) < 0.7
+    for of in (mask, np.ones(size, bool), np.zeros(size, bool)):
+        assert count_active(jnp.asarray(of), one_function=True) == of.sum()
+
+
 def test_lanes_of_two_axes_and_derivatives():
     both = jax.vmap(bx.vmap(power, divergence=ONE_FUNCTION), (None, 0))
     xs = jnp.stack([POINTS, -POINTS])

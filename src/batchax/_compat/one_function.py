@@ -42,7 +42,8 @@ def in_one_function(
             every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
             return [_anything(every, t) for t in types]
 
-        return list(lax.cond(_bits(operands[0]) | 1 != 0, run, never, *operands))
+        always = lax.ne(lax.bitwise_or(_bits(operands[0]), np.int32(1)), np.int32(0))
+        return list(lax.cond(always, run, never, *operands))
 
     outs = list(jax.jit(called)(*operands))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
@@ -53,17 +54,19 @@ def in_one_function(
 def _bits(x: Any) -> Any:
     """The first element of an array as an integer."""
     x = jax.random.key_data(x) if _is_key(x) else x
-    first = jnp.real(x[(0,) * x.ndim])
+    first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
+    first = lax.real(first) if jnp.issubdtype(first.dtype, np.complexfloating) else first
     if jnp.issubdtype(first.dtype, np.floating):
-        first = first if first.dtype.itemsize >= 4 else first.astype(np.float32)
+        if first.dtype.itemsize < 4:
+            first = lax.convert_element_type(first, np.float32)
         first = lax.bitcast_convert_type(first, f"int{8 * first.dtype.itemsize}")
-    return first.astype(np.int32)
+    return lax.convert_element_type(first, np.int32)
 
 
 def _anything(number: Any, aval: Any) -> Any:
     if _is_key(aval):
         return varying_alike([lax.empty(aval.shape, aval.dtype)], like=[number])[0]
-    return jnp.broadcast_to(number.astype(aval.dtype), aval.shape)
+    return lax.broadcast(lax.convert_element_type(number, aval.dtype), aval.shape)
 
 
 def _is_key(x: Any) -> bool:

@@ -9,6 +9,7 @@ at a time, until again few are left.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 from batchax.kernel.staged import while_loop
 
-_MORE = 4  # the share of the steps taken that are taken before lanes are counted again
+_SEARCHED = 2  # how many times as much as to move a lane it costs if it is to be searched, too
 
 
 def neighbours_in_turn(
@@ -46,8 +47,8 @@ def neighbours_in_turn(
 
     def whole(active: Any, *operands: Any) -> list[Any]:
         consts, carry = operands[: len(positions)], operands[len(positions) :]
-        carry, tally = run(consts, active, carry)
-        return [*carry, *tally]
+        last, tally = run(consts, active, carry)
+        return [*last, *tally]
 
     operands = [active, *consts, *carry]
     if plan.one_function:
@@ -98,26 +99,33 @@ class _Turns:
         first = lax.select(anyone(active), np.int32(0), np.int32(self.size))
         state = alike((first, [active, *carry], self.plan.blank), [active, *consts, *carry])
         goes_on = lambda state: lax.lt(state[0], np.int32(self.size))
-        _, (_, *carry), tally = while_loop(goes_on, turn, state)
-        return carry, tally
+        _, (_, *last), tally = while_loop(goes_on, turn, state)
+        return last, tally
 
     def until_few_are_left(
         self, consts: Sequence[Any], active: Any, carry: Sequence[Any]
     ) -> tuple[list[Any], Tally]:
-        """As `one_by_one`; few may be left at the end of a turn, and have another one later."""
+        """As `one_by_one`; few may be left at the end of a turn, and have another one later.
+
+        The place where a turn begins counts on when all neighbours had theirs: its remainder by
+        the number of lanes is where those that were left are searched from.
+        """
         size, width = np.int32(self.size), np.int32(self.width)
         varying = [active, *consts, *carry]
         lanes = lax.iota(np.int32, self.width)
 
         def turn(state: Any) -> Any:
-            place, again, left, everyone, tally = state
-            start = self._within(place)
+            place, left, everyone, tally = state
+            again, start = lax.ge(place, size), self._within(place)
             own, (active, *rows) = self._slices(consts, everyone, start)
-            begins, old = active, lax.full_like(active, False)
+            before = [active, *rows]
+            begins: Any = active
+            begun: Any = width
             if self.size % self.width:  # in the last turn may be some that had theirs
-                mine = lax.ge(lax.add(start, lanes), place)
-                begins, old = (lax.bitwise_and(active, x) for x in (mine, lax.bitwise_not(mine)))
-            place, count, index = self._searched(again, place, left, everyone[0], varying)
+                begins = lax.bitwise_and(active, lax.ge(lax.add(start, lanes), place))
+                begun = lax.min(width, lax.sub(size, place))
+            enough = lax.select(again, lax.min(left, width), np.int32(0))
+            ended_at, index = self._searched(place, enough, everyone[0], varying)
 
             def gathered(state: Any) -> Any:
                 own = [rows_of(x, a, index) for x, a in zip(consts, self.positions, strict=True)]
@@ -126,101 +134,64 @@ class _Turns:
 
             first = alike((again, own, rows), varying)
             _, own, rows = while_loop(lambda state: state[0], gathered, first)
-            here = lax.select(again, lax.lt(lanes, count), begins)
-            few = lax.select(
-                lax.bitwise_and(again, lax.eq(left, count)),
-                np.int32(0),
-                np.int32(self.plan.most_left),
-            )
+            here = lax.select(again, lax.lt(lanes, enough), begins)
             # The last ones run to their end.
-            begun = count_active(here, one_function=True)
-            state = here, rows, tally
-            ended, rows, tally, stay = self._steps(few, own, begun, state, varying)
-            kept = lax.bitwise_or(ended, old)
-            everyone = self._neighbours_back(everyone, again, start, [kept, *rows])
-            everyone = self._each_back(everyone, count, index, [ended, *rows])
-            left = lax.add(left, lax.select(again, lax.sub(stay, begun), stay))
-            place = lax.select(again, place, lax.add(place, width))
-            more = lax.bitwise_or(again, lax.ge(place, size))
-            place = lax.select(lax.ge(place, size), np.int32(0), place)
-            return place, more, left, everyone, tally
+            most_left = np.int32(self.plan.most_left)
+            few = lax.select(lax.eq(left, enough), np.int32(0), most_left)
+            begun = lax.select(again, enough, begun)
+            ended, rows, tally, stay = self._steps(few, own, begun, (here, rows, tally), varying)
+            kept: Any = ended
+            if self.size % self.width:
+                kept = lax.bitwise_or(ended, lax.bitwise_xor(active, begins))
+            new = [lax.select(again, *pair) for pair in zip(before, [kept, *rows], strict=True)]
+            everyone = [put_part(x, r, start) for x, r in zip(everyone, new, strict=True)]
+            everyone = self._each_back(everyone, enough, index, [ended, *rows])
+            place = lax.select(again, ended_at, lax.add(place, width))
+            return place, lax.add(lax.sub(left, begun), stay), everyone, tally
 
-        none = lax.bitwise_not(anyone(active))
-        state = np.int32(0), none, np.int32(0), [active, *carry], self.plan.blank
-        state = alike(state, varying)
-        goes_on = lambda state: lax.bitwise_or(
-            lax.bitwise_not(state[1]), lax.gt(state[2], np.int32(0))
-        )
-        _, _, _, (_, *carry), tally = while_loop(goes_on, turn, state)
-        return carry, tally
+        # Who takes no step at all is counted until its turn is over.
+        left = lax.select(anyone(active), size, np.int32(0))
+        state = alike((np.int32(0), left, [active, *carry], self.plan.blank), varying)
+        goes_on = lambda state: lax.gt(state[1], np.int32(0))
+        _, _, (_, *last), tally = while_loop(goes_on, turn, state)
+        return last, tally
 
-    def _searched(self, again: Any, place: Any, left: Any, active: Any, varying: Any) -> Any:
-        """Who has a turn again: where the search ended, how many they are, and their indices."""
-        size, width = np.int32(self.size), np.int32(self.width)
-        enough = lax.select(again, lax.min(left, width), np.int32(0))
+    def _searched(self, place: Any, enough: Any, active: Any, varying: Any) -> Any:
+        """Where the search for so many lanes that were left ends, and their indices."""
 
         def once(state: Any) -> Any:
             place, count, index = state
-            index = put_entry(index, place, count)
-            count = lax.add(count, lax.convert_element_type(entry_of(active, place), np.int32))
-            place = lax.add(place, np.int32(1))
-            return lax.select(lax.ge(place, size), np.int32(0), place), count, index
+            lane = lax.rem(place, np.int32(self.size))
+            index = put_entry(index, lane, count)
+            count = lax.add(count, lax.convert_element_type(entry_of(active, lane), np.int32))
+            return lax.add(place, np.int32(1)), count, index
 
         start = alike((place, np.int32(0), np.zeros(self.width, np.int32)), varying)
-        return while_loop(lambda state: lax.lt(state[1], enough), once, start)
+        place, _, index = while_loop(lambda state: lax.lt(state[1], enough), once, start)
+        return place, index
 
     def _steps(self, few: Any, consts: Sequence[Any], begun: Any, state: Any, varying: Any) -> Any:
         """Steps of lanes until few are left, and how many that are.
 
-        Those wait until that has cost what it costs to move them. To count lanes takes a good part
-        of what a step takes.
+        Those wait until that has cost what it costs to move them.
         """
+        width, patience = np.int32(self.width), np.int32(math.ceil(_SEARCHED * self.plan.patience))
 
         def once(state: Any) -> Any:
-            n, active, carry, tally, _ = state
+            active, carry, tally, wasted, _ = state
             active, carry, tally = self.step(self.width, consts, active, carry, tally)
-            some = lax.reduce_or(active, (0,))
-            return lax.add(n, np.int32(1)), active, carry, tally, some
-
-        def until_asked(state: Any) -> Any:
-            (asked, wasted, _), (n, *rest) = state
-            goes_on = lambda state: lax.bitwise_and(state[-1], lax.lt(state[0], asked))
-            last = while_loop(goes_on, once, (n, *rest))
-            taken, active = last[0], last[1]
             count = count_active(active, one_function=True)
-            idle = lax.select(lax.gt(count, few), np.int32(0), lax.sub(np.int32(self.width), count))
-            each = [lax.convert_element_type(x, np.float32) for x in (idle, lax.sub(taken, n))]
-            wasted = lax.add(wasted, lax.mul(*each))
-            pause = lax.max(np.int32(self.plan.pause), lax.div(taken, np.int32(_MORE)))
-            return (lax.add(taken, pause), wasted, count), last
+            idle = lax.select(lax.gt(count, few), np.int32(0), lax.sub(width, count))
+            return active, carry, tally, lax.add(wasted, idle), count
 
         def goes_on(state: Any) -> Any:
-            (_, wasted, count), _ = state
-            lanes = lax.convert_element_type(count, np.float32)
-            bears = lax.lt(wasted, lax.mul(np.float32(self.plan.patience), lanes))
-            some = lax.bitwise_and(lax.gt(count, np.int32(0)), bears)
-            return lax.bitwise_or(lax.gt(count, few), some)
+            *_, wasted, count = state
+            bears = lax.lt(wasted, lax.mul(patience, count))
+            return lax.bitwise_or(lax.gt(count, few), bears)
 
-        begins = lax.gt(begun, np.int32(0))
-        start = (np.int32(self.plan.pause), np.float32(0), begun), (np.int32(0), *state, begins)
-        (_, _, count), (_, active, carry, tally, _) = while_loop(
-            goes_on, until_asked, alike(start, varying)
-        )
+        start = alike((*state, np.int32(0), begun), varying)
+        active, carry, tally, _, count = while_loop(goes_on, once, start)
         return active, carry, tally, count
-
-    def _neighbours_back(
-        self, everyone: Sequence[Any], again: Any, start: Any, rows: Sequence[Any]
-    ) -> list[Any]:
-        """All lanes with the `rows` of neighbours; as they are in turns of those that were left."""
-
-        # A loop of one step, or none, updates in place, as a branch would not.
-        def once(state: Any) -> Any:
-            done, everyone = state
-            everyone = [put_part(x, r, start) for x, r in zip(everyone, rows, strict=True)]
-            return lax.bitwise_not(done), everyone
-
-        first = alike((again, list(everyone)), [*everyone, *rows])
-        return while_loop(lambda state: lax.bitwise_not(state[0]), once, first)[1]
 
     def _each_back(
         self, everyone: Sequence[Any], count: Any, index: Any, rows: Sequence[Any]
@@ -229,8 +200,8 @@ class _Turns:
 
         def once(state: Any) -> Any:
             place, everyone = state
-            lane, new = entry_of(index, place), [entry_of(r, place) for r in rows]
-            everyone = [put_entry(x, r, lane) for x, r in zip(everyone, new, strict=True)]
+            lane, new = entry_of(index, place), [part_of(r, place, 0, 1) for r in rows]
+            everyone = [put_part(x, r, lane) for x, r in zip(everyone, new, strict=True)]
             return lax.add(place, np.int32(1)), everyone
 
         first = alike((np.int32(0), list(everyone)), [index, *everyone, *rows])

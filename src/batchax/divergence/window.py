@@ -65,8 +65,7 @@ class Plan:
         done, and other neighbours are next: so no lane is moved.
       one_function: whether these are one function of the compiler, which begins no operations.
       last_in_one: whether the steps of the lanes that no others follow are one function.
-      pause: how many steps of all lanes, or of neighbours, are taken at least before those that are
-        left are counted.
+      pause: how many steps of all lanes are taken at least before those that are left are counted.
     """
 
     widths: tuple[int, ...]

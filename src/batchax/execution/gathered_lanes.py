@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -23,7 +22,12 @@ def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = Fal
     if (
         one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
     ):  # which a float counts to
-        return lax.convert_element_type(jnp.sum(active, dtype=np.int32), dtype)
+        mask = lax.convert_element_type(active, np.uint8)
+        if one_function and mask.size % 4 == 0:  # four lanes are one number, of as many bits
+            mask = lax.bitcast_convert_type(lax.reshape(mask, (mask.size // 4, 4)), np.uint32)
+            mask = lax.population_count(mask)
+        count = lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
+        return lax.convert_element_type(count, dtype)
     # A processor is given several operations for a sum, each to be compiled, but one for this.
     ones = lax.convert_element_type(active, np.float32)
     return lax.convert_element_type(lax.dot(ones, ones), dtype)
