@@ -84,7 +84,7 @@ def test_the_same_is_compiled(what):
     assert ours == theirs
 
 
-def test_gradients_of_branches_are_the_same_with_fewer_selections():
+def test_gradients_of_branches_have_no_more_operations_and_selections():
     ours, theirs = (program.splitlines() for program in both(gradient(branches)))
-    assert len(ours) < len(theirs)
-    assert sum(" select(" in line for line in ours) < sum(" select(" in line for line in theirs)
+    assert len(ours) <= len(theirs)
+    assert sum(" select(" in x for x in ours) <= sum(" select(" in x for x in theirs)
