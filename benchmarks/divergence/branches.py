@@ -100,10 +100,11 @@ def _anew(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 WAYS: dict[str, Callable[[BranchWorkload], Callable[..., Any]]] = {
-    BASE: lambda w: jax.vmap(_anew(w.fun), IN_AXES),
     "auto": lambda w: bx.vmap(_anew(w.fun), IN_AXES),
     "compact": lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="compact"),
     "predicate": lambda w: bx.vmap(_anew(w.fun), IN_AXES, divergence="predicate"),
+    # Whose turn is beside it finds memory that is to be mapped anew, gigabytes for some.
+    BASE: lambda w: jax.vmap(_anew(w.fun), IN_AXES),
     "by hand": lambda w: w.by_hand,
 }
 

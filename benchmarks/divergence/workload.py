@@ -62,10 +62,10 @@ class LoopWorkload:
     def ways(self) -> dict[str, Function]:
         """What computes the same for all lanes; new functions each time."""
         found = {
-            BASE: jax.vmap(lambda *args: self.fun(*args), self.in_axes),
             "auto": self.batched("auto"),
             "compact": self.batched("compact"),
             "predicate": self.batched("predicate"),
+            BASE: jax.vmap(lambda *args: self.fun(*args), self.in_axes),
         }
         if self.sequential:
             found["lax.map"] = self._one_by_one
