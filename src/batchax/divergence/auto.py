@@ -266,9 +266,8 @@ class Auto(Compact):
         dear = branch.work >= limits.gain * branch.moving
         if not dear or branch.begun < limits.launched * branch.work:
             return False
-        apart = branch.work + branch.moving + branch.starting / branch.chunk
         enough = limits.busy * limits.cores
-        if branch.copied >= limits.copying * apart:  # even if all lanes take it
+        if branch.copied >= limits.copying * branch.apart:  # even if all lanes take it
             return branch.work * branch.lanes >= enough
         if 0 < branch.held < limits.cached:  # to compute it again takes longer than to read it
             return False
@@ -291,8 +290,7 @@ class Auto(Compact):
         """
         if branch.copied < self.limits.copying * branch.work:
             return None
-        apart = branch.work + branch.moving + branch.starting / branch.chunk
-        return self._share() * branch.work / apart
+        return self._share() * branch.work / branch.apart
 
     def _share(self) -> float:
         """From which share of the lanes on all run, where it is decided while the program runs."""

@@ -145,6 +145,11 @@ class BranchCost(NamedTuple):
     alike: int
     held: int = 0
 
+    @property
+    def apart(self) -> float:
+        """To move what it reads and returns, and run it in a chunk that is full."""
+        return self.work + self.moving + self.starting / self.chunk
+
 
 class Choice(NamedTuple):
     """How a branch runs that lanes may take apart, by what it costs.

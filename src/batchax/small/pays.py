@@ -87,7 +87,8 @@ _COMPILING = {
 
 def of_library(primitive: str, dtype: str, rows: int, lanes: int, in_loop: bool) -> bool:
     """Whether so many matrices of so many rows are not to be left to a library."""
-    seconds = _COMPILING.get(primitive, (0.0, 0.0))[dtype.startswith("complex")]
     gains = GAINS.get(primitive, {}).get(dtype, ())
-    gain = gains[rows - 1] if 0 < rows <= len(gains) and lanes >= _LEAST_LANES else 0.0
-    return gain > 0 and pays_back(gain, seconds, lanes, in_loop)
+    if not 0 < rows <= len(gains) or lanes < _LEAST_LANES or not gains[rows - 1]:
+        return False
+    seconds = _COMPILING[primitive][dtype.startswith("complex")]
+    return pays_back(gains[rows - 1], seconds, lanes, in_loop)
