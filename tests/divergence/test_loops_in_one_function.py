@@ -252,9 +252,13 @@ def test_which_loops_run_so_is_told_by_their_cost():
     limits = Auto().limits._replace(devices=1_000, cores=16)
     way = Auto(limits=limits)
 
-    def widths(lanes, numbers, fun=power):
-        args = jnp.zeros(lanes, int), jnp.zeros((lanes, numbers), jnp.float32)
-        (told,) = bx.explain(fun, divergence=way)(*args).equations
+    def counted_in_words(count, x):  # in double precision, too, where moving an `int` costs more
+        step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
+        return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))
+
+    def widths(lanes, numbers):
+        args = jnp.zeros(lanes, jnp.int32), jnp.zeros((lanes, numbers), jnp.float32)
+        (told,) = bx.explain(counted_in_words, divergence=way)(*args).equations
         return told.notes.get("widths", ()) if told.notes["divergence"] == "neighbours" else ()
 
     assert widths(1024, 1) == (128,)
