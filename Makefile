@@ -27,7 +27,7 @@
 #   make changes    what changed since the release; with VERSION=0.2.0, put into CHANGELOG.md
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
-#                   and plots in docs/ (half an hour)
+#                   and plots in docs/ (half an hour); with DEVICE=gpu of a GPU
 #   make bench-history  the same as a line of out/benchmarks/history.jsonl, and a chart over
 #                   commits of all lines there; BENCH="vmap --quick" for a part
 
@@ -189,8 +189,15 @@ changes: .venv/ready
 package: .venv/ready
 	sh tools/package.sh .venv/bin/python
 
-bench: .venv/ready
-	.venv/bin/python -m benchmarks
+# DEVICE=gpu measures there what lanes that part ways take, with JAX for that device beside what is
+# there (BENCH_PYTHON= names another Python that has it), and writes docs/benchmarks/gpu.
+DEVICE ?= cpu
+BENCH_PYTHON ?= .venv/bin/python
+OF_DEVICE_gpu = cuda13
+bench: $(if $(filter .venv/%,$(BENCH_PYTHON)),.venv/ready)
+	$(if $(and $(OF_DEVICE_$(DEVICE)),$(filter .venv/%,$(BENCH_PYTHON))),$(BENCH_PYTHON) -m pip install \
+	    --quiet "jax[$(OF_DEVICE_$(DEVICE))]==$$($(BENCH_PYTHON) -c 'import jax; print(jax.__version__)')")
+	$(BENCH_PYTHON) -m benchmarks --device $(DEVICE)
 
 HISTORY ?= out/benchmarks/history.jsonl
 

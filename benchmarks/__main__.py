@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from benchmarks import bounded, history, report
 from benchmarks.around import report as around_report
 from benchmarks.around.measure import measured as measured_around
@@ -57,6 +59,8 @@ class Part:
       line: one result on one line.
       summary: all results in words.
       write: ``(results, folder) -> files``.
+      of_a_device: whether it is measured with ``--device``, too: the others are of what a CPU does,
+        or of disks and processes.
     """
 
     title: str
@@ -65,6 +69,7 @@ class Part:
     line: Callable[[Any], str]
     summary: Callable[[Sequence[Any]], str]
     write: Callable[[Sequence[Any], Path], Sequence[Path]]
+    of_a_device: bool = False
 
 
 PARTS = {
@@ -131,6 +136,7 @@ PARTS = {
         divergence_report.line,
         divergence_report.summary,
         divergence_report.write,
+        of_a_device=True,
     ),
     "nests": Part(
         nests_report.TITLE,
@@ -139,6 +145,7 @@ PARTS = {
         nests_report.line,
         nests_report.summary,
         nests_report.write,
+        of_a_device=True,
     ),
     "devices": Part(
         devices_report.TITLE,
@@ -200,13 +207,36 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         help="adds the ratios to this file, under the commit that is checked out; pages are then "
         "written with --out only",
     )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="the kind of device on which programs run: cpu, gpu or tpu (default: cpu). For others "
+        "than cpu, what is measured are "
+        + " and ".join(name for name, part in PARTS.items() if part.of_a_device)
+        + ", and pages go to docs/benchmarks/DEVICE",
+    )
+    parser.add_argument(
+        "--minutes",
+        metavar="M",
+        type=float,
+        default=float("inf"),
+        help="no workload begins later than this; the pages are of those that did",
+    )
     options = parser.parse_args(arguments)
+    if jax.default_backend() != options.device:
+        parser.error(
+            f"--device is {options.device}, and JAX runs programs on {jax.default_backend()} here: "
+            "install JAX for that device, or set JAX_PLATFORMS"
+        )
+    elsewhere = options.device != "cpu"
+    until = time.monotonic() + 60 * options.minutes
     out = options.out
     if out is None and not (options.quick or options.only or options.history):
-        out = Path("docs/benchmarks")
+        out = Path("docs/benchmarks") / (options.device if elsewhere else "")
 
     results, known, ratios = [], [], {}
-    for name in [options.part] if options.part else PARTS:
+    every = [name for name, part in PARTS.items() if part.of_a_device or not elsewhere]
+    for name in [options.part] if options.part else every:
         part = PARTS[name]
         known += part.workloads
         chosen = {
@@ -215,7 +245,7 @@ def main(arguments: list[str] | None = None) -> list[Any]:
             if not options.only or any(text in label for text in options.only)
         }
         if chosen:
-            labeled = _run(part, chosen, options.quick)
+            labeled = _run(part, chosen, options.quick, until)
             found = [result for _, result in labeled]
             results += found
             for label, result in labeled:
@@ -230,12 +260,15 @@ def main(arguments: list[str] | None = None) -> list[Any]:
     return results
 
 
-def _run(part: Part, chosen: dict[str, Any], quick: bool) -> list[tuple[str, Any]]:
+def _run(part: Part, chosen: dict[str, Any], quick: bool, until: float) -> list[tuple[str, Any]]:
     start = time.monotonic()
     results = []
     print(f"{part.title}:")
     for i, (label, work) in enumerate(chosen.items(), 1):
         began = time.monotonic()
+        if began > until:
+            print(f"No time left: {', '.join(list(chosen)[i - 1 :])}")
+            break
         for result in part.measure(work, quick):
             results.append((label, result))
             print(f"[{i:2}/{len(chosen)}] {part.line(result)} {time.monotonic() - began:6.1f} s")

@@ -32,11 +32,39 @@ class Effort:
     runs: int
     seconds_per_run: float
     most_lanes: int | None = None
+    times_lanes: int = 1
+    """how many times as many lanes part ways as on a CPU"""
+    share_of_steps: float = 1.0
+    """of the outer steps that loops of loops take on a CPU"""
+    longest: float = 5.0
+    """seconds for one set of turns, so that a run of everything takes minutes"""
+    least: int = 5
+    """turns there are, however long they take"""
 
 
 FULL = Effort(traces=31, runs=31, seconds_per_run=0.01)
 QUICK = Effort(traces=5, runs=5, seconds_per_run=0.001, most_lanes=16)
-LONGEST = 5.0  # seconds for one set of turns, so that a run of everything takes minutes
+# A step of a loop takes as long for few lanes as for thousands there, and far longer than a step
+# of few lanes takes on a CPU.
+ON_A_GPU = Effort(
+    traces=5,
+    runs=7,
+    seconds_per_run=0.01,
+    times_lanes=16,
+    share_of_steps=1 / 5,
+    longest=1.5,
+    least=3,
+)
+
+
+def full() -> Effort:
+    """That of a measurement on the device on which programs run by default."""
+    return FULL if jax.default_backend() == "cpu" else ON_A_GPU
+
+
+def one_by_one_is_a_way() -> bool:
+    """Whether anybody would run one lane after another: on a GPU that takes hours."""
+    return jax.default_backend() == "cpu"
 
 
 @dataclass(frozen=True)
@@ -140,21 +168,24 @@ def compare(
 
 
 def in_turns(
-    functions: Sequence[Callable[[], Any]], turns: int, clock: Callable[[], float]
+    functions: Sequence[Callable[[], Any]],
+    turns: int,
+    clock: Callable[[], float],
+    effort: Effort = FULL,
 ) -> list[list[float]]:
     """Seconds of each of `turns` calls of each function, who begins alternating.
 
-    There are fewer turns, but at least five, where they would take longer than
-    `LONGEST`. A function that returns a number says how often it did its work.
+    There are fewer turns, but `effort.least` at least, where they would take longer than
+    `effort.longest`. A function that returns a number says how often it did its work.
     """
     times: list[list[float]] = [[] for _ in functions]
     order = list(enumerate(functions))
-    deadline = time.monotonic() + LONGEST
+    deadline = time.monotonic() + effort.longest
     gc.collect()
     gc.disable()
     try:
         for turn in range(turns):
-            if turn >= 5 and time.monotonic() > deadline:
+            if turn >= effort.least and time.monotonic() > deadline:
                 break
             for which, function in order:
                 start = clock()

@@ -84,11 +84,18 @@ def write(results: Sequence[Result], folder: Path) -> list[Path]:
 
 def made_with() -> str:
     """How, with what and where the numbers of a report were made."""
-    cores = "cores" if jax.default_backend() == "cpu" else "host cores"
+    device = jax.default_backend()
+    option = "" if device == "cpu" else f" DEVICE={device}"
+    cores = f"{os.cpu_count()} {'CPU' if device == 'cpu' else 'host'} cores ({platform.machine()})"
+    where = cores if device == "cpu" else f"one {jax.devices()[0].device_kind}, with {cores}"
     return f"""\
-Made by `make bench` (`python -m benchmarks`) with JAX {jax.__version__}, Python
-{platform.python_version()}, on {os.cpu_count()} {jax.default_backend().upper()} {cores} \
-({platform.machine()})."""
+Made by `make bench{option}` (`python -m benchmarks`) with JAX {jax.__version__}, Python
+{platform.python_version()}, on {where}."""
+
+
+def compiles() -> bool:
+    """Whether programs are compiled when they are measured, and not taken from a cache."""
+    return jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]
 
 
 def _page(results: Sequence[Result]) -> str:

@@ -14,7 +14,7 @@ from benchmarks.divergence.branches import WORKLOADS as BRANCHES
 from benchmarks.divergence.branches import BranchWorkload
 from benchmarks.divergence.loops import WORKLOADS as LOOPS
 from benchmarks.divergence.workload import BASE, LoopWorkload
-from benchmarks.measure import FULL, QUICK, Effort, Ratio, in_turns, ratio_of_medians, repeated
+from benchmarks.measure import QUICK, Effort, Ratio, full, in_turns, ratio_of_medians, repeated
 
 WORKLOADS: dict[str, LoopWorkload | BranchWorkload] = {**LOOPS, **BRANCHES}
 FEW_STEPS = 20
@@ -49,6 +49,7 @@ class DivergenceResult:
       utilization: which share of the lane-steps some lane needed, of those of compact and of
         those of masking; None where no lane-steps are counted.
       turns: how often each way was run.
+      lanes: how many.
     """
 
     name: str
@@ -57,6 +58,7 @@ class DivergenceResult:
     yardsticks: dict[str, Way]
     utilization: tuple[float, float] | None
     turns: int
+    lanes: int
 
     @property
     def base(self) -> Way:
@@ -70,8 +72,8 @@ class DivergenceResult:
 
 def measured(workload: LoopWorkload | BranchWorkload, quick: bool) -> Iterator[DivergenceResult]:
     """The result of each use of a workload."""
-    effort = QUICK if quick else FULL
-    lanes = min(workload.lanes, effort.most_lanes or workload.lanes)
+    effort = QUICK if quick else full()
+    lanes = effort.times_lanes * min(workload.lanes, effort.most_lanes or workload.lanes)
     args = jax.block_until_ready(workload.arguments(lanes, FEW_STEPS if quick else None))
     for use, ways in workload.uses().items():
         values = use == "values"
@@ -85,6 +87,7 @@ def measured(workload: LoopWorkload | BranchWorkload, quick: bool) -> Iterator[D
             {name: found[name] for name in yardsticks},
             workload.utilization(args) if values else None,
             turns,
+            lanes,
         )
 
 
@@ -104,7 +107,7 @@ def _compare(
         once = (time.perf_counter() - start) / 2
         often = max(1, min(1000, round(effort.seconds_per_run / once)))
         programs.append(repeated(compiled[-1], args, often))
-    times = dict(zip(functions, in_turns(programs, turns, time.perf_counter), strict=True))
+    times = dict(zip(functions, in_turns(programs, turns, time.perf_counter, effort), strict=True))
     ways = {
         name: Way(
             float(np.median(seconds)),

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 import batchax as bx
+from benchmarks.measure import one_by_one_is_a_way
 from benchmarks.workload import one_by_one
 
 Function = Callable[..., Any]
@@ -67,7 +68,7 @@ class LoopWorkload:
             "predicate": self.batched("predicate"),
             BASE: jax.vmap(lambda *args: self.fun(*args), self.in_axes),
         }
-        if self.sequential:
+        if self.sequential and one_by_one_is_a_way():
             found["lax.map"] = self._one_by_one
         return found | self.others
 

@@ -12,7 +12,14 @@ import jax
 import numpy as np
 
 import batchax as bx
-from benchmarks.measure import FULL, QUICK, Ratio, in_turns, ratio_of_medians
+from benchmarks.measure import (
+    QUICK,
+    Ratio,
+    full,
+    in_turns,
+    one_by_one_is_a_way,
+    ratio_of_medians,
+)
 from benchmarks.nests import peers, steps
 from benchmarks.nests.programs import WORKLOADS as PROGRAMS
 from benchmarks.nests.samplers import WORKLOADS as SAMPLERS
@@ -88,12 +95,13 @@ def measured(nest: Nest, quick: bool) -> Iterator[NestResult]:
     if missing := nest.missing():
         print(f"{nest.name}: left out, needs {', '.join(missing)}")
         return
-    effort = QUICK if quick else FULL
+    effort = QUICK if quick else full()
     lanes = min(nest.lanes, effort.most_lanes or nest.lanes)
-    count = FEW_STEPS if quick else nest.steps
+    count = FEW_STEPS if quick else max(FEW_STEPS, round(effort.share_of_steps * nest.steps))
     args = jax.block_until_ready(nest.data(lanes, count))
     programs = {name: _compiled(f, args) for name, f in nest.ways().items()}
-    programs[THREADS] = _on_threads(nest, args, lanes)
+    if one_by_one_is_a_way():
+        programs[THREADS] = _on_threads(nest, args, lanes)
     ours = list(programs)
     for name, peer in nest.peers.items():
         if missing := not_installed(peer.needs):
@@ -109,7 +117,7 @@ def measured(nest: Nest, quick: bool) -> Iterator[NestResult]:
         first[name] = time.process_time() - began
         runs.append(_often(run, effort.seconds_per_run))
     turns = min(nest.turns, effort.runs)
-    times = dict(zip(programs, in_turns(runs, turns, time.perf_counter), strict=True))
+    times = dict(zip(programs, in_turns(runs, turns, time.perf_counter, effort), strict=True))
     expected = nest.inner_steps(args, out[BASE])
     ways = {
         name: Way(

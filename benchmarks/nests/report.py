@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.nests.measure import NestResult
 from benchmarks.nests.workload import BASE, DIVERGENCES
-from benchmarks.report import figures, made_with, named, ratio, seconds
+from benchmarks.report import compiles, figures, made_with, named, ratio, seconds
 
 TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
 COLUMNS = (*DIVERGENCES, "lax.map", "threads")
@@ -45,7 +45,7 @@ def summary(results: Sequence[NestResult]) -> str:
         f"Without barriers, masked lanes take {np.median(bounds):.2f} of the steps at the median"
         + named(results, lambda r: f"{r.bound:.2f}")
     )
-    for name in DIVERGENCES:
+    for name in DIVERGENCES if compiles() else ():
         ratios = [r.ways[name].first_ratio for r in results]
         slowest = results[int(np.argmax(ratios))].name
         points.append(
@@ -136,7 +136,7 @@ def _table(results: Sequence[NestResult]) -> str:
                 "; ".join(f"{name} {ratio(way.run)}" for name, way in r.peers.items()),
                 f"{r.bound:.2f}",
                 " / ".join(f"{share:.0%}" for share in (*r.of_use, r.compact_of_use)),
-                f"{r.ways[BASE].first:.1f} s; " + " / ".join(firsts),
+                f"{r.ways[BASE].first:.1f} s; " + " / ".join(firsts) if compiles() else "",
                 " / ".join(f"{r.ways[way].same:.0%}" for way in DIVERGENCES),
             ]
         )

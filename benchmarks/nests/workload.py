@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
+from benchmarks.measure import one_by_one_is_a_way
 from benchmarks.workload import one_by_one
 
 Function = Callable[..., Any]
@@ -76,7 +77,7 @@ class Nest:
         for divergence in DIVERGENCES:
             same[divergence] = bx.vmap(self._anew(), self.in_axes, divergence=divergence)
         same = {name: self._measured(batched) for name, batched in same.items()}
-        return same | {"lax.map": self.one_by_one}
+        return same | ({"lax.map": self.one_by_one} if one_by_one_is_a_way() else {})
 
     def one_by_one(self, *args: Any) -> Any:
         """One lane after the other."""
