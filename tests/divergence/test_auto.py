@@ -75,13 +75,14 @@ def test_cheap_loops_are_as_they_were():
 def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
     def root(x):
         step = lambda c: (c[0] + 1, c[1] - (jnp.exp(c[1]) - x) / jnp.exp(c[1]))
-        return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, (0, 0 * x))
+        start = jnp.int32(0), 0 * x
+        return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, start)
 
     few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
-    (notes,) = loops(root, jnp.ones(1 << 19), divergence=few)
+    (notes,) = loops(root, jnp.ones(1 << 19, "float32"), divergence=few)
     assert notes["divergence"] == "neighbours"
     assert notes["widths"] in ((1 << 15,), (1 << 16,))
-    (notes,) = loops(root, jnp.ones(100), divergence=few)
+    (notes,) = loops(root, jnp.ones(100, "float32"), divergence=few)
     assert notes["divergence"] == "masked"
 
 
