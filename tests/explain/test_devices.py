@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax.explain.page.document import as_page
 
-X, W = jnp.ones((8, 5)), jnp.ones((5, 2))
+X, W = jnp.ones((8, 5), "float32"), jnp.ones((5, 2), "float32")
 
 
 def affine(x, w):
@@ -64,7 +64,7 @@ def test_what_a_function_gathers_is_exchanged():
 
 def test_what_is_sharded_over_other_axes_is_no_copy():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
-    v, w = jnp.ones((2, 2)), jax.device_put(W, NamedSharding(mesh, P(None, "b")))
+    v, w = jnp.ones((2, 2), "float32"), jax.device_put(W, NamedSharding(mesh, P(None, "b")))
     devices = explained(lambda x, w: affine(x, w) @ v, X, w, mesh=(mesh, "a")).devices
     assert (devices.axes, devices.count, devices.each) == (("a",), 2, 4)
     assert [x.name for x in devices.replicated] == ["a closed-over f32[2,2]"]

@@ -18,7 +18,7 @@ from batchax.programs.cost import cost_of_program
 from support.compiled import compilations
 from support.features import Box
 
-M, V, B = jnp.ones((5, 3)), jnp.ones((8, 3)), jnp.ones(5)
+M, V, B = (jnp.ones(shape, "float32") for shape in ((5, 3), (8, 3), (5,)))
 
 
 def affine(M, v, b):
@@ -74,7 +74,7 @@ def test_nothing_is_run_and_types_are_enough():
         jax.debug.callback(lambda x: ran.append(1), x)
         return x * 2
 
-    given = bx.explain(f)(jnp.ones((4, 2)))
+    given = bx.explain(f)(jnp.ones((4, 2), "float32"))
     asked = bx.explain(f)(jax.ShapeDtypeStruct((4, 2), jnp.float32))
     assert not ran
     assert str(given) == str(asked)
@@ -119,7 +119,7 @@ def test_work_is_per_lane_and_as_often_as_it_runs():
     assert product.per_lane.flops == 10 * 2 * 9
     assert loop.work.flops >= product.work.flops
 
-    chunked = bx.explain(f, (0, None), batch_size=4)(jnp.ones((8, 3)), jnp.ones((3, 3)))
+    chunked = bx.explain(f, (0, None), batch_size=4)(V, V[:3])
     product = by_primitive(chunked)["dot_general"]
     assert product.times == 20
     assert product.work.flops == 10 * 8 * 2 * 9
@@ -128,7 +128,7 @@ def test_work_is_per_lane_and_as_often_as_it_runs():
 
 
 def test_a_remainder_is_listed_with_the_chunks_it_follows():
-    chunked = bx.explain(jnp.sin, batch_size=3)(jnp.ones(8))
+    chunked = bx.explain(jnp.sin, batch_size=3)(jnp.ones(8, "float32"))
     (sine,) = chunked.equations
     assert sine.outputs[0].batched == "f32[3]"
     assert sine.work.flops == 8
@@ -324,7 +324,7 @@ def test_moves_and_broadcasts_of_operands_are_counted():
     def f(x, y):
         return lax.concatenate([x, y], 0)
 
-    explanation = bx.explain(f, (1, None))(jnp.ones((3, 8)), jnp.ones((5,)))
+    explanation = bx.explain(f, (1, None))(V.T, B)
     (joined,) = explanation.equations
     assert joined.moves + joined.broadcasts > 0
     assert joined.broadcasts == 8 * 5 * 4
@@ -359,7 +359,7 @@ def test_derivatives_and_nested_batches_are_listed():
     gradient = bx.explain(jax.grad(f), (0, None))(jnp.ones((4, 3)), jnp.ones(3))
     assert {"tanh", "dot_general"} <= set(by_primitive(gradient))
     nested = bx.explain(lambda x, w: bx.vmap(f, (0, None))(x, w))(
-        jnp.ones((4, 5, 3)), jnp.ones((4, 3))
+        jnp.ones((4, 5, 3), "float32"), V[:4]
     )
     assert nested.lanes == 4
     product = by_primitive(nested)["dot_general"]
@@ -371,7 +371,7 @@ def test_out_axes_and_trees_of_arguments():
     def f(p, x):
         return {"y": p["w"] @ x, "n": x.sum()}
 
-    p = {"w": jnp.ones((5, 3))}
+    p = {"w": M}
     explanation = bx.explain(f, (None, 0), {"y": 1, "n": bx.Reduce("sum")})(p, V)
     assert [v.name for v in explanation.arguments] == ["p['w']", "x"]
     n, y = explanation.outputs
@@ -412,7 +412,7 @@ def test_the_text_says_what_a_rule_did_besides():
         joined = lax.concatenate([x, y, z], 0)
         return lax.cond(p, jnp.sin, jnp.cos, joined)
 
-    p, x, y, z = jnp.arange(4) > 1, jnp.ones((3, 4)), jnp.ones(2), jnp.ones((4, 1))
+    p, (x, y, z) = jnp.arange(4) > 1, (jnp.ones(n, "float32") for n in ((3, 4), 2, (4, 1)))
     text = str(bx.explain(f, (0, 1, None, 0))(p, x, y, z))
     (joined,) = [line for line in text.splitlines() if "= concatenate " in line]
     assert "16 B transposed; 32 B repeated" in joined
@@ -468,7 +468,7 @@ def test_slow_examples_are_measured_for_some_lanes():
         return jax.pure_callback(wait, type, x, vmap_method="broadcast_all")
 
     start = time.monotonic()
-    explanation = bx.explain(slow, measure=True, time_limit=2)(jnp.arange(1000.0))
+    explanation = bx.explain(slow, measure=True, time_limit=2)(jnp.arange(1000.0, dtype="float32"))
     assert time.monotonic() - start < 15
     (loop,) = [t for t in explanation.timings if t.batch_size == "loop"]
     assert loop.seconds > 1000 * 0.02  # of all lanes, though not all were run
@@ -479,7 +479,7 @@ def test_rows_are_listed_as_the_function_of_one_row():
         scores = jax.nn.softmax(tokens @ tokens.T)
         return (jnp.tanh(scores @ tokens)).mean(0)
 
-    rows = bx.Ragged.from_rows([jnp.ones((n, 4)) for n in (3, 5, 2)])
+    rows = bx.Ragged.from_rows([jnp.ones((n, 4), "float32") for n in (3, 5, 2)])
     for options in ({}, {"layout": "padded"}, {"layout": "padded", "batch_size": 2}):
         explanation = bx.explain(attend, **options)(rows)
         eqns = by_primitive(explanation)

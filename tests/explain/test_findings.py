@@ -451,7 +451,7 @@ def test_why_lanes_run_one_after_another(program, words):
 
 @pytest.mark.parametrize("lanes", [0, 1])
 def test_few_lanes(lanes):
-    explanation = explain(lambda x: jnp.sort(loop(x, jnp.eye(3))))(f32(lanes, 3))
+    explanation = explain(lambda x: jnp.sort(loop(x, jnp.eye(3, dtype=x.dtype))))(f32(lanes, 3))
     assert explanation.lanes == lanes
     assert "sort" in str(explanation)
 
@@ -581,7 +581,7 @@ def test_buckets_that_are_advised_are_measured(pays, monkeypatch):
 
 def test_advice_of_a_chunk_size_is_measured(monkeypatch):
     """What is reckoned from prices is not advised any more."""
-    x = jnp.ones((4096, 4))
+    x = jnp.ones((4096, 4), "float32")
     advised = [f.advice for f in explain(jnp.sin, batch_size=1)(x).findings]
     assert advised == [{"batch_size": 512}]
     for seconds, remedies in ((0.9, []), (0.5, ["Give batch_size=512."])):

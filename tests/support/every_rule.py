@@ -93,7 +93,7 @@ def _reduction():
         if name.startswith("cum"):
             programs[name] = (cumulative(name, 1), several(2, 4))
     several_at_once = lambda x, i: lax.reduce(
-        (x, i), (0.0, 0), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
+        (x, i), (jnp.float32(0), jnp.int32(0)), lambda a, b: (a[0] + b[0], a[1] * b[1]), (0,)
     )
     return {**programs, "reduce": (several_at_once, X, N)}
 
@@ -219,7 +219,7 @@ def _diverging(x, w):
 def _references():
     def uses(x, i):
         ref = jax.new_ref(x)
-        jax.ref.addupdate(ref, i, 2.0)
+        jax.ref.addupdate(ref, i, jnp.float32(2))
         old = jax.ref.swap(ref, i, ref[i])
         return old, jax.ref.freeze(ref)
 
@@ -243,7 +243,7 @@ def _shape():
         "squeeze": lambda x: lax.squeeze(x[:1], (0,)),
         "rev": lambda x: lax.rev(x, (0,)),
         "tile": lambda x: lax.tile(x, (2, 3)),
-        "pad": lambda x: lax.pad(x, 1.0, [(1, 0, 0), (0, 2, 1)]),
+        "pad": lambda x: lax.pad(x, jnp.float32(1), [(1, 0, 0), (0, 2, 1)]),
         "concatenate": lambda x: lax.concatenate([x, x], 0),
         "split": lambda x: lax.split(x, (1, 2), axis=1),
         "stack": lambda x: lax.stack_p.bind(x, x, axis=0),
@@ -345,7 +345,7 @@ def _windows():
         "select_and_scatter_add": (scatter_add, pooled, image),
         "select_and_scatter": (scatter, image, pooled, several()),
         "reduce_window": (
-            lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b, **PLAIN),
+            lambda x: lax.reduce_window(x, jnp.float32(1), lambda a, b: a * b, **PLAIN),
             several(4, 5),
         ),
     }

@@ -77,7 +77,7 @@ BINARY = {
     "outer": lambda x, y: jnp.outer(x.ravel()[:2], y.ravel()[:3]),
     "concatenate": lambda x, y: jnp.concatenate([x.ravel()[:2], y.ravel()[:2]]),
     "searchsorted": lambda x, y: jnp.searchsorted(jnp.sort(x.ravel()), y.ravel()[0]),
-    "update": lambda x, y: x.at[..., 0].set(y.ravel()[0]) if x.ndim else x,
+    "update": lambda x, y: x.at[..., 0].set(y.ravel()[0].astype(x.dtype)) if x.ndim else x,
 }
 
 INDEXED = {
