@@ -116,6 +116,7 @@ def _batched_already(fun: Any, error: Exception) -> str:
     )
 
 
+_COMPRESS = "jax.numpy.compress", "batchax.compress(condition, x)"
 _FINDS_SIZES = {
     "Array boolean indices must be concrete": (
         "x[mask], of an array of booleans,",
@@ -126,14 +127,15 @@ _FINDS_SIZES = {
         "batchax.nonzero(mask)",
     ),
     "argument of jnp.unique()": ("jax.numpy.unique", "batchax.unique(x)"),
+    "size argument of jnp.compress": _COMPRESS,
 }
-_COMPRESS = "jax.numpy.compress", "batchax.compress(condition, x)"  # asks whether all is in bounds
 
 
 def _found_sizes(error: Exception) -> str:
     """Of what has as many elements as its values say: what finds so many for each lane."""
     called = next((names for says, names in _FINDS_SIZES.items() if says in str(error)), None)
     if called is None and isinstance(error, jax.errors.TracerBoolConversionError):
+        # Before JAX 0.12 it asks, by an `if`, whether all is in bounds.
         code = inspect.unwrap(jnp.compress).__code__
         asked = any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
         called = _COMPRESS if asked else None
