@@ -23,7 +23,7 @@ from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.words_of_others import OF_RANKS
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
 from batchax.ranks.annotations import annotated_ranks
 from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
@@ -112,9 +112,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     @_compat.api_boundary
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fun):
-            raise ArgumentTypeError(
-                f"auto_vmap(...) decorates a function, got {fun!r} of type {type(fun).__name__}."
-            )
+            raise ArgumentTypeError(f"auto_vmap(...) decorates a function, got {show(fun)}.")
         return _decorate(fun, _declared(fun, ranks, named))
 
     return decorate

@@ -23,6 +23,7 @@ from batchax.frontend.carries import (
     settle,
 )
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
@@ -115,10 +116,7 @@ def bounded_while(
     """
     for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
         if not callable(fun):
-            raise ArgumentTypeError(
-                f"bounded_while expects functions, got {fun!r} of type {type(fun).__name__} as "
-                f"{name}."
-            )
+            raise ArgumentTypeError(f"bounded_while expects functions, got {show(fun)} as {name}.")
     _check_max_steps(max_steps)
     told = find_progress(progress, body_fun, "steps")
     advice = "let cond_fun and body_fun close over other objects"
@@ -148,10 +146,7 @@ def bounded_while(
 
 def _check_max_steps(max_steps: Any) -> None:
     if not is_position(max_steps):
-        raise ArgumentTypeError(
-            f"max_steps must be an int, zero or more, got {max_steps!r} of type "
-            f"{type(max_steps).__name__}."
-        )
+        raise ArgumentTypeError(f"max_steps must be an int, zero or more, got {show(max_steps)}.")
     if max_steps < 0:
         raise AxisError(f"max_steps must be zero or more, got {max_steps}.")
 

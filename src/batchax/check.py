@@ -13,7 +13,7 @@ import numpy as np
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
-from batchax.frontend.arguments import check_callable, check_untraced
+from batchax.frontend.arguments import check_callable, check_flags, check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.objects import without_objects
@@ -80,6 +80,7 @@ def check(
         )
     if not (is_position(lanes) and lanes > 0):
         raise ArgumentTypeError(f"lanes must be a positive int, got {lanes!r}.")
+    check_flags(derivatives=derivatives)
     tolerance = {"rtol": rtol, "atol": atol}
 
     @functools.wraps(fun)

@@ -20,6 +20,7 @@ from batchax.frontend.in_axes import argument_names, is_position
 from batchax.frontend.objects import is_array
 from batchax.frontend.outputs import Reduce
 from batchax.frontend.words_of_others import check_options
+from batchax.jaxprs.spoken import show
 from batchax.vmap import MoreOptions, vmap
 
 P = ParamSpec("P")
@@ -221,8 +222,6 @@ def _check_norm(max_norm: Any) -> None:
         or np.ndim(max_norm)
         or np.asarray(max_norm).dtype.kind not in "iuf"
     ):
-        raise ArgumentTypeError(
-            f"max_norm must be a number, got {max_norm!r} of type {type(max_norm).__name__}."
-        )
+        raise ArgumentTypeError(f"max_norm must be a number, got {show(max_norm)}.")
     if not max_norm > 0:
         raise AxisError(f"max_norm must be positive, got {max_norm}.")

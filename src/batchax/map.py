@@ -21,7 +21,7 @@ from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
-from batchax.frontend.arguments import check_callable, check_small_matrices
+from batchax.frontend.arguments import check_callable, check_flags, check_small_matrices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
@@ -138,8 +138,7 @@ def map(
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
-    if not isinstance(batched, bool):
-        raise ArgumentTypeError(f"batched must be True or False, got {batched!r}.")
+    check_flags(batched=batched)
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)

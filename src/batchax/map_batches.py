@@ -15,7 +15,7 @@ from batchax.datasets.program import fitting, program_of
 from batchax.datasets.row_function import RowFunction
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.frontend.arguments import check_callable, check_small_matrices
+from batchax.frontend.arguments import check_callable, check_flags, check_small_matrices
 from batchax.frontend.in_axes import check_in_axes, is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
@@ -97,8 +97,7 @@ def map_batches(
     for name, value, least in (("start", start, 0), ("ahead", ahead, 0), ("retries", retries, 0)):
         if not (is_position(value) and value >= least):
             raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
-    if not isinstance(batched, bool):
-        raise ArgumentTypeError(f"batched must be True or False, got {batched!r}.")
+    check_flags(batched=batched)
     check_key(fun, key, len(sources))
     check_small_matrices(small_matrices)
     check_in_axes(fun, in_axes)

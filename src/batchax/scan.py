@@ -21,6 +21,7 @@ from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     check_axis_size,
     check_callable,
+    check_flags,
     find_axis_size,
     flatten_arguments,
 )
@@ -45,7 +46,7 @@ from batchax.frontend.outputs import (
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.words_of_others import in_our_words
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
@@ -149,6 +150,7 @@ def scan(
     check_in_axes(_after_carry(fun, None), in_axes)
     _check_out_axes(out_axes)
     check_axis_size(length, terms=STEPS)
+    check_flags(reverse=reverse)
     _check_unroll(unroll)
     _check_until(until, unroll)
     told = find_progress(progress, fun, "steps")
@@ -301,9 +303,7 @@ def _check_until(until: Any, unroll: Any) -> None:
     if until is None:
         return
     if not callable(until):
-        raise ArgumentTypeError(
-            f"until must be a function of the carry, got {until!r} of type {type(until).__name__}."
-        )
+        raise ArgumentTypeError(f"until must be a function of the carry, got {show(until)}.")
     if unroll is not False and unroll != 1:
         raise UnsupportedError(
             f"unroll is {unroll!r}, but a scan that may end early (until) runs its steps one by "

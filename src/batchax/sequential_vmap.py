@@ -9,6 +9,7 @@ import jax
 
 from batchax import _compat
 from batchax.custom_vmap import custom_vmap
+from batchax.frontend.arguments import check_callable
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.scan import scan
@@ -46,6 +47,7 @@ def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
       >>> print(bx.vmap(lambda x: largest(jnp.outer(x, x)))(jnp.ones((4, 3))))
       [3. 3. 3. 3.]
     """
+    check_callable("sequential_vmap", "a function of one example", fun)
     sequential = custom_vmap(fun)
 
     @sequential.def_vmap

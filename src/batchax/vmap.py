@@ -25,6 +25,7 @@ from batchax.frontend.arguments import (
     check_axis_name,
     check_axis_size,
     check_callable,
+    check_flags,
     check_small_matrices,
     find_axis_size,
     flatten_arguments,
@@ -209,6 +210,7 @@ def vmap(
     check_out_axes(out_axes)
     check_axis_name(axis_name)
     check_axis_size(axis_size)
+    check_flags(sum_match=sum_match)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     rows = find_row_options(layout, buckets, batch_size)
     compact = find_divergence(divergence)

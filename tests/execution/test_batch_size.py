@@ -354,7 +354,11 @@ def test_in_double_precision():
         (dict(batch_size=True), TypeError, r"batch_size must be .* got True of type bool"),
         (dict(batch_size="large"), TypeError, r"batch_size must be .* got 'large' of type str"),
         (dict(batch_size=(2,)), TypeError, r"batch_size must be .* got \(2,\) of type tuple"),
-        (dict(batch_size=jnp.arange(3)), TypeError, r"batch_size must be .* of type ArrayImpl"),
+        (
+            dict(batch_size=jnp.arange(3)),
+            TypeError,
+            r"batch_size must be .* an array of shape \(3,\)",
+        ),
         (dict(batch_size=2, memory_limit="1GB"), TypeError, r"memory_limit goes with .*auto"),
         (dict(memory_limit=100), TypeError, r"memory_limit goes with .* batch_size is None"),
         (dict(batch_size="auto", memory_limit="much"), TypeError, r"memory_limit must be .*'much'"),

@@ -181,8 +181,50 @@ def test_in_axes_entry_of_the_wrong_type(leaf):
         lambda vmap: vmap(never, in_axes=(0, {"a": leaf})),
         bx.ArgumentTypeError,
         "in_axes[1]['a']",
-        repr(leaf),
+        "an array of shape (2,) and dtype" if isinstance(leaf, np.ndarray) else repr(leaf),
     )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: bx.vmap(x),
+        lambda x: bx.explain(never, x),
+        lambda x: bx.bounded_while(never, never, 0, x),
+        lambda x: bx.vmap(never, batch_size=x),
+        lambda x: bx.vmap(never, in_axes=bx.ragged("n"))(x),
+    ],
+)
+def test_an_array_is_named_by_its_type_and_not_by_its_elements(call):
+    x = jnp.ones((2, 300), "float32")
+    with pytest.raises(bx.ArgumentTypeError, match=r"an array of shape \(2, 300\)") as told:
+        call(x)
+    with pytest.raises(bx.ArgumentTypeError, match=r"a traced array of shape \(2, 300\)") as traced:
+        jax.make_jaxpr(call)(x)
+    assert not re.search(r"1\.|ArrayImpl|Tracer", f"{told.value} {traced.value}")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("sum_match", lambda word: bx.vmap(never, sum_match=word)),
+        ("reverse", lambda word: bx.scan(never, reverse=word)),
+        ("measure", lambda word: bx.explain(never, measure=word)),
+        ("compile", lambda word: bx.explain(never, compile=word)),
+        ("derivatives", lambda word: bx.check(never, derivatives=word)),
+        ("batched", lambda word: bx.map(never, np.ones(3), batched=word)),
+    ],
+)
+def test_a_word_is_not_taken_for_true(name, call):
+    with pytest.raises(bx.ArgumentTypeError, match=f"{name} must be True or False, got 'no'"):
+        call("no")
+
+
+def test_what_is_no_function_is_refused_by_whom_it_was_given():
+    with pytest.raises(bx.ArgumentTypeError, match="sequential_vmap expects a function of one"):
+        bx.sequential_vmap(3)
+    with pytest.raises(bx.ArgumentTypeError, match="a rule for `sin` must be a function, got 3"):
+        bx.register_rule(jax.lax.sin_p)(3)
 
 
 def test_callable_in_axes_that_returns_no_axis():

@@ -27,6 +27,21 @@ MISTAKES = {
         bx.AxisError,
         "axis is 0, but a row has 0 axes",
     ),
+    **{
+        f"{value} after rows of {dtype}": (
+            lambda value=value, dtype=dtype: bx.Ragged(np.ones(3, dtype), [2, 1]).to_padded(value),
+            bx.ArgumentTypeError,
+            f"fill_value must be a number of dtype {dtype}",
+        )
+        for value, dtype in [
+            (1.5, "int32"),
+            (np.nan, "int32"),
+            (-1, "uint8"),
+            ("0", "float32"),
+            (1j, "float32"),
+            ([0.0], "float32"),
+        ]
+    },
     "float lengths": (
         lambda: bx.Ragged(np.zeros(3), [1.0, 2.0]),
         bx.ArgumentTypeError,

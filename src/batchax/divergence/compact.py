@@ -26,6 +26,7 @@ from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -85,8 +86,7 @@ class Compact:
     def __post_init__(self) -> None:
         if self.width is not None and not is_position(self.width):
             raise ArgumentTypeError(
-                f"width must be a positive int or None, got {self.width!r} of type "
-                f"{type(self.width).__name__}."
+                f"width must be a positive int or None, got {show(self.width)}."
             )
         if self.width is not None and self.width < 1:
             raise AxisError(f"width is {self.width}, but a loop must hold at least one lane.")
@@ -94,8 +94,7 @@ class Compact:
             self.threshold, (int, float, type(None))
         ):
             raise ArgumentTypeError(
-                "threshold must be a number between 0 and 1, or None, got "
-                f"{self.threshold!r} of type {type(self.threshold).__name__}."
+                f"threshold must be a number between 0 and 1, or None, got {show(self.threshold)}."
             )
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise AxisError(
@@ -104,8 +103,7 @@ class Compact:
             )
         if self.steps is not None and not isinstance(self.steps, LaneSteps):
             raise ArgumentTypeError(
-                f"steps must be a batchax.LaneSteps or None, got {self.steps!r} of type "
-                f"{type(self.steps).__name__}."
+                f"steps must be a batchax.LaneSteps or None, got {show(self.steps)}."
             )
 
     def inside(self) -> Compact:

@@ -15,7 +15,7 @@ from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
 from batchax.memo import Memo
 
@@ -90,8 +90,7 @@ def find_chunking(
         return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", told)
     if not is_position(batch_size):
         raise ArgumentTypeError(
-            f'batch_size must be a positive int, "auto" or None, got {batch_size!r} of type '
-            f"{type(batch_size).__name__}."
+            f'batch_size must be a positive int, "auto" or None, got {show(batch_size)}.'
         )
     if batch_size < 1:
         raise AxisError(

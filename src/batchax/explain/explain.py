@@ -25,7 +25,7 @@ from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.arguments import check_callable, check_flags
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.outputs import check_out_axes
@@ -94,6 +94,7 @@ def explain(
     check_callable("explain", "a function of one example, or what vmap made of one", fun)
     check_in_axes(fun, in_axes, "explain")
     check_out_axes(out_axes)
+    check_flags(compile=compile, measure=measure)
     given = None
     if (in_axes, out_axes, vmap_options) == (0, 0, {}):
         given = _made_of_vmap(fun)

@@ -23,12 +23,13 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.advice import NO_SUCH_AXIS, by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, parts_of_argument
-from batchax.frontend.in_axes import LANES, Terms, is_position, listed, show, spread_in_axes
+from batchax.frontend.in_axes import LANES, Terms, is_position, listed, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
 from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
 from batchax.frontend.objects import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 
@@ -195,9 +196,14 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
 def check_callable(where: str, what: str, fun: Any) -> None:
     """Refuses what is no function."""
     if not callable(fun):
-        raise ArgumentTypeError(
-            f"{where} expects {what}, got {fun!r} of type {type(fun).__name__}."
-        )
+        raise ArgumentTypeError(f"{where} expects {what}, got {show(fun)}.")
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuses what is neither True nor False, such as a word: it would count as True."""
+    for name, flag in flags.items():
+        if not isinstance(flag, (bool, np.bool_)):
+            raise ArgumentTypeError(f"{name} must be True or False, got {show(flag)}.")
 
 
 def check_untraced(purpose: str, arguments: Any) -> None:
@@ -275,7 +281,7 @@ def _leaf_parts(
     if not is_position(spec):
         raise ArgumentTypeError(
             f"in_axes gives {show(spec)} for {leaf.path}, which is "
-            f"{type(value).__name__}: that kind of axis is for another registered container."
+            f"{show(value)}: that kind of axis is for another registered container."
         )
     kind = Mapped
     if value is LANE_INDEX:

@@ -16,7 +16,7 @@ from batchax.frontend.containers import is_container, is_container_spec
 from batchax.frontend.objects import is_flag, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
 
 
@@ -312,8 +312,3 @@ def listed(items: Any) -> str:
 def count(n: int, one: str, several: str | None = None) -> str:
     """`n` and what is counted, for messages: "1 entry", "2 values"."""
     return f"{n} {one if n == 1 else several or one + 's'}"
-
-
-def show(value: Value) -> str:
-    """A value that is not what it should be, for messages."""
-    return f"{value!r} of type {type(value).__name__}"

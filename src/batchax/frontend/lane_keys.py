@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.advice import is_key, may_be_key
 from batchax.frontend.parts import LANE_INDEX, AxisSpec, Parts
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 
@@ -33,7 +33,7 @@ class _SplitKey(AxisSpec):
     def of_argument(self, value: Value, path: str) -> Parts:
         if not (hasattr(value, "dtype") and (is_key(value) or may_be_key(value))):
             raise ArgumentTypeError(
-                f"in_axes gives {self!r} for {path}, which is {_described(value)}: it takes one "
+                f"in_axes gives {self!r} for {path}, which is {show(value)}: it takes one "
                 "random key, of jax.random.key(seed). Give 0 for an array of keys, one for each "
                 "lane."
             )
@@ -45,10 +45,3 @@ class _SplitKey(AxisSpec):
 
 
 split_key = _SplitKey()
-
-
-def _described(value: Value) -> str:
-    try:
-        return f"an array of shape {np.shape(value)} and dtype {jax.typeof(value).dtype}"
-    except TypeError:
-        return f"of type {type(value).__name__}"

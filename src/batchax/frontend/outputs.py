@@ -20,12 +20,13 @@ from batchax.frontend.containers import (
     is_container_spec,
     parts_of_output,
 )
-from batchax.frontend.in_axes import LANES, Terms, is_position, show
+from batchax.frontend.in_axes import LANES, Terms, is_position
 from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
 from batchax.frontend.objects import is_array, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 
@@ -143,7 +144,7 @@ def check_out_axes(out_axes: Any) -> None:
         if not (is_output_spec(leaf) or is_container_spec(leaf)):
             raise ArgumentTypeError(
                 f"out_axes{jax.tree_util.keystr(keys)} must be an int, None, batchax.AUTO or "
-                f"batchax.Reduce(...); got {leaf!r} of type {type(leaf).__name__}."
+                f"batchax.Reduce(...); got {show(leaf)}."
             )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 
@@ -79,8 +80,7 @@ class Reduction:
             given = getattr(self, name)
             if not (callable(given) or (given is None and name != "combine")):
                 raise ArgumentTypeError(
-                    f"{name} of a Reduction must be a function, got {given!r} of type "
-                    f"{type(given).__name__}."
+                    f"{name} of a Reduction must be a function, got {show(given)}."
                 )
         for name in ("index", "of_nothing"):
             if not isinstance(getattr(self, name), bool):
@@ -96,8 +96,7 @@ class Reduction:
             if not callable(leaf) and not _is_number(leaf):
                 raise ArgumentTypeError(
                     "neutral of a Reduction must be numbers, or functions that return one for a "
-                    f"dtype, in the structure of a state; got {leaf!r} of type "
-                    f"{type(leaf).__name__}."
+                    f"dtype, in the structure of a state; got {show(leaf)}."
                 )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.mapped import Mapped, MappedRows
 from batchax.frontend.outputs import Described
+from batchax.jaxprs.spoken import show
 
 
 class GroupsOfRows:
@@ -74,7 +75,7 @@ def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
     if not is_position(buckets):
         raise ArgumentTypeError(
             "buckets must be a positive int, the result of batchax.bucket(...), or None; got "
-            f"{buckets!r} of type {type(buckets).__name__}."
+            f"{show(buckets)}."
         )
     if buckets < 1:
         raise AxisError(f"buckets must be a positive int, got {buckets}.")

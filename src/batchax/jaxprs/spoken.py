@@ -1,8 +1,12 @@
-"""Equations and functions as messages tell of them: what users call them, and where they are."""
+"""Equations, functions and values as messages tell of them: by what users call them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
 
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
@@ -27,3 +31,15 @@ def line_of(eqn: Eqn) -> str:
     """
     lines = (_compat.user_line(e.source_info) for e in with_inside([eqn]))
     return next(filter(None, lines), "") or _compat.user_line(eqn.source_info, running=True)
+
+
+def show(value: Any) -> str:
+    """A value that is not what it should be: an array by its type, not by its elements."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        traced = "a traced array" if isinstance(value, Tracer) else "an array"
+        return f"{traced} of shape {value.shape} and dtype {value.dtype}"
+    text = repr(value)
+    return f"{text if len(text) <= _LONG else text[:_LONG] + '...'} of type {type(value).__name__}"
+
+
+_LONG = 200

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 Position = int | None
@@ -207,9 +208,7 @@ def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
-        raise ArgumentTypeError(
-            f"{name} must be an int, got {position!r} of type {type(position).__name__}."
-        )
+        raise ArgumentTypeError(f"{name} must be an int, got {show(position)}.")
     if -ndim <= position < ndim:
         return int(position) % ndim
     repeated = " once it is repeated for each lane" if ndim > np.ndim(x) else ""

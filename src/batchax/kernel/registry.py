@@ -24,6 +24,7 @@ from jax.interpreters import batching
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, RuleReplacedWarning
 from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of, forget
+from batchax.jaxprs.spoken import show
 from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.rule_results import describe_rule, run_rule
 
@@ -131,8 +132,12 @@ def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
     """Refuses a rule that cannot be called as one: in the form of JAX's own, say.
 
     Raises:
-      ArgumentTypeError: it takes other positional arguments.
+      ArgumentTypeError: it is no function, or takes other positional arguments.
     """
+    if not callable(rule):
+        raise ArgumentTypeError(
+            f"register_rule: a rule for `{primitive}` must be a function, got {show(rule)}."
+        )
     try:
         parameters = inspect.signature(rule).parameters.values()
     except (TypeError, ValueError):

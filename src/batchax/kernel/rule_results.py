@@ -19,6 +19,7 @@ from jax.extend.core import mapped_aval
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position, inserted
 
@@ -196,8 +197,8 @@ def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
         return None
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
         raise ArgumentTypeError(
-            f"{where} must return an int or None as {name}, but it returned {position!r} of type "
-            f"{type(position).__name__}. {_MEANING}"
+            f"{where} must return an int or None as {name}, but it returned "
+            f"{show(position)}. {_MEANING}"
         )
     ndim = len(getattr(aval, "shape", ())) + 1
     if not -ndim <= position < ndim:

@@ -15,6 +15,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 from batchax.rows.boxes import find_boxes
 from batchax.rows.checks import as_tuple, elements_of
@@ -227,10 +228,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     """
     for name, value in (("max_buckets", max_buckets), ("multiple_of", multiple_of)):
         if not is_position(value):
-            raise ArgumentTypeError(
-                f"bucket: {name} must be a positive int, got {value!r} of type "
-                f"{type(value).__name__}."
-            )
+            raise ArgumentTypeError(f"bucket: {name} must be a positive int, got {show(value)}.")
         if value < 1:
             raise AxisError(f"bucket: {name} must be a positive int, got {value}.")
     every = _lengths_of(ragged_or_lengths)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.converted import converted
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 
@@ -66,6 +67,25 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
             f"{lengths.shape}."
         )
     return lengths
+
+
+def check_fill_value(fill_value: Any, data: Value) -> None:
+    """Refuses what elements like those of `data` cannot be: NaN among integers, say."""
+    of_numbers = not jnp.issubdtype(data.dtype, jax.dtypes.prng_key)
+    if fill_value is None or isinstance(fill_value, Tracer) or not of_numbers:
+        return
+    given = np.asarray(fill_value)
+    fits = given.ndim == 0 and given.dtype.kind not in "OSUMm"
+    if fits and jnp.issubdtype(data.dtype, jnp.integer):
+        with np.errstate(invalid="ignore"):
+            fits = given.dtype.kind != "c" and given.astype(data.dtype) == given
+    elif fits and not jnp.issubdtype(data.dtype, jnp.complexfloating):
+        fits = given.dtype.kind != "c"
+    if not fits:
+        raise ArgumentTypeError(
+            f"Ragged.to_padded: fill_value must be a number of dtype {data.dtype}, which elements "
+            f"of rows have, got {show(fill_value)}."
+        )
 
 
 def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
@@ -219,9 +239,7 @@ def check_max_length(most: Any) -> None:
     if most is None:
         return
     if not isinstance(most, (int, np.integer)) or isinstance(most, bool):
-        raise ArgumentTypeError(
-            f"Ragged: max_length must be an int, got {most!r} of type {type(most).__name__}."
-        )
+        raise ArgumentTypeError(f"Ragged: max_length must be an int, got {show(most)}.")
     if most < 0:
         raise AxisError(f"Ragged: max_length is {most}; no row has fewer than 0 elements.")
 

@@ -15,12 +15,14 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.words_of_others import in_our_words
+from batchax.jaxprs.spoken import show
 from batchax.rows.building import Building
 from batchax.rows.checks import (
     as_bounds,
     as_data,
     as_lengths_of,
     as_tuple,
+    check_fill_value,
     check_lengths,
     checked_axes,
     elements_of,
@@ -207,12 +209,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
           fill_value: of the dtype of the elements. What comes after rows of random keys are keys
             of zeros, whatever this is.
 
+        Raises:
+          ArgumentTypeError: (a TypeError) `fill_value` is no number that the dtype has.
+
         Example:
           >>> print(bx.Ragged(jnp.arange(6), [1, 3, 2]).to_padded(-1))
           [[ 0 -1 -1]
            [ 1  2  3]
            [ 4  5 -1]]
         """
+        check_fill_value(fill_value, self.data)
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
     def check_is_one_batch(self, called: str = "Ragged") -> None:
@@ -281,8 +287,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             capacity = operator.index(capacity)
         except TypeError:
             raise ArgumentTypeError(
-                f"Ragged.with_capacity: capacity must be an int, got {capacity!r} of type "
-                f"{type(capacity).__name__}."
+                f"Ragged.with_capacity: capacity must be an int, got {show(capacity)}."
             ) from None
         size = self.data.shape[self.element_axis]
         values = elements_of(self.lengths)

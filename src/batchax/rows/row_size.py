@@ -12,6 +12,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 
@@ -28,7 +29,7 @@ class RaggedSize(AxisSpec):
 
     def of_argument(self, value: Value, path: str) -> Parts:
         raise ArgumentTypeError(
-            f"in_axes gives {self!r} for {path}, which is {type(value).__name__}: that kind of "
+            f"in_axes gives {self!r} for {path}, which is {show(value)}: that kind of "
             "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or give an int."
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 from batchax.rows.checks import elements_of
 
@@ -76,7 +77,7 @@ class Selecting:
                 return self._some(ends, [_place(int(k), len(ends)) for k in chosen])
         raise ArgumentTypeError(
             f"Ragged: x[i] is row i, for an int; some rows, for a slice, or a list of ints or of a "
-            f"bool for each row; got {i!r} of type {type(i).__name__}."
+            f"bool for each row; got {show(i)}."
         )
 
     @classmethod

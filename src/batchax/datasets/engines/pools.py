@@ -16,6 +16,7 @@ from typing import Any
 from batchax.datasets.engines.attempts import EndedError
 from batchax.datasets.failures import needed
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
+from batchax.jaxprs.spoken import show
 
 _KNOWN = 5.0  # seconds for which it is known how many workers a cluster has
 
@@ -162,8 +163,7 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
     if not isinstance(executor, Executor):
         raise ArgumentTypeError(
             "executor must be None, an executor of concurrent.futures, a client of Dask, or one of "
-            f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {executor!r} of type '
-            f"{type(executor).__name__}."
+            f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {show(executor)}.'
         )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":

@@ -16,6 +16,7 @@ from batchax.execution.devices.local_rows import on_own_devices
 from batchax.execution.devices.processes import check_spans
 from batchax.execution.devices.shards import Shards
 from batchax.execution.devices.telling import typed_mesh
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 from batchax.kernel.looking import in_jit
 from batchax.kernel.varying import mesh_around
@@ -135,7 +136,7 @@ def find_mesh(mesh: Any) -> OnMesh | None:
     if not _is_mesh(mesh):
         raise ArgumentTypeError(
             'mesh must be None, "all", a jax.sharding.Mesh, or a tuple of one and the name of an '
-            f"axis, or of names; got {mesh!r} of type {type(mesh).__name__}."
+            f"axis, or of names; got {show(mesh)}."
         )
     return OnMesh(mesh, names)
 
