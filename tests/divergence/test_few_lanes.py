@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.divergence import auto
+from batchax.divergence.what_pays import LIMITS
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.jaxprs.inside import with_inside
 from batchax.programs.one_function import fits_one_function
@@ -20,10 +20,10 @@ SIDE = 6
 @pytest.fixture(autouse=True)
 def for_few(monkeypatch):
     """Lets few lanes run by themselves wherever that may be: these branches are small."""
-    limits = auto.limits._replace(
+    limits = LIMITS["cpu"]._replace(
         devices=100, beginning=0.0, share=1000, launched=0.0, gain=1e9, singly=3.0
     )
-    monkeypatch.setattr(auto, "limits", limits)
+    monkeypatch.setitem(LIMITS, "cpu", limits)
 
 
 def new_board(key):

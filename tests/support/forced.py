@@ -3,7 +3,8 @@
 from math import inf
 
 from batchax.divergence import compact, cut, price
-from batchax.divergence.auto import Auto, Limits
+from batchax.divergence.auto import Auto
+from batchax.divergence.what_pays import Limits
 from batchax.programs import dear_branches
 
 EVERYWHERE = Limits(

@@ -17,22 +17,22 @@ before it is compiled:
   the next ones: nobody is moved. Those of a step that a compiler can make one function of are few,
   and the last of them are left behind, to go on together with others that are.
 - All other loops are the masked loops that they would be.
+
+On a GPU a step takes as long for a few lanes as for thousands. So of these the second is what
+there is, for loops of any steps, wherever the last lanes alone save much.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
-
-import jax
+from typing import Any, ClassVar
 
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
-from batchax.divergence.branches import NOTHING, BranchCost, Choice, microseconds, run_branches
+from batchax.divergence.branches import NOTHING, BranchCost, Choice, run_branches
 from batchax.divergence.compact import AROUND, Compact
 from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
@@ -44,8 +44,16 @@ from batchax.divergence.most import (
     price_of_branches,
     price_of_loops,
 )
-from batchax.divergence.nest import Nest
-from batchax.divergence.widths import Step, different, largest, most_left, power_of_two
+from batchax.divergence.nest import Dear, Nest
+from batchax.divergence.what_pays import Limits, limits_here
+from batchax.divergence.widths import (
+    Step,
+    different,
+    largest,
+    microseconds,
+    most_left,
+    power_of_two,
+)
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
@@ -60,87 +68,11 @@ from batchax.programs.one_function import fits_for_lanes
 from batchax.rules.many_lanes import least_lanes
 
 
-class Limits(NamedTuple):
-    """From where on it pays. Results do not depend on these; the benchmark `divergence` does."""
-
-    moving: float = 1.2
-    """how many steps of a lane it may cost to move it in and out of a window"""
-    later: float = 4.0
-    """the same of lanes of a bounded loop, of which all run first"""
-    begun: int = 16
-    """how many times as long as beginning its operations a step of a window takes"""
-    busy: float = 25_000.0
-    """nanoseconds of work in a step of a window for each core of a processor"""
-    gain: float = 8.0
-    """how many times as much as moving its lanes a branch costs"""
-    surely: float = 32.0
-    """the same of one that blocks of all lanes take no longer for"""
-    perhaps: float = 3.0
-    """the same of one of which it is decided while the program runs for whom it does"""
-    counting: float = 30_000.0
-    """nanoseconds that such a branch takes for all lanes"""
-    compiling: float = 1_000.0
-    """nanoseconds that it takes for each of its operations, which are compiled twice"""
-    most: float = 0.5
-    """the share of the lanes from which on all run, masked, on a few cores"""
-    launched: float = 0.5
-    """which share of a branch is not one loop with what selects its result"""
-    beginning: float = 8_000.0
-    """nanoseconds that a branch takes for all lanes which runs for few one after another"""
-    singly: float = 1.5
-    """how many times as long as these all lanes take, masked"""
-    share: int = 32
-    """which share of all lanes are few, at least"""
-    copying: float = 2.0
-    """how many times as long as in chunks a branch takes with copies of what all lanes read"""
-    cached: int = 32_000_000
-    """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
-    staying: float = 1.5
-    """how many steps of a lane it may cost to copy it with its neighbours, and back"""
-    arrays: float = 1.5
-    """the same in one function, where a lane has arrays: of numbers copies are slices"""
-    together: int = 128
-    """how many neighbours take steps in one function, which computes twice as many numbers"""
-    leaving: float = 20_000.0
-    """nanoseconds that a step of all lanes takes at least where neighbours leave their last ones"""
-    one_core: float = 50_000.0
-    """nanoseconds that a step of all lanes takes at most which then runs on one core"""
-    saved: float = 4.0
-    """how many times as long as a step of the last lanes alone one of all lanes takes"""
-    long: int = 40
-    """how many different operations a step has that may be compiled twice"""
-    rows: int = 4
-    """how many arrays a bounded loop carries at most, each to be moved, if its step has fewer"""
-    roomy: int = 4
-    """how many times as long as its overhead a step of the last lanes takes"""
-    last: float = 80_000.0
-    """nanoseconds that a step of all lanes takes beside which it is nothing to ask who is left"""
-    asking: int = 8
-    """how many steps all lanes take before they are asked"""
-    nest: float = 15_000.0
-    """nanoseconds that a step of a loop inside another takes for all lanes"""
-    places: float = 40_000.0
-    """the same of loops inside that are not one function: to enter one begins many operations"""
-    windows: tuple[int, ...] = (16, 8)
-    """how many windows all lanes would fill: as many as leave one that is wide enough"""
-    narrower: int = 32
-    """how many they fill on so few cores that one is kept busy by less, and masks are not free"""
-    few: int = 2
-    """how many cores those are"""
-    devices: int = 1
-    """how many there may be, if lanes may be spread over them"""
-    cores: int = os.cpu_count() or 1
-    """that all lanes would keep busy: a narrow window runs on one"""
-
-
-limits = Limits()
-
-
 @dataclass(frozen=True)
 class Auto(Compact):
     """As `Compact`, where it surely pays. Nothing is refused: what it cannot do is masked."""
 
-    limits: Limits = field(default_factory=lambda: limits)
+    limits: Limits = field(default_factory=lambda: limits_here() or Limits())
     asked: ClassVar[bool] = False
     _decided: bool = field(default=False, repr=False, kw_only=True)
 
@@ -149,10 +81,10 @@ class Auto(Compact):
         return may_be_spread(values, self.limits.devices)
 
     def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
-        if jax.default_backend() != "cpu" or not isinstance(axis.size, int):
+        if limits_here() is None or not isinstance(axis.size, int):
             return False
         limits = self.limits
-        enough = min(limits.busy * limits.cores, limits.counting)
+        enough = min(limits.busy * limits.cores, limits.counting, limits.last)
         dear = dearest_step(loop) * axis.size >= enough
         few = price_of_branches(loop).of(axis.size) >= limits.beginning
         cheap = axis.size >= limits.together and may_be_one_function(loop)
@@ -167,8 +99,8 @@ class Auto(Compact):
             case BoundedLoop():
                 programs = [p for p in (parting.test, *parting.steps) if p is not None]
         why = why_together(programs)
-        if jax.default_backend() != "cpu":
-            why = "what pays is measured on CPUs alone"
+        if limits_here() is None:
+            why = "what pays is measured on CPUs and GPUs alone"
         if why:
             recording.note(why=why)
             return None
@@ -232,12 +164,12 @@ class Auto(Compact):
     def of_example(
         self, axis: Axis, program: ClosedJaxpr, positions: Sequence[Position]
     ) -> ClosedJaxpr:
-        if jax.default_backend() != "cpu":
+        if limits_here() is None or self.limits.waiting:
             return program
         return super().of_example(axis, program, positions)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        if jax.default_backend() != "cpu" or self._meets:
+        if limits_here() is None or self._meets:
             return None
         if not (recording.is_on() or self._may_run_flat(axis, loop)):
             return None  # a listing is told what it would cost
@@ -250,7 +182,12 @@ class Auto(Compact):
             programs = [program for some in inside for program in some or ()]
             if self._may_be_one_function(price.lane * size, programs):
                 return replace(plan, one_function=True)
-        return plan if price.of(size) >= self.limits.places else replace(plan, why=CHEAP_INSIDE)
+        if price.of(size) < self.limits.places:
+            return replace(plan, why=CHEAP_INSIDE)
+        blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
+        if min(blocks, default=math.inf) < self.limits.waiting:
+            return replace(plan, why=SOON_OVER)
+        return plan
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         least = self.limits.nest
@@ -295,7 +232,7 @@ class Auto(Compact):
     def _share(self) -> float:
         """From which share of the lanes on all run, where it is decided while the program runs."""
         # XLA may run all lanes on all cores, and chunks on one.
-        return self.limits.most * min(1, self.limits.few / self.limits.cores)
+        return self.limits.most / self.limits.slower
 
     def _may_pay(self, branch: BranchCost) -> bool:
         """Whether it pays to run a branch for the lanes that take it, if they are few."""
@@ -350,7 +287,7 @@ class Auto(Compact):
                 left = most_left(widths, step.overhead)
             elif widths == (size,) and least <= last < size:
                 widths = (size, last)
-                alone = self.limits.cores <= self.limits.few
+                alone = self.limits.slower == 1
                 left = most_left(widths, step.overhead) if alone else last
         else:
             why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
@@ -410,8 +347,8 @@ class Auto(Compact):
         limits = self.limits
         if step.work * size < limits.last:
             return size
-        begun = step.overhead * max(1, limits.cores / limits.few)
-        width = self._fitting(size, max(_ROUNDED * begun, least))
+        begun = step.overhead * limits.slower
+        width = self._fitting(size, max(limits.part * begun, least))
         return width if size + begun >= limits.saved * (width + begun) else size
 
     def _of_neighbours(self, size: int, step: Step, least: int) -> int:
@@ -419,7 +356,7 @@ class Auto(Compact):
         limits = self.limits
         if step.staying > limits.staying:
             return size
-        begun = limits.begun * step.overhead * max(1, limits.cores / limits.few)
+        begun = limits.begun * step.overhead * limits.slower
         return self._fitting(size, max(begun, least))
 
     def _fitting(self, size: int, enough: float) -> int:
@@ -446,12 +383,13 @@ def for_any_machine(option: Any) -> Any:
     """`option`, with "auto" as what decides alike wherever a job goes on."""
     if option != "auto":
         return option
+    limits = limits_here() or Limits()
     return Auto(limits=limits._replace(cores=_CORES, devices=sys.maxsize))
 
 
 CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
+SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
 _LEFT = 8  # of so many neighbours one may be left
-_ROUNDED = 0.75  # of a width, which is a power of two mostly
 _VECTOR = 8  # lanes that a processor computes at once

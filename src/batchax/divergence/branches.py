@@ -25,7 +25,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.divergence.branch_derivatives import Derivative, run_differentiable
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move, refuse_collectives
-from batchax.divergence.widths import launch_time, length
+from batchax.divergence.widths import launch_time, length, microseconds
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -419,11 +419,6 @@ def _masked(
 
 
 NOTHING = "computes nothing"
-
-
-def microseconds(time: float) -> str:
-    """A time in nanoseconds, for people."""
-    return f"{time / 1000:.2g} us"
 
 
 def _chunk(work: float) -> int:
