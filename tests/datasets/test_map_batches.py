@@ -39,12 +39,17 @@ def readers():
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield
-    deadline = time.monotonic() + 5
-    while readers() and time.monotonic() < deadline:
+    until(lambda: not readers())  # however a test went on, the thread ends
+
+
+def until(condition):
+    """Soon, or when nobody has any more what a test left behind."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() < begun + 60
         time.sleep(0.02)
-        if time.monotonic() > deadline - 4.9:  # in a process of many tests it takes long
+        if time.monotonic() > begun + 0.1:  # in a process of many tests it takes long
             gc.collect()
-    assert not readers()  # however a test went on, the thread ended
 
 
 class Loader:
@@ -284,8 +289,7 @@ def test_a_thread_that_cannot_begin(tmp_path, monkeypatch):
             raise RuntimeError("can't create new thread at interpreter shutdown")
         begin(self)
 
-    while mapped_file._held:  # of tests before
-        time.sleep(0.01)
+    until(lambda: not mapped_file._held)  # of tests before
     monkeypatch.setattr(threading.Thread, "start", start)
     with bx.map_batches(lambda x: x * 2, tmp_path / "x.npy", batch_size=50_000) as batches:
         assert [x.shape for x in batches] == [(50_000, 4)] * 2

@@ -529,7 +529,7 @@ def journal(out):
 
 
 @pytest.mark.parametrize(
-    ("store", "lasts"), [("memory", 0.4), pytest.param("on_s3", 2.0, marks=pytest.mark.nightly)]
+    ("store", "lasts"), [("memory", 1.0), pytest.param("on_s3", 2.0, marks=pytest.mark.nightly)]
 )
 def test_a_lease_lasts_as_long_as_it_is_renewed(store, lasts, request, monkeypatch):
     monkeypatch.setattr(leases, "LASTS", lasts)  # times of S3 are whole seconds

@@ -463,13 +463,13 @@ def test_examples_to_measure_are_cut_by_one_program():
 
 def test_slow_examples_are_measured_for_some_lanes():
     def slow(x):
-        wait = lambda x: (time.sleep(0.02), np.asarray(x))[1]
+        wait = lambda x: (calls.append(1), time.sleep(0.02), np.asarray(x))[-1]
         type = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.pure_callback(wait, type, x, vmap_method="broadcast_all")
 
-    start = time.monotonic()
+    calls = []
     explanation = bx.explain(slow, measure=True, time_limit=2)(jnp.arange(1000.0, dtype="float32"))
-    assert time.monotonic() - start < 15
+    assert len(calls) < 500
     (loop,) = [t for t in explanation.timings if t.batch_size == "loop"]
     assert loop.seconds > 1000 * 0.02  # of all lanes, though not all were run
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import time
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -594,7 +593,6 @@ def _focused_id(session):
 
 def test_two_thousand_equations(chromium, files):
     _screen(chromium, **WIDE)
-    start = time.perf_counter()
     chromium.get((files / "large.html").as_uri())
     assert chromium.execute_script("return document.querySelectorAll('.row').length") == 2_000
     assert not any(part.get_attribute("open") for part in _all(chromium, ".part"))
@@ -605,7 +603,6 @@ def test_two_thousand_equations(chromium, files):
     chromium.execute_script("arguments[0].focus()", _summary(chromium, "10"))
     _press(chromium, "ARROW_RIGHT", "ARROW_DOWN", "ARROW_DOWN")
     assert _focused(chromium) == "e10.1"
-    assert time.perf_counter() - start < 15  # seconds; about two on a desktop
     assert _complaints(chromium) == []
 
 
