@@ -11,6 +11,8 @@ from jax import lax
 import batchax as bx
 from batchax.divergence import compact, cut, flat, segments
 from batchax.divergence.auto import Auto
+from batchax.divergence.scan_as_while import while_of_scan
+from batchax.kernel.axis import Axis
 
 from support import forced, oracle
 
@@ -138,7 +140,27 @@ def arrays(x, entries):
     return lax.scan(step, start, entries)
 
 
+def handed_on(x, entries):
+    """What loops carry is handed from one to the next, swapped, read again later, or twice."""
+
+    def grown(n, a, b):
+        step = lambda c: (c[0] + 1, jnp.cos(c[1]) * 2, c[2] - c[1])
+        return lax.while_loop(lambda c: c[0] < n, step, (0, a, b))
+
+    def step(carry, entry):
+        a, b, c, d, e = carry
+        i, a, b = grown((jnp.abs(x) + entry).astype(jnp.int32) % 4, a, b)
+        j, b, a = grown((jnp.abs(b) * 8).astype(jnp.int32) % 5, b, a)  # they change places
+        k, first, second = grown((jnp.abs(c) * 8).astype(jnp.int32) % 3, c, c)
+        m, later, e = grown((jnp.abs(d) * 8).astype(jnp.int32) % 3, d + entry, jnp.sin(e))
+        return (a, b, second, d + later, e), (i + j, k + m, first + c)
+
+    start = x, x / 2, jnp.sin(x), jnp.cos(x), x * x
+    return lax.scan(step, start, entries)
+
+
 PROGRAMS = [
+    handed_on,
     scan_of_while,
     in_reverse,
     two_in_turn,
@@ -570,18 +592,41 @@ def test_what_lanes_share_at_a_step_is_not_copied_for_each():
 def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypatch):
     monkeypatch.setattr(cut, "FEW_STEPS", 4)
 
-    def fun(x, entries, size):
+    def fun(x, entries, size, kept):
         def step(carry, entry):
             x, seen = carry
             put = lambda c: (c[0] + 1, jnp.sin(c[1]) / 2, c[2].at[c[0]].set(c[1]))
             going_on = lambda c: (c[0] < 9) & (c[1] > 0.1)
-            i, x, seen = lax.while_loop(going_on, put, (0, jnp.abs(x) + entry, seen))
-            return (x + 1, seen), i
+            i, x, new = lax.while_loop(going_on, put, (0, jnp.abs(x) + entry, seen))
+            return (x + 1, new), i + (seen[0] if kept else 0)
 
         return lax.scan(step, (x, jnp.zeros(size, x.dtype)), entries)
 
-    assert is_flat(functools.partial(fun, size=9), XS, ENTRIES)
-    assert not is_flat(functools.partial(fun, size=10_000), XS, ENTRIES)
+    assert is_flat(functools.partial(fun, size=9, kept=True), XS, ENTRIES)
+    assert not is_flat(functools.partial(fun, size=10_000, kept=True), XS, ENTRIES)
+    # Where nobody reads it later it stays where it is.
+    assert is_flat(functools.partial(fun, size=10_000, kept=False), XS, ENTRIES)
+
+
+def test_what_a_loop_inside_carries_stays_where_the_loop_around_it_keeps_it():
+    axis = Axis(LANES, divergence=Auto())
+
+    def nest(fun):
+        (scan,) = jax.make_jaxpr(fun)(1.5, ENTRIES).eqns
+        test, body = while_of_scan(axis, scan.params)
+        return cut.nest_of(axis, test, body, (True,) * len(body.in_avals))
+
+    def handing_on(x, entries):
+        return lax.scan(lambda x, entry: (halve(x, 9)[1], ()), x, entries)[0]
+
+    def reading_again(x, entries):
+        return lax.scan(lambda x, entry: (halve(x, 9)[1] + x, ()), x, entries)[0]
+
+    stays, copied = nest(handing_on), nest(reading_again)
+    n_carried, place, steps = stays.n_carry, 1, 1
+    assert len(stays.slots) == n_carried + place + steps
+    assert len(copied.slots) == len(stays.slots) + 1
+    assert stays.parts[1].slots[1] in range(stays.n_consts, stays.n_consts + n_carried)
 
 
 def test_loops_that_ask_about_all_lanes():

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
 from batchax.divergence.branches import NOTHING, BranchCost, Choice, run_branches
-from batchax.divergence.compact import AROUND, Compact
+from batchax.divergence.compact import AROUND, WINDOWS_OF_NESTS, Compact
 from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import CANNOT_MOVE, NAME, VARYING, can_move, why_together
@@ -64,6 +64,7 @@ from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutp
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
+from batchax.programs.dear_branches import time_to_move
 from batchax.programs.one_function import fits_for_lanes
 from batchax.rules.many_lanes import least_lanes
 
@@ -176,18 +177,29 @@ class Auto(Compact):
         return run_flat(axis, loop, self.limits.nest)
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
-        plan = super().plan_of_nest(size, nest, length)
-        inside, price = [inner.programs for inner in nest.inner], price_inside(nest)
-        if inside and None not in inside and plan.widths == (size,):
-            programs = [program for some in inside for program in some or ()]
-            if self._may_be_one_function(price.lane * size, programs):
-                return replace(plan, one_function=True)
+        plan, price = super().plan_of_nest(size, nest, length), price_inside(nest)
+        if plan.widths == (size,) and self._may_be_one_function(price.lane * size, nest.inside):
+            return replace(plan, one_function=True)
         if price.of(size) < self.limits.places:
             return replace(plan, why=CHEAP_INSIDE)
         blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
         if min(blocks, default=math.inf) < self.limits.waiting:
             return replace(plan, why=SOON_OVER)
         return plan
+
+    def _width_of_nest(self, size: int, nest: Nest, length: int | None) -> int:
+        limits, lane = self.limits, price_inside(nest).lane
+        around = length or limits.around
+        if time_to_move([*nest.own, *nest.slots]) > limits.carried * around * lane:
+            return size
+        width = super()._width_of_nest(size, nest, length)
+        loops = nest.inside is not None and all(fits_for_lanes(p.jaxpr) for p in nest.inside)
+        if loops and not limits.whole:
+            # The compiler divides them among cores, and in a narrow window these would wait for
+            # each other.
+            while width * lane < limits.busy * limits.cores and width < size:
+                width *= 2
+        return width if width * WINDOWS_OF_NESTS <= size else size
 
     def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
         least = self.limits.nest
@@ -316,9 +328,11 @@ class Auto(Compact):
             return size
         return min(self._numbers(programs), max(1, size // 2))
 
-    def _may_be_one_function(self, work: float, programs: Sequence[Any]) -> bool:
+    def _may_be_one_function(self, work: float, programs: Sequence[Any] | None) -> bool:
         """Whether what takes so long for all lanes can be one function, on one core."""
         limits = self.limits
+        if programs is None:
+            return False
         most = limits.one_core if limits.cores > limits.few else 4 * limits.one_core
         return work <= most and all(fits_for_lanes(p.jaxpr) for p in programs)
 

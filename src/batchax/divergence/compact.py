@@ -19,7 +19,7 @@ from batchax.divergence.limits import CANNOT_MOVE, HOST, calls_back, can_move, r
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import parting_loop
 from batchax.divergence.nest import Nest
-from batchax.divergence.price import Price, price_of_moving
+from batchax.divergence.price import price_of_moving
 from batchax.divergence.waiting import VARIES_LESS, Waiting
 from batchax.divergence.ways_back import computing_again
 from batchax.divergence.widths import Step, choose_widths, most_left
@@ -42,7 +42,7 @@ NEST = 10_000.0
 # all lanes fill as many.
 _LEAST_OF_NESTS = 64
 _WORTH = 4.0
-_WINDOWS_OF_NESTS = 4
+WINDOWS_OF_NESTS = 4
 _ONE_CORE = 50_000.0  # nanoseconds that the last lanes take at most which run on one core
 _DEVICES = 1  # of which nobody knows how lanes that are traced are spread over more
 AROUND = "a loop around it has a window"
@@ -169,17 +169,17 @@ class Compact:
         """
         price = price_inside(nest)
         many = length is not None and length > _MANY
-        width = self.width or (size if many else self._width_of_nest(size, price))
+        width = self.width or (size if many else self._width_of_nest(size, nest, length))
         width = min(width, size if self._most is None else self._most)
         moving = price_of_moving(nest.slots, nest.slots).lane / max(price.lane, 1.0)
         return Plan((min(width, size),), self.threshold, 0, moving, self.steps is not None)
 
-    def _width_of_nest(self, size: int, price: Price) -> int:
+    def _width_of_nest(self, size: int, nest: Nest, length: int | None) -> int:
         """In a window only the slowest lanes in sum have no others in their places at the end."""
-        width = _LEAST_OF_NESTS
+        width, price = _LEAST_OF_NESTS, price_inside(nest)
         while width * price.lane < _WORTH * price.begin and width < size:
             width *= 2
-        return width if width * _WINDOWS_OF_NESTS <= size else size
+        return width if width * WINDOWS_OF_NESTS <= size else size
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,7 @@ def _nest_of(
     asked = price_of(test, (True,) * len(test.in_avals))
     counts = n_test, n_test + n_body, n_carry
     inside = differing_in_steps(body.jaxpr, n_body, n_carry, differs)
-    copies = False
+    copies, own = False, tuple(itertools.compress(body.in_avals[:n_body], differs))
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
         places: dict[Any, DearBranch] = {}
@@ -87,13 +88,13 @@ def _nest_of(
         copies = cut.copies_what_is_shared()
         copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
         if not copies and _pays(parts, axis.size):
-            return Nest(test, None, parts, *counts, slots, asked)
+            return Nest(test, None, parts, *counts, slots, asked, own)
     slots = tuple(body.out_avals)
     step = price_of(body, (*differs[:n_body], *[True] * n_carry))
     kept = kept_carries(body, n_body)
     written = price_of_keeping([aval for k, aval in enumerate(slots) if k not in kept])
     price = total([asked, step, written])
-    return Nest(test, body, (), *counts, slots, price, copies)
+    return Nest(test, body, (), *counts, slots, price, own, copies)
 
 
 def _pays(parts: Sequence[Part], lanes: int) -> bool:
@@ -167,23 +168,27 @@ class _Cut:
         own = [eqn for eqn in jaxpr.eqns if eqn not in self.inner and eqn not in self.again]
         groups = self._groups(own)
         inner = []
-        for eqn in self.inner:
+        for j, eqn in enumerate(self.inner):
             inside = self._dear(eqn) if eqn.outvars[0] in self.places else self._nest(eqn)
-            is_dear = isinstance(inside, Segment)
-            slots = self._keep([*_types_of(eqn), _WAITED] if is_dear else inside.slots)
+            types = _types_of(eqn) if isinstance(inside, Segment) else inside.slots
+            slots = self._slots(groups, j, types)
+            if isinstance(inside, Segment):
+                slots = (*slots, *self._keep([_WAITED]))
             self.place.update(zip(eqn.outvars, slots, strict=False))
             inner.append((eqn, inside, slots))
         parts: list[Part] = []
         for j, (eqn, inside, slots) in enumerate(inner):
             first = _first_carry(eqn)
-            writes = dict(zip(slots, first, strict=False))
+            begins = zip(slots, first, strict=False)
+            writes = {k: v for k, v in begins if isinstance(v, Literal) or self.place.get(v) != k}
             moved: list[Aval] = []
             if isinstance(inside, Segment):
                 writes[slots[len(first)]] = Literal(np.float32(0), _WAITED)
             else:
                 # What a loop updates in place is copied where lanes come to it.
                 program, count = eqn.params["body_jaxpr"], eqn.params["body_nconsts"]
-                moved = [inside.slots[k] for k in kept_carries(program, count)]
+                kept = [k for k in kept_carries(program, count) if slots[k] in writes]
+                moved = [inside.slots[k] for k in kept]
                 if inside.parts:
                     writes[slots[inside.n_carry]] = Literal(np.int32(0), _PLACE)
             kept = self._kept(groups, j)
@@ -239,15 +244,43 @@ class _Cut:
             left = [eqn for eqn in left if eqn not in needed]
         return [*groups, left]
 
-    def _kept(self, groups: Sequence[Sequence[Eqn]], j: int) -> list[Any]:
-        """What segment `j` computes that is read later, or by each step of the loop after it."""
-        made = [v for eqn in groups[j] for v in eqn.outvars]
+    def _slots(
+        self, groups: Sequence[Sequence[Eqn]], j: int, types: Sequence[Aval]
+    ) -> tuple[int, ...]:
+        """Slots of these types for loop `j` inside, whose carry is the first of them.
+
+        That is kept where the loop around it keeps what it begins with, or what becomes of it, if
+        nobody reads any more what is there: so it is not copied where lanes come and go.
+        """
+        loop, outs = self.inner[j], self.body.jaxpr.outvars
+        first, read = _first_carry(loop), self._read_after(groups, j)
+        taken = {self.place[v] for v in read if v in self.place}
+        slots: list[int] = []
+        for k, aval in enumerate(types):
+            ends: list[Any] = []
+            if k < len(first):
+                begin, result = first[k], loop.outvars[k]
+                ends += [begin] if sum(v is begin for v in first) == 1 else []
+                ends += [v for v, o in zip(self.carry, outs, strict=True) if o is result][:1]
+            at = [self.place[v] for v in ends if not isinstance(v, Literal) and v in self.place]
+            free = (p for p in at if p >= self.n_test + self.n_body and p not in taken)
+            slot = next((p for p in free if self.types[p] == aval), None)
+            (slot,) = self._keep([aval]) if slot is None else (slot,)
+            taken.add(slot)
+            slots.append(slot)
+        return tuple(slots)
+
+    def _read_after(self, groups: Sequence[Sequence[Eqn]], j: int) -> set[Any]:
+        """What is read after segment `j`, or by each step of the loop after it."""
         later = [v for group in groups[j + 1 :] for eqn in group for v in eqn.invars]
         for k, loop in enumerate(self.inner[j:]):
             later += _constants(loop) if k == 0 else loop.invars
-        later += self.body.jaxpr.outvars
-        read = set(variables_in(later))
-        return [v for v in made if v in read]
+        return set(variables_in([*later, *self.body.jaxpr.outvars]))
+
+    def _kept(self, groups: Sequence[Sequence[Eqn]], j: int) -> list[Any]:
+        """What segment `j` computes that is read later."""
+        read = self._read_after(groups, j)
+        return [v for eqn in groups[j] for v in eqn.outvars if v in read]
 
     def _nest(self, eqn: Eqn) -> Nest:
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]

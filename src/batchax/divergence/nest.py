@@ -44,6 +44,11 @@ class Segment:
     moves: Price
     keeps: Price
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is done: what a loop carries stays where the loop around it keeps it."""
+        return not (self.writes or self.puts)
+
 
 @dataclass(frozen=True, eq=False)
 class Inner:
@@ -53,14 +58,14 @@ class Inner:
       nest: the loop.
       constants: the program of its constants, of the values it reads.
       reads: these, as those of a `Segment`.
-      slots: its own slots, among the values of the loop around it.
+      slots: its own slots, among the values of the loop around it; some are slots of that, too.
       eqn: its equation.
     """
 
     nest: Nest
     constants: ClosedJaxpr
     reads: tuple[int, ...]
-    slots: range
+    slots: tuple[int, ...]
     eqn: Eqn
 
 
@@ -81,7 +86,7 @@ class Dear:
     segment: Segment
     constants: ClosedJaxpr
     reads: tuple[int, ...]
-    slots: range
+    slots: tuple[int, ...]
     width: int
     branch: DearBranch
 
@@ -109,6 +114,7 @@ class Nest:
         next one holds the number of the part that the lane is in, zero before the first.
       slots: the types of all.
       price: what a step costs, but for the parts.
+      own: the types of the constants of its body that differ between lanes.
       copies: whether each lane would have a copy of something large that lanes share at a step.
     """
 
@@ -120,6 +126,7 @@ class Nest:
     n_carry: int
     slots: tuple[Aval, ...]
     price: Price
+    own: tuple[Aval, ...]
     copies: bool = False
 
     @property
@@ -145,6 +152,14 @@ class Nest:
                 case _:
                     return None
         return programs
+
+    @property
+    def inside(self) -> list[ClosedJaxpr] | None:
+        """All that lanes run in the loops inside; None as for `programs`, or if there are none."""
+        each = [inner.programs for inner in self.inner]
+        if not each or None in each:
+            return None
+        return [program for some in each for program in some or ()]
 
     @property
     def segments(self) -> list[Segment]:

@@ -67,6 +67,8 @@ class SegmentRun:
 
     def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
+        if self.segment.is_empty:
+            return list(values)
         width = self.width
         if width is None:
             return self._masked(here, list(values))
@@ -114,6 +116,8 @@ class SegmentRun:
     def overhead(self) -> float:
         """Nanoseconds that it takes besides the work of the lanes that do it."""
         part, size = self.segment, self.axis.size
+        if part.is_empty:
+            return 0.0
         if self.width is None:
             return part.price.of(size) + part.keeps.of(size)
         # The last block is half empty, on average.

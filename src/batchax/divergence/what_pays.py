@@ -77,6 +77,10 @@ class Limits(NamedTuple):
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     places: float = 40_000.0
     """the same of loops inside that are not one function: to enter one begins many operations"""
+    carried: float = 0.4
+    """how many steps of a lane it may cost to move it, for each step of the loop around them"""
+    around: int = 8
+    """how many steps that loop has, if nobody knows"""
     windows: tuple[int, ...] = (16, 8)
     """how many windows all lanes would fill: as many as leave one that is wide enough"""
     narrower: int = 32
@@ -128,6 +132,7 @@ LIMITS = {
         last=_on_a_gpu(10),
         nest=_on_a_gpu(2.5),
         places=_on_a_gpu(2.5),
+        carried=float("inf"),
         windows=(16, 8, 4),
         whole=True,
         part=0.7,
