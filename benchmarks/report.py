@@ -93,6 +93,12 @@ Made by `make bench{option}` (`python -m benchmarks`) with JAX {jax.__version__}
 {platform.python_version()}, on {where}."""
 
 
+def here() -> str:
+    """On what, for the title of a page that there is for each kind of device."""
+    device = jax.default_backend()
+    return "" if device == "cpu" else f", on a {device.upper()}"
+
+
 def compiles() -> bool:
     """Whether programs are compiled when they are measured, and not taken from a cache."""
     return jax.config.jax_compilation_cache_dir is None  # type: ignore[attr-defined]

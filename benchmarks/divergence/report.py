@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.divergence.measure import DivergenceResult, Way
 from benchmarks.divergence.workload import BASE
 from benchmarks.measure import ON_A_GPU, Ratio
-from benchmarks.report import compiles, figures, made_with, named, ratio, seconds, size
+from benchmarks.report import compiles, figures, here, made_with, named, ratio, seconds, size
 
 TITLE = "Lanes that part ways: bx.vmap against jax.vmap, lax.map and by hand"
 COLOURS = {
@@ -111,7 +111,7 @@ def _in_words(rows: Sequence[_Row]) -> str:
 
 def _page(results: Sequence[DivergenceResult]) -> str:
     turns = [r.turns for r in results]
-    return f"""# {TITLE}
+    return f"""# {TITLE}{here()}
 
 {made_with()}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.nests.measure import NestResult
 from benchmarks.nests.workload import BASE, DIVERGENCES
-from benchmarks.report import compiles, figures, made_with, named, ratio, seconds
+from benchmarks.report import compiles, figures, here, made_with, named, ratio, seconds
 
 TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
 COLUMNS = (*DIVERGENCES, "lax.map", "threads")
@@ -66,7 +66,7 @@ def write(results: Sequence[NestResult], folder: Path) -> list[Path]:
 
 def _page(results: Sequence[NestResult]) -> str:
     turns = [r.turns for r in results]
-    return f"""# {TITLE}
+    return f"""# {TITLE}{here()}
 
 {made_with()} {_load()}
 

@@ -1,10 +1,13 @@
 """The benchmarks of lanes that part ways compare programs that compute the same, and say so."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
+from benchmarks import measure
 from benchmarks.divergence import report
 from benchmarks.divergence.measure import FEW_STEPS, WORKLOADS
 from benchmarks.divergence.workload import BASE
@@ -69,3 +72,18 @@ def test_the_command_measures_and_reports(tmp_path, capsys):
         assert r.name in printed
     assert report.summary(results) in page
     assert (tmp_path / "divergence.png").stat().st_size > 1000
+
+
+def test_on_another_device_sizes_and_ways_are_those_of_it(tmp_path, capsys, monkeypatch):
+    with pytest.raises(SystemExit):
+        command.main(["divergence", "--device", "gpu", "--quick"])
+    assert "JAX runs programs on cpu here" in capsys.readouterr().err
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    hurry = replace(measure.QUICK, most_lanes=LANES, times_lanes=3)
+    monkeypatch.setattr(measure, "ON_A_GPU", hurry)
+    only = ["--only", "Newton", "--minutes", "1", "--out", str(tmp_path)]
+    (result,) = command.main(["divergence", "--device", "gpu", *only])
+    assert result.lanes == 3 * LANES
+    assert {"auto", "compact"} <= set(result.ways)
+    assert "lax.map" not in result.ways
+    assert "on a GPU\n" in (tmp_path / "divergence.md").read_text()

@@ -70,7 +70,7 @@ def launch_time(count: float, device: str | None = None) -> float:
 
 def microseconds(time: float) -> str:
     """So many nanoseconds of the work of lanes, for people."""
-    return f"{time / _device().speed / 1000:.2g} us"
+    return f"{float(f'{time / _device().speed / 1000:.2g}'):g} us"
 
 
 def length(jaxpr: Jaxpr) -> int:
