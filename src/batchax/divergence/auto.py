@@ -165,6 +165,7 @@ class Auto(Compact):
     def of_example(
         self, axis: Axis, program: ClosedJaxpr, positions: Sequence[Position]
     ) -> ClosedJaxpr:
+        # What is gained is to wait before branches that are cheap beside a step of a loop on a GPU.
         if limits_here() is None or self.limits.waiting:
             return program
         return super().of_example(axis, program, positions)
