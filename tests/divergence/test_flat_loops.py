@@ -28,8 +28,6 @@ def cuts_cheap_loops(request, monkeypatch):
     if request.param == "in blocks":
         monkeypatch.setattr(segments, "NARROWEST", 2)
         monkeypatch.setattr(segments, "MASKED", float("inf"))
-    else:  # as on a GPU, where steps that are waited are counted in another way
-        monkeypatch.setattr(flat, "keeps_by_lane", lambda: True)
 
 
 def halve(x, most):

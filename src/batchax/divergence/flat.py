@@ -33,7 +33,6 @@ from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.varying import alike
-from batchax.divergence.waste import OfEachLane, Summed, keeps_by_lane
 from batchax.divergence.widths import launch_time
 from batchax.divergence.window import Plan, Tally, counted
 from batchax.execution.buffers import blank
@@ -48,6 +47,7 @@ from batchax.kernel.varying import varying_of
 from batchax.rules.masked_loops import MaskedBody, predicate
 
 _ENTERED = 16  # operations that it takes to enter and leave a loop inside: who waits, who goes on
+_NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 
 
 @_compat.held_weakly
@@ -311,36 +311,38 @@ class Lanes:
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
         everyone = self._count(active, np.float32)
         limit = lax.mul(everyone, self.time)
-        by_lane = deadline is None and lanes.nest.body is not None and keeps_by_lane()
-        waste = OfEachLane(active, limit) if by_lane else Summed(everyone, limit)
 
         def run(given: Any, state: Any) -> Any:
-            consts, waste, deadline = given
+            consts, everyone, limit, deadline = given
 
             def goes_on(state: Any) -> Any:
-                runs, _, kept, spent, _ = state
-                going = waste.goes_on(runs, kept)
+                _, _, count, wasted, spent, _ = state
+                going = lax.bitwise_and(lax.gt(count, np.float32(0)), lax.lt(wasted, limit))
                 return (
                     going if deadline is None else lax.bitwise_and(going, lax.lt(spent, deadline))
                 )
 
             def once(state: Any) -> Any:
-                runs, mine, kept, spent, tally = state
-                left = waste.left(kept)
+                runs, mine, count, wasted, spent, tally = state
+                # Whoever waits here waits for loops further inside, too.
+                others = lax.max(lax.sub(everyone, count), _NOBODY)
+                left = lax.div(lax.sub(limit, wasted), others)
                 left = left if deadline is None else lax.min(left, lax.sub(deadline, spent))
                 with recording.inside(self.axis, part.eqn):
                     recording.note(divergence="flat", widths=(self.axis.size,))
                     runs, own, taken, tally = lanes.step(runs, [*consts, *mine], left, tally)
-                kept = waste.after(kept, runs, taken, in_one)
-                return runs, own[len(consts) :], kept, lax.add(spent, taken), tally
+                count = lanes._count(runs, np.float32)
+                wasted = lax.add(wasted, lax.mul(taken, lax.sub(everyone, count)))
+                return runs, own[len(consts) :], count, wasted, lax.add(spent, taken), tally
 
             return while_loop(goes_on, once, state)
 
-        state = alike((first, mine, waste.begun(first, in_one), np.float32(0), tally), values)
-        given = consts, waste, deadline
+        count, zero = self._count(first, np.float32), np.float32(0)
+        state = alike((first, mine, count, zero, zero, tally), values)
+        given = consts, everyone, limit, deadline
         if self.inside_in_one and all(x.size for x in jax.tree.leaves((given, state))):
             run = functools.partial(_in_one_function, run)
-        runs, mine, _, spent, tally = run(given, state)
+        runs, mine, _, _, spent, tally = run(given, state)
         for k, x in zip(part.slots, mine, strict=True):
             values[k] = x
         through = self._moved(lax.bitwise_or(here, inside), runs, number, values)
