@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from support.packages import install_of_page
@@ -78,7 +79,7 @@ def run(page):
         if language.startswith("python"):
             assert language == "python", f"{where}: a block that would not be run"
             output = io.StringIO()
-            with contextlib.redirect_stdout(output):
+            with contextlib.redirect_stdout(output), jax.enable_x64(False):  # as is shown
                 exec(compile("\n" * (line - 1) + text, page, "exec"), namespace)
             printed = output.getvalue()
         elif language == "text" and adjacent and printed is not None:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,21 +121,32 @@ def test_a_step_that_was_not_taken_contributes_nothing():
         step = lambda c, x: (jnp.log(c) * w, jnp.sqrt(x - 1.0) * w)
         return bx.scan(step, until=lambda c: c <= 1.0)(x[0], x)
 
-    def by_hand(x, w):
+    def by_hand(x, w, steps):
         c, ys = x[0], []
-        while c > 1.0:
-            c, y = jnp.log(c) * w, jnp.sqrt(x[len(ys)] - 1.0) * w
+        for k in range(steps):
+            c, y = jnp.log(c) * w, jnp.sqrt(x[k] - 1.0) * w
             ys.append(y)
-        return c, jnp.stack(ys + [0.0] * (4 - len(ys)))
+        return c, jnp.stack(ys + [np.float32(0)] * (4 - steps))
 
-    xs = jnp.array([[9.0, 2.0, 3.0, 0.0], [3.0, 2.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]])
-    w = jnp.float32(1.5)
-    same([f(x, w) for x in xs], [by_hand(x, w) for x in xs])
-    expected = [jax.grad(total(by_hand), (0, 1))(x, w) for x in xs]
-    stacked, weights = (jnp.stack(e) for e in zip(*expected, strict=True))
-    same(jax.jit(bx.vmap(jax.grad(total(f), (0, 1)), (0, None)))(xs, w), (stacked, weights))
-    got = jax.jit(jax.grad(total(bx.vmap(f, (0, None))), (0, 1)))(xs, w)
-    same(got, (stacked, weights.sum()))
+    def steps(c):
+        return 1 + steps(np.log(c) * 1.5) if c > 1.0 else 0
+
+    xs = np.array([[9.0, 2.0, 3.0, 0.0], [3.0, 2.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.0]], np.float32)
+    counts, w = [steps(x[0]) for x in xs], np.float32(1.5)
+    assert counts == [3, 2, 0]
+    each = lambda run: lambda xs, w: [run(x, w, k) for x, k in zip(xs, counts, strict=True)]
+    derived = lambda run: jax.grad(total(run), (0, 1))
+    hands, gradients, got, of_each, of_sum = at_once(
+        each(by_hand),
+        each(lambda x, w, k: derived(lambda x, w: by_hand(x, w, k))(x, w)),
+        each(lambda x, w, _: f(x, w)),
+        bx.vmap(derived(f), (0, None)),
+        derived(bx.vmap(f, (0, None))),
+    )(xs, w)
+    same(got, hands)
+    stacked, weights = (jnp.stack(e) for e in zip(*gradients, strict=True))
+    same(of_each, (stacked, weights))
+    same(of_sum, (stacked, weights.sum()))
 
 
 def test_keys_are_scanned_and_stacked():
