@@ -289,7 +289,7 @@ MISTAKES = {
         jnp.add, 0, index=True
     ),
     "neutral of a Reduction must be numbers, or functions": lambda: bx.Reduction(jnp.add, "0"),
-    "neutral of a Reduction must be numbers, or .* of type ndarray": lambda: bx.Reduction(
+    "neutral of a Reduction must be .*; got an array of shape": lambda: bx.Reduction(
         jnp.add, np.zeros(3)
     ),
     "combine of .* must return a state as it takes them, float32\\[3\\] for out, and returns "
