@@ -152,6 +152,24 @@ def test_sums_of_outer_products_of_columns_have_lanes_last():
     same(bx.vmap(outer, (0, 1))(x, x.T), 2 * np.einsum("bi,bj->bij", x, x))
 
 
+@pytest.mark.parametrize("lanes", [100, 103])
+def test_on_the_way_back_few_numbers_are_rows(lanes):
+    """Columns would be multiplied with a matrix that is transposed, which takes longer."""
+    w = batch((5, 5), None)
+    x = np.linspace(-1, 1, 5 * lanes, dtype=w.dtype).reshape(lanes, 5)
+
+    def steps(x):
+        return lax.scan(lambda x, _: (jnp.tanh(w @ x), None), x, None, length=2)[0].sum()
+
+    gradients = bx.vmap(jax.grad(steps))
+    same(gradients(x), jax.vmap(jax.grad(steps))(x))
+    scans = [e for e in jax.make_jaxpr(gradients)(x).eqns if e.primitive.name == "scan"]
+    (back,) = [e.params["jaxpr"].jaxpr for e in scans if e.params["reverse"]]
+    (product,) = [e for e in back.eqns if e.primitive.name == "dot_general"]
+    few = 5 * lanes < 512
+    assert product.invars[0].aval.shape == ((lanes, 5) if few else (5, 5))
+
+
 def test_weak_type_is_kept():
     def fun(i):
         weak = jnp.broadcast_to(2.0 * i, (2,))
