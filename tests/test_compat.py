@@ -644,6 +644,27 @@ def test_operands_that_nothing_reads_may_be_in_one_function(dtype):
     np.testing.assert_allclose(got, np.full(64, expected), rtol=1e-5)
 
 
+@pytest.mark.parametrize("typed", [True, False])
+def test_operands_that_a_compiler_knows_may_be_in_one_function(typed):
+    # XLA computed a key that is made of a number inside the function, which left the operand to
+    # nobody, and ended the process.
+    bits = lambda key, i: jax.random.bits(jax.random.fold_in(key, i), (), "uint32")
+
+    def one(x):
+        key = jax.random.key(7) if typed else jax.random.PRNGKey(7)
+        places = lax.iota(np.uint32, 64)
+
+        def run(x, key, places):
+            return [lax.fori_loop(0, 3, lambda i, x: x + bits(key, i) * places, x)]
+
+        return _compat.in_one_function(run, [jax.typeof(x)], [x, key, places])[0]
+
+    x, key = jnp.arange(64, dtype=jnp.uint32), jax.random.key(7)
+    drawn = sum(int(bits(key, i)) for i in range(3))
+    expected = [i * (1 + drawn) % 2**32 for i in range(64)]
+    np.testing.assert_array_equal(jax.jit(one)(x), expected)
+
+
 def test_whether_a_compiler_divides_a_program():
     seen = []
     primitive = jex_core.Primitive("seen")

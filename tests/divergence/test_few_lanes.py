@@ -151,6 +151,8 @@ def test_gradients_and_a_nan_of_lanes_that_go_elsewhere():
         (lambda x: jnp.sort(x), False),
         (lambda x: x.at[jnp.array([1, 2])].set(0), False),
         (lambda x: lax.fft(x, "FFT", (8,)), False),
+        (lambda x: jnp.nonzero(x, size=1), False),  # adds up, unseen, in an equation of JAX 0.12
+        (lambda x: jnp.searchsorted(x, x[0]), True),
         (lambda x: x.at[1].set(0), True),
         (lambda x: jnp.sum(x > 1) + jnp.argmax(x), True),
         (lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, x), True),

@@ -45,7 +45,9 @@ def in_one_function(
         always = lax.ne(lax.bitwise_or(_bits(operands[0]), np.int32(1)), np.int32(0))
         return list(lax.cond(always, run, never, *operands))
 
-    outs = list(jax.jit(called)(*operands))
+    # Nor may XLA find out what an operand is, such as a key made of a number: it would compute that
+    # in the function anew, and nothing would read the operand.
+    outs = list(jax.jit(called)(*lax.optimization_barrier(tuple(operands))))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
     # The words are on the call if on any of its results that is read.
     return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jax import dtypes
 
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.programs import prices
@@ -41,7 +41,7 @@ def fits_for_lanes(jaxpr: Jaxpr) -> bool:
     return not _others_of_lanes.in_program(jaxpr)
 
 
-def _is_other(eqn: Eqn) -> bool:
+def _is_other(eqn: Eqn, others: Anywhere) -> bool:
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
     if name in _ANYWHERE or facts.alias or facts.is_plain_call:
@@ -53,11 +53,17 @@ def _is_other(eqn: Eqn) -> bool:
         return dtypes.issubdtype(dtype, np.inexact)
     if name == "scatter":  # a compiler makes an update of one, and a call of several
         return prices.windows_of(eqn) != 1
-    return not programs_in(eqn)
+    inner = programs_in(eqn)
+    # `Anywhere` looks at programs that are parameters, and some equations are made into programs.
+    hidden = () if programs_inside(eqn) else inner
+    return not inner or any(others.in_program(program.jaxpr) for program in hidden)
 
 
-_others = Anywhere(_is_other)
+_others = Anywhere(lambda eqn: _is_other(eqn, _others))
 _UPDATES = frozenset(("dynamic_update_slice", "scatter"))
 _others_of_lanes = Anywhere(
-    lambda eqn: not can_be_written(eqn) and (eqn.primitive.name in _UPDATES or _is_other(eqn))
+    lambda eqn: (
+        not can_be_written(eqn)
+        and (eqn.primitive.name in _UPDATES or _is_other(eqn, _others_of_lanes))
+    )
 )
