@@ -201,7 +201,7 @@ REFUSED = {
         "key, which is an array of shape (7,) and dtype key<fry>: it takes one random key",
     ),
     "numbers": (lambda: bx.vmap(noisy, (bx.split_key, 0))(X, X), "it takes one random key"),
-    "no array": (lambda: bx.vmap(noisy, (bx.split_key, 0))("key", X), "which is of type str"),
+    "no array": (lambda: bx.vmap(noisy, (bx.split_key, 0))("key", X), "of type str: it takes one"),
     "alone": (lambda: bx.vmap(jax.random.normal, bx.split_key)(TYPED), "pass axis_size"),
     "an output": (
         lambda: bx.vmap(noisy, (0, 0), bx.split_key)(jax.random.split(TYPED, 7), X),
