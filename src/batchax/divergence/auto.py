@@ -32,7 +32,8 @@ from typing import Any, ClassVar
 
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.bounded_parting import bounded_parting, run_apart
-from batchax.divergence.branches import NOTHING, BranchCost, Choice, run_branches
+from batchax.divergence.branch_cost import NOTHING, BranchCost, Choice
+from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import AROUND, WINDOWS_OF_NESTS, Compact
 from batchax.divergence.cut import price_inside
 from batchax.divergence.flatten import run_flat

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.divergence.branch_cost import NOTHING, BranchCost, Choice
 from batchax.divergence.branch_derivatives import Derivative, run_differentiable
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move, refuse_collectives
 from batchax.divergence.widths import launch_time, length, microseconds
@@ -37,7 +38,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.captured import closed_over
 from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import Branches, Divergence, PlacedOutputs
+from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, Cost, cost_of_program
@@ -108,69 +109,6 @@ def run_branches(
                 placed = one_branch(axis, index, i, program, mine, positions)
             results.append(placed)
     return select_results(axis, index, branches.programs, results)
-
-
-class BranchCost(NamedTuple):
-    """What a branch costs, in nanoseconds for each lane.
-
-    Attributes:
-      work: to run it.
-      copied: to run it where each lane has a copy of what all lanes share, as under ``jax.vmap``.
-      alone: to run it for one lane, in a loop that is one function.
-      beginning: to begin its operations, not divided among lanes.
-      begun: the part of it that is not one loop with what selects the results. Whatever is in that
-        loop a processor computes for the lanes that take the branch, and for no others.
-      moving: to move what it reads and returns.
-      starting: to begin its operations, however many lanes run at a time.
-      chunk: how many lanes run at a time.
-      lanes: how many there are.
-      others: what the other branches take that is begun likewise.
-      operations: how many it has, to be compiled.
-      alike: how many lanes at least run each of them in the way that all do.
-      held: bytes that its derivative would keep if all lanes ran at once, with what the branch
-        reads of its own; 0 where no derivative is taken.
-    """
-
-    work: float
-    copied: float
-    alone: float
-    beginning: float
-    begun: float
-    moving: float
-    starting: float
-    chunk: int
-    lanes: int
-    others: float
-    operations: int
-    alike: int
-    held: int = 0
-
-    @property
-    def apart(self) -> float:
-        """To move what it reads and returns, and run it in a chunk that is full."""
-        return self.work + self.moving + self.starting / self.chunk
-
-
-class Choice(NamedTuple):
-    """How a branch runs that lanes may take apart, by what it costs.
-
-    Attributes:
-      apart: whether for the lanes that take it, whatever their number.
-      decided: whether for those, or for all, as it is decided while the program runs.
-      most: the share of the lanes from which on all run, where that is decided.
-      back: that share for derivatives; None: all run, masked.
-      few: of how many lanes that take it each runs by itself, where it is none of these; 0: none.
-      inside: how lanes that part ways are run inside of a branch that is compiled twice.
-      masked: why all lanes run it, where it is none of these.
-    """
-
-    apart: Callable[[BranchCost], bool]
-    decided: Callable[[BranchCost], bool]
-    most: float
-    back: Callable[[BranchCost], float | None]
-    few: Callable[[BranchCost], int]
-    inside: Divergence
-    masked: Callable[[BranchCost], str]
 
 
 class _Part:
@@ -416,9 +354,6 @@ def _masked(
     index = lax.convert_element_type(active, np.int32)
     outs, at = one_branch(axis, index, 1, program, xs, positions, surely=surely)
     return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
-
-
-NOTHING = "computes nothing"
 
 
 def _chunk(work: float) -> int:

@@ -11,13 +11,12 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 from jax.extend.core.primitives import (
-    dynamic_slice_p,
-    dynamic_update_slice_p,
     while_p,
 )
 
 from batchax import _compat
 from batchax.divergence.branch_as_while import DearBranch
+from batchax.divergence.entries import Entries
 from batchax.divergence.nest import Dear, Inner, Nest, Part, Segment
 from batchax.divergence.opening import opened_places
 from batchax.divergence.price import (
@@ -31,7 +30,6 @@ from batchax.divergence.price import (
 )
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.joined import fresh, joined
-from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
@@ -126,7 +124,7 @@ class _Cut:
 
     Attributes:
       inner: those loops, and dear branches as loops.
-      zeros: variables that are zero, cast to vary over the axes of a mesh.
+      entries: which equations take or put one entry of an array.
       slots: the types of what a lane keeps.
     """
 
@@ -149,10 +147,7 @@ class _Cut:
         self.carry = jaxpr.invars[n_body:]
         self.apart = dict(zip(jaxpr.invars, differs, strict=True))
         through = differing_through(jaxpr, self.apart)
-        casts = [eqn for eqn in jaxpr.eqns if facts_of(eqn.primitive).cast]
-        self.zeros = {
-            e.outvars[0] for e in casts if isinstance(e.invars[0], Literal) and e.invars[0].val == 0
-        }
+        self.entries = Entries.of(body, n_body, self.apart)
         inner = [eqn for eqn, of in through if of.parts and eqn.primitive is while_p]
         self.inner = [] if whole else inner
 
@@ -308,9 +303,9 @@ class _Cut:
             k = slots.get(result)
             if k is None or result in read or outs.count(result) > 1:
                 continue  # all of it is needed
-            if self._puts_entry(eqn) and self.place.get(array) == k:
+            if self.entries.is_put(eqn) and self.place.get(array) == k:
                 puts[eqn] = k
-        takes = {eqn: self.place[eqn.invars[0]] for eqn in self._takes(eqns)}
+        takes = {eqn: self.place[eqn.invars[0]] for eqn in self.entries.taken(eqns)}
         written = {k: v for k, v in writes.items() if k not in puts.values()}
         entries = [v for eqn in puts for v in eqn.invars[1:3]]
         eqns = [eqn for eqn in eqns if eqn not in puts and eqn not in takes]
@@ -339,34 +334,6 @@ class _Cut:
             price_of_moving(program.in_avals[: len(reads)], program.out_avals),
             price_of_keeping(program.out_avals[: len(written)]),
         )
-
-    def _takes(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """Those that take an entry, at an index that is not made of other entries."""
-        takes: list[Eqn] = []
-        for eqn in filter(self._takes_entry, eqns):
-            if not any(step.eqn in takes for step in plan(eqns, eqn.invars[1:2])):
-                takes.append(eqn)
-        return takes
-
-    def _takes_entry(self, eqn: Eqn) -> bool:
-        """Whether an equation takes an entry of a constant that each lane has its own of."""
-        if eqn.primitive is not dynamic_slice_p or isinstance(eqn.invars[0], Literal):
-            return False
-        operand, _, *others = eqn.invars
-        whole = eqn.params["slice_sizes"] == (1, *operand.aval.shape[1:])
-        constant = operand in self.body.jaxpr.invars[: self.n_body]
-        return whole and constant and self.apart[operand] and all(map(self._is_zero, others))
-
-    def _puts_entry(self, eqn: Eqn) -> bool:
-        """Whether an equation puts an entry into an array, along its first axis."""
-        if eqn.primitive is not dynamic_update_slice_p or isinstance(eqn.invars[0], Literal):
-            return False
-        operand, update, _, *others = eqn.invars
-        whole = update.aval.shape == (1, *operand.aval.shape[1:])
-        return whole and all(map(self._is_zero, others))
-
-    def _is_zero(self, v: Any) -> bool:
-        return v.val == 0 if isinstance(v, Literal) else v in self.zeros
 
     def _program(
         self,
