@@ -181,6 +181,9 @@ def test_traces():
     assert seen.pop() is False  # JAX batches what is computed at once
     jax.make_jaxpr(fun)(X)
     assert not _compat.is_live(seen[0])
+    kept = _compat.keeping_calls(lambda x: seen.append(_compat.is_live(x)) or x)
+    jax.make_jaxpr(kept)(X)
+    assert seen.pop()
     assert _compat.staged_variable(X) is None
 
 

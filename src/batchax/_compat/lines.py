@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -95,11 +95,20 @@ _NOT_THE_USERS = (os.path.dirname(jax.__file__), BATCHAX, contextlib.__file__, f
 
 def _calling_frame() -> traceback.FrameSummary | None:
     """The innermost line of the user's that runs now."""
-    for frame, line in traceback.walk_stack(None):
+    return next(_frames_of_users(traceback.walk_stack(None)), None)
+
+
+def raised_at(error: BaseException) -> str:
+    """`file:line (function)` of the innermost line of the user's that an error came through."""
+    frames = list(_frames_of_users(traceback.walk_tb(error.__traceback__)))
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+
+
+def _frames_of_users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.FrameSummary]:
+    for frame, line in frames:
         code = frame.f_code
         if not code.co_filename.startswith(_NOT_THE_USERS):
-            return traceback.FrameSummary(code.co_filename, line, code.co_qualname)
-    return None
+            yield traceback.FrameSummary(code.co_filename, line, code.co_qualname)
 
 
 def named_equation(eqn: Any, name: str | None, params: dict[str, Any]) -> Any:

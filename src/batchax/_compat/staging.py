@@ -243,10 +243,17 @@ def compiled_later() -> bool:
 
 
 def _traces_around() -> Iterator[Any]:
-    """The traces that go on, from the innermost. The trace around another one is not public."""
+    """The traces that go on, from the innermost."""
     with jex_core.take_current_trace() as trace:
         around: Any = trace
+    return _with_outer(around)
+
+
+def _with_outer(around: Any) -> Iterator[Any]:
+    """A trace and those around it. Which one is around another is not public."""
     while around is not None:
+        while isinstance(around, (_KeepingCalls, _InShardMap)):
+            around = around._trace
         yield around
         around = getattr(around, "parent_trace", None)
 
@@ -273,6 +280,58 @@ def is_live(tracer: Any) -> bool:
     """
     own = getattr(tracer._trace, "tag", tracer._trace)
     return any(getattr(trace, "tag", trace) is own for trace in _traces_around())
+
+
+def within_trace_of(tracers: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Context in which operations are computed by the innermost of the traces of `tracers`.
+
+    It need not be around what runs now: derivative rules run outside of the derivative.
+    """
+    traces = [x._trace for x in tracers]
+    if not traces:
+        return nullcontext()
+    return jex_core.set_current_trace(max(traces, key=lambda t: len(list(_with_outer(t)))))
+
+
+def is_inside(tracer: Any, trace: Any) -> bool:
+    """Whether the trace of `tracer` was begun inside of `trace`, as far as JAX says."""
+    (trace, *_), (own, *outer) = map(list, map(_with_outer, (trace, tracer._trace)))
+    return own is not trace and any(t is trace for t in outer)
+
+
+def is_left(tracer: Any) -> bool:
+    """Whether what runs now is outside of the derivative that `tracer` is of.
+
+    Where a mesh or the like is in between, JAX does not say what is around: then it is not.
+    """
+    if staged_variable(tracer) is not None or is_live(tracer):
+        return False
+    around = [getattr(trace, "tag", trace) for trace in _traces_around()]
+    _, *outer = _with_outer(tracer._trace)
+    return any(getattr(trace, "tag", trace) is t for trace in outer for t in around)
+
+
+def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
+    """`fun`, which adds the trace that it is staged in to `traces`."""
+
+    def run(*args: Any) -> T:
+        with jex_core.take_current_trace() as trace:
+            traces.append(trace)
+        return fun(*args)
+
+    named_after(run, fun)
+    return run
+
+
+def is_over(tracer: Any) -> bool:
+    """Whether the trace of a tracer takes no operations any more, from 0.11.1 on."""
+    return not tracer._trace.is_valid()
+
+
+def refuse_escaped(tracer: Any) -> None:
+    """Raises JAX's error for a tracer that is used where its trace is over."""
+    with jax.ensure_compile_time_eval():  # where nothing may be traced
+        jax.lax.optimization_barrier(tracer)
 
 
 def staged_variable(x: Any) -> Any:

@@ -260,7 +260,7 @@ _has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call"
 
 
 def _refuse_closures(body: Any, consts: Values) -> None:
-    """Refuses forward and reverse rules that close over what is traced outside of the loop.
+    """Refuses derivative rules that close over what is traced outside of the loop.
 
     They are traced with the derivative of a step, of which these are the constants: what they
     close over is no operand of the loop, so it is gone when the steps are gone back over.
@@ -268,10 +268,12 @@ def _refuse_closures(body: Any, consts: Values) -> None:
     if not any(isinstance(x, Tracer) for x in consts):
         return
     for eqn in with_inside(body.jaxpr.eqns):
-        if _has_reverse_rule.is_true(eqn) and any(map(closes_over_tracers, rules_of(eqn))):
+        kind = eqn.primitive.name.removesuffix("_call")
+        ruled = kind in ("custom_jvp", "custom_vjp")
+        if ruled and any(map(closes_over_tracers, rules_of(eqn))):
             function = _compat.name_and_place(eqn.params["call_jaxpr"].jaxpr)
             raise UnsupportedError(
-                f"a rule of the custom_vjp function {function} closes over a value that is "
+                f"a rule of the {kind} function {function} closes over a value that is "
                 "traced, and a step of a bounded loop (batchax.bounded_while, or a scan with "
                 "until) calls the function. Give it the value as an argument: its rules are then "
                 "given it, too, and say its derivative (zeros if there is none)."

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from batchax import _compat
 from batchax.errors import AxisError, BatchaxError
 from batchax.frontend.leaked import escaped, leaked
 from batchax.frontend.prefixes import SpecifiedLeaf
@@ -74,7 +75,8 @@ def named_in_errors(
             error.args = (f"{_NO_NAME}{_SAYS}{error.args[0]}", *error.args[1:])
         raise
     except jax.errors.UnexpectedTracerError as error:
-        short = escaped(name_of(fun), str(error))
+        place = _compat.raised_at(error) or _compat.fun_sourceinfo(fun)
+        short = escaped(name_of(fun), str(error), place)
         if short:
             error.args = (short,)
         raise

@@ -11,6 +11,7 @@ import gc
 import re
 
 from batchax import _compat
+from batchax.kernel.lost import of_what_is_around
 
 _ALIVE = re.compile(r"^<(\w+) (\d+)> is referred to by (.*)$", re.MULTILINE)
 _NAMELESS = re.compile(r"<(?:list|tuple|dict|set|cell) \d+>")
@@ -19,17 +20,22 @@ _FIRST = re.compile(r"JitTracer\((.*)\)")
 
 _TRACED = re.compile(r"when the value leaked was (.*) traced for")
 _MADE = re.compile(r"value was created on line (\S.*)\. ?$", re.MULTILINE)
+_DERIVED = re.compile(r"wrapped in a (Linearize|JVP|Grad)Tracer")
 _TYPE = re.compile(r"with type (\S+)")
 
 
-def escaped(name: str, message: str) -> str:
+def escaped(name: str, message: str, place: str | None) -> str:
     """What a function uses that another one left behind, by JAX's message; "" if it says nothing.
 
     Args:
       name: of the function that uses it.
       message: of JAX's ``UnexpectedTracerError``.
+      place: where it is used, if that is known.
     """
     traced, made, type_of = (x.search(message) for x in (_TRACED, _MADE, _TYPE))
+    if type_of and _DERIVED.search(message):
+        says = of_what_is_around(place or name, type_of[1])
+        return f"{says}\nJAX says: Encountered an unexpected tracer."
     if not (traced and type_of):
         return ""
     return (

@@ -18,6 +18,11 @@ def programs_inside(eqn: Eqn) -> list[Any]:
 
     Those that it runs, and those with which it combines two elements, or is differentiated.
     """
+    return [getattr(program, "jaxpr", program) for program in programs_held(eqn)]
+
+
+def programs_held(eqn: Eqn) -> list[Any]:
+    """As `programs_inside`, with their constants if the parameters hold these, too."""
     programs: list[Any] = []
     _add_programs(eqn.params.values(), programs)
     return programs
@@ -30,7 +35,7 @@ def _add_programs(values: Iterable[Value], programs: list[Any]) -> None:
         if isinstance(value, (tuple, list)):
             _add_programs(value, programs)
         elif isinstance(value, _compat.JAXPR_TYPES):
-            programs.append(getattr(value, "jaxpr", value))
+            programs.append(value)
 
 
 _PLAIN = frozenset({int, bool, str, float, type(None), np.dtype, type(np.dtype(float))})

@@ -11,7 +11,8 @@ To read, in this order:
 6. `named_axes`: which equations see the axis by its name.
 
 What these lean on: `varying` (types inside `shard_map`), `reference_axes`, `captured` (values that
-rules of derivatives closed over), `rule_results` (checks of what rules of users return),
-`derivatives`, `recording` (notes for `explain`), `divergence` (what ways to run an axis are
-asked), `lasting` (how programs are known again), `looking` (where `jax.debug_nans` looks).
+rules of derivatives closed over), `lost` (those that they must not), `rule_results` (checks of what
+rules of users return), `derivatives`, `recording` (notes for `explain`), `divergence` (what ways to
+run an axis are asked), `lasting` (how programs are known again), `looking` (where
+`jax.debug_nans` looks).
 """

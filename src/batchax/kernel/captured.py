@@ -28,14 +28,17 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import Literal
 from jax.tree_util import PyTreeDef
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.lost import of_what_is_around
 from batchax.memo import kept_with
 
 
@@ -61,19 +64,37 @@ class MappedProgram:
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
 
     def resolve(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
-        """`values` with placeholders of this program replaced, and their axes."""
+        """`values` with placeholders of this program replaced where it can be, and their axes."""
         variables = [_compat.staged_variable(x) for x in values]
         jaxpr = self.staged.jaxpr
-        own = {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
-        needed = [v for v in variables if v is not None and v in own]
+        needed = [v for v in variables if v is not None and v in self._variables]
         if not needed:
             return list(values), [None] * len(values)
         eqns = [step.eqn for step in plan(jaxpr.eqns, needed, keeps=lambda _: False)]
         jaxpr = jaxpr.replace(eqns=eqns, outvars=needed)
-        outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
+        # Rules run outside of the derivative whose values the program may have been run on. What
+        # does not depend on these is found inside of it: a mask, or what has no derivative.
+        read = {*needed, *(v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))}
+        inputs = zip(jaxpr.constvars, self.staged.consts, strict=False)
+        inputs = *inputs, *zip(jaxpr.invars, self.args, strict=True)
+        left = [x for v, x in inputs if v in read and isinstance(x, Tracer) and _compat.is_left(x)]
+        if any(map(_compat.is_over, left)):
+            return list(values), [None] * len(values)
+        with _compat.within_trace_of(left):
+            outs, axes = interpret(self.axis, jaxpr, self.staged.consts, self.args, self.axes)
         computed = dict(zip(needed, zip(outs, axes, strict=True), strict=True))
         pairs = [computed.get(v, (x, None)) for v, x in zip(variables, values, strict=True)]
         return [x for x, _ in pairs], [a for _, a in pairs]
+
+    def resolves(self, x: Tracer) -> bool:
+        """Whether `x` is a placeholder of this program."""
+        variable = _compat.staged_variable(x)
+        return variable is not None and variable in self._variables
+
+    @functools.cached_property
+    def _variables(self) -> set[Any]:
+        jaxpr = self.staged.jaxpr
+        return {*jaxpr.constvars, *jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars)}
 
 
 _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", default=None)
@@ -146,13 +167,44 @@ def _closed_over_inside(jaxpr: Jaxpr) -> list[Any]:
     return [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
 
 
-def resolve(
-    program: MappedProgram | None, values: Sequence[Value]
-) -> tuple[list[Any], list[Position]]:
-    """Constants of a rule as values, with the position of the batch axis in each."""
-    if program is None:
-        return list(values), [None] * len(values)
-    return program.resolve(values)
+class Captured:
+    """What rules of a function close over, as values for all lanes.
+
+    Attributes:
+      name: what messages call the function.
+      program: the program whose placeholders they close over, if they do.
+    """
+
+    def __init__(self, name: str, program: MappedProgram | None) -> None:
+        self.name, self.program = name, program
+        self._values: dict[int, tuple[Value, Position]] = {}
+
+    def find(self, rule: Any) -> None:
+        """Finds what `rule` closes over now: it is to run when the derivative is over."""
+        tracers = [] if self.program is None else [t for t in _tracers([rule]) if t is not None]
+        if self.program is not None and tracers:
+            pairs = zip(*self.program.resolve(tracers), strict=True)
+            self._values = dict(zip(map(id, tracers), pairs, strict=True))
+
+    def values(self, constants: Sequence[Value]) -> tuple[list[Any], list[Position]]:
+        """Constants of a rule as values, with the position of the batch axis in each.
+
+        Raises:
+          UnsupportedError: one is a value of what is differentiated or staged around the rule.
+        """
+        if self.program is None:
+            return list(constants), [None] * len(constants)
+        # What was found in a step of a loop that has been staged since is of no use any more.
+        usable = lambda x: not isinstance(x, Tracer) or _compat.is_live(x)
+        here = {i: pair for i, pair in self._values.items() if usable(pair[0])}
+        new = [x for x in constants if id(x) not in here]
+        computed = zip(*self.program.resolve(new), strict=True)
+        pairs = [here.get(id(x)) or next(computed) for x in constants]
+        for x, _ in pairs:
+            if isinstance(x, Tracer) and (_compat.is_left(x) or self.program.resolves(x)):
+                type_of = jax.typeof(x).str_short()
+                raise UnsupportedError(of_what_is_around(f"a rule of {self.name}", type_of))
+        return [x for x, _ in pairs], [a for _, a in pairs]
 
 
 _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tracer

@@ -24,6 +24,7 @@ from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
+from batchax.kernel.lost import refuse_lost
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import registrations
 from batchax.kernel.varying import (
@@ -274,9 +275,11 @@ def stage_function(
         token = _staging_lanes.set(transformation != "scan" or _staging_lanes.get())
         try:
             with recording.paused(axis), taken, without_mesh():
-                return _compat.stage(f, types, named, arg_names, transformation, selecting)
+                f = _compat.noting_trace(f, traces := [])
+                program = _compat.stage(f, types, named, arg_names, transformation, selecting)
         finally:
             _staging_lanes.reset(token)
+        return refuse_lost(program, traces[-1])
 
     try:
         return stage(fun)

@@ -21,7 +21,7 @@ from batchax.jaxprs.primitive_facts import body_parameter, enter
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
-from batchax.kernel.captured import program_behind, resolve
+from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -141,7 +141,8 @@ def _linear_call(
 ) -> Batched:
     first_linear = num_callee_consts + num_res
     linear_axes = axes[first_linear:]
-    program = program_behind(transpose_thunk)
+    called = _compat.name_and_place(callee.jaxpr)
+    captured = Captured(called, program_behind(transpose_thunk))
     batched, out_axes = batch_inner(axis, callee, axes, varying=varying_of(args))
 
     def forward(residuals: Any, linear: Any) -> list[Any]:
@@ -150,7 +151,7 @@ def _linear_call(
     def transpose(residuals: Any, cotangents: Any) -> list[Any]:
         with _compat.named_scope(axis.name, axis.size):
             body, consts = transpose_thunk()
-        consts, const_axes = resolve(program, consts)
+        consts, const_axes = captured.values(consts)
         residuals = residuals[num_callee_consts:]
         residual_axes = axes[num_callee_consts:first_linear]
         first = len(consts) + num_res

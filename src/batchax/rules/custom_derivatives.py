@@ -22,7 +22,7 @@ from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis
-from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
+from batchax.kernel.captured import Captured, closes_over_tracers, program_behind
 from batchax.kernel.inner import emitted
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -51,12 +51,13 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     types = [jax.typeof(x) for x in args[skip:]]  # rules that live on must not hold values
     outputs = CallOutputs("jvp", axis, body, axes)
     program = program_behind(trace_rule) if _closes_over_values(body, trace_rule) else None
+    captured = Captured(_compat.name_and_place(body.jaxpr), program)
 
     def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
         """The rule on primals and those tangents that are not symbolic zeros."""
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts, out_zeros = trace_rule.call_wrapped(*zeros)
-        consts, const_axes = resolve(program, consts)
+        consts, const_axes = captured.values(consts)
         own_axes = axes[skip:]
         tangent_axes = [a for a, zero in zip(own_axes, zeros, strict=True) if not zero]
         # JAX wants the results without the tangents. A branch or loop of both, run for some lanes,
@@ -128,7 +129,8 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     types = [jax.typeof(x) for x in args]
     outputs = CallOutputs("vjp", axis, body, axes)
     program = program_behind(trace_forward, params["bwd"])
-    reverse = ReverseRule(axis, bwd, program, axes, types)
+    captured = Captured(_compat.name_and_place(body.jaxpr), program)
+    reverse = ReverseRule(axis, bwd, captured, axes, types)
     # What the latest forward run said of its residuals. JAX calls `forward` and, later, `backward`,
     # and hands on arrays alone from the one to the other: what describes them has to wait here.
     kept = Residuals((), (), ())
@@ -136,7 +138,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, Residuals]:
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
-        consts, const_axes = resolve(program, consts)
+        consts, const_axes = captured.values(consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
         given, given_axes = [*consts, *primals], [*const_axes, *axes[skip:]]
         with outputs.in_rule():
@@ -174,6 +176,7 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         primals, perturbed = xs[::2], xs[1::2]
         if any(perturbed[:skip]):
             fwd.call_wrapped(*xs)  # says that what is closed over cannot be differentiated
+        captured.find(params["bwd"])
         outs, out_axes, kept = run_forward(perturbed[skip:], primals[skip:])
         n = len(outs) - n_out
         needed = lambda: if_differentiable(lambda: need(primals, outs, out_axes, kept), n_out)

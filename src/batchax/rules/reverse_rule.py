@@ -18,7 +18,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.captured import resolve
+from batchax.kernel.captured import Captured
 from batchax.kernel.inner import batched_aval, example_aval, stage_described
 from batchax.kernel.varying import Varying, as_without_mesh
 from batchax.rules.batched_transpose import batched_transpose, multiplies, reached
@@ -49,9 +49,9 @@ class ReverseRule:
     """The reverse rule of a ``custom_vjp`` function, for all lanes."""
 
     def __init__(
-        self, axis: Axis, bwd: Any, program: Any, in_axes: Axes, types: Sequence[Aval]
+        self, axis: Axis, bwd: Any, captured: Captured, in_axes: Axes, types: Sequence[Aval]
     ) -> None:
-        self.axis, self.bwd, self.program, self.in_axes = axis, bwd, program, in_axes
+        self.axis, self.bwd, self.captured, self.in_axes = axis, bwd, captured, in_axes
         self.types = types  # of the inputs
         # In no memo, as what the rule closes over may be of a trace: it goes with this call.
         self._staged: dict[Any, Any] = {}
@@ -61,7 +61,7 @@ class ReverseRule:
         types = map(_type, [*residuals, *cotangents])
         staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
         (rule,), consts = _compat.hoist_constants(staged)
-        consts, const_axes = resolve(self.program, consts)
+        consts, const_axes = self.captured.values(consts)
         residuals, residual_axes = kept.computed(residuals), kept.computed(kept.axes)
         given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
         first = len(consts) + len(residuals)
@@ -93,7 +93,7 @@ class ReverseRule:
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
         staged, zeros, _, _ = self._stage(types, out_axes, kept)
         (rule,), consts = _compat.hoist_constants(staged)
-        _, const_axes = resolve(self.program, consts)
+        _, const_axes = self.captured.values(consts)
         positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]

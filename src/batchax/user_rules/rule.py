@@ -16,7 +16,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
-from batchax.kernel.captured import closes_over_tracers, program_behind, resolve
+from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.rule_results import describe_rule, fitted, noting, split_pair
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.collectives import run_with_collectives
@@ -157,7 +157,8 @@ class UserRule:
         self, rule: RuleFunction | None, consts: Sequence[Value], closed: Sequence[Any]
     ) -> list[Any]:
         by_id = dict(zip(map(id, self.closed), closed, strict=True))
-        values, positions = resolve(program_behind(rule), consts)
+        program, positions = program_behind(rule), [None] * len(consts)
+        values, positions = (consts, positions) if program is None else program.resolve(consts)
         for const, x, position in zip(consts, values, positions, strict=True):
             if id(const) in by_id:
                 continue

@@ -1,0 +1,125 @@
+"""Derivative rules that close over what is differentiated: JAX loses its part, and so refuses."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import batchax as bx
+
+from support.oracle import at_once, loop_function, same
+
+X = jnp.array([0.3, 1.1, 2.0])
+
+
+def with_rule(where, closed):
+    """A function with a derivative rule of which the part `where` multiplies by `closed`."""
+    by = lambda part, x: x * closed if part == where else 2 * x
+    if where.startswith("jvp"):
+        f = jax.custom_jvp(lambda z: 2 * z)
+        f.defjvp(lambda z, t: (by("jvp: value", z[0]), by("jvp: tangent", t[0]) * z[0]))
+        return f
+    f = jax.custom_vjp(lambda z: 2 * z)
+    f.defvjp(
+        lambda z: (by("vjp: value", z), by("vjp: residual", z)),
+        lambda r, c: (by("vjp: cotangent", c) * r,),
+    )
+    return f
+
+
+REFUSALS = bx.UnsupportedError, jax.errors.UnexpectedTracerError
+
+PARTS = ["jvp: value", "jvp: tangent", "vjp: value", "vjp: residual", "vjp: cotangent"]
+
+IN_LOOPS = {
+    "alone": lambda g, x: g(x),
+    "jit": lambda g, x: jax.jit(g)(x),
+    "checkpoint": lambda g, x: jax.checkpoint(g)(x),
+    "scan": lambda g, x: jax.lax.scan(lambda c, _: (g(c), None), x, None, length=2)[0],
+    "cond": lambda g, x: jax.lax.cond(x > 1, g, jnp.sin, x),
+    "vmap": lambda g, x: bx.vmap(g)(jnp.stack([x, x])).sum(),
+    "bounded_while": lambda g, x: bx.bounded_while(lambda c: c < 1, g, x, 2),
+}
+
+CALLS = {
+    "gradient of each lane": lambda f: bx.vmap(jax.grad(f))(X),
+    "of jit, of each lane": lambda f: bx.vmap(jax.grad(jax.jit(f)))(X),
+    "of all lanes": lambda f: jax.grad(lambda x: bx.vmap(f)(x).sum())(X),
+    "of second order": lambda f: bx.vmap(jax.grad(jax.grad(f)))(X),
+    "of all lanes, in jit": lambda f: jax.grad(lambda x: jax.jit(bx.vmap(f))(x).sum())(X),
+    "nested": lambda f: bx.vmap(bx.vmap(jax.grad(f)))(X[None]),
+    "in chunks": lambda f: bx.vmap(jax.grad(f), batch_size=2)(X),
+}
+
+
+@pytest.mark.each_commit(
+    8, "alone-vjp: value", "alone-vjp: cotangent", "bounded_while-jvp: tangent"
+)
+@pytest.mark.parametrize("where", PARTS)
+@pytest.mark.parametrize("around", IN_LOOPS)
+def test_what_is_differentiated_is_refused_by_name(around, where):
+    """Where nobody needs what the rule computes of it, too: then JAX itself would run it."""
+
+    def f(x):
+        return IN_LOOPS[around](with_rule(where, jnp.sin(x)), x * 1.0) * 1.5
+
+    for call in (lambda f: jax.grad(f)(1.0), *CALLS.values()):
+        # Of programs in which JAX has staged a part, it says that there is no constant handler.
+        with pytest.raises((*REFUSALS, TypeError), match=r"unexpected tracer|argument|handler"):
+            call(f)
+    for name in ("gradient of each lane", "nested", "in chunks"):
+        with pytest.raises(REFUSALS) as raised:
+            jax.eval_shape(lambda name=name: CALLS[name](f))
+        assert "test_closing_rules.py:" in str(raised.value)
+        assert "as an argument" in str(raised.value)
+
+
+def test_what_has_no_derivative_is_closed_over():
+    """A mask, and what `stop_gradient` returns: plain JAX takes them, outside of `jit`."""
+
+    def by_forward(x):
+        mask, still = x > 1, jax.lax.stop_gradient(jnp.sin(x))
+        f = jax.custom_jvp(lambda z: jnp.where(mask, z, 2.0))
+        f.defjvp(
+            lambda z, t: (jnp.where(mask, z[0], 3.0) * still, jnp.where(mask, 5, still) * t[0])
+        )
+        return f(x * 1.0) * 1.5
+
+    def by_reverse(x):
+        mask, still = x > 1, jax.lax.stop_gradient(jnp.sin(x))
+        f = jax.custom_vjp(lambda z: jnp.where(mask, z, 2.0))
+        f.defvjp(
+            lambda z: (jnp.where(mask, z, 3.0) * still, z),
+            lambda r, c: (jnp.where(mask, c, 7 * c) * still * r,),
+        )
+        return f(x * 1.0) * 1.5
+
+    ways = []
+    for f in (by_forward, by_reverse):
+        total = lambda x, f=f: bx.vmap(f)(x).sum()
+        ways += [jax.grad(total), bx.vmap(jax.grad(f)), loop_function(jax.grad(f), (0,), 0)]
+        ways += [lambda x, total=total: jax.vjp(total, x)[1](jnp.ones(()))[0]]
+    of_all, of_each, expected, later, *reverse = at_once(*ways)(X)
+    for got in (of_all, of_each, later):
+        same(got, expected)
+    of_all, of_each, expected, later = reverse
+    for got in (of_all, of_each, later):
+        same(got, expected)
+
+
+def test_a_rule_may_batch_what_it_closes_over():
+    """Of the function that is batched, not of a derivative: placeholders of it are values later."""
+
+    def f(x, y):
+        scale = jnp.sin(y)
+        g = jax.custom_jvp(lambda z: 2 * z)
+        g.defjvp(lambda z, t: (g(*z), bx.vmap(lambda a: a * scale)(t[0])))
+        h = jax.custom_vjp(lambda z: 2 * z)
+        h.defvjp(
+            lambda z: (h(z), bx.vmap(lambda a: a * scale)(z)),
+            lambda r, c: (bx.vmap(lambda a, b: a * b * scale)(r, c),),
+        )
+        return (g(x) * h(x)).sum()
+
+    x = jnp.stack([X, X + 1])
+    gradient = lambda x, y: jax.grad(lambda x: bx.vmap(f)(x, y).sum())(x)
+    same(*at_once(gradient, loop_function(jax.grad(f), (0, 0), 0))(x, X[:2]))
