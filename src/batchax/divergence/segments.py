@@ -23,7 +23,7 @@ from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import (
     count_active,
     entries_at,
-    put,
+    in_front,
     put_entries,
     taken_at,
 )
@@ -33,7 +33,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.staged import staged_once, while_loop
+from batchax.kernel.staged import while_loop
 from batchax.kernel.unvmap import looks_at_lanes
 from batchax.rules.masked_loops import MaskedBody
 
@@ -159,7 +159,7 @@ class SegmentRun:
             entry = lax.add(first, places)
             # The queue depends on `first`, or it would be computed before the loop, for nobody.
             begun = lax.broadcast(lax.ge(first, np.int32(0)), (size,))
-            queue = _in_front([lax.bitwise_and(some, begun) for some in sets])
+            queue = in_front([lax.bitwise_and(some, begun) for some in sets])
             # Places after the last lane hold that once more.
             lanes = taken_at(queue, lax.min(entry, last), 0)
             target = lax.select(lax.lt(entry, count), lanes, lax.add(places, np.int32(size)))
@@ -221,24 +221,6 @@ class SegmentRun:
             index = _within(index, values[k].shape[1])
             values[k] = put_entries(values[k], entry, target, index)
         return values
-
-
-def _in_front(sets: Sequence[Any]) -> Any:
-    """The lanes of some sets, one set after the other, before any others."""
-    return staged_once("in front", _queue, *sets)[0]
-
-
-def _queue(*sets: Any) -> list[Any]:
-    size = sets[0].shape[0]
-    lanes, count = lax.iota(np.int32, size), np.int32(0)
-    # Others are written out of bounds, where they are dropped; each differs, as places must.
-    target = lax.add(lanes, np.int32(size))
-    for some in sets:
-        ones = lax.convert_element_type(some, np.int32)
-        upto = lax.add(count, lax.cumsum(ones))
-        target = lax.select(some, lax.sub(upto, ones), target)
-        count = lax.index_in_dim(upto, size - 1, keepdims=False)
-    return [put(lax.full((size,), 0, np.int32), lanes, target, 0)]
 
 
 def _within(index: Any, length: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -83,21 +84,52 @@ def in_order(active: Any, room: int) -> tuple[Any, Any]:
 
 
 def _by_loop(room: int) -> Any:
-    def run(active: Any) -> tuple[Any, Any]:
-        def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-            order, count = state
-            # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
-            # is int64 in double precision.
-            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
-            # Written for every lane: one that is not active is written over by the next.
-            order = lax.dynamic_update_index_in_dim(order, i, count, 0)
-            hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
-            return order, count + lax.convert_element_type(hit, np.int32)
+    return lambda active: _appended(active, _nothing(active, room))
 
-        before = _nothing(active, room)
-        return lax.fori_loop(np.int32(0), np.int32(active.size), step, before)
 
-    return run
+def _appended(active: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    """A list of lanes and their number, after those that are `active`; it has room for one more."""
+
+    def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        order, count = state
+        # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which is
+        # int64 in double precision.
+        (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
+        # Written for every lane: one that is not active is written over by the next.
+        order = lax.dynamic_update_index_in_dim(order, i, count, 0)
+        hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
+        return order, count + lax.convert_element_type(hit, np.int32)
+
+    return lax.fori_loop(np.int32(0), np.int32(active.size), step, state)
+
+
+def in_front(sets: Sequence[Any]) -> Any:
+    """The indices of the lanes of some masks, those of the first before those of the second.
+
+    No lane is in two. Behind the last of them is anything.
+    """
+    ways = {"cpu": _sets_by_loops, "default": _sets_by_scatter}
+    run = lambda *sets: [lax.platform_dependent(*sets, **ways)]
+    return staged_once("in front", run, *sets)[0]
+
+
+def _sets_by_loops(*sets: Any) -> Any:
+    state = _nothing(sets[0], 1)
+    for some in sets:
+        state = _appended(some, state)
+    return state[0]
+
+
+def _sets_by_scatter(*sets: Any) -> Any:
+    size = sets[0].shape[0]
+    lanes, count = lax.iota(np.int32, size), np.int32(0)
+    # Others are written out of bounds, where they are dropped; each differs, as places must.
+    target = lax.add(lanes, np.int32(size + 1))
+    for some in sets:
+        upto = lax.add(count, lax.cumsum(lax.convert_element_type(some, np.int32)))
+        target = lax.select(some, lax.sub(upto, np.int32(1)), target)
+        count = lax.index_in_dim(upto, size - 1, keepdims=False)
+    return put(_nothing(sets[0], 1)[0], lanes, target, 0)
 
 
 def _by_scatter(room: int) -> Any:
