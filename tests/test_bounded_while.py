@@ -820,3 +820,28 @@ def test_a_step_back_is_traced_once(monkeypatch):
     loop = lambda x: bx.bounded_while(lambda c: c < 3, lambda c: c + jnp.sin(c), x, 10)
     jax.make_jaxpr(jax.grad(loop))(0.5)
     assert len(traced) == 1  # who asks what it needs keeps it for who takes it
+
+
+def test_python_that_needs_what_is_carried_is_told_so():
+    def body(x):
+        return x + 1 if x > 1 else x + 2
+
+    def test(x):
+        return bool(x < 3)
+
+    for call, fun in (
+        (lambda: bx.bounded_while(lambda x: x < 3, body, 0.0, 3), body),
+        (lambda: bx.bounded_while(test, lambda x: x + 1, 0.0, 3), test),
+    ):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as told:
+            call()
+        message = str(told.value)
+        assert message.startswith("`if`, `while`, `and`, `or` and `not` of Python need a value")
+        assert "what a loop carries is traced. Use jax.numpy.where" in message
+        assert f"{fun.__name__} at {__file__}" in message
+
+
+def test_reverse_mode_of_a_while_names_what_has_one():
+    slope = jax.grad(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: 2 * x, x))
+    with pytest.raises(ValueError, match=r"(?s)batchax.bounded_while\(.*JAX says: Reverse-mode"):
+        bx.vmap(slope)(jnp.ones(3))

@@ -14,6 +14,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.early_exit import run_until
 from batchax.execution.loop_progress import find_progress
 from batchax.execution.watched import Steps
+from batchax.frontend.advice import carry_in_errors
 from batchax.frontend.carries import (
     carry_keys,
     check_predicate,
@@ -133,11 +134,14 @@ def bounded_while(
         check_structure(body_fun, old, new)
         return jax.tree.leaves(new)
 
+    _compat.named_after(test, cond_fun)
+    _compat.named_after(step, body_fun)
+
     def stage(carry: Sequence[Value]) -> tuple[ClosedJaxpr, ClosedJaxpr, None]:
         how = list(map(jax.typeof, carry)), [f"init_val{path}" for path in keys], "bounded_while"
         return stage_function(axis, test, *how), stage_function(axis, step, *how), None
 
-    with _compat.name_stack_extended("bounded_while"):
+    with _compat.name_stack_extended("bounded_while"), carry_in_errors():
         tested, staged, _, carry = settle(stage, carry)
         check_types(body_fun, keys, carry, staged.out_avals)
         outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), told))

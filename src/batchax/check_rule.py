@@ -14,6 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
+from batchax.frontend.arguments import check_callable
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import move_axis
@@ -58,14 +59,15 @@ def check_rule(
       RuleMismatchError: (an AssertionError) the rule differs from the loop, or raises: the
         message says under which transformation, with which arguments batched, in which
         entry of which output, what came and what was expected.
-      ArgumentTypeError: (a TypeError) no argument is an array, or `others` do not have the
-        structure of `example_args`.
+      ArgumentTypeError: (a TypeError) `fun` is not callable, no argument is an array, or
+        `others` do not have the structure of `example_args`.
 
     Example:
       >>> total = bx.custom_vmap(lambda x: jnp.sum(x))
       >>> _ = total.def_vmap(lambda axis_size, in_batched, x: (jnp.sum(x, axis=1), True))
       >>> bx.check_rule(total, jnp.ones(3))
     """
+    check_callable("check_rule", "a function of one example", fun)
     examples = _Examples(example_args, others)
     check = _Comparison(name_of(fun), rtol, atol)
     for subset in examples.subsets():

@@ -223,6 +223,8 @@ def test_a_word_is_not_taken_for_true(name, call):
 def test_what_is_no_function_is_refused_by_whom_it_was_given():
     with pytest.raises(bx.ArgumentTypeError, match="sequential_vmap expects a function of one"):
         bx.sequential_vmap(3)
+    with pytest.raises(bx.ArgumentTypeError, match="check_rule expects a function of one"):
+        bx.check_rule(3)
     with pytest.raises(bx.ArgumentTypeError, match="a rule for `sin` must be a function, got 3"):
         bx.register_rule(jax.lax.sin_p)(3)
 

@@ -84,6 +84,7 @@ def named_in_errors(
         top = (
             _batched_already(fun, error)
             or _found_sizes(error)
+            or _no_reverse(error)
             or _what_python_needed(error, mapped, each)
             or _what_is_traced_around(error, shared, each)
             or _key_in_parts(error, mapped, each)
@@ -97,6 +98,22 @@ def named_in_errors(
         short = leaked(name_of(fun), str(error))
         if short:
             error.args = (short,)
+        raise
+
+
+@contextmanager
+def carry_in_errors() -> Iterator[None]:
+    """While a step of a `bounded_while` is staged: as `named_in_errors`, of what it carries."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = _kind(error)
+        if kind and error.args and " for bounded_while." in str(error) and _SAYS not in str(error):
+            needs, instead = kind
+            top = (
+                f"{needs} a value that is known, and what a loop carries is traced. Use {instead}."
+            )
+            error.args = (f"{top}{_SAYS}{error.args[0]}", *error.args[1:])
         raise
 
 
@@ -115,6 +132,16 @@ def _batched_already(fun: Any, error: Exception) -> str:
         f"{name_of(fun)} gets its arguments without the axes that "
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
         "give the function of one example instead, with its in_axes."
+    )
+
+
+def _no_reverse(error: Exception) -> str:
+    if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
+        return ""
+    return (
+        "A loop of which nobody knows the number of steps has no derivative in reverse. "
+        "batchax.bounded_while(cond_fun, body_fun, init_val, max_steps), which ends after "
+        "max_steps at the latest, has one, and so has batchax.scan(..., until=...)."
     )
 
 
