@@ -290,7 +290,7 @@ def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
         raise ArgumentTypeError(
             "bucket: ragged_or_lengths must be a Ragged, or integers with one axis and an entry "
-            f"for each row, got {show(x)}."
+            f"for each row, got {show(lengths)}."
         )
     if (lengths < 0).any():
         i = int(np.argmax(lengths < 0))
