@@ -18,7 +18,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.objects import without_objects
 from batchax.frontend.outputs import lanes_first
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
@@ -79,7 +79,7 @@ def check(
             "axis_name has no meaning there. Compare with jax.vmap instead."
         )
     if not (is_position(lanes) and lanes > 0):
-        raise ArgumentTypeError(f"lanes must be a positive int, got {lanes!r}.")
+        raise ArgumentTypeError(f"lanes must be a positive int, got {brief(lanes)}.")
     check_flags(derivatives=derivatives)
     tolerance = {"rtol": rtol, "atol": atol}
 

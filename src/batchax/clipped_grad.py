@@ -20,7 +20,7 @@ from batchax.frontend.in_axes import argument_names, is_position
 from batchax.frontend.objects import is_array
 from batchax.frontend.outputs import Reduce
 from batchax.frontend.words_of_others import check_options
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.vmap import MoreOptions, vmap
 
 P = ParamSpec("P")
@@ -107,11 +107,13 @@ def clipped_grad(
     check_callable("grad of clipped_grad", "what makes the gradient of a loss", grad)
     numbers = [argnums] if is_position(argnums) else argnums
     if not (isinstance(numbers, (tuple, list)) and all(map(is_position, numbers))):
-        raise ArgumentTypeError(f"argnums must be an int, or a tuple of ints, got {argnums!r}.")
+        raise ArgumentTypeError(
+            f"argnums must be an int, or a tuple of ints, got {brief(argnums)}."
+        )
     if not (in_axes is None or isinstance(in_axes, (tuple, list))):
         raise ArgumentTypeError(
             "in_axes of clipped_grad must be a tuple or list with an entry for each positional "
-            f"argument, or None, got {in_axes!r}."
+            f"argument, or None, got {brief(in_axes)}."
         )
     if not numbers:
         raise ArgumentTypeError("argnums must name an argument, got none.")

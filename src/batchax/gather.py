@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.devices.meetings import of_this_process
 from batchax.execution.devices.processes import from_all
+from batchax.jaxprs.spoken import brief
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
@@ -52,7 +53,7 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
     if to != "all":
         if isinstance(to, bool) or not isinstance(to, (int, np.integer)):
             raise ArgumentTypeError(
-                f'gather: to must be "all" or the index of a process, got {to!r}.'
+                f'gather: to must be "all" or the index of a process, got {brief(to)}.'
             )
         if not 0 <= to < count:
             raise AxisError(f"gather: to={to}, but the processes are 0 to {count - 1}.")

@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 P = ParamSpec("P")
@@ -58,7 +59,7 @@ def host_function(
     """
     check_callable("host_function", "a function of one example", fun)
     if isinstance(threads, bool) or not isinstance(threads, int):
-        raise ArgumentTypeError(f"threads must be a positive int, got {threads!r}.")
+        raise ArgumentTypeError(f"threads must be a positive int, got {brief(threads)}.")
     if threads < 1:
         raise AxisError(f"threads is {threads}, but at least one lane must run at a time.")
 

@@ -25,6 +25,7 @@ from batchax.frontend.arguments import check_callable, check_flags, check_small_
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
+from batchax.jaxprs.spoken import brief
 from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
@@ -187,7 +188,7 @@ def _from_anywhere(named: Address | None) -> Address | None:
 def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None:
     streams = function.inputs.streams
     if not (stream_id is None or isinstance(stream_id, str)):
-        raise ArgumentTypeError(f"stream_id must be a string or None, and is {stream_id!r}.")
+        raise ArgumentTypeError(f"stream_id must be a string or None, and is {brief(stream_id)}.")
     if stream_id is not None and not streams:
         raise ArgumentTypeError(
             f"stream_id={stream_id!r} names the rows of a stream, and no argument is one: leave it "
@@ -225,16 +226,16 @@ def _check_options(
 ) -> None:
     check_batch_size(batch_size)
     if commit_rows is not None and not (is_position(commit_rows) and commit_rows > 0):
-        raise AxisError(f"commit_rows must be a positive int or None, got {commit_rows!r}.")
+        raise AxisError(f"commit_rows must be a positive int or None, got {brief(commit_rows)}.")
     check_one_of("on_error", on_error, *_ON_ERROR)
     check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
     check_one_of("resume", resume, "auto", "never")
     for name, value in {"max_errors": max_errors, "retries": retries}.items():
         if not (is_position(value) and value >= 0) and not (name == "max_errors" and value is None):
-            raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
+            raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
 
 
 def _check_version_and_progress(version: Any, progress: Any) -> None:
     if not (version is None or isinstance(version, str)):
-        raise ArgumentTypeError(f"version must be a string or None, got {version!r}.")
+        raise ArgumentTypeError(f"version must be a string or None, got {brief(version)}.")
     check_progress(progress, "rows")

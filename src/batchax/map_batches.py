@@ -19,6 +19,7 @@ from batchax.frontend.arguments import check_callable, check_flags, check_small_
 from batchax.frontend.in_axes import check_in_axes, is_position
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
+from batchax.jaxprs.spoken import brief
 
 
 @_compat.api_boundary
@@ -96,7 +97,7 @@ def map_batches(
     check_one_of("last", last, "short", "drop")
     for name, value, least in (("start", start, 0), ("ahead", ahead, 0), ("retries", retries, 0)):
         if not (is_position(value) and value >= least):
-            raise ArgumentTypeError(f"{name} must be a non-negative int, got {value!r}.")
+            raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
     check_flags(batched=batched)
     check_key(fun, key, len(sources))
     check_small_matrices(small_matrices)

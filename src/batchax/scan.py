@@ -46,7 +46,7 @@ from batchax.frontend.outputs import (
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.words_of_others import in_our_words
-from batchax.jaxprs.spoken import name_of, show
+from batchax.jaxprs.spoken import brief, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described, stage_function
@@ -281,7 +281,8 @@ def _check_stacked(ys: Any, out_axes: Any) -> None:
 
 def _not_stacked(where: str, spec: Any) -> str:
     return (
-        f"{where} must be an int, got {spec!r}: scan stacks what each step returns as ys along "
+        f"{where} must be an int, got {brief(spec)}: scan stacks what each step returns as ys "
+        "along "
         "an axis. Put a value of which only the last, or a sum over the steps, is wanted into "
         "the carry."
     )
@@ -289,7 +290,9 @@ def _not_stacked(where: str, spec: Any) -> str:
 
 def _check_unroll(unroll: Any) -> None:
     if not isinstance(unroll, bool) and not (is_position(unroll) and unroll >= 0):
-        raise ArgumentTypeError(f"unroll must be a bool or a non-negative int, got {unroll!r}.")
+        raise ArgumentTypeError(
+            f"unroll must be a bool or a non-negative int, got {brief(unroll)}."
+        )
 
 
 def _written_out(unroll: int | bool, steps: Any) -> int:

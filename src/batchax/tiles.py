@@ -17,6 +17,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 
@@ -127,11 +128,11 @@ def tiles(
     """
     for name, n in (("size", size), ("count", count)):
         if n is not None and not (is_position(n) and n > 0):
-            raise ArgumentTypeError(f"tiles(): {name} must be a positive int, got {n!r}.")
+            raise ArgumentTypeError(f"tiles(): {name} must be a positive int, got {brief(n)}.")
     if not is_position(axis):
-        raise ArgumentTypeError(f"tiles(): axis must be an int, got {axis!r}.")
+        raise ArgumentTypeError(f"tiles(): axis must be an int, got {brief(axis)}.")
     if last not in ("error", "short"):
-        raise ArgumentTypeError(f'tiles(): last must be "error" or "short", got {last!r}.')
+        raise ArgumentTypeError(f'tiles(): last must be "error" or "short", got {brief(last)}.')
     if count is not None and (size is not None or last == "short"):
         other = "size" if size is not None else 'last="short"'
         raise ArgumentTypeError(f"tiles(): give count or {other}, not both.")

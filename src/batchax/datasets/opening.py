@@ -16,6 +16,7 @@ from batchax.datasets.lock import LockedError
 from batchax.datasets.place import AnyLock, UnreachableError
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
+from batchax.jaxprs.spoken import brief
 
 if TYPE_CHECKING:
     from batchax.datasets.store import Store  # which needs libraries, and a job does not
@@ -51,7 +52,7 @@ def open_job(
       StorageError: if it cannot be read or written.
     """
     if resume not in RESUME:
-        raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {resume!r}.")
+        raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
     files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
     end = time.monotonic() + (_PATIENCE if shard else 0)
     while True:

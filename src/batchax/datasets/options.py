@@ -11,14 +11,14 @@ import jax
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
 
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuses what is no number of rows, nor "auto"."""
     if batch_size != "auto" and not (is_position(batch_size) and batch_size > 0):
-        raise AxisError(f'batch_size must be a positive int or "auto", got {batch_size!r}.')
+        raise AxisError(f'batch_size must be a positive int or "auto", got {brief(batch_size)}.')
 
 
 def of_this_process(mesh: Any) -> Any:
@@ -37,7 +37,9 @@ def check_one_of(name: str, value: Value, *choices: str | None) -> None:
     """Refuses a value that is none of some."""
     if value not in choices:
         *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
-        raise ArgumentTypeError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
+        raise ArgumentTypeError(
+            f"{name} must be {', '.join(others)} or {last}, got {brief(value)}."
+        )
 
 
 def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
@@ -51,7 +53,7 @@ def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
     if not single:
         raise ArgumentTypeError(
             f"key must be one random key, of which each row gets its own, as jax.random.key(0) "
-            f"makes it; got {key!r}."
+            f"makes it; got {brief(key)}."
         )
     with contextlib.suppress(ValueError):  # no signature
         parameters = inspect.signature(fun).parameters.values()

@@ -11,6 +11,7 @@ import numpy as np
 
 from batchax.datasets.parts import Unit
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.jaxprs.spoken import brief
 
 # Of work, by an estimate, that a unit is worth committing for: engines add 0.3 to 1.0% to so much
 # (benchmark: `cluster`).
@@ -129,7 +130,7 @@ def whole_batches(commit_rows: Any, batch_size: int) -> int:
         asked = index(commit_rows)
     except TypeError:
         raise ArgumentTypeError(
-            f"commit_rows must be a whole number of rows, and is {commit_rows!r}."
+            f"commit_rows must be a whole number of rows, and is {brief(commit_rows)}."
         ) from None
     below = asked // batch_size * batch_size
     if asked != below or asked < 1:

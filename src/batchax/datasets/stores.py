@@ -17,6 +17,7 @@ from batchax.datasets.parts import Leaf
 from batchax.datasets.plan import Plan
 from batchax.datasets.store import Store, described_leaves
 from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.jaxprs.spoken import brief
 
 FOLDER = "parquet"  # of a name without a suffix
 
@@ -90,7 +91,7 @@ def kind_of(out: Any) -> str:
     if isinstance(out, ObjectPath):
         out = str(out)
     if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
-        raise ArgumentTypeError(f"out must be a path or None, and is {out!r}.")
+        raise ArgumentTypeError(f"out must be a path or None, and is {brief(out)}.")
     name = str(os.fspath(out))
     if "\0" in name:
         raise ArgumentTypeError(f"out={name!r}: a path has no zero bytes.")

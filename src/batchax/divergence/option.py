@@ -10,6 +10,7 @@ from batchax.divergence.auto import Auto
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
@@ -43,7 +44,7 @@ def find_divergence(option: Any) -> Compact | None:
         return _NAMED[option]()
     raise ArgumentTypeError(
         'divergence must be "auto", "predicate", "compact" or a batchax.Compact(...), got '
-        f"{option!r}."
+        f"{brief(option)}."
     )
 
 

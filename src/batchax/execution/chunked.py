@@ -15,7 +15,7 @@ from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
-from batchax.jaxprs.spoken import name_of, show
+from batchax.jaxprs.spoken import brief, name_of, show
 from batchax.jaxprs.words import Value
 from batchax.memo import Memo
 
@@ -67,7 +67,7 @@ def find_chunking(
       AxisError: `batch_size` is less than one.
     """
     if residuals not in ("recompute", "keep"):
-        raise ArgumentTypeError(f'residuals must be "recompute" or "keep", got {residuals!r}.')
+        raise ArgumentTypeError(f'residuals must be "recompute" or "keep", got {brief(residuals)}.')
     if memory_limit is not None and batch_size != "auto":
         raise ArgumentTypeError(
             f'memory_limit goes with batch_size="auto"; batch_size is {batch_size!r}.'

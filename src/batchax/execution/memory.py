@@ -15,6 +15,7 @@ import jax
 
 from batchax.errors import ArgumentTypeError, MemoryLimitError
 from batchax.execution.devices import meetings
+from batchax.jaxprs.spoken import brief
 from batchax.memo import Memo
 from batchax.programs.peak import CompilersAccount, memory_of
 
@@ -94,7 +95,7 @@ def parse_limit(limit: Any) -> int | None:
     if number < 1:
         raise ArgumentTypeError(
             'memory_limit must be a number of bytes or a string such as "2GiB" or "500MB", '
-            f"got {limit!r}."
+            f"got {brief(limit)}."
         )
     return int(number)
 

@@ -20,6 +20,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend import of_jax
 from batchax.frontend.parts import LANE_INDEX, Parts
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
@@ -128,7 +129,9 @@ def register_container(
     """
     for name, value in (("type", type), ("spec_type", spec_type)):
         if not isinstance(value, _type):
-            raise ArgumentTypeError(f"register_container: `{name}` must be a type, got {value!r}.")
+            raise ArgumentTypeError(
+                f"register_container: `{name}` must be a type, got {brief(value)}."
+            )
     if issubclass(spec_type, (tuple, list, dict, NoneType, bool)):
         raise ArgumentTypeError(
             f"register_container: `spec_type` is {spec_type.__name__}, which has a meaning of its "

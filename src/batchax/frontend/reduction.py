@@ -19,7 +19,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 
 
@@ -85,7 +85,8 @@ class Reduction:
         for name in ("index", "of_nothing"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentTypeError(
-                    f"{name} of a Reduction must be True or False, got {getattr(self, name)!r}."
+                    f"{name} of a Reduction must be True or False, got "
+                    f"{brief(getattr(self, name))}."
                 )
         if self.index and self.lane is None:
             raise ArgumentTypeError(

@@ -10,7 +10,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.mapped import Mapped, MappedRows
 from batchax.frontend.outputs import Described
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 
 
 class GroupsOfRows:
@@ -54,7 +54,7 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
     buckets = _checked_buckets(buckets)
     if layout not in ("auto", "packed", "padded", "grouped"):
         raise ArgumentTypeError(
-            f'layout must be "auto", "packed", "padded" or "grouped", got {layout!r}.'
+            f'layout must be "auto", "packed", "padded" or "grouped", got {brief(layout)}.'
         )
     if layout == "packed" and batch_size is not None:
         raise ArgumentTypeError(

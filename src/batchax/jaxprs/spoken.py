@@ -35,11 +35,21 @@ def line_of(eqn: Eqn) -> str:
 
 def show(value: Any) -> str:
     """A value that is not what it should be: an array by its type, not by its elements."""
-    if isinstance(value, (jax.Array, np.ndarray)):
+    text = brief(value)
+    return text if _is_array(value) else f"{text} of type {type(value).__name__}"
+
+
+def brief(value: Any) -> str:
+    """As `show`, of what may be of the right type."""
+    if _is_array(value):
         traced = "a traced array" if isinstance(value, Tracer) else "an array"
         return f"{traced} of shape {value.shape} and dtype {value.dtype}"
     text = repr(value)
-    return f"{text if len(text) <= _LONG else text[:_LONG] + '...'} of type {type(value).__name__}"
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (jax.Array, np.ndarray))
 
 
 _LONG = 200

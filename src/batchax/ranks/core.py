@@ -10,6 +10,7 @@ import jax
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import brief
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def as_cores(where: str, spec: Any) -> Any:
         if not is_position(leaf) or leaf < 0:
             raise ArgumentTypeError(
                 f"the rank given for {where}{jax.tree_util.keystr(keys)} must be the number of "
-                f"dimensions of one example, or None for what is not batched; got {leaf!r}."
+                f"dimensions of one example, or None for what is not batched; got {brief(leaf)}."
             )
         return Core((Dim(),) * int(leaf))
 

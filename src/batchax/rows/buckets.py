@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.rows.boxes import find_boxes
 from batchax.rows.checks import as_tuple, elements_of
@@ -344,7 +344,7 @@ def _as_array(x: Value, what: str) -> Any:
 
 def _checked(axis: Any, x: Value, rows: int, what: str) -> int:
     if not is_position(axis):
-        raise ArgumentTypeError(f"{what}: axis must be an int, got {axis!r}.")
+        raise ArgumentTypeError(f"{what}: axis must be an int, got {brief(axis)}.")
     if not -x.ndim <= axis < x.ndim:
         raise AxisError(f"{what} has shape {x.shape}, and no axis {axis} for its rows.")
     if x.shape[axis] != rows:

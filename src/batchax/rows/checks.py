@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.converted import converted
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 
 
@@ -92,7 +92,7 @@ def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
     """An axis of rows that have so many axes more than their array, not negative."""
     ndim = array.ndim + more
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
-        raise ArgumentTypeError(f"Ragged: axis must be an int, got {axis!r}.")
+        raise ArgumentTypeError(f"Ragged: axis must be an int, got {brief(axis)}.")
     if not -ndim <= axis < ndim:
         raise AxisError(
             f"Ragged: axis is {axis}, but a row has {ndim} axes; its array has shape "

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.comparisons import ASKED_FOR_NUMBERS, agreed
 from batchax.rows.found_sizes import finding_sizes
@@ -172,7 +173,9 @@ def _has_elements(size: Any) -> bool:
 def _places(condition: Any, max_size: int | None, called: str, given: Any) -> Any:
     """Where a vector of bools is true, as int32."""
     if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(f"{called}: max_size must be a non-negative int, got {max_size!r}.")
+        raise ArgumentTypeError(
+            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
+        )
     if isinstance(condition, Tracer):
         finding = finding_sizes()
         if finding is None:

@@ -13,6 +13,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.local_rows import LocalRows
 from batchax.frontend.parts import AxisSpec, Parts
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths
 from batchax.rows.ragged import Ragged
@@ -105,5 +106,7 @@ def size(name: str, max_size: int | None = None) -> LaneSize:
     """
     check_size_name(name, "size")
     if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(f"size(): max_size must be a non-negative int, got {max_size!r}.")
+        raise ArgumentTypeError(
+            f"size(): max_size must be a non-negative int, got {brief(max_size)}."
+        )
     return LaneSize(name, max_size)

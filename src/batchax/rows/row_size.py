@@ -12,7 +12,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.parts import AxisSpec, Parts
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
 
@@ -110,7 +110,7 @@ def check_size_name(name: Any, maker: str) -> None:
     """
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
-            f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {name!r}.'
+            f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
         )
 
 

@@ -16,7 +16,7 @@ from batchax.execution.devices.local_rows import on_own_devices
 from batchax.execution.devices.processes import check_spans
 from batchax.execution.devices.shards import Shards
 from batchax.execution.devices.telling import typed_mesh
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.looking import in_jit
 from batchax.kernel.varying import mesh_around
@@ -130,7 +130,7 @@ def find_mesh(mesh: Any) -> OnMesh | None:
                 + (
                     f"lanes were to be spread over {', '.join(map(repr, missing))}."
                     if missing
-                    else f"name one or more of them, each once; got {names!r}."
+                    else f"name one or more of them, each once; got {brief(names)}."
                 )
             )
     if not _is_mesh(mesh):
