@@ -173,8 +173,8 @@ def test_who_waits_comes_through(cost, monkeypatch):
 def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
     for limit, value in {"CHEAPER": 0.0, "COMPILING": 0.0, "MOST": 0.5}.items():
         monkeypatch.setattr(segments, limit, value)
-    got = jax.jit(bx.vmap(in_turn, (0, None), divergence="compact"))(XS, ENTRIES)
-    oracle.same(got, expected_of(in_turn))
+    compact = functools.partial(bx.vmap, divergence="compact")
+    oracle.same(jax.jit(compact(in_turn, (0, None)))(XS, ENTRIES), expected_of(in_turn))
 
     def fun(x, steps):
         def step(x, taken):
@@ -183,7 +183,8 @@ def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
         return lax.scan(step, x, steps)
 
     steps = np.array([True, False, True])[:, None] ^ (np.arange(LANES) == 3)
-    bx.check(fun, (0, 1), divergence="compact")(XS, steps)
+    ways = (vmap(fun, (0, 1)) for vmap in (compact, jax.vmap))
+    oracle.same(*oracle.at_once(*ways)(XS, steps))
     counts = bx.explain(fun, (0, 1), divergence="compact", measure=True)(XS, steps).steps
     (dear,) = (c for c in counts if c.way == "gathered" and c.branch == 1)
     assert dear.needed == steps.sum() <= dear.done

@@ -84,6 +84,7 @@ def nothing_ran():
     kept.cache_clear()
 
 
+@pytest.mark.compiles(40)
 def test_a_way_that_only_says_how_lanes_run_serves_every_call():
     whole = batched(f, one_by_one)
     same(whole(W, XS), EXPECTED)

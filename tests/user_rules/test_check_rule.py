@@ -100,6 +100,7 @@ def _(primals, tangents):
     return x, t * (1 + 0.1 * (x - jax.lax.stop_gradient(x)))
 
 
+@pytest.mark.compiles(40)
 @pytest.mark.parametrize("case", WRONG)
 def test_the_first_difference_is_reported(case):
     rule, transformation, batched, message = WRONG[case]
