@@ -142,6 +142,10 @@ def test_gradients_and_a_nan_of_lanes_that_go_elsewhere():
     same(tangents, one_by_one(moved, x, y, taken))
 
 
+def thrice(x):
+    return bx.bounded_while(lambda c: c[0] < 2, lambda c: jnp.sin(c), x, 3)
+
+
 @pytest.mark.parametrize(
     ("what", "fits"),
     [
@@ -153,6 +157,8 @@ def test_gradients_and_a_nan_of_lanes_that_go_elsewhere():
         (lambda x: lax.fft(x, "FFT", (8,)), False),
         (lambda x: jnp.nonzero(x, size=1), False),  # adds up, unseen, in an equation of JAX 0.12
         (lambda x: jnp.searchsorted(x, x[0]), True),
+        (thrice, True),
+        (lambda x: jax.vjp(thrice, x)[1](x), False),  # sorts what it keeps for the way back
         (lambda x: x.at[1].set(0), True),
         (lambda x: jnp.sum(x > 1) + jnp.argmax(x), True),
         (lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + i, x), True),

@@ -9,6 +9,7 @@ import numpy as np
 from jax import dtypes
 
 from batchax.jaxprs.inside import Anywhere, programs_inside
+from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.programs import prices
@@ -54,8 +55,9 @@ def _is_other(eqn: Eqn, others: Anywhere) -> bool:
     if name == "scatter":  # a compiler makes an update of one, and a call of several
         return prices.windows_of(eqn) != 1
     inner = programs_in(eqn)
-    # `Anywhere` looks at programs that are parameters, and some equations are made into programs.
-    hidden = () if programs_inside(eqn) else inner
+    # `Anywhere` looks at programs that are parameters, and some equations stand for others: a sweep
+    # back over a bounded loop sorts what it keeps.
+    hidden = () if programs_inside(eqn) and operations_of(eqn) is None else inner
     return not inner or any(others.in_program(program.jaxpr) for program in hidden)
 
 
