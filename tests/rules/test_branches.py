@@ -417,6 +417,7 @@ def test_a_branch_with_a_loop_of_which_nothing_is_returned():
     check_all({"no results": (f, P, example((P.size, 2)), {})}, derivatives=False)
 
 
+@pytest.mark.compiles(40)
 def test_what_one_branch_keeps_for_its_derivative_is_selected_for_nobody(monkeypatch):
     """The others leave it unwritten; weights stay one array, but where their rows are short."""
     size, lanes = 32, 5
