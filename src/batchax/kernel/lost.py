@@ -46,7 +46,7 @@ def _refuse_lost(program: Any, trace: Any) -> None:
             raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
     if _tracers_inside.in_program(jaxpr):
         for eqn in jaxpr.eqns:
-            for inner in programs_held(eqn):
+            for inner in _run_by(eqn):
                 _refuse_lost(inner, trace)
 
 
@@ -63,11 +63,23 @@ def of_what_is_around(place: str, type_of: str) -> str:
 _tracers_inside = Anywhere(
     lambda eqn: any(
         isinstance(x, Tracer)
-        for program in programs_held(eqn)
+        for program in _run_by(eqn)
         for x in getattr(program, "consts", ())
     )
 )
-"""Whether a program holds traced values as constants of programs inside it."""
+"""Whether a program holds traced values as constants of programs that it runs."""
+
+
+def _run_by(eqn: Eqn) -> list[Any]:
+    """The programs that an equation runs, of its operands.
+
+    Primitives of third parties hold others: Lineax's what made an operator, whose values are
+    operands.
+    """
+    if not programs_held(eqn):
+        return []
+    bodies = bodies_of(eqn)
+    return [body.program for body in bodies if len(body.operands) == len(body.jaxpr.invars)]
 
 
 def _reader(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
