@@ -62,9 +62,7 @@ def of_what_is_around(place: str, type_of: str) -> str:
 
 _tracers_inside = Anywhere(
     lambda eqn: any(
-        isinstance(x, Tracer)
-        for program in _run_by(eqn)
-        for x in getattr(program, "consts", ())
+        isinstance(x, Tracer) for program in _run_by(eqn) for x in getattr(program, "consts", ())
     )
 )
 """Whether a program holds traced values as constants of programs that it runs."""
