@@ -399,8 +399,7 @@ def for_any_machine(option: Any) -> Any:
     """`option`, with "auto" as what decides alike wherever a job goes on."""
     if option != "auto":
         return option
-    limits = limits_here() or Limits()
-    return Auto(limits=limits._replace(cores=_CORES, devices=sys.maxsize))
+    return Auto(limits=Auto().limits._replace(cores=_CORES, devices=sys.maxsize))
 
 
 CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"

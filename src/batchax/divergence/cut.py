@@ -10,9 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import (
-    while_p,
-)
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.divergence.branch_as_while import DearBranch
@@ -166,13 +164,14 @@ class _Cut:
         for j, eqn in enumerate(self.inner):
             inside = self._dear(eqn) if eqn.outvars[0] in self.places else self._nest(eqn)
             types = _types_of(eqn) if isinstance(inside, Segment) else inside.slots
-            slots = self._slots(groups, j, types)
+            read = self._read_after(groups, j)
+            slots = self._slots(eqn, types, read)
             if isinstance(inside, Segment):
                 slots = (*slots, *self._keep([_WAITED]))
             self.place.update(zip(eqn.outvars, slots, strict=False))
-            inner.append((eqn, inside, slots))
+            inner.append((eqn, inside, slots, read))
         parts: list[Part] = []
-        for j, (eqn, inside, slots) in enumerate(inner):
+        for j, (eqn, inside, slots, read) in enumerate(inner):
             first = _first_carry(eqn)
             begins = zip(slots, first, strict=False)
             writes = {k: v for k, v in begins if isinstance(v, Literal) or self.place.get(v) != k}
@@ -186,7 +185,7 @@ class _Cut:
                 moved = [inside.slots[k] for k in kept]
                 if inside.parts:
                     writes[slots[inside.n_carry]] = Literal(np.int32(0), _PLACE)
-            kept = self._kept(groups, j)
+            kept = [v for made in groups[j] for v in made.outvars if v in read]
             places = self._keep([v.aval for v in kept])
             writes.update(zip(places, kept, strict=True))
             segment = self._segment(groups[j], writes)
@@ -239,16 +238,13 @@ class _Cut:
             left = [eqn for eqn in left if eqn not in needed]
         return [*groups, left]
 
-    def _slots(
-        self, groups: Sequence[Sequence[Eqn]], j: int, types: Sequence[Aval]
-    ) -> tuple[int, ...]:
-        """Slots of these types for loop `j` inside, whose carry is the first of them.
+    def _slots(self, loop: Eqn, types: Sequence[Aval], read: set[Any]) -> tuple[int, ...]:
+        """Slots of these types for a loop inside, whose carry is the first of them.
 
         That is kept where the loop around it keeps what it begins with, or what becomes of it, if
-        nobody reads any more what is there: so it is not copied where lanes come and go.
+        what is there is not `read` any more: so it is not copied where lanes come and go.
         """
-        loop, outs = self.inner[j], self.body.jaxpr.outvars
-        first, read = _first_carry(loop), self._read_after(groups, j)
+        first, outs = _first_carry(loop), self.body.jaxpr.outvars
         taken = {self.place[v] for v in read if v in self.place}
         slots: list[int] = []
         for k, aval in enumerate(types):
@@ -271,11 +267,6 @@ class _Cut:
         for k, loop in enumerate(self.inner[j:]):
             later += _constants(loop) if k == 0 else loop.invars
         return set(variables_in([*later, *self.body.jaxpr.outvars]))
-
-    def _kept(self, groups: Sequence[Sequence[Eqn]], j: int) -> list[Any]:
-        """What segment `j` computes that is read later."""
-        read = self._read_after(groups, j)
-        return [v for eqn in groups[j] for v in eqn.outvars if v in read]
 
     def _nest(self, eqn: Eqn) -> Nest:
         test, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 from jax import dtypes
 
-from batchax.jaxprs.inside import Anywhere, programs_inside
-from batchax.jaxprs.own_primitives import operations_of
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
 from batchax.programs import prices
@@ -54,11 +53,10 @@ def _is_other(eqn: Eqn, others: Anywhere) -> bool:
         return dtypes.issubdtype(dtype, np.inexact)
     if name == "scatter":  # a compiler makes an update of one, and a call of several
         return prices.windows_of(eqn) != 1
+    # `Anywhere` looks at programs that are parameters alone, and some equations stand for others: a
+    # sweep back over a bounded loop sorts what it keeps.
     inner = programs_in(eqn)
-    # `Anywhere` looks at programs that are parameters, and some equations stand for others: a sweep
-    # back over a bounded loop sorts what it keeps.
-    hidden = () if programs_inside(eqn) and operations_of(eqn) is None else inner
-    return not inner or any(others.in_program(program.jaxpr) for program in hidden)
+    return not inner or any(others.in_program(program.jaxpr) for program in inner)
 
 
 _others = Anywhere(lambda eqn: _is_other(eqn, _others))
