@@ -6,7 +6,7 @@ python=$(sh "$(dirname "$0")/find_python.sh" "$1")
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 "$python" -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet hatchling hatch-fancy-pypi-readme editables >&2
+"$place/venv/bin/pip" install --quiet hatchling hatch-fancy-pypi-readme editables uv >&2
 "$place/venv/bin/pip" install --quiet --no-build-isolation '.[demo,site,test]' >&2
 echo "# Exact versions for Python $1. Made by \`make constraints\`."
 "$place/venv/bin/pip" freeze | grep '==' | grep -v '^batchax' | sort -f
