@@ -17,9 +17,10 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.option import find_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
-from batchax.frontend.arguments import array_inside, check_small_matrices
+from batchax.frontend.arguments import array_inside
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
+from batchax.frontend.options import check_small_matrices
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.words_of_others import OF_RANKS

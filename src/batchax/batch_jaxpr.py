@@ -12,6 +12,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_axis_names
 from batchax.frontend.in_axes import count, is_position
 from batchax.frontend.outputs import AUTO
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
@@ -104,7 +105,7 @@ def _positions(what: str, given: Any, avals: Sequence[Aval], others: Sequence[An
         given = [given] * len(avals)
     elif not isinstance(given, (tuple, list)):
         raise ArgumentTypeError(
-            f"{what} must be an int, {shown}, or a tuple or list of those; got {given!r}."
+            f"{what} must be an int, {shown}, or a tuple or list of those; got {brief(given)}."
         )
     if len(given) != len(avals):
         raise AxisError(
@@ -116,8 +117,8 @@ def _positions(what: str, given: Any, avals: Sequence[Aval], others: Sequence[An
         ndim = len(aval.shape) + 1
         if not (is_other(position) or (is_position(position) and -ndim <= position < ndim)):
             raise AxisError(
-                f"{what}[{i}] is {position!r}: give an int in [{-ndim}, {ndim}) for a value that "
-                f"has shape {aval.shape} per example, or {shown}."
+                f"{what}[{i}] is {brief(position)}: give an int in [{-ndim}, {ndim}) for a value "
+                f"that has shape {aval.shape} per example, or {shown}."
             )
         positions.append(position if is_other(position) else int(position) % ndim)
     return positions

@@ -14,7 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.options import check_callable, check_tolerances
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import move_axis
@@ -69,6 +69,7 @@ def check_rule(
     """
     check_callable("check_rule", "a function of one example", fun)
     examples = _Examples(example_args, others)
+    check_tolerances(rtol=rtol, atol=atol)
     check = _Comparison(name_of(fun), rtol, atol)
     for subset in examples.subsets():
         case = _Case(fun, examples, subset)

@@ -14,10 +14,10 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_position
 from batchax.frontend.objects import is_array
+from batchax.frontend.options import check_callable
 from batchax.frontend.outputs import Reduce
 from batchax.frontend.words_of_others import check_options
 from batchax.jaxprs.spoken import brief, show
@@ -151,12 +151,14 @@ def clipped_grad(
         positions = [operator.index(n) for n in numbers]
         if not all(-len(args) <= n < len(args) for n in positions):
             raise ArgumentTypeError(
-                f"clipped_grad: argnums is {argnums!r}, and {len(args)} arguments were given by "
-                "position: give those that gradients are with respect to by position."
+                f"clipped_grad: argnums is {brief(argnums)}, and {len(args)} arguments were given "
+                "by position: give those that gradients are with respect to by position."
             )
         shared = {n % len(args) for n in positions}
         if len(shared) < len(positions):
-            raise ArgumentTypeError(f"clipped_grad: argnums {argnums!r} names an argument twice.")
+            raise ArgumentTypeError(
+                f"clipped_grad: argnums {brief(argnums)} names an argument twice."
+            )
         if grad is jax.grad:
             names = argument_names(loss, len(args))
             for i in sorted(shared):
@@ -167,8 +169,8 @@ def clipped_grad(
         for i in shared & set(range(len(axes))):
             if axes[i] is not None:
                 raise AxisError(
-                    f"in_axes gives {axes[i]!r} for {argument_names(loss, len(args))[i]}, which "
-                    "gradients are with respect to: all examples share it, so give None."
+                    f"in_axes gives {brief(axes[i])} for {argument_names(loss, len(args))[i]}, "
+                    "which gradients are with respect to: all examples share it, so give None."
                 )
         total = vmap(one_example, axes, Reduce("sum"), **options)(*args, **kwargs)
         # A sum of int32 is one of int64 where JAX has that.

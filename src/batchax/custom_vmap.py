@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.options import check_callable
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
 from batchax.user_rules.arguments import split_arguments

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
-from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes
+from batchax.frontend.options import check_callable
 from batchax.nonfinite.find import NonFinite, find
 from batchax.vmap import Options
 

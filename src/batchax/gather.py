@@ -14,6 +14,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.devices.meetings import of_this_process
 from batchax.execution.devices.processes import from_all
+from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
@@ -50,7 +51,7 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
       [0, 1, 4, 9]
     """
     count = jax.process_count()
-    if to != "all":
+    if not is_word(to, "all"):
         if isinstance(to, bool) or not isinstance(to, (int, np.integer)):
             raise ArgumentTypeError(
                 f'gather: to must be "all" or the index of a process, got {brief(to)}.'
@@ -63,7 +64,7 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
             "gather: an array is traced, and has no values to be brought anywhere yet. Call it "
             "outside of jit, on what the function returned."
         )
-    keep = to in ("all", jax.process_index())
+    keep = is_word(to, "all") or to == jax.process_index()
     sent = [x for x in leaves if isinstance(x, jax.Array) and not _is_here(x)]
     text = "\n".join([f"to: {to}", *(f"{x.dtype}{list(x.shape)}" for x in sent)])
     with of_this_process().call("gather", text) if sent else contextlib.nullcontext():

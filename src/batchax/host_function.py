@@ -12,8 +12,8 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.arguments import check_callable
 from batchax.frontend.batched import Batched
+from batchax.frontend.options import check_callable
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 

@@ -14,19 +14,24 @@ from batchax import _compat
 from batchax.datasets.addresses import Address, address
 from batchax.datasets.bad_rows import Policy
 from batchax.datasets.engines.engine import find_engine
-from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
+from batchax.datasets.options import check_batch_size, check_key, of_this_process
 from batchax.datasets.report import Report
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
-from batchax.frontend.arguments import check_callable, check_flags, check_small_matrices
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import (
+    check_callable,
+    check_flags,
+    check_one_of,
+    check_progress,
+    check_small_matrices,
+)
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.spoken import brief
-from batchax.progress import check_progress
 
 _ON_ERROR = ("raise", "quarantine")
 
@@ -191,8 +196,8 @@ def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None
         raise ArgumentTypeError(f"stream_id must be a string or None, and is {brief(stream_id)}.")
     if stream_id is not None and not streams:
         raise ArgumentTypeError(
-            f"stream_id={stream_id!r} names the rows of a stream, and no argument is one: leave it "
-            "out."
+            f"stream_id={brief(stream_id)} names the rows of a stream, and no argument is one: "
+            "leave it out."
         )
     if streams and executor is not None:
         raise UnsupportedError(

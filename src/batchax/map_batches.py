@@ -10,13 +10,13 @@ import jax
 from batchax import _compat
 from batchax.datasets.batches import Batches, of_sources, of_streams
 from batchax.datasets.inputs import NoRowsError
-from batchax.datasets.options import check_batch_size, check_key, check_one_of, of_this_process
+from batchax.datasets.options import check_batch_size, check_key, of_this_process
 from batchax.datasets.program import fitting, program_of
 from batchax.datasets.row_function import RowFunction
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.frontend.arguments import check_callable, check_flags, check_small_matrices
 from batchax.frontend.in_axes import check_in_axes, is_position
+from batchax.frontend.options import check_callable, check_flags, check_one_of, check_small_matrices
 from batchax.frontend.outputs import check_out_axes
 from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.spoken import brief

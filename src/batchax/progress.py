@@ -12,25 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from batchax.errors import ArgumentTypeError
-
 _EVERY = 10.0  # seconds between plain lines
 _REDRAWN = 0.1  # seconds between two looks of a bar, which takes milliseconds to draw
 
 How = bool | Callable[[int, Any], Any]
-
-
-def check_progress(progress: Any, unit: str) -> None:
-    """Refuses what the option `progress` cannot be.
-
-    Raises:
-      ArgumentTypeError: it is neither a bool nor callable.
-    """
-    if not (isinstance(progress, bool) or callable(progress)):
-        raise ArgumentTypeError(
-            f"progress must be True, False, or a function of the {unit} done and of those there "
-            f"are; got {progress!r}."
-        )
 
 
 class Progress:

@@ -12,6 +12,7 @@ import jax
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.spoken import brief
 from batchax.programs import hlo_text
 from batchax.programs.canonical_form import canonical
 from batchax.programs.canonical_values import Table
@@ -104,7 +105,7 @@ def same_program(
     for name, fun in (("f", f), ("g", g)):
         if not callable(fun):
             raise ArgumentTypeError(
-                f"`same_program` compares functions, but `{name}` is {fun!r}, which cannot be "
+                f"`same_program` compares functions, but `{name}` is {brief(fun)}, which cannot be "
                 "called."
             )
     staged = [jax.make_jaxpr(fun, return_shape=True)(*args) for fun in (f, g)]

@@ -20,8 +20,6 @@ from batchax.execution.watched import Steps
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     check_axis_size,
-    check_callable,
-    check_flags,
     find_axis_size,
     flatten_arguments,
 )
@@ -37,6 +35,7 @@ from batchax.frontend.carries import (
 from batchax.frontend.containers import is_container_spec
 from batchax.frontend.in_axes import STEPS, argument_names, check_in_axes, is_position
 from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
+from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import (
     FlatOutputs,
     flatten_arrays,
@@ -309,6 +308,6 @@ def _check_until(until: Any, unroll: Any) -> None:
         raise ArgumentTypeError(f"until must be a function of the carry, got {show(until)}.")
     if unroll is not False and unroll != 1:
         raise UnsupportedError(
-            f"unroll is {unroll!r}, but a scan that may end early (until) runs its steps one by "
-            "one. Leave unroll out."
+            f"unroll is {brief(unroll)}, but a scan that may end early (until) runs its steps one "
+            "by one. Leave unroll out."
         )

@@ -9,7 +9,7 @@ import jax
 
 from batchax import _compat
 from batchax.custom_vmap import custom_vmap
-from batchax.frontend.arguments import check_callable
+from batchax.frontend.options import check_callable
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.scan import scan

@@ -13,6 +13,8 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.objects import is_array, is_flag
+from batchax.frontend.options import checked_list
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
@@ -33,7 +35,8 @@ def stack(trees: Sequence[Any]) -> Any:
     Raises:
       AxisError: (a ValueError) there is no tree; or two differ in structure, or in the shape, dtype
         or value of a leaf: the message names the first such leaf, and the trees.
-      ArgumentTypeError: (a TypeError) a leaf is a `Ragged`, a sparse matrix or another container.
+      ArgumentTypeError: (a TypeError) a leaf is a `Ragged`, a sparse matrix or another container;
+        or `trees` is no list.
 
     Example:
       >>> models = [{"w": jnp.full((3, 2), i), "name": "linear"} for i in range(4)]
@@ -43,7 +46,7 @@ def stack(trees: Sequence[Any]) -> Any:
       >>> bx.vmap(apply, (0, None))(bx.stack(models)["w"], jnp.ones(2)).shape
       (4, 3)
     """
-    trees = list(trees)
+    trees = checked_list("stack", "trees", trees)
     if not trees:
         raise AxisError("stack needs at least one tree: without any, there is no structure.")
     flat = [_leaves(f"stack: trees[{i}]", tree) for i, tree in enumerate(trees)]
@@ -148,7 +151,7 @@ def _alike(x: Value, y: Value) -> bool:
 
 def _described(x: Value) -> str:
     if not is_array(x):
-        return repr(x)
+        return brief(x)
     aval = jax.typeof(x)
     return f"{aval.dtype}{list(aval.shape)}"
 

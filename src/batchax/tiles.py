@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import check_one_of
 from batchax.frontend.parts import AxisSpec, Parts
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
@@ -131,8 +132,7 @@ def tiles(
             raise ArgumentTypeError(f"tiles(): {name} must be a positive int, got {brief(n)}.")
     if not is_position(axis):
         raise ArgumentTypeError(f"tiles(): axis must be an int, got {brief(axis)}.")
-    if last not in ("error", "short"):
-        raise ArgumentTypeError(f'tiles(): last must be "error" or "short", got {brief(last)}.')
+    check_one_of("tiles(): last", last, "error", "short")
     if count is not None and (size is not None or last == "short"):
         other = "size" if size is not None else 'last="short"'
         raise ArgumentTypeError(f"tiles(): give count or {other}, not both.")

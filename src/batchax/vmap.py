@@ -24,9 +24,6 @@ from batchax.frontend.arguments import (
     FlatArguments,
     check_axis_name,
     check_axis_size,
-    check_callable,
-    check_flags,
-    check_small_matrices,
     find_axis_size,
     flatten_arguments,
     mesh_axis_names,
@@ -35,6 +32,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes
 from batchax.frontend.mapped import find_mesh_axis, with_lane_indices
 from batchax.frontend.objects import check_same
+from batchax.frontend.options import check_callable, check_flags, check_small_matrices
 from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,

@@ -24,6 +24,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
 from batchax.frontend.converted import converted
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
+from batchax.jaxprs.spoken import brief
 from batchax.rows.arrow import by_axis
 
 
@@ -149,9 +150,9 @@ def find_inputs(
             continue
         if not is_position(leaf.spec):
             raise ArgumentTypeError(
-                f"in_axes gives {leaf.spec!r} for {leaf.path}: the rows of a dataset are taken "
-                "along an axis, so give its number, or None for what all rows share. For a random "
-                "key of each row pass key= to map."
+                f"in_axes gives {brief(leaf.spec)} for {leaf.path}: the rows of a dataset are "
+                "taken along an axis, so give its number, or None for what all rows share. For a "
+                "random key of each row pass key= to map."
             )
         with reading(leaf.path):  # what was closed raises errors of its own
             one_by_one = is_stream(leaf.value)

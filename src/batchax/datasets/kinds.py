@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
 
+from batchax.jaxprs.spoken import brief
+
 T = TypeVar("T")
 
 
@@ -63,7 +65,7 @@ class Kinds(Generic[T]):
         if not (isinstance(loaded, type) and issubclass(loaded, self._base)):
             raise ImportError(
                 f"{where} must be a subclass of batchax.datasets.{self._base.__name__}, and is "
-                f"{loaded!r}."
+                f"{brief(loaded)}."
             )
         return loaded
 

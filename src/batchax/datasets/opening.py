@@ -16,6 +16,7 @@ from batchax.datasets.lock import LockedError
 from batchax.datasets.place import AnyLock, UnreachableError
 from batchax.datasets.plan import Plan
 from batchax.errors import ArgumentTypeError, JobError, StorageError
+from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def open_job(
         at work on it, or `resume` says no.
       StorageError: if it cannot be read or written.
     """
-    if resume not in RESUME:
+    if not is_word(resume, *RESUME):
         raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
     files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
     end = time.monotonic() + (_PATIENCE if shard else 0)

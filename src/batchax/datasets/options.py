@@ -11,13 +11,13 @@ import jax
 
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief, name_of
-from batchax.jaxprs.words import Value
 
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuses what is no number of rows, nor "auto"."""
-    if batch_size != "auto" and not (is_position(batch_size) and batch_size > 0):
+    if not is_word(batch_size, "auto") and not (is_position(batch_size) and batch_size > 0):
         raise AxisError(f'batch_size must be a positive int or "auto", got {brief(batch_size)}.')
 
 
@@ -31,15 +31,6 @@ def of_this_process(mesh: Any) -> Any:
             "whole dataset. Give a mesh of this process's own: jax.local_devices()."
         )
     return mesh
-
-
-def check_one_of(name: str, value: Value, *choices: str | None) -> None:
-    """Refuses a value that is none of some."""
-    if value not in choices:
-        *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
-        raise ArgumentTypeError(
-            f"{name} must be {', '.join(others)} or {last}, got {brief(value)}."
-        )
 
 
 def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:

@@ -58,6 +58,7 @@ from batchax.divergence.widths import (
 from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
+from batchax.frontend.options import is_word
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -397,7 +398,7 @@ class Auto(Compact):
 
 def for_any_machine(option: Any) -> Any:
     """`option`, with "auto" as what decides alike wherever a job goes on."""
-    if option != "auto":
+    if not is_word(option, "auto"):
         return option
     return Auto(limits=Auto().limits._replace(cores=_CORES, devices=sys.maxsize))
 

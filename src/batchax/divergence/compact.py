@@ -26,7 +26,7 @@ from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -98,7 +98,7 @@ class Compact:
             )
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise AxisError(
-                f"threshold is {self.threshold!r}, but it is a share of lanes: give a number "
+                f"threshold is {brief(self.threshold)}, but it is a share of lanes: give a number "
                 "between 0 and 1."
             )
         if self.steps is not None and not isinstance(self.steps, LaneSteps):

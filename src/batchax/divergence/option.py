@@ -10,6 +10,7 @@ from batchax.divergence.auto import Auto
 from batchax.divergence.compact import Compact
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
+from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
@@ -40,7 +41,7 @@ def find_divergence(option: Any) -> Compact | None:
     """
     if isinstance(option, Compact):
         return option
-    if option in _NAMED:
+    if is_word(option, *_NAMED):
         return _NAMED[option]()
     raise ArgumentTypeError(
         'divergence must be "auto", "predicate", "compact" or a batchax.Compact(...), got '

@@ -15,6 +15,7 @@ from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import check_one_of, is_word
 from batchax.jaxprs.spoken import brief, name_of, show
 from batchax.jaxprs.words import Value
 from batchax.memo import Memo
@@ -66,11 +67,10 @@ def find_chunking(
       ArgumentTypeError: an option has the wrong type.
       AxisError: `batch_size` is less than one.
     """
-    if residuals not in ("recompute", "keep"):
-        raise ArgumentTypeError(f'residuals must be "recompute" or "keep", got {brief(residuals)}.')
-    if memory_limit is not None and batch_size != "auto":
+    check_one_of("residuals", residuals, "recompute", "keep")
+    if memory_limit is not None and not is_word(batch_size, "auto"):
         raise ArgumentTypeError(
-            f'memory_limit goes with batch_size="auto"; batch_size is {batch_size!r}.'
+            f'memory_limit goes with batch_size="auto"; batch_size is {brief(batch_size)}.'
         )
     told = find_progress(progress, fun, "chunks")
     if batch_size is None:
@@ -81,11 +81,11 @@ def find_chunking(
             )
         if told is not None:
             raise ArgumentTypeError(
-                f"progress is {progress!r}, but batch_size is None: all lanes run at once, and "
-                "there are no chunks to count. Give batch_size, or leave progress out."
+                f"progress is {brief(progress)}, but batch_size is None: all lanes run at once, "
+                "and there are no chunks to count. Give batch_size, or leave progress out."
             )
         return None
-    if batch_size == "auto":
+    if is_word(batch_size, "auto"):
         name = name_of(fun)
         return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", told)
     if not is_position(batch_size):

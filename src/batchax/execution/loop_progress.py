@@ -17,8 +17,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchax.jaxprs.spoken import name_of
-from batchax.progress import How, Progress, check_progress
+from batchax.frontend.options import check_progress
+from batchax.jaxprs.spoken import brief, name_of
+from batchax.progress import How, Progress
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class LoopProgress:
             shown.failed = True
             place = traceback.extract_tb(error.__traceback__)[-1]
             warnings.warn(
-                f"progress={self.how!r} raised {error!r} at {place.filename}:{place.lineno}. The "
+                f"progress={brief(self.how)} raised {brief(error)} at "
+                f"{place.filename}:{place.lineno}. The "
                 "loop goes on, and does not say any more how far it is.",
                 RuntimeWarning,
                 stacklevel=2,

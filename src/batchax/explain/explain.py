@@ -25,9 +25,9 @@ from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
 from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
-from batchax.frontend.arguments import check_callable, check_flags
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes
+from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import name_of
 from batchax.vmap import MoreOptions, made_by_vmap, vmap

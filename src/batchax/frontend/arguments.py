@@ -23,13 +23,13 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.advice import NO_SUCH_AXIS, by_name, is_key, may_be_key, split_key
 from batchax.frontend.containers import BatchOfRows, parts_of_argument
-from batchax.frontend.in_axes import LANES, Terms, is_position, listed, spread_in_axes
+from batchax.frontend.in_axes import LANES, Terms, is_position, spread_in_axes
 from batchax.frontend.local_rows import LocalRows, only_mapped
 from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
 from batchax.frontend.objects import is_array
 from batchax.frontend.parts import LANE_INDEX, AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import listed, show
 from batchax.jaxprs.words import Value
 
 
@@ -193,19 +193,6 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
     return ""
 
 
-def check_callable(where: str, what: str, fun: Any) -> None:
-    """Refuses what is no function."""
-    if not callable(fun):
-        raise ArgumentTypeError(f"{where} expects {what}, got {show(fun)}.")
-
-
-def check_flags(**flags: Any) -> None:
-    """Refuses what is neither True nor False, such as a word: it would count as True."""
-    for name, flag in flags.items():
-        if not isinstance(flag, (bool, np.bool_)):
-            raise ArgumentTypeError(f"{name} must be True or False, got {show(flag)}.")
-
-
 def check_untraced(purpose: str, arguments: Any) -> None:
     """Refuses arguments without values, for what has a purpose that needs some."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
@@ -247,12 +234,6 @@ def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
         raise ArgumentTypeError(
             f"{option} must be hashable, such as a string, got {show(axis_name)}."
         ) from None
-
-
-def check_small_matrices(option: Any) -> None:
-    """Refuses, when `vmap` is called, what the option `small_matrices` cannot be."""
-    if option not in ("auto", "library"):
-        raise ArgumentTypeError(f'small_matrices must be "auto" or "library", got {show(option)}.')
 
 
 def _leaf_parts(

@@ -248,7 +248,7 @@ def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
     if not isinstance(spec, container.spec_type) or isinstance(spec, bool):
         name = container.type.__name__
         raise ArgumentTypeError(
-            f"{what} gives {spec!r} for {path}, but the batch axis of a {name} is given by a "
+            f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
             f"{container.spec_type.__name__}. Give one, or None if it does not depend on the batch."
         )
     return spec

@@ -16,7 +16,7 @@ from batchax.frontend.containers import is_container, is_container_spec
 from batchax.frontend.objects import is_flag, is_object
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
-from batchax.jaxprs.spoken import name_of, show
+from batchax.jaxprs.spoken import listed, name_of, show
 from batchax.jaxprs.words import Value
 
 
@@ -280,7 +280,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             "in_axes is a dict by parameter name, but the parameters of "
-            f"{getattr(fun, '__name__', fun)!r} cannot be read; give a tuple by position."
+            f"{name_of(fun)!r} cannot be read; give a tuple by position."
         ) from None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return
@@ -302,11 +302,6 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
         f"the callable given in in_axes must return an int or None, but for {leaf.path} it "
         f"returned {show(axis)}."
     )
-
-
-def listed(items: Any) -> str:
-    """Things one after another, for messages."""
-    return ", ".join(str(item) for item in items)
 
 
 def count(n: int, one: str, several: str | None = None) -> str:

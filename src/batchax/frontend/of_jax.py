@@ -21,6 +21,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.parts import LANE_INDEX, Parts
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
@@ -91,7 +92,7 @@ def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
     spec = int(spec) if isinstance(spec, np.integer) else spec
     if not isinstance(spec, kind) or isinstance(spec, bool):
         raise ArgumentTypeError(
-            f"{what} gives {spec!r} for {path}, but the batch axis of a {name} is given by a "
+            f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
             f"{kind.__name__}. Give one, or None if it does not depend on the batch."
         )
     return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
@@ -103,7 +104,9 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, IndexError) as error:
-        raise AxisError(f"{what} gives {spec!r} for {path}, which it refuses: {error}") from None
+        raise AxisError(
+            f"{what} gives {brief(spec)} for {path}, which it refuses: {error}"
+        ) from None
 
 
 def _example_of(x: Value, axis: Any) -> Any:

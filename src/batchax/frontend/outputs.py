@@ -23,10 +23,11 @@ from batchax.frontend.containers import (
 from batchax.frontend.in_axes import LANES, Terms, is_position
 from batchax.frontend.named_reductions import REDUCTIONS, Kind, adds_up, has_reduction
 from batchax.frontend.objects import is_array, is_object
+from batchax.frontend.options import is_word
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.frontend.reduction import Reduction
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 
@@ -86,12 +87,13 @@ class Reduce:
             not isinstance(self.kind, str) or self.kind not in REDUCTIONS
         ):
             raise AxisError(
-                f"Reduce({self.kind!r}): the reductions are {', '.join(map(repr, REDUCTIONS))}, "
+                f"Reduce({brief(self.kind)}): the reductions are "
+                f"{', '.join(map(repr, REDUCTIONS))}, "
                 "and a batchax.Reduction of your own."
             )
-        if self.unmapped not in ("reduce", "keep"):
+        if not is_word(self.unmapped, "reduce", "keep"):
             raise AxisError(
-                f'Reduce({self.kind!r}, unmapped={self.unmapped!r}): give "reduce" or "keep".'
+                f'Reduce({self.kind!r}, unmapped={brief(self.unmapped)}): give "reduce" or "keep".'
             )
 
     def __repr__(self) -> str:
@@ -284,7 +286,7 @@ def _is_extended(value: Value) -> bool:
 def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
-            f"out_axes gives {spec!r} for {path}, which is an array: that kind of axis is for "
+            f"out_axes gives {brief(spec)} for {path}, which is an array: that kind of axis is for "
             "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
             "size depends on the row comes back as a Ragged by itself."
         )

@@ -17,6 +17,7 @@ from jax.core import Tracer
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container, is_container_spec
+from batchax.jaxprs.spoken import listed
 from batchax.jaxprs.words import Value
 
 
@@ -125,8 +126,8 @@ def _by_name(
     if unknown:
         parts = "keys" if isinstance(tree, dict) else "fields"
         raise AxisError(
-            f"{what} names {', '.join(map(repr, unknown))}, but the {parts} of {path} are "
-            f"{', '.join(map(repr, names))}."
+            f"{what} names {listed(map(repr, unknown))}, but the {parts} of {path} are "
+            f"{listed(map(repr, names))}."
         )
     return [spec.get(name, 0) for name in names]
 
@@ -169,7 +170,7 @@ def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
 
 def _describe(tree: Any) -> str:
     if isinstance(tree, dict):
-        return f"a {type(tree).__name__} with keys {sorted(map(repr, tree))}".replace('"', "")
+        return f"a {type(tree).__name__} with keys [{listed(sorted(map(repr, tree)))}]"
     if isinstance(tree, (tuple, list)):
         return f"a {type(tree).__name__} of length {len(tree)}"
     if tree is None:

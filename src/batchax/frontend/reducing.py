@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
@@ -158,7 +159,7 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
         numbers = neutral_like(reduction, state)
     except ValueError:
         raise ArgumentTypeError(
-            f"neutral of {reduction!r} is {reduction.neutral!r}, but a state of {path} is "
+            f"neutral of {reduction!r} is {brief(reduction.neutral)}, but a state of {path} is "
             f"{_shown(state)}: give a number, or one for each array of a state."
         ) from None
     for number, x in zip(jax.tree.leaves(numbers), jax.tree.leaves(state), strict=True):
@@ -166,8 +167,8 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
             jnp.iinfo(x.dtype).min <= number <= jnp.iinfo(x.dtype).max
         ):
             raise ArgumentTypeError(
-                f"neutral of {reduction!r} is {number!r}, which is no {x.dtype}, as a state of "
-                f"{path} has. Give a function of the dtype that returns one."
+                f"neutral of {reduction!r} is {brief(number)}, which is no {x.dtype}, as a state "
+                f"of {path} has. Give a function of the dtype that returns one."
             )
     result = jax.eval_shape(lambda s: finished(reduction, s, 2), state)
     if not _is_array(result):

@@ -9,8 +9,9 @@ from typing import Any, Literal
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.mapped import Mapped, MappedRows
+from batchax.frontend.options import check_one_of
 from batchax.frontend.outputs import Described
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.spoken import show
 
 
 class GroupsOfRows:
@@ -52,10 +53,7 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
       AxisError: there are to be fewer than one bucket.
     """
     buckets = _checked_buckets(buckets)
-    if layout not in ("auto", "packed", "padded", "grouped"):
-        raise ArgumentTypeError(
-            f'layout must be "auto", "packed", "padded" or "grouped", got {brief(layout)}.'
-        )
+    check_one_of("layout", layout, "auto", "packed", "padded", "grouped")
     if layout == "packed" and batch_size is not None:
         raise ArgumentTypeError(
             'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -48,8 +49,15 @@ def brief(value: Any) -> str:
     return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
+def listed(items: Iterable[Any]) -> str:
+    """Things one after another: the first of them, and how many more there are."""
+    first, rest = (items := list(map(str, items)))[:_MOST], len(items) - _MOST
+    return ", ".join(first) + (f" and {rest} more" if rest > 0 else "")
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray))
 
 
 _LONG = 200
+_MOST = 20

@@ -17,6 +17,7 @@ import numpy as np
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.primitive_facts import describe
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import (
     Axis,
@@ -137,7 +138,7 @@ def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
     if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
         raise ArgumentTypeError(
             "reducing is for a primitive whose parameter `axes` is a tuple of ints; that of "
-            f"`{primitive}` is {dims!r}."
+            f"`{primitive}` is {brief(dims)}."
         )
     wrong = [d for d in dims if not -rank <= d < rank]
     if wrong:

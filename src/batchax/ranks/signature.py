@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from batchax.errors import ArgumentTypeError
+from batchax.jaxprs.spoken import brief
 from batchax.ranks.core import Core, Dim
 
 _CORE = r"\(\s*(?:\w+(?:\s*,\s*\w+)*)?\s*\)"
@@ -21,7 +22,7 @@ def parse_signature(text: str) -> tuple[list[Core], list[Core]]:
     match = _SIGNATURE.fullmatch(text)
     if match is None:
         raise ArgumentTypeError(
-            f"{text!r} is not a signature of core dimensions: expected the form "
+            f"{brief(text)} is not a signature of core dimensions: expected the form "
             '"(n),(n,m)->(m)", with a name or a size for each dimension, and () for a scalar.'
         )
     inputs, outputs = (list(map(_core, re.findall(_CORE, part))) for part in match.groups())
@@ -36,5 +37,7 @@ def _dim(text: str) -> Dim:
     if text.isdigit():
         return Dim(text, size=int(text))
     if not text.isidentifier():
-        raise ArgumentTypeError(f"{text!r} is neither a name nor the size of a core dimension.")
+        raise ArgumentTypeError(
+            f"{brief(text)} is neither a name nor the size of a core dimension."
+        )
     return Dim(text, name=text)

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from batchax import _compat
 from batchax.errors import AxisError
+from batchax.frontend.options import checked_list
 from batchax.rows.checks import (
     as_bounds,
     as_data,
@@ -88,7 +89,7 @@ class Building:
           >>> bx.Ragged.from_rows(images, axis=(0, 1))
           Ragged(2 rows of float32[n, m], lengths=([2, 1], [3, 4]), max_length=(2, 4))
         """
-        rows = list(rows)
+        rows = checked_list("Ragged.from_rows", "rows", rows)
         if not rows:
             raise AxisError(
                 "Ragged.from_rows needs at least one row: without any, neither dtype nor shape "

@@ -118,7 +118,7 @@ def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[i
     axes = tuple(checked_axis(each, array, more) for each in axis)
     if not axes or list(axes) != sorted(set(axes)):
         raise AxisError(
-            f"Ragged: axis is {axis!r}; ragged axes are different ones, and in order, such as "
+            f"Ragged: axis is {brief(axis)}; ragged axes are different ones, and in order, such as "
             "(0, 1)."
         )
     return axes[0] if len(axes) == 1 else axes
@@ -139,7 +139,8 @@ def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
         each = []
     if len(each) != len(axis):
         raise AxisError(
-            f"Ragged: axis is {axis}, {len(axis)} ragged axes, but lengths are {len(each)}. Give "
+            f"Ragged: axis is {brief(axis)}, {len(axis)} ragged axes, but lengths are "
+            f"{len(each)}. Give "
             "the lengths along each, lengths=(heights, widths), say, each with an entry for each "
             "row."
         )
@@ -166,8 +167,8 @@ def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None,
         bounds = tuple(max_length)
     if len(bounds) != count:
         raise AxisError(
-            f"Ragged: max_length is {max_length!r}, for the ragged axes {axis}. Give a bound for "
-            "each, or one int."
+            f"Ragged: max_length is {brief(max_length)}, for the ragged axes {brief(axis)}. Give "
+            "a bound for each, or one int."
         )
     for each in bounds:
         check_max_length(each)

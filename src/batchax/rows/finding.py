@@ -69,7 +69,7 @@ def compress(
     if axis is None:
         x, axis = jnp.ravel(x), 0
     elif not is_position(axis) or not -x.ndim <= axis < x.ndim:
-        raise AxisError(f"{called}: axis {axis!r} is out of range for x, of shape {x.shape}.")
+        raise AxisError(f"{called}: axis {brief(axis)} is out of range for x, of shape {x.shape}.")
     count, size = condition.shape[0], x.shape[axis]
     if not agreed(size, count):
         raise AxisError(
@@ -144,6 +144,7 @@ def unique(x: Any, *, max_size: int | None = None) -> Any:
     if not isinstance(x, Tracer):
         with jax.ensure_compile_time_eval():
             different = jnp.unique(x)
+        _check_max_size(max_size, called)
         _check_enough(different.size, max_size, called)
         return different
     ordered = jnp.sort(x.reshape(-1))
@@ -172,10 +173,7 @@ def _has_elements(size: Any) -> bool:
 
 def _places(condition: Any, max_size: int | None, called: str, given: Any) -> Any:
     """Where a vector of bools is true, as int32."""
-    if max_size is not None and not (is_position(max_size) and max_size >= 0):
-        raise ArgumentTypeError(
-            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
-        )
+    _check_max_size(max_size, called)
     if isinstance(condition, Tracer):
         finding = finding_sizes()
         if finding is None:
@@ -189,6 +187,13 @@ def _places(condition: Any, max_size: int | None, called: str, given: Any) -> An
     (places,) = np.nonzero(condition)
     _check_enough(len(places), max_size, called)
     return jnp.asarray(places, np.int32)
+
+
+def _check_max_size(max_size: Any, called: str) -> None:
+    if max_size is not None and not (is_position(max_size) and max_size >= 0):
+        raise ArgumentTypeError(
+            f"{called}: max_size must be a non-negative int, got {brief(max_size)}."
+        )
 
 
 def _check_enough(count: int, max_size: int | None, called: str) -> None:

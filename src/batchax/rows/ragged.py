@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.words_of_others import in_our_words
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 from batchax.rows.building import Building
 from batchax.rows.checks import (
     as_bounds,
@@ -341,7 +341,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         lengths = self.each_length
         typed = all(hasattr(x, "dtype") for x in lengths) and len(lengths) == len(self.axes)
         if shape is None or len(shape) <= self.element_axis or not typed:
-            return f"Ragged(data={self.data!r}, lengths={self.lengths!r})"
+            return f"Ragged(data={brief(self.data)}, lengths={brief(self.lengths)})"
         row = [*map(str, self.shape_of_row(_letters(lengths)))]
         comma = "," if len(row) == 1 else ""
         shown = ", ".join(map(_shown, lengths))

@@ -17,6 +17,7 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis, axis_to_front, expand_axis, move_axis
 from batchax.kernel.fallback import one_after_another
 from batchax.kernel.registry import register_rule
@@ -109,7 +110,7 @@ def _callee(params: dict[str, Any]) -> str:
     if "target_name" in params:
         return f"the foreign function {params['target_name']!r}"
     callback = getattr(params["callback"], "callback_func", params["callback"])
-    return f"the callback {getattr(callback, '__name__', callback)!r}"
+    return f"the callback {name_of(callback)!r}"
 
 
 def _lane_by_lane(primitive: _compat.Primitive) -> None:

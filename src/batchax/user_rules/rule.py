@@ -14,6 +14,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
@@ -242,7 +243,7 @@ def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
     may_be_none = None in form.allowed
     is_leaf = _is_none if may_be_none else None
     wrong = [
-        f"  {form.flags}{jax.tree_util.keystr(keys)}: {flag!r}"
+        f"  {form.flags}{jax.tree_util.keystr(keys)}: {brief(flag)}"
         for keys, flag in jax.tree_util.tree_flatten_with_path(flags, is_leaf)[0]
         if not (
             isinstance(flag, bool)

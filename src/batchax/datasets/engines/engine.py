@@ -18,6 +18,7 @@ from batchax.datasets.places import place_of
 from batchax.datasets.plan import Plan
 from batchax.datasets.work import Work
 from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.jaxprs.spoken import brief
 
 _SHARD = re.compile(r"shard:(\d+)/(\d+)")
 
@@ -141,10 +142,10 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())
     if not count:
-        raise ArgumentTypeError(f"executor={executor!r}: there is one shard at least.")
+        raise ArgumentTypeError(f"executor={brief(executor)}: there is one shard at least.")
     if index > count:
         raise ArgumentTypeError(
-            f"executor={executor!r}: of {count} shards, numbers go from 0 to {count - 1}, or from "
-            f"1 to {count}."
+            f"executor={brief(executor)}: of {count} shards, numbers go from 0 to {count - 1}, or "
+            f"from 1 to {count}."
         )
     return Shard(index % count, count)  # whether they are counted from 0 or from 1

@@ -16,7 +16,7 @@ from typing import Any
 from batchax.datasets.engines.attempts import EndedError
 from batchax.datasets.failures import needed
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.spoken import brief, show
 
 _KNOWN = 5.0  # seconds for which it is known how many workers a cluster has
 
@@ -63,8 +63,8 @@ class Pool:
         """Makes another one, since a process that ended breaks it for all others, too."""
         if not isinstance(self._executor, ProcessPoolExecutor):
             raise JobError(
-                f"the workers of {self._executor!r} ended. What was done is kept: the same call, "
-                "with another executor, goes on from there."
+                f"the workers of {brief(self._executor)} ended. What was done is kept: the same "
+                "call, with another executor, goes on from there."
             )
         workers, self._broken = self.workers, self._broken + 1
         if self._own:
@@ -156,7 +156,8 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
             distributed = needed("distributed", f"executor={executor!r}")
             return lambda: DaskPool(_client_of(distributed, where), own=True)
         raise ArgumentTypeError(
-            f'executor={executor!r}: give "processes:4", "dask:tcp://host:8786" or "shard:3/16".'
+            f'executor={brief(executor)}: give "processes:4", "dask:tcp://host:8786" or '
+            '"shard:3/16".'
         )
     if type(executor).__module__.split(".")[0] == "distributed":
         return functools.partial(DaskPool, executor)
