@@ -71,6 +71,19 @@ def test_what_cannot_be_an_output(x, out, tmp_path):
     assert os.listdir(tmp_path) == ["x.npy"]
 
 
+@pytest.mark.parametrize("folder", ["", "memory://odd/"])
+def test_an_output_within_that_of_another_call(x, folder):
+    called = []
+    kept = lambda row: {"r": row}
+    quiet(kept, x, out=f"{folder}y.zarr")
+    for within in ("y.zarr/z.zarr", "y.zarr/r/z.parquet", "y.zarr.job/z.zarr"):
+        with pytest.raises(bx.JobError, match=r"is of another call of map.* beside it"):
+            quiet(lambda row: called.append(row) or row, x, out=f"{folder}{within}", batch_size=2)
+    assert all(isinstance(row, jax.core.Tracer) for row in called)
+    assert quiet(kept, x, out=f"{folder}y.zarr").reused == 10
+    assert verify(f"{folder}y.zarr")
+
+
 def test_the_status_of_what_cannot_be_an_output(x):
     with pytest.raises(bx.ArgumentTypeError, match=r"'\.' cannot be an output"):
         status(".")

@@ -6,12 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchax.datasets.addresses import Address
 from batchax.datasets.fingerprint import differences
 from batchax.datasets.job import Job
-from batchax.datasets.job_files import Description, JobFiles
+from batchax.datasets.job_files import JOB, Description, JobFiles
 from batchax.datasets.lock import LockedError
 from batchax.datasets.place import AnyLock, UnreachableError
 from batchax.datasets.plan import Plan
@@ -191,6 +192,14 @@ def _check_not_foreign(files: JobFiles) -> None:
             f"{files.out} is there already, and is the output of something else: there is no job "
             f"in {files.folder}. Use another out=, or delete it."
         )
+    out = files.out.resolve() if isinstance(files.out, Path) else files.out
+    for folder in out.parents:
+        name = folder.name.removesuffix(JOB)
+        if name and JobFiles(folder.with_name(name)).is_described:
+            raise JobError(
+                f"{files.out} lies in {folder}, which is of another call of map, and holds what "
+                "that one writes alone. Give an out= beside it."
+            )
 
 
 def _prepare(files: JobFiles, store: Store) -> None:
