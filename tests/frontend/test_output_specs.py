@@ -94,6 +94,13 @@ def test_a_name_that_is_none(fun, named, message):
         bx.vmap(fun, (0, None), named)(X, W)
 
 
+def test_a_reduction_is_to_be_wrapped():
+    reduction = bx.Reduction(jnp.add, 0)
+    for out_axes in (reduction, {"a": reduction}, lambda leaf: reduction):
+        with pytest.raises(bx.ArgumentTypeError, match=r"given as batchax\.Reduce\(batchax\.Reduc"):
+            bx.vmap(lambda x: {"a": x}, out_axes=out_axes)(X)
+
+
 # --- sums --------------------------------------------------------------------------------------
 
 

@@ -146,8 +146,14 @@ def check_out_axes(out_axes: Any) -> None:
         if not (is_output_spec(leaf) or is_container_spec(leaf)):
             raise ArgumentTypeError(
                 f"out_axes{jax.tree_util.keystr(keys)} must be an int, None, batchax.AUTO or "
-                f"batchax.Reduce(...); got {show(leaf)}."
+                f"batchax.Reduce(...); got {_got(leaf)}."
             )
+
+
+def _got(spec: Any) -> str:
+    if isinstance(spec, Reduction):
+        return f"{spec!r}, which is given as batchax.Reduce(batchax.Reduction(...))"
+    return show(spec)
 
 
 def is_output_spec(spec: Any) -> bool:
@@ -170,7 +176,7 @@ def _from_rule(leaf: SpecifiedLeaf) -> Any:
         return spec
     raise ArgumentTypeError(
         f"the callable given in out_axes must return an int, None, batchax.AUTO or "
-        f"batchax.Reduce(...), but for {leaf.path} it returned {show(spec)}."
+        f"batchax.Reduce(...), but for {leaf.path} it returned {_got(spec)}."
     )
 
 
