@@ -327,7 +327,7 @@ class Auto(Compact):
             return size
         if not self._may_be_one_function(step.work * size, programs):
             return size
-        if step.staying > self.limits.arrays and largest(programs) > 1:
+        if step.staying > self.limits.staying and largest(programs) > 1:
             return size
         return min(self._numbers(programs), max(1, size // 2))
 

@@ -52,9 +52,8 @@ class Limits(NamedTuple):
     cached: int = 32_000_000
     """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
     staying: float = 1.5
-    """how many steps of a lane it may cost to copy it with its neighbours, and back"""
-    arrays: float = 1.5
-    """the same in one function, where a lane has arrays: of numbers copies are slices"""
+    """how many steps of a lane it may cost to copy it with its neighbours, and back: where a lane
+    has arrays, or neighbours are no one function, in which copies of numbers are slices"""
     together: int = 128
     """how many neighbours take steps in one function, which computes twice as many numbers"""
     leaving: float = 20_000.0
@@ -124,7 +123,6 @@ LIMITS = {
         most=0.35,
         beginning=float("inf"),
         staying=-1.0,
-        arrays=-1.0,
         together=sys.maxsize,
         one_core=-1.0,
         saved=3.0,
