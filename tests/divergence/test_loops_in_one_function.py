@@ -194,6 +194,28 @@ def test_short_sums_are_written_out():
     same(jax.jit(batched)(COUNTS, points), jax.jit(jax.vmap(last))(COUNTS, points), None)
 
 
+def halved(x):
+    """Of an example a step of a loop; of those that run apart as many blocks as there are."""
+    by = lambda x: lax.while_loop(lambda x: x[0] > 1, lambda x: x * 0.7, x)
+    return lax.cond(x[0] > 1, by, lambda x: x * 1.3, x)
+
+
+def of_branches(count, x):
+    """A branch, with a loop in it, in a loop, and in a loop of a loop."""
+    step = lambda c: (c[0] + 1, halved(jnp.sin(c[1]) * 2))
+    steps = lambda n, x: lax.while_loop(lambda c: c[0] < n, step, (0, x))[1]
+    draw = lambda x, k: (steps((count + k) % 4, x), x[0])
+    return steps(count, x), lax.scan(draw, x, np.arange(3))
+
+
+@pytest.mark.parametrize("way", ["ONE_FUNCTION", "NESTS"])
+def test_no_lanes_part_in_a_function(way):
+    """What puts back lanes that ran apart has no place in one."""
+    batched = bx.vmap(of_branches, divergence={"ONE_FUNCTION": ONE_FUNCTION, "NESTS": NESTS}[way])
+    assert functions(batched, COUNTS, POINTS)
+    same(jax.jit(batched)(COUNTS, POINTS), jax.jit(jax.vmap(of_branches))(COUNTS, POINTS), None)
+
+
 def draws(x, entries):
     """A loop whose first constant is a key."""
 
@@ -298,3 +320,18 @@ def test_the_last_lanes_of_compact(monkeypatch):
         return all_of(lambda f: bx.vmap(f, divergence="compact")), all_of(jax.vmap)
 
     same(*both())
+
+
+def test_branches_of_the_last_lanes_of_compact(monkeypatch):
+    monkeypatch.setattr(compact, "_DEVICES", jax.device_count())
+    counts = (np.arange(1024) % 7 == 0).astype(np.int32)
+    counts[5] = 8
+    points = np.random.default_rng(2).normal(size=(1024, 512)).astype(np.float32)
+
+    def steps(count, x):
+        step = lambda c: (c[0] + 1, halved(jnp.sin(c[1]) * 2))
+        return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+    lanes = bx.vmap(steps, divergence="compact")
+    assert functions(lanes, counts, points) == 1
+    same(jax.jit(lanes)(counts, points), jax.jit(jax.vmap(steps))(counts, points), None)

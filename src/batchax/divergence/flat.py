@@ -29,7 +29,7 @@ from jax import lax
 from batchax import _compat
 from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.gathering import Gathering
-from batchax.divergence.loops import PartingLoop
+from batchax.divergence.loops import PartingLoop, masked_inside
 from batchax.divergence.nest import Dear, Inner, Nest, Segment
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.varying import alike
@@ -305,7 +305,8 @@ class Lanes:
         values = list(values)
         consts, consts_at = self._constants(part, values)
         in_one = self.inside_in_one or self.one_function
-        lanes = Lanes(self.axis, part.nest, consts_at, one_function=in_one)
+        axis = masked_inside(self.axis) if in_one else self.axis
+        lanes = Lanes(axis, part.nest, consts_at, one_function=in_one)
         mine = [values[k] for k in part.slots]
         inside = lax.bitwise_and(active, self._at(number, values))
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))

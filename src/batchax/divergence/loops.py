@@ -144,6 +144,8 @@ class PartingLoop:
         axis, test, body = replace(self.axis, size=width), self.test, self.body
         if self.plan.one_function or self.plan.last_in_one:
             test, body = for_lanes(test), for_lanes(body)
+        if self.plan.is_in_one(width):
+            axis = masked_inside(axis)
         body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
@@ -153,6 +155,14 @@ class PartingLoop:
         in_one = self.plan.one_function or self.plan.last_in_one
         test = for_lanes(self.test) if in_one else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
+
+
+def masked_inside(axis: Axis) -> Axis:
+    """`axis`, for lanes of which all run each branch, and each loop until the last is done.
+
+    In one function of the compiler no lanes are gathered, nor put back to several places.
+    """
+    return replace(axis, divergence=None)
 
 
 def as_weak_as(aval: Aval, x: Any) -> Any:

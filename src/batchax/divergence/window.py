@@ -84,6 +84,10 @@ class Plan:
         """As this, with each operation left to the compiler, as what derives from it must be."""
         return replace(self, last_in_one=False)
 
+    def is_in_one(self, width: int) -> bool:
+        """Whether steps of so many lanes may be in one function."""
+        return self.one_function or (self.last_in_one and width == self.widths[-1])
+
     def refilled_at(self, width: int) -> int:
         """How many active lanes a window of that width has at most when it is refilled, or left."""
         return width - max(1, round(width * (self.threshold or 0)))
