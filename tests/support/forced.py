@@ -16,7 +16,7 @@ EVERYWHERE = Limits(
     perhaps=inf,
     launched=0,
     cached=0,
-    arrays=inf,
+    staying=inf,
     nest=0,
     places=0,
     leaving=0,
@@ -26,13 +26,12 @@ EVERYWHERE = Limits(
 FORCED = Auto(limits=EVERYWHERE)
 
 # The same in loops of loops, too, whose lanes are not at places of their own:
-NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, later=-inf, staying=inf, nest=inf))
+NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, later=-inf, nest=inf))
 """Neighbours run together, some after others."""
 ONE_FUNCTION = Auto(
     limits=EVERYWHERE._replace(
         moving=-inf,
         later=-inf,
-        staying=inf,
         nest=inf,
         busy=1,
         together=16,
