@@ -13,7 +13,9 @@ from typing import NamedTuple
 from batchax.datasets.durable import open_own, read_own, writing
 from batchax.errors import JobError, StorageError
 
-_PATIENCE = 0.25  # seconds: somebody who only looks whether a lock is held, holds it for a moment
+# Somebody who only looks whether a lock is held, holds it for a moment. On a busy machine that is
+# longer, and so is each pause: it is looked so often, not for so long.
+_LOOKS, _PAUSE = 25, 0.01
 
 
 class Holder(NamedTuple):
@@ -116,12 +118,11 @@ def is_held(path: Path) -> bool:
 
 
 def _taken(file: int, shared: bool) -> bool:
-    end = time.monotonic() + _PATIENCE
-    while not _locked(file, shared):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+    for _ in range(_LOOKS):
+        if _locked(file, shared):
+            return True
+        time.sleep(_PAUSE)
+    return _locked(file, shared)
 
 
 def _locked(file: int, shared: bool = False) -> bool:
