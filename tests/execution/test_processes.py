@@ -24,14 +24,15 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax import _compat
 from batchax.execution import eager, memory
 from batchax.execution.devices import meetings
 
 from support.oracle import example, same
-from support.shared_store import free_port
+from support.ports import reserved_port
 
 TESTS = Path(__file__).parents[1]
-SECONDS = 240  # after which processes are stopped, whatever they wait for
+SECONDS = 900  # after which processes are stopped, whatever they wait for
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 CASES = {}
 # Nothing of JAX's is computed before processes have met.
@@ -354,11 +355,14 @@ def a_call_that_not_all_processes_make():
     with pytest.raises(bx.ProcessesError, match="gather: all"):
         bx.gather(spread, to=jax.process_index())
     patience, meetings.TIMEOUT = meetings.TIMEOUT, 2.0
+    store = _compat.shared_store()
     try:
         if jax.process_index() == last:  # comes when the others have gone
-            time.sleep(4)
+            for other in range(last):
+                store.blocking_key_value_get(f"gone/{other}", 1000 * SECONDS)
         with pytest.raises(bx.ProcessesError, match=rf"process {last}.* to was gather\."):
             one(x)
+        store.key_value_set(f"gone/{jax.process_index()}", "")
     finally:
         meetings.TIMEOUT = patience
     agree(one(x), np.sin(x), CLOSE)
@@ -399,22 +403,23 @@ def calls_of_threads():
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def outcomes(request):
     """What failed, by case and process."""
-    port = free_port()
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     paths = [str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(paths)}
     env["JAX_PLATFORMS"] = "cpu"
-    command = [sys.executable, __file__, str(port), str(request.param)]
-    started = [
-        subprocess.Popen([*command, str(i)], env=env, stdout=subprocess.PIPE, text=True)
-        for i in range(request.param)
-    ]
-    try:
-        until = time.monotonic() + SECONDS
-        said = [p.communicate(timeout=max(1, until - time.monotonic()))[0] for p in started]
-    finally:
-        for process in started:
-            process.kill()
+    with reserved_port() as port:
+        command = [sys.executable, __file__, str(port), str(request.param)]
+        started = [
+            subprocess.Popen([*command, str(i)], env=env, stdout=subprocess.PIPE, text=True)
+            for i in range(request.param)
+        ]
+        try:
+            until = time.monotonic() + SECONDS
+            said = [p.communicate(timeout=max(1, until - time.monotonic()))[0] for p in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.communicate()  # else it fails whichever test its remains are found in
     lines = [line for text in said for line in text.splitlines() if line.startswith("{")]
     assert len(lines) == request.param, said
     return [json.loads(line) for line in lines]

@@ -26,7 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from support.ports import reserved_port
+
 ROOT = Path(__file__).parents[2]
+_MOTO = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1"]
 KEY, SECRET = "AKIDNOBODYSHALLSEE", "wJalrSecretNobodyShallSee0123456789abcde"
 BUCKET = "bucket"
 
@@ -34,9 +37,7 @@ BUCKET = "bucket"
 @contextlib.contextmanager
 def s3() -> Iterator[str]:
     """The address of moto's server of S3, with a bucket, in the environment, too."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, port):
+    with reserved_port() as port, _running([*_MOTO, "-p", str(port)], port):
         address = f"http://127.0.0.1:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{address}/{BUCKET}", method="PUT")).read()
         with environment(**s3_at(address)):
@@ -63,9 +64,9 @@ def azurite() -> str | None:
 @contextlib.contextmanager
 def azure() -> Iterator[None]:
     """Azurite's server of Azure, with a container, in the environment."""
-    port, program = free_port(), azurite()
+    program = azurite()
     assert program is not None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         command = [program, "--blobPort", str(port), "--location", folder, "--silent"]
         command += ["--skipApiVersionCheck", "--disableTelemetry"]
         with _running(command, port):
@@ -114,9 +115,9 @@ def google() -> Iterator[str]:
 
     It has no uploads of the kind that obstore makes, so something between them makes another kind.
     """
-    port, program = free_port(), fake_google()
+    program = fake_google()
     assert program is not None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         (Path(folder) / "data" / BUCKET).mkdir(parents=True)
         here = f"127.0.0.1:{port}"
         command = [program, "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)]
@@ -271,17 +272,11 @@ def proxy(
         between.server_close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextlib.contextmanager
 def _running(command: list[str], port: int) -> Iterator[None]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port)).close()

@@ -1,16 +1,11 @@
 """The store that processes share, with several clients in this one."""
 
 import contextlib
-import socket
 import threading
 
 from jax._src.lib import _jax
 
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+from support.ports import reserved_port
 
 
 def on_all(functions):
@@ -34,15 +29,15 @@ def on_all(functions):
 @contextlib.contextmanager
 def clients(count):
     """As many clients of one store, as processes have one each."""
-    port = free_port()
-    service = _jax.get_distributed_runtime_service(f"[::]:{port}", count)
-    started = [
-        _jax.get_distributed_runtime_client(f"localhost:{port}", i, init_timeout=30)
-        for i in range(count)
-    ]
-    on_all([client.connect for client in started])
-    try:
-        yield started
-    finally:
-        on_all([client.shutdown for client in started])
-        service.shutdown()
+    with reserved_port() as port:
+        service = _jax.get_distributed_runtime_service(f"[::]:{port}", count)
+        started = [
+            _jax.get_distributed_runtime_client(f"localhost:{port}", i, init_timeout=120)
+            for i in range(count)
+        ]
+        on_all([client.connect for client in started])
+        try:
+            yield started
+        finally:
+            on_all([client.shutdown for client in started])
+            service.shutdown()
