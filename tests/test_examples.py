@@ -86,7 +86,7 @@ def test_data_parallel_on_two_processes():
         env={**os.environ, **sizes, "PYTHONPATH": str(EXAMPLES.parent / "src")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=True,
     )
     assert "601 rows on 4 devices; 322 of them in process 0 of 2" in done.stdout

@@ -250,12 +250,16 @@ def test_a_mapped_array_is_not_read_through_its_mapping(x, order, monkeypatch):
 
 
 MODEL = """
-import time
+import itertools, os, time
 import jax
 
-def slow(x):
+rows = itertools.count()
+
+def patient(x):
     def wait(x):
-        time.sleep(0.02)
+        end = time.monotonic() + 300
+        while next(rows) >= 12 and not os.path.exists("go-on") and time.monotonic() < end:
+            time.sleep(0.01)
         return x * 2
 
     return jax.pure_callback(wait, x, x, vmap_method="sequential")
@@ -264,13 +268,14 @@ def slow(x):
 
 @pytest.mark.only_in_whole_runs
 def test_a_second_process_and_one_that_is_asked_to_end(x, monkeypatch, capsys):
-    Path("slow_model.py").write_text(MODEL)
+    Path("patient_model.py").write_text(MODEL)
     monkeypatch.syspath_prepend(os.getcwd())
-    command = "map slow_model:slow --in x.npy --out y.npy --version 1".split()
+    command = "map patient_model:patient --in x.npy --out y.npy --version 1".split()
     command += "--batch-size 4 --commit-rows 4 --no-progress".split()
     env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
+    journal = Path("y.npy.job/journal/main.jsonl")
     with subprocess.Popen([sys.executable, "-m", "batchax", *command], env=env) as first:
-        while first.poll() is None and not os.path.exists("y.npy.job/journal/main.jsonl"):
+        while first.poll() is None and not (journal.exists() and '"unit"' in journal.read_text()):
             time.sleep(0.01)
         assert main(command) == 1
         told = capsys.readouterr().err
@@ -280,6 +285,7 @@ def test_a_second_process_and_one_that_is_asked_to_end(x, monkeypatch, capsys):
         )
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == -signal.SIGTERM
+    Path("go-on").touch()
     assert main(command) == 0
     assert " reused" in capsys.readouterr().out
     check("y.npy", x)

@@ -138,7 +138,7 @@ def test_a_flipped_bit_anywhere_is_told_and_no_wrong_record_is_read(folder):
         if place < last:
             assert len(found) < len(records)
             line = content[:place].count(b"\n") + 1
-            (warning,) = told
+            (warning,) = (w for w in told if w.category is not ResourceWarning)  # of others
             assert f"line {line}" in str(warning.message) or damaged[place] == ord("\n")
             assert "main.jsonl" in str(warning.message)
 

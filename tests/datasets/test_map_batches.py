@@ -38,6 +38,7 @@ def readers():
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    until(lambda: not readers())  # of tests before
     yield
     until(lambda: not readers())  # however a test went on, the thread ends
 
@@ -275,7 +276,7 @@ def test_python_ends_in_the_middle_of_it(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))  # large enough to be mapped
     env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
     command = [sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "x.npy")]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

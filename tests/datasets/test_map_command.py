@@ -17,6 +17,8 @@ from batchax.command import main
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 MODEL = """
+import itertools
+import os
 import time
 from pathlib import Path
 
@@ -45,9 +47,14 @@ def fragile(x):
     return jax.pure_callback(on_host, x, x, vmap_method="sequential")
 
 
-def slow(x):
+rows = itertools.count()
+
+
+def patient(x):
     def wait(x):
-        time.sleep(0.02)
+        end = time.monotonic() + 300
+        while next(rows) >= 12 and not os.path.exists("go-on") and time.monotonic() < end:
+            time.sleep(0.01)
         return x * 2
 
     return jax.pure_callback(wait, x, x, vmap_method="sequential")
@@ -184,18 +191,26 @@ def test_mistakes(x, text, capsys):
     assert message in err
 
 
+def units_done():
+    journal = Path("y.npy.job/journal/main.jsonl")
+    return journal.exists() and journal.read_text().count('"unit"')
+
+
 def test_interrupted(x):
-    command = [sys.executable, "-m", "batchax", *"map model:slow --in x.npy --out y.npy".split()]
+    """It goes on only when it was told that it is to end, however long that takes."""
+    command = [sys.executable, "-m", "batchax", *"map model:patient --in x.npy --out y.npy".split()]
     command += "--version 1 --batch-size 4 --commit-rows 4".split()
     env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
-        while process.poll() is None and not os.path.exists("y.npy.job/journal/main.jsonl"):
+        while process.poll() is None and not units_done():
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        told = [next(line for line in process.stderr if "Interrupted" in line)]
+        Path("go-on").touch()
+        err = "".join([*told, *process.stderr])
     assert process.returncode == 130, err
     assert "The same command goes on" in err
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
     assert again.returncode == 0, again.stderr
     assert " reused" in again.stdout
     np.testing.assert_array_equal(np.load("y.npy"), x * 2)

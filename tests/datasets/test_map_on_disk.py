@@ -288,14 +288,14 @@ def test_two_calls_at_a_time_are_refused(x):
 
     def wait(x):
         begun.set()
-        go_on.wait(20)
+        go_on.wait(60)
         return x * 2
 
     fun = lambda x: jax.pure_callback(wait, x, x, vmap_method="sequential")
     options = dict(out="y.npy", version="1", **SIZE)
     other = threading.Thread(target=lambda: bx.map(fun, "x.npy", **options))
     other.start()
-    begun.wait(20)
+    assert begun.wait(60)
     try:
         with pytest.raises(bx.JobError, match="Another call is at work"):
             bx.map(fun, "x.npy", **options)

@@ -103,7 +103,7 @@ def test_who_writes_waits_until_nobody_uses_what_is_mapped(of):
     np.testing.assert_array_equal(part, X[:4])  # else the process would have ended here
     np.testing.assert_array_equal(source.read(0, 4, 8, fresh=False), X[4:8])  # read, not mapped
     del part
-    assert done.wait(10)
+    assert done.wait(40)  # after 45 seconds the system waits no longer
     writer.join()
     with pytest.raises(bx.StorageError, match=r"x\.npy was changed since it was opened"):
         source.read(0, 0, 4, fresh=False)
@@ -145,7 +145,7 @@ def test_a_lease_ends_with_its_map_and_with_its_source(monkeypatch):
     source.read(0, 0, 2, fresh=False)
     assert waits("x.npy")
     del source
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while waits("x.npy") and time.monotonic() < deadline:
         time.sleep(mapped_file._LOOK)
     assert not waits("x.npy")
@@ -233,4 +233,4 @@ def test_the_function_itself_may_write_to_an_input(monkeypatch):
     begun = time.monotonic()
     with pytest.raises(bx.StorageError, match="was changed since it was opened"):
         bx.map(fun, "x.npy", batch_size=2, commit_rows=2, progress=False)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 45

@@ -185,7 +185,9 @@ def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
     steps = np.array([True, False, True])[:, None] ^ (np.arange(LANES) == 3)
     ways = (vmap(fun, (0, 1)) for vmap in (compact, jax.vmap))
     oracle.same(*oracle.at_once(*ways)(XS, steps))
-    counts = bx.explain(fun, (0, 1), divergence="compact", measure=True)(XS, steps).steps
+    counts = bx.explain(fun, (0, 1), divergence="compact", measure=True, time_limit=600)(
+        XS, steps
+    ).steps
     (dear,) = (c for c in counts if c.way == "gathered" and c.branch == 1)
     assert dear.needed == steps.sum() <= dear.done
 
@@ -201,7 +203,7 @@ def test_few_blocks_run_and_no_lane_waits_long():
 
         return lax.scan(step, 0.0, taken)[0]
 
-    counts = bx.explain(fun, divergence="compact", measure=True)(taken).steps
+    counts = bx.explain(fun, divergence="compact", measure=True, time_limit=600)(taken).steps
     (scan,) = (c for c in counts if c.branch is None)
     cheap, dear = (next(c for c in counts if c.branch == k) for k in (0, 1))
     assert (cheap.way, dear.way, scan.way) == ("masked", "gathered", "flat")

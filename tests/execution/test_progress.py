@@ -378,6 +378,7 @@ def test_the_program_goes_on_where_nothing_can_be_written(stream, monkeypatch):
 def test_a_bar_inside_another_is_shown_if_it_lasts(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    monkeypatch.setattr(bars, "_REDRAWN", 600.0)
     outer = bars.Progress(True, "outer", 2, unit="chunks", attended=True)
     short, long = (bars.Progress(True, name, 3, attended=True) for name in ("short", "long"))
     short.advance(3)

@@ -13,6 +13,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence.auto import Auto
+from batchax.explain import measure
 from batchax.programs.cost import cost_of_program
 
 from support.compiled import compilations
@@ -461,14 +462,17 @@ def test_examples_to_measure_are_cut_by_one_program():
     assert 3 <= len(compiled) < 20
 
 
-def test_slow_examples_are_measured_for_some_lanes():
+def test_slow_examples_are_measured_for_some_lanes(monkeypatch):
+    monkeypatch.setattr(measure, "_ROUNDS", 2)
+    monkeypatch.setattr(measure, "_sizes", lambda lanes: [])
+
     def slow(x):
         wait = lambda x: (calls.append(1), time.sleep(0.02), np.asarray(x))[-1]
         type = jax.ShapeDtypeStruct((), jnp.float32)
         return jax.pure_callback(wait, type, x, vmap_method="broadcast_all")
 
     calls = []
-    explanation = bx.explain(slow, measure=True, time_limit=2)(jnp.arange(1000.0, dtype="float32"))
+    explanation = bx.explain(slow, measure=True)(jnp.arange(1000.0, dtype="float32"))
     assert len(calls) < 500
     (loop,) = [t for t in explanation.timings if t.batch_size == "loop"]
     assert loop.seconds > 1000 * 0.02  # of all lanes, though not all were run

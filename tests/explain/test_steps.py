@@ -282,7 +282,7 @@ def test_what_a_rule_of_the_users_runs_is_not_told_of():
 
 
 def test_faces_show_counts():
-    explanation = bx.explain(count_down, measure=True, time_limit=9)(NUMBERS)
+    explanation = bx.explain(count_down, measure=True)(NUMBERS)
     (step,) = explanation.steps
     assert (step.equation, step.needed, step.done) == ("1", 28, 72)
     assert "while  masked  28 of 72, 39%; bound 39%" in str(explanation)

@@ -89,7 +89,7 @@ def forked_to_do(work: Callable[[], Any], seconds: float | None = None) -> tuple
             traceback.print_exc()
             os._exit(1)
     os.close(writing)
-    killer = threading.Timer(120 if seconds is None else seconds, os.kill, (child, signal.SIGKILL))
+    killer = threading.Timer(600 if seconds is None else seconds, os.kill, (child, signal.SIGKILL))
     killer.start()
     with os.fdopen(reading, "rb") as file:
         answer = file.read()

@@ -165,4 +165,4 @@ def test_programs_end(seconds):
     """)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(Path(bx.__file__).parents[1])
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=180, check=True)
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=900, check=True)

@@ -52,6 +52,13 @@ def slowly(i, x):
     time.sleep(0.02)
 
 
+def patiently(i, x):
+    """All but the first rows wait until they may go on."""
+    end = time.monotonic() + 300
+    while i >= 24 and not Path("go-on").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def fatally(i, x):
     """Rows that end their process."""
     if i in (9, 41):
@@ -92,7 +99,7 @@ def spoilt(i, x):
         raise ValueError("spoilt")
 
 
-CALLS = [slowly, fatally, fatally_in_company, fatally_for_all, asleep_once, spoilt]
+CALLS = [slowly, patiently, fatally, fatally_in_company, fatally_for_all, asleep_once, spoilt]
 
 
 def write_inputs():

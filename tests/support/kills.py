@@ -60,6 +60,6 @@ def command(script: str, *args: object) -> list[str]:
 
 def run(script: str, *args: object) -> str:
     """Runs a script, and returns what it printed."""
-    done = subprocess.run(command(script, *args), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command(script, *args), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
