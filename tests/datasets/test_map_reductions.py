@@ -72,6 +72,7 @@ def failing(fails):
 
 
 @pytest.mark.parametrize("bad", [[2, 3, 20], list(range(8, 16)), [0]])
+@pytest.mark.compiles(70)
 def test_without_rows_that_fail(bad):
     fun = failing(lambda number: number in bad)
     numbers = np.arange(len(X))
@@ -102,6 +103,7 @@ def test_without_all_rows():
     }
 
 
+@pytest.mark.compiles(70)
 def test_parts_are_kept_with_the_job(tmp_path):
     stop = [True]
 

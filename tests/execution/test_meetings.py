@@ -1,6 +1,8 @@
 """Meetings of processes: here each is a thread, with a client of one store."""
 
 import contextlib
+import itertools
+import threading
 import time
 from types import SimpleNamespace
 
@@ -80,14 +82,15 @@ def test_many_lines_differ(processes):
 def test_a_process_does_not_come(processes, monkeypatch):
     meet(processes, "the first")
     *others, last = processes
-    now = [0.0]
-    monkeypatch.setattr(meetings, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    now, passing = itertools.count(0, meetings.TIMEOUT), threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: next(now) if passing.is_set() else 0)
+    monkeypatch.setattr(meetings, "time", clock)
     monkeypatch.setattr(meetings, "_LOOK", 0.1)
 
     def time_passes():  # once all others are there
         while len(last.store.key_value_dir_get("batchax/0/1/said")) < len(others):
             time.sleep(0.01)
-        now[0] = meetings.TIMEOUT
+        passing.set()
 
     *found, _ = on_all([*(lambda m=m: m.meet("loss") for m in others), time_passes])
     expected = f"process {last.process} did not come to it within 600 .* to was the first"
