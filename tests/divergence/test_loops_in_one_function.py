@@ -13,7 +13,7 @@ from batchax.divergence.neighbours import neighbours_in_turn
 from batchax.divergence.window import Plan, counted
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.inside import with_inside
-from divergence.test_flat_loops import arrays, three_deep
+from divergence.test_flat_loops import FLAT, arrays, three_deep
 
 from support.forced import FORCED, NESTS, ONE_FUNCTION
 from support.oracle import same
@@ -291,6 +291,24 @@ def test_which_loops_run_so_is_told_by_their_cost():
     assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a processor
     assert widths(100, 1) == ()
     assert widths(1 << 17, 1) == ()  # more cores than one are of use
+
+
+def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():
+    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+
+    def drawn(x, numbers):
+        def draw(x, count):
+            step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
+            return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1], None
+
+        return lax.scan(draw, x, numbers)[0]
+
+    def told(lanes, numbers):
+        args = jnp.zeros((lanes, numbers), jnp.float32), jnp.zeros((lanes, 5), jnp.int32)
+        return str(bx.explain(drawn, divergence=way)(*args))
+
+    assert "8 neighbours at a time" in told(1024, 24)
+    assert FLAT in told(100, 2000)  # too few for a turn
 
 
 def test_the_last_lanes_of_compact(monkeypatch):

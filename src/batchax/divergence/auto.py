@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ from batchax.divergence.most import (
     price_of_branches,
     price_of_loops,
 )
-from batchax.divergence.nest import Dear, Nest
+from batchax.divergence.nest import Dear, Inner, Nest
 from batchax.divergence.what_pays import Limits, limits_here
 from batchax.divergence.widths import (
     Step,
@@ -182,6 +182,9 @@ class Auto(Compact):
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Plan:
         plan, price = super().plan_of_nest(size, nest, length), price_inside(nest)
         if plan.widths == (size,) and self._may_be_one_function(price.lane * size, nest.inside):
+            loops = (part for part in nest.parts if isinstance(part, Inner))
+            if price.lane * size >= self.limits.leaving and all(map(self._in_turn(size), loops)):
+                return replace(plan, why=IN_TURN)
             return replace(plan, one_function=True)
         if price.of(size) < self.limits.places:
             return replace(plan, why=CHEAP_INSIDE)
@@ -189,6 +192,20 @@ class Auto(Compact):
         if min(blocks, default=math.inf) < self.limits.waiting:
             return replace(plan, why=SOON_OVER)
         return plan
+
+    def _in_turn(self, size: int) -> Callable[[Inner], bool]:
+        """Whether few neighbours at a time take a loop inside in one function, on one core.
+
+        Of so many lanes, these wait at each step of the loop around it for the work of others, of
+        which little is in vain. At places of their own all lanes do each step, most in vain.
+        """
+
+        def in_turn(loop: Inner) -> bool:
+            test, body = (loop.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+            differs = (*loop.differs, *[True] * len(body.out_avals))
+            return self.plan(size, test, body, differs).one_function
+
+        return in_turn
 
     def _width_of_nest(self, size: int, nest: Nest, length: int | None) -> int:
         limits, lane = self.limits, price_inside(nest).lane
@@ -403,6 +420,7 @@ def for_any_machine(option: Any) -> Any:
     return Auto(limits=Auto().limits._replace(cores=_CORES, devices=sys.maxsize))
 
 
+IN_TURN = "neighbours take the loops inside in turn, and wait for few others at each step"
 CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 CHEAP = "a step costs too little, or lanes are too few, for a window"

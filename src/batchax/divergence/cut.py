@@ -199,7 +199,9 @@ class _Cut:
                 width = width_of_block(inside.price, inside.moves, self.axis.size)
                 parts.append(Dear(inside, program, reads, slots, width, branch))
             else:
-                parts.append(Inner(inside, program, reads, slots, eqn))
+                count = eqn.params["cond_nconsts"]
+                own = differs_of(self.apart, _constants(eqn)[count:])
+                parts.append(Inner(inside, program, reads, slots, eqn, own))
         last = zip(map(self.place.__getitem__, self.carry), jaxpr.outvars, strict=True)
         changed = {k: v for k, v in last if isinstance(v, Literal) or self.place.get(v) != k}
         return *parts, self._segment(groups[-1], changed)

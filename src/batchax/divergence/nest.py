@@ -60,6 +60,7 @@ class Inner:
       reads: these, as those of a `Segment`.
       slots: its own slots, among the values of the loop around it; some are slots of that, too.
       eqn: its equation.
+      differs: which constants of its body differ between lanes.
     """
 
     nest: Nest
@@ -67,6 +68,7 @@ class Inner:
     reads: tuple[int, ...]
     slots: tuple[int, ...]
     eqn: Eqn
+    differs: tuple[bool, ...]
 
 
 @dataclass(frozen=True, eq=False)
