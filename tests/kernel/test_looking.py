@@ -72,6 +72,7 @@ TRIED = [
 
 @pytest.mark.parametrize(("way", "mode"), TRIED)
 @pytest.mark.each_commit(3)
+@pytest.mark.compiles(50)
 def test_nothing_is_found_where_examples_have_nothing(way, mode):
     def every(x):
         return sum(f(x) for f in CLEAN)
