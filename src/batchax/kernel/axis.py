@@ -43,6 +43,7 @@ class Axis:
         if all are together where that takes less time.
       in_loop: whether operations are emitted into a loop, as far as batchax can know: compilers
         do less there.
+      columns: whether vectors in which lanes are last keep them there, as a loop hands them on.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -63,6 +64,7 @@ class Axis:
     bodies: Any = None
     small_matrices: str = "auto"
     in_loop: bool = False
+    columns: bool = False
 
 
 def move_axis(x: Value, source: int, destination: int) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.inner import ANYWHERE, batch_inner, returning
+from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner, returning
 from batchax.kernel.varying import Varying, settle_varying, types_varying, vary_over
+from batchax.rules.contraction import takes_less_as_rows
 
 
 def settle(
@@ -54,29 +55,37 @@ def _settle_axes(
     def allowed(a: Position) -> Position:
         return a if a is None else max(a, lowest)
 
-    def batch(carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
+    def batch(axis: Axis, carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
         return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), outs_at, varying)
 
     def pinned(carry_at: Any) -> list[Any]:
-        ys = len(body.out_avals) - len(carry_at)
-        return [*(ANYWHERE if a is None else a for a in carry_at), *[ANYWHERE] * ys]
+        return [*(free if a is None else a for a in carry_at), *[free] * (outs - n)]
 
-    n, carry_at, outs_at = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
+    def settled(axis: Axis, carry_at: Any, made: Any, *, moves: bool) -> tuple[Any, Any, Any]:
+        batched, out = made
+        while list(out[:n]) != carry_at:
+            # What has the axis goes where the body leaves it, once; what comes to have it, too.
+            carry_at = [
+                allowed(new) if old is None or (moves and new is not None) else old
+                for old, new in zip(carry_at, out[:n], strict=True)
+            ]
+            moves = False
+            batched, out = batch(axis, carry_at, pinned(carry_at))
+        return batched, carry_at, out
+
+    n, carry_at, free = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
+    outs = len(body.out_avals)
+    # Programs of lanes that part ways are long: they are made once the axes are found.
+    together = axis if axis.divergence is None else replace(axis, divergence=None)
+    made = batch(together, carry_at, [free] * outs)
+    if axis.columns and not lowest and takes_less_as_rows(made[0], axis.size):
+        axis, together = (replace(a, columns=False) for a in (axis, together))
+        free, carry_at = ZERO_IF_MAPPED, [None if a is None else 0 for a in carry_at]
+        made = batch(together, carry_at, [free] * outs)
+    batched, carry_at, out = settled(together, carry_at, made, moves=True)
     if axis.divergence is not None:
-        # Programs of lanes that part ways are long: they are made once the axes are found.
-        together = replace(axis, divergence=None)
-        _, carry_at, _ = _settle_axes(together, body, consts_at, carry_at, xs_at, varying, lowest)
-        outs_at = pinned(carry_at)
-    batched, out = batch(carry_at, outs_at)
-    while list(out[:n]) != carry_at:
-        # What has the axis goes where the body leaves it, once; what comes to have it, too.
-        free = outs_at is ANYWHERE
-        carry_at = [
-            allowed(new) if old is None or (free and new is not None) else old
-            for old, new in zip(carry_at, out[:n], strict=True)
-        ]
-        outs_at = pinned(carry_at)
-        batched, out = batch(carry_at, outs_at)
+        made = batch(axis, carry_at, pinned(carry_at))
+        batched, carry_at, out = settled(axis, carry_at, made, moves=False)
     return batched, carry_at, list(out[n:])
 
 

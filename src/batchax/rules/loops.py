@@ -48,7 +48,7 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
                 )
             args[i], axes[i] = move_axis(args[i], 0, 1), 1
     loop = AnyLoop(scan_p, {"jaxpr": jaxpr, **params}, args, axes)
-    axis = replace(axis_for(axis, loop), in_loop=True)
+    axis = replace(axis_for(axis, loop), in_loop=True, columns=True)
     if axis.divergence is not None:
         placed = axis.divergence.run_nest(axis, loop)
         if placed is not None:
@@ -87,7 +87,7 @@ def _while(
     asked_of_all = cond_jaxpr
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
-    axis = replace(axis_for(axis, AnyLoop(while_p, params, args, axes)), in_loop=True)
+    axis = replace(axis_for(axis, AnyLoop(while_p, params, args, axes)), in_loop=True, columns=True)
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
         params = {**params, "cond_jaxpr": cond_jaxpr}
