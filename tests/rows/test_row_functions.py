@@ -63,6 +63,38 @@ def test_polynomials_and_spectra_are_those_of_the_row_alone(lengths):
     check_rows(differentiable, ragged(lengths=lengths))
 
 
+def test_parts_of_any_row_that_differ_by_an_element():
+    x = ragged(lengths=(4, 17, 2, 0, 9))
+    parts = jax.jit(bx.vmap(lambda x: jnp.array_split(jnp.stack([x, 2 * x]), 3, axis=1)))(x)
+    for i, row in enumerate(x.rows()):
+        alone = np.array_split(np.stack([row, 2 * row]), 3, axis=1)
+        for part, expected in zip(parts, alone, strict=True):
+            np.testing.assert_array_equal(part[i], expected)
+
+
+def test_parts_of_one_size_are_of_rows_that_have_so_many():
+    x = bx.Ragged(np.zeros(40), [4, 36])
+    with pytest.raises(bx.UnsupportedError, match=r"\(<lambda>\).*use `jnp\.array_split`"):
+        jax.jit(bx.vmap(lambda x: jnp.split(x, 2)))(x)
+
+
+def groups_of_elements(x):
+    n = jnp.asarray(x.shape[0], jnp.int32)
+    sizes = jnp.stack([jnp.minimum(n, 2), jnp.maximum(n - 2, 0)])
+    weights = np.sin(np.arange(6)).reshape(2, 1, 3).astype(x.dtype)
+    of_three = jnp.array([1, 2, 0], jnp.int32)
+    a_group_each = jnp.ones_like(x, dtype=jnp.int32)
+    return {
+        "free": jax.lax.ragged_dot(x[:, None], weights, sizes),
+        "contracted": jax.lax.ragged_dot(weights[0].T * x, jnp.stack([x[:, None]] * 3), of_three),
+        "groups": jax.lax.ragged_dot(x[:, None], x[:, None, None], a_group_each),
+    }
+
+
+def test_products_with_groups_of_elements():
+    check_rows(groups_of_elements, ragged(lengths=(3, 1)))
+
+
 SHORT = {
     "partition": lambda x: jnp.partition(x, 2),
     "argpartition": lambda x: jnp.argpartition(x, -3),

@@ -32,8 +32,9 @@ STAND_IN_PLACES = {
     **{
         name: ("jax.numpy", name)
         for name in (
-            "argpartition bartlett blackman cov diagflat hamming hanning iterable kaiser partition "
-            "place poly polyder polydiv polyfit polyint polymul polyval resize roots setxor1d"
+            "argpartition array_split bartlett blackman cov diagflat hamming hanning iterable "
+            "kaiser partition place poly polyder polydiv polyfit polyint polymul polyval resize "
+            "roots setxor1d"
         ).split()
     },
     "cov of corrcoef": ("jax._src.numpy.lax_numpy", "cov"),

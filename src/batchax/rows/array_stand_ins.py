@@ -5,6 +5,7 @@ As those of `stand_ins`: what they do for sizes of rows is what JAX does for num
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -21,6 +22,16 @@ from batchax.rows.stand_ins import is_row, of_taken, takes
 def _diagflat(original: Any, v: Any, k: int = 0) -> Any:
     rows = any(map(_compat.is_row_size, np.shape(v)))
     return jnp.diag(jnp.ravel(v), k) if rows else original(v, k)
+
+
+@_compat.stands_in_for("array_split")
+def _array_split(original: Any, ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
+    parts, shape = indices_or_sections, np.shape(ary)
+    n: Any = shape[axis] if isinstance(axis, int) and -len(shape) <= axis < len(shape) else None
+    if not (_compat.is_row_size(n) and isinstance(parts, int) and parts > 0):
+        return original(ary, parts, axis)
+    sizes = [(n + parts - 1 - i) // parts for i in range(parts)]
+    return jnp.split(ary, list(itertools.accumulate(sizes[:-1])), axis)
 
 
 @_compat.stands_in_for("setxor1d")

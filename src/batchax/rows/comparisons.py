@@ -91,6 +91,9 @@ _NO_NUMBER = re.compile(
 )
 
 
+_NO_EQUAL_PARTS = "array split does not result in an equal division"
+
+
 ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 """What JAX raises where a size is no number."""
 
@@ -109,6 +112,8 @@ def question_of(error: Exception) -> str:
     told = str(error)
     if _NO_NUMBER.search(told):
         return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
+    if _NO_EQUAL_PARTS in told:
+        return "`jnp.split` into parts takes a multiple of how many they are; use `jnp.array_split`"
     hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
     return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
 
