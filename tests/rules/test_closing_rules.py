@@ -73,6 +73,14 @@ def test_what_is_differentiated_is_refused_by_name(around, where):
         assert "as an argument" in str(raised.value)
 
 
+@pytest.mark.parametrize("where", ["jvp: value", "jvp: tangent"])
+def test_what_is_differentiated_around_jit_is_refused_by_name(where):
+    """JAX itself says there that there is no constant handler for a tracer."""
+    total = lambda w: jax.jit(bx.vmap(lambda x: with_rule(where, w)(x * w)))(X).sum()
+    with pytest.raises(bx.UnsupportedError, match=r"test_closing_rules\.py.* as an argument"):
+        jax.grad(total)(2.0)
+
+
 def test_what_has_no_derivative_is_closed_over():
     """A mask, and what `stop_gradient` returns: plain JAX takes them, outside of `jit`."""
 

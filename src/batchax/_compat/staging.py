@@ -306,9 +306,18 @@ def is_left(tracer: Any) -> bool:
     """
     if staged_variable(tracer) is not None or is_live(tracer):
         return False
-    around = [getattr(trace, "tag", trace) for trace in _traces_around()]
+    *_, last = traces = list(_traces_around())
+    if type(last).__name__ == "DynamicJaxprTrace" and _is_derived(tracer):
+        # What a jitted function does, differentiated, JAX stages inside of nothing: it is kept for
+        # other calls, and so holds no value of this one.
+        return True
+    around = [getattr(trace, "tag", trace) for trace in traces]
     _, *outer = _with_outer(tracer._trace)
     return any(getattr(trace, "tag", trace) is t for trace in outer for t in around)
+
+
+def _is_derived(tracer: Any) -> bool:
+    return type(tracer).__name__ in ("JVPTracer", "LinearizeTracer")
 
 
 def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
