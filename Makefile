@@ -174,6 +174,7 @@ docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py
 	.venv/bin/python tools/generate_together.py
 	.venv/bin/python tools/generate_operations.py
+	.venv/bin/python tools/quoted_figures.py
 
 notebooks: .venv/ready
 	.venv/bin/python tools/notebooks.py
