@@ -72,7 +72,7 @@ class Long:
         return "x" * 10_000
 
 
-BATCH = np.arange(3000.0).reshape(1000, 3)
+BATCH = np.arange(3000.0).reshape(100, 30)
 LARGE = [BATCH, {f"k{i}": i for i in range(300)}, Long(), [Long()]]
 ROWS = bx.Ragged(np.ones(5, np.float32), [2, 3])
 BATCHED = [np.ones(3, np.float32)]
