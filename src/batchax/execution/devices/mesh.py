@@ -125,8 +125,9 @@ def find_mesh(mesh: Any) -> OnMesh | None:
         names = names if isinstance(names, tuple) else (names,)
         missing = [name for name in names if name not in mesh.axis_names]
         if missing or not names or len(set(names)) < len(names):
+            axes = "axis" if len(mesh.axis_names) == 1 else "axes"
             raise AxisError(
-                f"mesh: the mesh has the axes {', '.join(map(repr, mesh.axis_names))}; "
+                f"mesh: the mesh has the {axes} {', '.join(map(repr, mesh.axis_names))}; "
                 + (
                     f"lanes were to be spread over {', '.join(map(repr, missing))}."
                     if missing
