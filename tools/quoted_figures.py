@@ -72,9 +72,10 @@ def _in_the_form_of(figure: str, value: float) -> str:
         value = max(value, 1 / value)
     if "." in number:
         return figure.replace(number, f"{value:.{len(number.partition('.')[2])}f}")
-    if _rounded(value, len(number.rstrip("0"))) == float(number):  # 1/20 may be 1/21
+    digits = len(number.rstrip("0"))
+    if _rounded(value, digits) == float(number):  # 1/20 may be 1/21
         return figure
-    return figure.replace(number, f"{_rounded(value, 2):.0f}")
+    return figure.replace(number, f"{_rounded(value, max(2, digits)):.0f}")
 
 
 def _rounded(value: float, digits: int) -> float:
