@@ -143,3 +143,11 @@ def test_the_line_is_that_of_what_is_inside_where_batchax_made_the_equation():
     assert re.search(HERE, line_of(outer))
     (sine,) = jax.make_jaxpr(jnp.sin)(1.0).jaxpr.eqns
     assert spoken(sine) == "`sin`"
+
+
+def test_a_sum_over_devices_by_its_name():
+    """In `shard_map` JAX has a primitive of another name for it."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = lambda f: jax.shard_map(f, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P())
+    staged = jax.make_jaxpr(spread(lambda x: lax.psum(x, "d")))(X)
+    assert [spoken(e) for e in staged.eqns[0].params["jaxpr"].eqns] == ["`psum`"]

@@ -22,7 +22,8 @@ def name_of(fun: Any) -> str:
 
 def spoken(eqn: Eqn) -> str:
     """What an equation is called in a sentence."""
-    return f"`{shown(eqn.primitive)}`"
+    name = shown(eqn.primitive)
+    return f"`{_WRITTEN.get(name, name)}`"
 
 
 def line_of(eqn: Eqn) -> str:
@@ -59,5 +60,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray))
 
 
+_WRITTEN = {"psum_invariant": "psum", "all_gather_invariant": "all_gather"}
+"""What JAX stages inside of ``shard_map``, and what users wrote."""
 _LONG = 200
 _MOST = 20
