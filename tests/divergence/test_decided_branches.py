@@ -174,6 +174,23 @@ def test_where_all_run_nobody_asks_whether_one_does():
     assert "stablehlo.or across" not in text  # of the lanes that take it
 
 
+def test_a_short_branch_that_would_copy_what_lanes_share_is_compiled_once():
+    steps = lambda x, w: lax.fori_loop(0, 20, lambda _, x: jnp.tanh(w @ x), x)
+    f = lambda taken, x, w: lax.cond(taken, steps, lambda x, w: x, x, w)
+    typed = jax.ShapeDtypeStruct
+    args = typed((8192,), bool), typed((8192, 64), np.float32), typed((64, 64), np.float32)
+
+    def compiled(**limits):
+        how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, **limits))
+        batched = bx.vmap(f, (0, 0, None), divergence=how)
+        gradient = jax.grad(lambda taken, x, w: batched(taken, x, w).sum(), (1, 2))
+        programs = (jax.jit(g).lower(*args).as_text() for g in (batched, gradient))
+        return [text.count("stablehlo.tanh") for text in programs]
+
+    assert compiled() == [1, 1]
+    assert compiled(copies=1e5) == [2, 2]
+
+
 def test_nobody_runs_or_some_or_all():
     """Chunks return ones, all lanes at once twos."""
 

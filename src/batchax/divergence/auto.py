@@ -247,9 +247,19 @@ class Auto(Compact):
         if self._decided or branch.others >= branch.begun or not self._may_pay(branch):
             return False
         surely = branch.work >= self.limits.surely * branch.moving
-        if surely and branch.alike <= branch.chunk and self._pays(branch):
+        once = branch.alike <= branch.chunk and (surely or self._copies(branch))
+        if once and self._pays(branch):
             return False  # as fast in blocks, and compiled once
         return branch.work * branch.lanes >= self.limits.compiling * branch.operations
+
+    def _copies(self, branch: BranchCost) -> bool:
+        """Whether most that a short branch does is to copy what lanes share, which blocks do not.
+
+        Where all lanes take it blocks may take longer than masked lanes, but not than copies. To
+        compile it twice is most of what a short one compiles for.
+        """
+        limits, in_blocks = self.limits, branch.apart * self.limits.slower
+        return branch.operations < limits.long and branch.copied >= limits.copies * in_blocks
 
     def _most_back(self, branch: BranchCost) -> float | None:
         """From which share of the lanes on derivatives run for all; None: they always do.

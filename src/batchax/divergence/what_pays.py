@@ -49,6 +49,8 @@ class Limits(NamedTuple):
     """which share of all lanes are few, at least"""
     copying: float = 2.0
     """how many times as long as in chunks a branch takes with copies of what all lanes read"""
+    copies: float = 6.0
+    """the same of a short branch that is not compiled twice"""
     cached: int = 32_000_000
     """bytes that a derivative keeps of all lanes at least: fewer are read from a cache"""
     staying: float = 1.5
@@ -132,6 +134,7 @@ LIMITS = {
         places=_on_a_gpu(2.5),
         carried=float("inf"),
         windows=(16, 8, 4),
+        copies=float("inf"),
         whole=True,
         part=0.7,
         waiting=_on_a_gpu(200),

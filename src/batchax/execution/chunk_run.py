@@ -127,12 +127,18 @@ class _Chunks:
         steps = Steps(-(-loop.size // loop.chunk), loop.progress)
         return cls(loop, loop.chunk, operands, picked, steps)
 
-    def run(self, index: Any, width: int) -> tuple[list[Any], GatheredLanes | None]:
-        """What a chunk of `width` lanes returns, and the lanes that were gathered for it."""
+    def run(
+        self, index: Any, width: int, start: Any = None
+    ) -> tuple[list[Any], GatheredLanes | None]:
+        """What a chunk of `width` lanes returns, and the lanes that were gathered for it.
+
+        It begins with entry `start`, if that is told.
+        """
         self.steps.begin(index)
         loop, operands = self.loop, self.operands
         program = loop.program([jax.typeof(x) for x in operands], width)
-        (start,) = _compat.varying_alike([index * np.int32(self.width)], like=operands)
+        start = index * np.int32(self.width) if start is None else start
+        (start,) = _compat.varying_alike([start], like=operands)
         gathered = None
         if self.picked is not None:
             gathered = gathered_lanes.of_chunk(*self.picked, start, width)
@@ -142,9 +148,11 @@ class _Chunks:
         ]
         return written_into(program, [start, *parts]), gathered
 
-    def step(self, index: Any, width: int, results: Sequence[Value]) -> list[Any]:
+    def step(
+        self, index: Any, width: int, results: Sequence[Value], start: Any = None
+    ) -> list[Any]:
         """The results so far, with those of one more chunk."""
-        outs, gathered = self.run(index, width)
+        outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
 
 
@@ -163,10 +171,16 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 
     if chunks.picked is not None:
         _, count = chunks.picked
-        total = lax.div(count + np.int32(chunks.width - 1), np.int32(chunks.width))
+        width = np.int32(chunks.width)
         (first,) = _compat.varying_alike([jnp.int32(0)], like=chunks.operands)
-        once = lambda state: (lax.add(state[0], np.int32(1)), step(*state))
-        return while_loop(lambda state: lax.lt(state[0], total), once, (first, results))[1]
+
+        # It counts lanes, not chunks: how many of these there are is one more operation to compile.
+        def once(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            start, results = state
+            results = chunks.step(lax.div(start, width), chunks.width, results, start)
+            return lax.add(start, width), results
+
+        return while_loop(lambda state: lax.lt(state[0], count), once, (first, results))[1]
     if not rest:
         return lax.fori_loop(np.int32(0), np.int32(full), step, results)
     if chunks.loop.progress is None and not _compat.calls_back(program.effects):
