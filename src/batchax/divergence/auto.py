@@ -188,6 +188,15 @@ class Auto(Compact):
             return replace(plan, one_function=True)
         if price.of(size) < self.limits.places:
             return replace(plan, why=CHEAP_INSIDE)
+        (width,) = plan.widths
+        around = price.lane * (length or self.limits.around)
+        moving = time_to_move([*nest.own, *nest.slots])
+        if width < size and moving > self.limits.carried * around:
+            # All lanes run first, and the step is compiled once more for the last of them.
+            last = max(width, size // _LEFT)
+            plan = replace(plan, widths=(size, last), most_left=last)
+            if moving > self.limits.staying_on * around and price.of(size) < self.limits.last:
+                plan = replace(plan, widths=(size,), most_left=0)
         blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
         if min(blocks, default=math.inf) < self.limits.waiting:
             return replace(plan, why=SOON_OVER)
@@ -209,9 +218,6 @@ class Auto(Compact):
 
     def _width_of_nest(self, size: int, nest: Nest, length: int | None) -> int:
         limits, lane = self.limits, price_inside(nest).lane
-        around = length or limits.around
-        if time_to_move([*nest.own, *nest.slots]) > limits.carried * around * lane:
-            return size
         width = super()._width_of_nest(size, nest, length)
         loops = nest.inside is not None and all(fits_for_lanes(p.jaxpr) for p in nest.inside)
         if loops and not limits.whole:
@@ -435,5 +441,5 @@ CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave th
 SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _CORES = 8
-_LEFT = 8  # of so many neighbours one may be left
+_LEFT = 8  # of so many neighbours, or lanes of a nest, one may be left
 _VECTOR = 8  # lanes that a processor computes at once

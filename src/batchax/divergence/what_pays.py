@@ -78,8 +78,11 @@ class Limits(NamedTuple):
     """nanoseconds that a step of a loop inside another takes for all lanes"""
     places: float = 40_000.0
     """the same of loops inside that are not one function: to enter one begins many operations"""
-    carried: float = 0.4
-    """how many steps of a lane it may cost to move it, for each step of the loop around them"""
+    carried: float = 0.12
+    """how many steps of a lane it may cost to move it, for each step of the loop around them, or
+    all lanes run first"""
+    staying_on: float = 0.4
+    """the same, or they stay, if beside a step of all it is not nothing to ask who is left"""
     around: int = 8
     """how many steps that loop has, if nobody knows"""
     windows: tuple[int, ...] = (16, 8)

@@ -1,0 +1,39 @@
+"""Lanes of loops of loops that are dear to move: all run first, then the last in a window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import batchax as bx
+from batchax.divergence.auto import Auto
+
+from support.oracle import same
+
+
+def test_where_lanes_are_dear_to_move_all_run_first_and_the_last_go_on_in_a_window():
+    limits = Auto().limits._replace(one_core=-1.0, together=1 << 30, cores=1, devices=1_000)
+    way = Auto(limits=limits._replace(nest=0.0, places=0.0, carried=0.0, last=0.0))
+
+    def draws(counts, x, matrix):
+        def draw(carry, count):
+            step = lambda c: (c[0] + 1, jnp.tanh(matrix @ c[1] * (c[0] + 1)))
+            _, x = lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), carry))
+            return x, x[0]
+
+        return lax.scan(draw, x, counts)
+
+    random = np.random.default_rng(0)
+    counts = jnp.asarray(random.pareto(1.0, (256, 3)).clip(0, 30), jnp.int32).at[7].set(40)
+    xs, matrices = (
+        jnp.asarray(random.normal(size=(256, 24))),
+        jnp.asarray(random.normal(size=(256, 24, 24)) / 9),
+    )
+    batched = bx.vmap(draws, divergence=way)
+    (told,) = bx.explain(draws, divergence=way)(counts, xs, matrices).equations
+    assert told.notes["widths"] == (256, 64)
+    args = counts, xs, matrices
+    same(*jax.jit(lambda: (batched(*args), jax.vmap(draws)(*args)))())
+    dear = Auto(limits=way.limits._replace(last=1e9))
+    (told,) = bx.explain(draws, divergence=dear)(counts, xs, matrices).equations
+    assert told.notes["widths"] == (256,)
