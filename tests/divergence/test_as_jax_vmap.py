@@ -84,6 +84,15 @@ def test_the_same_is_compiled(what):
     assert ours == theirs
 
 
+@pytest.mark.parametrize("branches", [2, 3])
+def test_gradients_keep_what_sines_compute_of_lanes_that_took_the_branch(branches):
+    """Others have zeros there: handed on as it is it was computed for them, too."""
+    sines = lambda x: jnp.sin(jnp.sin(x))
+    cases = [sines, lambda x: x, lambda x: sines(2 * x)][:branches]
+    ours, theirs = both(gradient(lambda index, x, _: lax.switch(index, cases, x)))
+    assert ours == theirs
+
+
 def test_gradients_of_branches_have_no_more_operations_and_selections():
     ours, theirs = (program.splitlines() for program in both(gradient(branches)))
     assert len(ours) <= len(theirs)

@@ -20,8 +20,8 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
-from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import Branches, PlacedOutputs
@@ -213,18 +213,23 @@ def select_results(
     """For each lane the results of its own branch; the last branch has those `updated` of all.
 
     What a branch keeps for its derivative the others leave unwritten: what they hold there nobody
-    reads. So nothing is selected there, and weights that all lanes share are handed on as such.
+    reads. So nothing is selected there, and weights that all lanes share are handed on as such. But
+    what is computed number by number others are given zeros for: the compiler computes it for those
+    lanes alone that select it, and so for those that took the branch.
     """
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
-    blank = list(map(_unwritten, branches))
+    blank, fused = list(map(_unwritten, branches)), list(map(_number_by_number, branches))
 
     def select(k: int, cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
         written = [case for case, none in zip(cases, blank, strict=True) if k not in none]
         some = (written or cases)[0]
-        as_they_are = len(written) == len(cases) or not (some[1] is None and _short(some[0]))
-        if as_they_are and all(_same(x, some[0]) for x, _ in written):
+        everywhere = len(written) == len(cases)
+        as_they_are = everywhere or not (some[1] is None and _short(some[0]))
+        spared = not everywhere and some[1] is not None and any(k in kept for kept in fused)
+        if as_they_are and not spared and all(_same(x, some[0]) for x, _ in written):
             return some
-        cases = [some if k in none else case for case, none in zip(cases, blank, strict=True)]
+        other = (lax.full_like(some[0], 0), some[1]) if spared else some
+        cases = [other if k in none else case for case, none in zip(cases, blank, strict=True)]
         position = next((a for _, a in cases if a is not None), 0)
         values = [match_axis(axis, x, a, position) for x, a in cases]
         key = (values[0].shape, position)
@@ -244,6 +249,18 @@ def _short(x: Value) -> bool:
     were of, which takes longer than to copy it: 2.5 times of `jax.vmap`, for rows of 24.
     """
     return np.ndim(x) > 1 and min(np.shape(x)[-2:]) < _SHORT
+
+
+def _number_by_number(branch: Any) -> frozenset[int]:
+    """Which results of a branch are part of a loop of the compiler with what selects them."""
+
+    def fused(eqn: Eqn) -> bool:
+        facts = facts_of(eqn.primitive)
+        return facts.elementwise or facts.is_plain_call
+
+    made = {v for eqn in branch.jaxpr.eqns if fused(eqn) for v in eqn.outvars}
+    outs = enumerate(branch.jaxpr.outvars)
+    return frozenset(k for k, v in outs if not isinstance(v, Literal) and v in made)
 
 
 def _unwritten(branch: Any) -> frozenset[int]:
