@@ -195,7 +195,7 @@ class Auto(Compact):
             # All lanes run first, and the step is compiled once more for the last of them.
             last = max(width, size // _LEFT)
             plan = replace(plan, widths=(size, last), most_left=last)
-            if moving > self.limits.staying_on * around and price.of(size) < self.limits.last:
+            if moving > self.limits.staying_on * around:  # a window saves half, and compiles long
                 plan = replace(plan, widths=(size,), most_left=0)
         blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
         if min(blocks, default=math.inf) < self.limits.waiting:

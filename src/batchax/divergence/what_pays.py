@@ -82,7 +82,7 @@ class Limits(NamedTuple):
     """how many steps of a lane it may cost to move it, for each step of the loop around them, or
     all lanes run first"""
     staying_on: float = 0.4
-    """the same, or they stay, if beside a step of all it is not nothing to ask who is left"""
+    """the same, or all of them stay to the end"""
     around: int = 8
     """how many steps that loop has, if nobody knows"""
     windows: tuple[int, ...] = (16, 8)
