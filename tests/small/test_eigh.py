@@ -75,22 +75,27 @@ def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are(dtype, n
     for kind in kinds:
         mine = names == kind
         for ours, theirs in (apart, oblique):
-            assert ours[mine].max() <= 4 * max(theirs[mine].max(), 0.5), kind
+            # Processors round in other places: the sums of n numbers in it by half of sqrt(n) each.
+            assert ours[mine].max() <= 4 * max(theirs[mine].max(), np.sqrt(n) / 2), kind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_small_eigenvalues_of_graded_definite_matrices_are_accurate(dtype):
+    """As far as the matrices are without their grades (Demmel and Veselic 1992)."""
     n = 5
     rng = np.random.default_rng(0)
     half = rng.integers(-3, 4, (4, n, n)) + 4 * np.eye(n)
+    whole = half @ adjoint(half)
     grades = 2.0 ** -(np.arange(n) * (6 if dtype == "float32" else 16))
-    x = (grades[:, None] * (half @ adjoint(half)) * grades).astype(dtype)
+    x = (grades[:, None] * whole * grades).astype(dtype)
     ours, theirs = both(x)
-    # The product of all eigenvalues is the determinant, which is a product of powers of two.
-    exact = np.linalg.det((half @ adjoint(half)).astype(np.float64)) * np.prod(grades) ** 2
-    off = [np.abs(np.prod(w.astype(np.float64), 1) / exact - 1).max() for _, w in (ours, theirs)]
-    assert off[0] <= 100 * n * EPS[dtype]
-    assert off[0] <= 4 * max(off[1], n * EPS[dtype])
+    # The product of all eigenvalues is the determinant: a whole number times powers of two.
+    exact = np.round(np.linalg.det(whole)) * np.prod(grades) ** 2
+    off = [np.abs(np.prod(w.astype(np.float64), 1) / exact - 1) for _, w in (ours, theirs)]
+    sizes = np.sqrt(np.diagonal(whole, axis1=1, axis2=2))
+    condition = np.linalg.cond(whole / sizes[:, :, None] / sizes[:, None])
+    assert (off[0] <= n * condition * EPS[dtype]).all()
+    assert off[0].max() <= 4 * max(off[1].max(), n * EPS[dtype])
 
 
 @pytest.mark.parametrize("lower", [True, False])
