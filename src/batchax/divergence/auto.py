@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -183,7 +183,8 @@ class Auto(Compact):
         plan, price = super().plan_of_nest(size, nest, length), price_inside(nest)
         if plan.widths == (size,) and self._may_be_one_function(price.lane * size, nest.inside):
             loops = (part for part in nest.parts if isinstance(part, Inner))
-            if price.lane * size >= self.limits.leaving and all(map(self._in_turn(size), loops)):
+            long = price.lane * size >= self.limits.leaving
+            if long and all(self._in_turn(size, loop) for loop in loops):
                 return replace(plan, why=IN_TURN)
             return replace(plan, one_function=True)
         if price.of(size) < self.limits.places:
@@ -192,29 +193,25 @@ class Auto(Compact):
         around = price.lane * (length or self.limits.around)
         moving = time_to_move([*nest.own, *nest.slots])
         if width < size and moving > self.limits.carried * around:
-            # All lanes run first, and the step is compiled once more for the last of them.
-            last = max(width, size // _LEFT)
-            plan = replace(plan, widths=(size, last), most_left=last)
             if moving > self.limits.staying_on * around:  # a window saves half, and compiles long
-                plan = replace(plan, widths=(size,), most_left=0)
+                plan = replace(plan, widths=(size,))
+            else:  # all lanes run first, and the step is compiled once more for the last of them
+                last = max(width, size // _LEFT)
+                plan = replace(plan, widths=(size, last), most_left=last)
         blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
         if min(blocks, default=math.inf) < self.limits.waiting:
             return replace(plan, why=SOON_OVER)
         return plan
 
-    def _in_turn(self, size: int) -> Callable[[Inner], bool]:
+    def _in_turn(self, size: int, loop: Inner) -> bool:
         """Whether few neighbours at a time take a loop inside in one function, on one core.
 
         Of so many lanes, these wait at each step of the loop around it for the work of others, of
         which little is in vain. At places of their own all lanes do each step, most in vain.
         """
-
-        def in_turn(loop: Inner) -> bool:
-            test, body = (loop.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
-            differs = (*loop.differs, *[True] * len(body.out_avals))
-            return self.plan(size, test, body, differs).one_function
-
-        return in_turn
+        test, body = (loop.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+        differs = (*loop.differs, *[True] * len(body.out_avals))
+        return self.plan(size, test, body, differs).one_function
 
     def _width_of_nest(self, size: int, nest: Nest, length: int | None) -> int:
         limits, lane = self.limits, price_inside(nest).lane

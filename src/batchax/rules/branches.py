@@ -218,14 +218,15 @@ def select_results(
     lanes alone that select it, and so for those that took the branch.
     """
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
-    blank, fused = list(map(_unwritten, branches)), list(map(_number_by_number, branches))
+    blank = list(map(_unwritten, branches))
+    fused = frozenset().union(*map(_number_by_number, branches)) if any(blank) else frozenset()
 
     def select(k: int, cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
         written = [case for case, none in zip(cases, blank, strict=True) if k not in none]
         some = (written or cases)[0]
         everywhere = len(written) == len(cases)
         as_they_are = everywhere or not (some[1] is None and _short(some[0]))
-        spared = not everywhere and some[1] is not None and any(k in kept for kept in fused)
+        spared = not everywhere and some[1] is not None and k in fused
         if as_they_are and not spared and all(_same(x, some[0]) for x, _ in written):
             return some
         other = (lax.full_like(some[0], 0), some[1]) if spared else some
