@@ -139,20 +139,6 @@ def test_gradients(fun, waited):
     assert len(waited) >= 2
 
 
-def test_what_lanes_share_has_one_sum():
-    """No lane has one of its own: what branches add to it is added up after the loop."""
-
-    def run(vmap):
-        return jax.jit(gradient(vmap, seldom, (0, 2))).trace(XS, TAKEN, MATRIX)
-
-    ours, theirs = run(compact_vmap), run(jax.vmap)
-    assert f"[{LANES},3,3]" in str(theirs.jaxpr)
-    assert "chunk_loop" in str(ours.jaxpr)
-    assert f"[{LANES},3,3]" not in str(ours.jaxpr)
-    got, expected = (x.lower().compile()(XS, TAKEN, MATRIX) for x in (ours, theirs))
-    oracle.same(got, expected)
-
-
 def test_values_are_computed_once():
     """The way back has what it needs from the loop that its values are of."""
     program = jax.make_jaxpr(gradient(compact_vmap, seldom))(XS, TAKEN, MATRIX)

@@ -59,9 +59,9 @@ from batchax.divergence.window import Plan
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
 from batchax.frontend.options import is_word
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import may_be_spread, varying_of
@@ -163,14 +163,6 @@ class Auto(Compact):
         if width == axis.size:
             width = self._of_blocks(axis.size, step, least)
         return Apart(replace(axis, name=None), width, step.moving) if width < axis.size else None
-
-    def of_example(
-        self, axis: Axis, program: ClosedJaxpr, positions: Sequence[Position]
-    ) -> ClosedJaxpr:
-        # What is gained is to wait before branches that are cheap beside a step of a loop on a GPU.
-        if limits_here() is None or self.limits.waiting:
-            return program
-        return super().of_example(axis, program, positions)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         if limits_here() is None or self._meets:

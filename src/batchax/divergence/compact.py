@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -21,17 +20,14 @@ from batchax.divergence.loops import parting_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.price import price_of_moving
 from batchax.divergence.waiting import VARIES_LESS, Waiting
-from batchax.divergence.ways_back import computing_again
 from batchax.divergence.widths import Step, choose_widths, most_left
 from batchax.divergence.window import Plan
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.kernel.looking import looks_here
 from batchax.kernel.varying import varying_of
 from batchax.programs.one_function import fits_for_lanes
 
@@ -133,22 +129,6 @@ class Compact:
         :meta private:
         """
         return True  # and what cannot be done is refused
-
-    def of_example(
-        self, axis: Axis, program: ClosedJaxpr, positions: Sequence[Position]
-    ) -> ClosedJaxpr:
-        """What one example does, written so that lanes part ways sooner.
-
-        :meta private:
-        """
-        if looks_here() or not can_move(axis, ()):
-            return program
-        pays = lambda eqn: self._may_run_flat(axis, AnyLoop(eqn.primitive, eqn.params, (), ()))
-        lanes = math.inf if self.asked else axis.size
-        return computing_again(program, tuple(a is not None for a in positions), pays, lanes)
-
-    def _may_run_flat(self, axis: Axis, loop: AnyLoop) -> bool:
-        return True
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a loop of loops, in which each lane is at a place of its own.

@@ -11,7 +11,6 @@ What lanes share has a cotangent in each of them, before these are added up.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,6 @@ from batchax import _compat
 from batchax.divergence.branch_derivatives import only_in_reverse
 from batchax.divergence.computed_again import computed_again
 from batchax.divergence.loops import as_weak_as
-from batchax.divergence.put_off import PutOff, put_off
-from batchax.divergence.visits import sums_of_visits
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
@@ -135,7 +132,7 @@ class _Both:
 
     forward: ClosedJaxpr
     keeping: ClosedJaxpr
-    back: PutOff
+    back: ClosedJaxpr
     of: Sequence[int]
     own: int
     copied: int
@@ -174,11 +171,9 @@ class _Both:
             behind = _compat.stage(back, [*kept, *cotangents])
         except (ValueError, UnsupportedError):  # a loop without a bound: said where transposed
             return None
-        split = put_off(behind, [not differs[i] for i in moving])
         own = bytes_of(aval for aval, d in zip(program.in_avals, differs, strict=True) if d)
-        carried = [i for i, k in zip(moving, split.rest, strict=True) if k is not None]
-        copied = bytes_of(program.in_avals[i] for i in carried if not differs[i])
-        return cls(ahead, first, split, of, own, copied)
+        copied = bytes_of(program.in_avals[i] for i in moving if not differs[i])
+        return cls(ahead, first, behind, of, own, copied)
 
     @property
     def why_meeting(self) -> str:
@@ -195,20 +190,9 @@ class _Both:
           given, at: what `back` is given, and where that has the batch axis.
           to: where operands have it, that have cotangents.
         """
-        back = self.back
-        program = back.program
-        outs, out_at = interpret(axis, program.jaxpr, program.consts, given, at)
-        visited = []
-        for visit in back.visits:
-            places = [operand.value for operand in visit.operands]
-            visited.append(
-                sums_of_visits(axis, visit, [outs[k] for k in places], [out_at[k] for k in places])
-            )
+        outs, out_at = interpret(axis, self.back.jaxpr, self.back.consts, given, at)
         results = []
-        for k, sums, a in zip(back.rest, back.sums, to, strict=True):
-            terms = [visited[n][j] for n, j in sums]
-            if k is not None:
-                x = match_axis(axis, outs[k], out_at[k], 0 if a is None else a)
-                terms.append(jnp.sum(x, 0) if a is None else x)
-            results.append(functools.reduce(jnp.add, terms))
+        for x, x_at, a in zip(outs, out_at, to, strict=True):
+            x = match_axis(axis, x, x_at, 0 if a is None else a)
+            results.append(jnp.sum(x, 0) if a is None else x)
         return results

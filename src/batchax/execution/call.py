@@ -224,8 +224,6 @@ class Call:
         added = [is_added(output.spec) for output in outputs.described]
         positions = [m.axis for m in given]
         staged = factored(self.axis, staged, positions, added)
-        if self.axis.divergence is not None:
-            staged = self.axis.divergence.of_example(self.axis, staged, positions)
         return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:

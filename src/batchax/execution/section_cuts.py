@@ -104,10 +104,6 @@ class _Refusing:
         """Always: whether lanes part ways in a loop is what it is asked for."""
         return True
 
-    def of_example(self, axis: Axis, program: Any, positions: Any) -> Any:
-        """What one example does, as it is."""
-        return program
-
     def run_nest(self, axis: Axis, loop: Any) -> None:
         """All lanes take each step, unless they part ways in one."""
 

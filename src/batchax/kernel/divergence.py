@@ -111,12 +111,6 @@ class Divergence(Protocol):
         """
         ...
 
-    def of_example(
-        self, axis: Axis, program: ClosedJaxpr, positions: Sequence[Position]
-    ) -> ClosedJaxpr:
-        """What one example does, in the form that is batched; `positions` are those of inputs."""
-        ...
-
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a loop for all lanes, in which each is at a place of its own.
 

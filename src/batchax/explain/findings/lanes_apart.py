@@ -211,9 +211,6 @@ class _Asked(Divergence):
     def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
         return self._divergence.concerns(axis, loop)
 
-    def of_example(self, axis: Axis, program: Any, positions: Any) -> Any:
-        return self._divergence.of_example(axis, program, positions)
-
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         return self._noted(self._divergence.run_nest(self._own(axis), loop))
 
