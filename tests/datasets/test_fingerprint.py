@@ -7,11 +7,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.fingerprint import differences, fingerprint
+from batchax.datasets.fingerprint import (
+    as_seen_here,
+    but_for_platform,
+    differences,
+    fingerprint,
+)
+from batchax.datasets.memory import in_memory
 from batchax.errors import UnsupportedError
 
 ROW = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -205,6 +212,35 @@ row = jax.ShapeDtypeStruct((3,), jnp.float32)
 staged = jax.make_jaxpr(f, return_shape=True)(row)
 print(json.dumps(fingerprint(f, staged, [], {"b": 1, "a": (2,)}, "1")))
 """
+
+
+def test_versions_and_flags_count(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a --xla_force_host_platform_device_count=2")
+    plain = of(jnp.cos)
+    monkeypatch.delenv("XLA_FLAGS")
+    assert of(jnp.cos) == plain
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=b --xla_cpu_enable_fast_math=true")
+    says = "XLA_FLAGS was not given, is --xla_cpu_enable_fast_math=true"
+    assert differences(plain, of(jnp.cos)) == [says]
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(jaxlib, "__version__", "0.0.1")
+    monkeypatch.setattr(bx, "__version__", "0.0.2")
+    assert differences(of(jnp.cos), plain) == [
+        f"batchax was 0.0.2, is {plain['batchax']}",
+        f"jaxlib was 0.0.1, is {plain['jaxlib']}",
+    ]
+
+
+def test_a_worker_of_another_platform_compares_one_row():
+    """Where rules for a batch may give another program: what it has of its own is not compared."""
+    x = in_memory(np.ones((2, 3), np.float32), "x")
+    seen = lambda batch, row: as_seen_here(staged(batch, ROW), staged(row, ROW)[0], [x], [], "cpu")
+    one, other = seen(jnp.cos, jnp.cos), seen(jnp.sin, jnp.cos)
+    another = but_for_platform(seen(jnp.cos, jnp.sin))
+    says = ["the function computes something else"]
+    assert differences(one, other) == says
+    assert differences(but_for_platform(one), but_for_platform(other)) == []
+    assert differences(but_for_platform(one), another) == says
 
 
 def test_it_is_the_same_in_another_process_and_elsewhere(tmp_path):

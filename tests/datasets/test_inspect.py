@@ -25,7 +25,9 @@ RAGGED = Leaf("words", (20,), np.dtype(np.int32), ragged=1)
 
 
 def opened(out, leaves=(LEAF,), plan=PLAN, **options):
-    return open_job(out, {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options)
+    return open_job(
+        out, lambda _: {}, lambda: plan, lambda plan: open_store(out, leaves, plan), **options
+    )
 
 
 def result(leaf, unit):

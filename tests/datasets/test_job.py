@@ -29,7 +29,7 @@ def out(tmp_path):
 
 
 def opened(out, call=CALL, plan=PLAN, **options):
-    return open_job(out, call, lambda: plan, lambda plan: TinyStore(out, plan), **options)
+    return open_job(out, lambda _: call, lambda: plan, lambda plan: TinyStore(out, plan), **options)
 
 
 def folder(out):
@@ -197,7 +197,9 @@ def test_what_is_said_at_the_end(out, size):
 def test_a_journal_of_another_job_is_refused(out):
     completed(out)
     other = out.with_name("other")
-    open_job(other, CALL, lambda: Plan(20, 2, 8), lambda plan: TinyStore(other, plan)).close()
+    open_job(
+        other, lambda _: CALL, lambda: Plan(20, 2, 8), lambda plan: TinyStore(other, plan)
+    ).close()
     (folder(out) / "journal").rename(folder(other) / "journal")
     with pytest.raises(JobError, match=r"not the journal of this job: .* rows 0 to 4"):
         opened(other)
@@ -209,7 +211,7 @@ def test_errors_before_anything_is_on_disk_leave_nothing(out):
         raise ValueError
 
     with pytest.raises(ValueError):
-        open_job(out, CALL, wrong, lambda plan: TinyStore(out, plan))
+        open_job(out, lambda _: CALL, wrong, lambda plan: TinyStore(out, plan))
     assert list(out.parent.iterdir()) == []
 
 
@@ -219,7 +221,7 @@ def test_a_store_that_cannot_be_made(out):
             raise StorageError("no space")
 
     with pytest.raises(StorageError, match="no space"):
-        open_job(out, CALL, lambda: PLAN, lambda plan: Refusing(out, plan))
+        open_job(out, lambda _: CALL, lambda: PLAN, lambda plan: Refusing(out, plan))
     assert not is_held(folder(out) / "lock")
     out.mkdir()  # not left by that, and so it stays
     with pytest.raises(JobError, match="output of something else"):
@@ -236,7 +238,7 @@ def test_what_was_half_made_is_kept_aside(out):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        open_job(out, CALL, lambda: PLAN, lambda plan: Stopping(out, plan))
+        open_job(out, lambda _: CALL, lambda: PLAN, lambda plan: Stopping(out, plan))
     completed(out)
     (aside,) = folder(out).glob("half-made-*")
     assert (aside / "half").exists()
@@ -361,7 +363,8 @@ for trial in range(8):
             os.close(go[1]); os.close(stop[1])
             os.read(go[0], 1)
             try:
-                job = open_job(out, {}, lambda: Plan(20, 2, 4), lambda plan: TinyStore(out, plan))
+                plan, store = Plan(20, 2, 4), lambda plan: TinyStore(out, plan)
+                job = open_job(out, lambda _: {}, lambda: plan, store)
             except JobError as error:
                 os.write(told[1], f"{os.getpid()} {error}\\n".encode())
                 os._exit(0)
@@ -412,7 +415,7 @@ def part(unit):
     return np.full(600 if unit.number % 2 else 3, unit.number, np.float64)
 
 def work():
-    with open_job(out, {}, lambda: plan, lambda plan: TinyStore(out, plan)) as job:
+    with open_job(out, lambda _: {}, lambda: plan, lambda plan: TinyStore(out, plan)) as job:
         if job.finished is not None:
             return
         pending = []

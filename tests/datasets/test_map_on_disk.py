@@ -129,6 +129,59 @@ def test_a_constant_is_part_of_the_function(x):
                 call()
 
 
+def with_rule(rule, of=bx.custom_vmap):
+    """A function that is always the same for one row, with a rule for a batch."""
+    fun = of(lambda x: x * 2)
+    fun.def_vmap(lambda size, batched, x: (rule(x), True))
+    return fun
+
+
+@pytest.mark.parametrize("of", [bx.custom_vmap, jax.custom_batching.custom_vmap])
+def test_a_rule_for_a_batch_is_part_of_the_function(x, of, monkeypatch):
+    rules = [lambda x: x * 2, lambda y: y * 2, lambda x: x * 200]
+    one, same, other = (with_rule(rule, of) for rule in rules)
+    with monkeypatch.context() as patched:
+        stopped_after(patched, 1)
+        with pytest.raises(OSError, match="no more"):
+            bx.map(one, x, out="y.npy", **SIZE)
+    with pytest.raises(bx.JobError, match="computes something else"):
+        bx.map(other, x, out="y.npy", **SIZE)
+    assert bx.map(same, x, out="y.npy", **SIZE).reused >= 8
+    np.testing.assert_array_equal(np.load("y.npy"), x * 2)
+
+
+def test_a_rule_for_a_batch_that_calls_the_host_needs_a_version(x):
+    def on_host(x):
+        return jax.pure_callback(lambda a: a * 2, x, x)
+
+    with pytest.raises(bx.UnsupportedError, match=r"calls Python on the host .* version="):
+        bx.map(with_rule(on_host), x, out="y.npy", **SIZE)
+    assert not list(Path().glob("y.npy*"))
+    bx.map(with_rule(on_host), x, out="y.npy", version="1", **SIZE)
+    np.testing.assert_array_equal(np.load("y.npy"), x * 2)
+
+
+@pytest.mark.parametrize("name", ["fold", "combine", "neutral", "lane", "finish"])
+def test_all_functions_of_a_reduction_are_part_of_the_call(x, name):
+    def total(factor=1, **more):
+        parts = {
+            "combine": lambda a, b: factor * a + b,
+            "lane": lambda x: factor * x,
+            "fold": lambda s: factor * s.sum(0),
+            "finish": lambda s, n: factor * s,
+            "neutral": factor - 1,
+        }
+        plain = dict(combine=lambda a, b: a + b, neutral=0, fold=lambda s: s.sum(0))
+        given = plain if factor == 1 else plain | {name: parts[name]}
+        return bx.Reduce(bx.Reduction(given.pop("combine"), given.pop("neutral"), **given))
+
+    call = lambda spec: bx.map(lambda x: x, x, out="y.zarr", out_axes=spec, **SIZE)
+    whole = call(total()).reduced
+    np.testing.assert_array_equal(call(total()).reduced, whole)
+    with pytest.raises(bx.JobError, match=r"out_axes was|computes something else"):
+        call(total(100))
+
+
 def test_rows_that_are_not_finite_may_be_left_out_later(x):
     x[21, 0] = np.nan
     np.save("x.npy", x)

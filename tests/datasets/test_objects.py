@@ -398,7 +398,7 @@ def job_of(url, call="f", resume="auto"):
     leaf = Leaf("", X.shape, X.dtype)
     return open_job(
         address(url, "out"),
-        {"function": call},
+        lambda _: {"function": call},
         lambda: Plan.of(20, 2, 12, 0.0, 4),
         lambda plan: open_store(url, [leaf], plan),
         resume,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
+from batchax.execution.eager import whatever_jit
 
+# Flags of XLA on which no result depends.
+_NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
 _ON_HOST = ("pure_callback", "io_callback")  # what debugging prints is no result
 
 
@@ -28,7 +34,7 @@ def fingerprint(
 
     Args:
       fun: the function of the user's, for messages.
-      staged: the program that stands for it, mostly of one row, and the types of what it returns.
+      staged: the program of a batch, and the types of what the function returns.
       sources: of the rows, and of what they share.
       options: those of the call that change results.
       version: what the user says of what cannot be seen here.
@@ -56,6 +62,7 @@ def fingerprint(
 
 def as_seen_here(
     staged: Any,
+    row: Any,
     rows: Sequence[Source],
     shared: Sequence[Source],
     platform: str,
@@ -63,10 +70,12 @@ def as_seen_here(
     """What a call computes, and of what, as this process sees it: a worker may see something else,
     if a module was edited, or a file written again.
 
-    Files of rows are looked at, and not read; of rows in memory, there is a copy in the call.
+    Files of rows are looked at, and not read; of rows in memory, there is a copy in the call. On
+    another platform the same function has another program of a batch: `but_for_platform`.
 
     Args:
       staged: as for `fingerprint`.
+      row: the program of one row.
       rows: sources of them.
       shared: sources of what they share, which is read.
       platform: of the process that made the call.
@@ -77,15 +86,25 @@ def as_seen_here(
         {"name": s.name, "shape": s.shape, "dtype": str(s.dtype), **known_by}
         for s, known_by in each
     ]
-    return json.loads(json.dumps({**_described(program, shapes, platform), "inputs": inputs}))
+    described = {**_described(program, shapes, platform), "row": digest(row, platform)}
+    return json.loads(json.dumps({**described, "inputs": inputs}))
+
+
+def but_for_platform(seen: dict[str, Any]) -> dict[str, Any]:
+    """What `as_seen_here` returned, without what is not the same on all platforms."""
+    return {**seen, "program": None, "xla_flags": None}
 
 
 def _described(program: Any, shapes: Any, platform: str) -> dict[str, Any]:
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         "program": digest(program, platform),
         "results": {jax.tree_util.keystr(path): f"{x.dtype}{x.shape}" for path, x in paths},
+        "batchax": importlib.import_module("batchax").__version__,
         "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "xla_flags": " ".join(x for x in flags if not x.startswith(_NO_RESULTS)) or None,
     }
 
 
@@ -98,6 +117,7 @@ def _calls_of_host(jaxpr: Any) -> Iterator[str]:
             yield f"{eqn.primitive.name} at {line_of(eqn)}"
 
 
+@whatever_jit
 def digest(program: Any, platform: str | None = None) -> str:
     """Of the program as StableHLO for a platform (that of this process, if it is not given),
     without names that mean nothing, and of what it closes over.
@@ -173,12 +193,20 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         told.append("the function returns arrays by other names")
     elif was != now and same_arguments:
         told += [f"the function's result{each}" for each in _changed(was, now)]
-    elif old.get("program") != new.get("program") and same_arguments and not around:
+    elif _only(old, _PROGRAMS) != _only(new, _PROGRAMS) and same_arguments and not around:
         told.append("the function computes something else")
     return told + around
 
 
-_AROUND = {"jax": "JAX", "platform": "the platform of JAX", "version": "version"}
+_PROGRAMS = {"program": "of a batch", "row": "of a row"}
+_AROUND = {
+    "batchax": "batchax",
+    "jax": "JAX",
+    "jaxlib": "jaxlib",
+    "xla_flags": "XLA_FLAGS",
+    "platform": "the platform of JAX",
+    "version": "version",
+}
 
 
 def _only(call: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

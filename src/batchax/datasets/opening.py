@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,13 +22,14 @@ from batchax.jaxprs.spoken import brief
 if TYPE_CHECKING:
     from batchax.datasets.store import Store  # which needs libraries, and a job does not
 
+Fingerprint = Callable[[Plan], dict[str, Any]]
 RESUME = ("auto", "must", "never")
 _PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
 def open_job(
     out: Address,
-    fingerprint: dict[str, Any],
+    fingerprint: Fingerprint,
     plan: Callable[[], Plan],
     store: Callable[[Plan], Store],
     resume: str = "auto",
@@ -42,7 +42,7 @@ def open_job(
 
     Args:
       out: the output.
-      fingerprint: of the call, see `fingerprint`.
+      fingerprint: of the call with such a plan, see `fingerprint`.
       plan: makes a plan, for a new job.
       store: makes a store for a plan; nothing is on disk before its `prepare`.
       resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
@@ -55,16 +55,16 @@ def open_job(
     """
     if not is_word(resume, *RESUME):
         raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
-    files, call = JobFiles(out), json.loads(json.dumps(fingerprint))
+    files = JobFiles(out)
     end = time.monotonic() + (_PATIENCE if shard else 0)
     while True:
         try:
             if files.read() is None:
-                job = _begun(files, call, plan, store, resume)
+                job = _begun(files, fingerprint, plan, store, resume)
                 if shard is None:
                     return job
                 job.close()  # which has it alone
-            return _opened(files, call, store, "auto" if shard else resume, shard)
+            return _opened(files, fingerprint, store, "auto" if shard else resume, shard)
         except LockedError:  # by another shard, which begins it
             if time.monotonic() > end:
                 raise
@@ -73,14 +73,14 @@ def open_job(
 
 def _opened(
     files: JobFiles,
-    call: dict[str, Any],
+    fingerprint: Fingerprint,
     store: Callable[[Plan], Store],
     resume: str,
     shard: str | None,
 ) -> Job:
     description = files.read()
     assert description is not None
-    _check(files, description, call, resume)
+    _check(files, description, fingerprint, resume)
     with contextlib.ExitStack() as on_error:
         end, locks = files.read_end(), []
         if end is None:
@@ -103,7 +103,7 @@ def _opened(
 
 def _begun(
     files: JobFiles,
-    call: dict[str, Any],
+    fingerprint: Fingerprint,
     plan: Callable[[], Plan],
     store: Callable[[Plan], Store],
     resume: str,
@@ -115,13 +115,13 @@ def _begun(
         )
     _check_not_foreign(files)
     new_plan = plan()  # before anything is on disk, since arguments may be wrong
-    kept = store(new_plan)
+    kept, call = store(new_plan), fingerprint(new_plan)
     files.place.make_folder(files.folder)
     with contextlib.ExitStack() as on_error:
         locks = _locked(files, on_error)
         if files.read() is not None:  # somebody else was faster
             on_error.close()
-            return _opened(files, call, store, resume, None)
+            return _opened(files, fingerprint, store, resume, None)
         _check_not_foreign(files)
         _prepare(files, kept)
         files.write(Description(new_plan, kept.describe(), call))
@@ -155,13 +155,15 @@ def _locked(
     return locks
 
 
-def _check(files: JobFiles, description: Description, call: dict[str, Any], resume: str) -> None:
+def _check(
+    files: JobFiles, description: Description, fingerprint: Fingerprint, resume: str
+) -> None:
     if resume == "never":
         raise JobError(
             f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
             f"Use another out=, or delete {files.out} and {files.folder} to begin again."
         )
-    changed = differences(description.call, call)
+    changed = differences(description.call, fingerprint(description.plan))
     if changed:
         raise JobError(
             f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "

@@ -72,6 +72,12 @@ class Output:
         return digest(jax.make_jaxpr(parts)(self.row, self.row))
 
     @property
+    def of_row(self) -> Any:
+        """The type of what one row has; of rows of different lengths of an element."""
+        shape = [n for i, n in enumerate(self.leaf.shape) if i != self.leaf.axis]
+        return self.row if self.reduces else jax.ShapeDtypeStruct(shape, self.leaf.dtype)
+
+    @property
     def row_bytes(self) -> int:
         """What a row of it takes; of rows of different lengths an element."""
         shape = [n for i, n in enumerate(self.leaf.shape) if self.reduces or i != self.leaf.axis]

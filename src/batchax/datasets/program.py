@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -38,7 +39,6 @@ class Program:
     Attributes:
       function: of a row.
       batch_size: how many rows.
-      compiled: the program for the largest batch.
     """
 
     def __init__(self, function: RowFunction, batch_size: int) -> None:
@@ -46,12 +46,22 @@ class Program:
         self._types = function.types(batch_size)
         self._programs: dict[tuple[bool, int], Any] = {}
         self._lock = threading.Lock()  # several threads may want one
-        self.compiled = self._compiled(0)
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        """The program for the largest batch, before it is compiled."""
+        return self._traced(0)
+
+    @property
+    def compiled(self) -> Any:
+        """The program for the largest batch."""
+        return self._compiled(0)
+
+    @functools.cached_property
+    def _shared(self) -> list[Any]:
         (_, _, places), _ = self.compiled.input_shardings
-        self._shared = [
-            jax.device_put(x, place)
-            for x, place in zip(function.inputs.shared, places, strict=True)
-        ]
+        shared = self.function.inputs.shared
+        return [jax.device_put(x, place) for x, place in zip(shared, places, strict=True)]
 
     def room_for(self, elements: Sequence[int]) -> int:
         """Which program has room for so many elements of the rows of each argument.
@@ -92,15 +102,20 @@ class Program:
         """The program with that room; `masked` takes rows that count, and has reductions only."""
         with self._lock:
             if (masked, room) not in self._programs:
-                run = self._run_masked if masked else self._run
-                types = [*self._types]
-                types[1] = [_in_room(type, room) for type in types[1]]
-                if masked:
-                    types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
-                # What is not used stays an argument: all programs are called alike.
-                compiled = jax.jit(run, keep_unused=True).lower(*types).compile()
-                self._programs[masked, room] = compiled
+                largest = room == 0 and not masked
+                traced = self.traced if largest else self._traced(room, masked)
+                self._programs[masked, room] = traced.lower().compile()
             return self._programs[masked, room]
+
+    @whatever_jit
+    def _traced(self, room: int, masked: bool = False) -> Any:
+        run = self._run_masked if masked else self._run
+        types = [*self._types]
+        types[1] = [_in_room(type, room) for type in types[1]]
+        if masked:
+            types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
+        # What is not used stays an argument: all programs are called alike.
+        return jax.jit(run, keep_unused=True).trace(*types)
 
     def _run(self, *batch: Any) -> list[Any]:
         numbers, *_ = batch
@@ -126,6 +141,15 @@ def program_of(function: RowFunction, batch_size: int) -> Program:
         program = Program(function, batch_size)
         object.__setattr__(function, "_latest", program)
     return program
+
+
+def staged_batch(function: RowFunction, batch_size: int) -> Any:
+    """The program of a batch, which runs whatever the user gave: rules for a batch and the
+    functions of reductions, too. Not over how many devices it is spread, which may change.
+    """
+    if function.options.get("mesh") is not None:
+        function = replace(function, options={**function.options, "mesh": None}, _latest=None)
+    return program_of(function, batch_size).traced.jaxpr
 
 
 def fitting(function: RowFunction, memory_limit: Any) -> int:

@@ -182,16 +182,16 @@ class RowFunction:
 
         return call, [keys, rows, shared]
 
-    @functools.cached_property
-    def known_by(self) -> Any:
-        """What tells it from others, staged, and what that returns: the function of one row, or
-        where that finds sizes, and so no row by itself has a program, of a few.
+    @property
+    def staged_row(self) -> Any:
+        """The program of one row, or where the function finds sizes, and so no row by itself has
+        a program, of a few.
         """
         call, types = self.of_one_row()
         try:
-            return jax.make_jaxpr(call, return_shape=True)(*types)
+            return jax.make_jaxpr(call)(*types)
         except UnsupportedError:
-            return self._staged
+            return self._staged[0]
 
     @property
     def _lanes(self) -> Callable[..., Any]:
@@ -218,6 +218,11 @@ class RowFunction:
         """What it returns."""
         grows = bool(self.inputs.streams)
         return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows)
+
+    @property
+    def of_row(self) -> Any:
+        """The types of what it returns."""
+        return self.tree_of([o.of_row for o in self.outputs])
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
         """What it returns, of leaves for its outputs."""

@@ -23,7 +23,7 @@ from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
 from batchax.datasets.parts import Leaf, Rows, elements_in
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan, whole_batches
-from batchax.datasets.program import fitting
+from batchax.datasets.program import fitting, staged_batch
 from batchax.datasets.ragged_parts import as_ragged
 from batchax.datasets.report import Report
 from batchax.datasets.row_function import RowFunction
@@ -111,11 +111,11 @@ def _job(function: RowFunction, how: How) -> AnyJob:
     if how.out is None:
         made = plan()
         return JobInMemory(made, store(made))
-    call = _fingerprint(function, how)
+    call = functools.partial(_fingerprint, function, how)
     return open_job(how.out, call, plan, store, how.resume, how.engine.shard)
 
 
-def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
+def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
     """What tells this call from others with other results."""
     inputs = function.inputs
     outputs = {o.path: o.described for o in function.outputs}
@@ -135,7 +135,8 @@ def _fingerprint(function: RowFunction, how: How) -> dict[str, Any]:
     sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
     if how.by_content:
         sources = list(map(ByContent, sources))
-    return fingerprint(function.fun, function.known_by, sources, options, how.version)
+    staged = staged_batch(function, plan.batch_size), function.of_row
+    return fingerprint(function.fun, staged, sources, options, how.version)
 
 
 def _described_key(key: Any) -> str:

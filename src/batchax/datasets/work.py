@@ -51,7 +51,9 @@ class Work:
     def program(self) -> Program:
         """The program of a batch. Compiled when it is first asked for."""
         with self._compiling:
-            return program_of(self.function, self.plan.batch_size)
+            program = program_of(self.function, self.plan.batch_size)
+            _ = program.compiled
+            return program
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         """The rows of a unit, of each mapped argument."""

@@ -15,10 +15,11 @@ from batchax.datasets.addresses import Address, is_url
 from batchax.datasets.bad_rows import Policy
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.failures import needed
-from batchax.datasets.fingerprint import as_seen_here, differences
+from batchax.datasets.fingerprint import as_seen_here, but_for_platform, differences
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal
 from batchax.datasets.plan import Plan
+from batchax.datasets.program import staged_batch
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.sources import as_source
 from batchax.datasets.stores import reopen_store
@@ -85,7 +86,12 @@ class Call:
         function = RowFunction.of(
             self.fun, self.arrays, self.in_axes, self.out_axes, key, self.options
         )
-        others = differences(self.seen, _seen(function, self.platform))
+        here = _seen(function, self.plan.batch_size, self.platform)
+        seen, here = [
+            x if jax.default_backend() == self.platform else but_for_platform(x)
+            for x in (self.seen, here)
+        ]
+        others = differences(seen, here)
         if others:
             raise JobError(
                 f"a worker finds something else than what was asked for: {'; '.join(others)}. Each "
@@ -135,7 +141,7 @@ def saved(work: Work, out: Address) -> Attempts:
         work.policy,
         work.retries,
         jax.default_backend(),
-        _seen(function, jax.default_backend()),
+        _seen(function, work.plan.batch_size, jax.default_backend()),
     )
     try:
         content = cloudpickle.dumps(call)
@@ -148,12 +154,13 @@ def saved(work: Work, out: Address) -> Attempts:
     return Attempts.of_new_call(JobFiles(out).folder, content)
 
 
-def _seen(function: RowFunction, platform: str) -> dict[str, Any]:
+def _seen(function: RowFunction, batch_size: int, platform: str) -> dict[str, Any]:
     """What it computes, and of what, as this process sees it."""
     inputs = function.inputs
     rows = [m.source for m in inputs.mapped]
     shared = list(map(as_source, inputs.shared, inputs.shared_paths))
-    return as_seen_here(function.known_by, rows, shared, platform)
+    staged = staged_batch(function, batch_size), function.of_row
+    return as_seen_here(staged, function.staged_row, rows, shared, platform)
 
 
 def _check(function: RowFunction) -> None:
