@@ -46,14 +46,18 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.compiles(60)  # what is compiled for no other test before
 @pytest.mark.each_commit(5)
-def test_what_is_right_is_silent(name):
+def test_what_is_right_passes(name):
     fun, in_axes, args, options = RIGHT[name]
-    assert bx.check(fun, in_axes, **options)(*args) is None
+    checked = bx.check(fun, in_axes, **options)(*args)
+    assert checked.lanes == tuple(range(checked.size))
 
 
 def test_rows_of_different_lengths():
     rows = bx.Ragged.from_rows([np.arange(float(n), dtype=FLOAT) for n in (3, 1, 4)])
-    bx.check(lambda t: (t * 2, t.sum()))(rows)
+    assert bx.check(lambda t: (t * 2, t.sum()))(rows).lanes == (0, 1, 2)
+    images = [np.ones((h, w), FLOAT) for h, w in ((2, 3), (1, 2), (3, 1))]
+    checked = bx.check(lambda x: x * x.sum())(bx.Ragged.from_rows(images, axis=(0, 1)))
+    assert checked.derivatives == ()  # by rows there are none
 
 
 def with_rule(rule):
@@ -72,6 +76,62 @@ def test_a_value_that_differs():
         bx.check(wrong)(x)
     assert isinstance(e.value, AssertionError)
     bx.check(wrong, lanes=1)(x)  # of which lane 8 is none
+
+
+@pytest.mark.parametrize("size", [8, 1000])
+def test_a_rule_that_is_wrong_in_one_lane(size):
+    lane = 3 if size == 8 else size // 2
+    factors = jnp.where(jnp.arange(size) == lane, 2, 1).astype(FLOAT)
+    wrong = with_rule(lambda x: jnp.sin(x) * factors)
+    with pytest.raises(bx.MismatchError, match=rf"in lane {lane}, out: .*Compared: ") as e:
+        bx.check(wrong)(numbers(size))
+    told = "all 8 lanes" if size == 8 else r"64 of 1,000 lanes (lanes=1000 compares all)"
+    assert str(e.value).endswith(f" Compared: {told}.")
+    with pytest.raises(bx.MismatchError, match=rf"lane {lane}, cotangent of x"):
+        bx.check(sloped(factors))(jnp.ones(size, FLOAT))
+
+
+def sloped(factors):
+    @bx.custom_vmap
+    def fun(x):
+        return 1 * x
+
+    fun.def_vmap(
+        lambda size, batched, x: (lax.stop_gradient(x * (1 - factors)) + x * factors, True)
+    )
+    return fun
+
+
+def test_what_was_compared():
+    checked = bx.check(layer, (None, 0))(numbers(3, 2), numbers(300, 3))
+    assert len(checked.lanes) == 64
+    assert {0, 150, 299} < set(checked.lanes)
+    assert checked.lanes == bx.check(layer, (None, 0))(numbers(3, 2), numbers(300, 3)).lanes
+    assert repr(checked) == (
+        "layer agrees with a loop over the examples. Compared: 64 of 300 lanes (lanes=300 compares "
+        "all), values and derivatives by w, x."
+    )
+    some = bx.check(layer, (None, 0), lanes=2, derivatives=False)(numbers(3, 2), numbers(9, 3))
+    assert (some.lanes, some.size, some.derivatives) == ((0, 8), 9, ())
+    assert str(some).endswith("2 of 9 lanes (lanes=9 compares all), values, no derivatives.")
+
+
+def test_a_function_that_keeps_something_between_calls():
+    calls = []
+
+    def fun(x):
+        calls.append(x)
+        return x * len(calls)
+
+    with pytest.raises(bx.MismatchError, match="in lane 0, out"):
+        bx.check(fun)(jnp.ones(8, FLOAT))
+
+
+def test_arrays_that_the_function_branches_on():
+    fun = lambda w, x: x * 2 if w > 0 else x
+    checked = bx.check(fun, (None, 0))(jnp.ones((), int), numbers(8))
+    assert checked.lanes == tuple(range(8))
+    assert checked.derivatives == ("x",)
 
 
 def test_a_derivative_that_differs():

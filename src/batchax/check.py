@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Unpack, cast
 
 import jax
@@ -21,11 +22,54 @@ from batchax.frontend.options import check_callable, check_flags, check_toleranc
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
+from batchax.kernel.derivatives import with_values
+from batchax.kernel.inner import NEEDS_VALUES
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import Options, vmap
 
 P = ParamSpec("P")
+
+_LANES = 64  # compared by default
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` compared, and found to agree.
+
+    Attributes:
+      name: The function.
+      lanes: The indices of the compared lanes.
+      size: The number of lanes in the batch.
+      derivatives: The arguments whose derivatives were compared. Empty if one example has none, or
+        if `check` was called with ``derivatives=False``.
+
+    Example:
+      >>> print(bx.check(jnp.sin)(jnp.ones(8)))
+      sin agrees with a loop over the examples. Compared: all 8 lanes, values and derivatives by x.
+    """
+
+    name: str
+    lanes: tuple[int, ...]
+    size: int
+    derivatives: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        by = ", ".join(self.derivatives)
+        what = f"values and derivatives by {by}" if by else "values, no derivatives"
+        return (
+            f"{self.name} agrees with a loop over the examples. "
+            f"Compared: {_budget(self.lanes, self.size)}, {what}."
+        )
+
+    __repr__ = __str__
+
+
+def _budget(lanes: Sequence[int], size: int) -> str:
+    """Which of the lanes are compared."""
+    if len(lanes) == size:
+        return f"all {size:,} lanes" if size != 1 else "the only lane"
+    return f"{len(lanes):,} of {size:,} lanes (lanes={size} compares all)"
 
 
 @_compat.api_boundary
@@ -33,23 +77,24 @@ def check(
     fun: Callable[P, Any],
     in_axes: Any = 0,
     *,
-    lanes: int = 4,
+    lanes: int = _LANES,
     derivatives: bool = True,
     rtol: float | None = None,
     atol: float | None = None,
     **options: Unpack[Options],
-) -> Batched[P, None, None]:
-    """Compares a batched function with the function itself, for some of the lanes.
+) -> Batched[P, Checked, Checked]:
+    """Compares a batched function with a loop over its examples.
 
     For test suites, "is my function right under batching?" in one line. The batched function runs
-    as it does in the program, for all lanes, with the options given; the function runs by itself
-    for the first lane, the last, and some between. Values are compared, and derivatives: with
-    respect to what is mapped, and to arrays that all lanes share.
+    as it does in the program, for all lanes, with the options given. The function runs by itself,
+    compiled, for each lane, up to `lanes` of them. Values are compared, and derivatives: with
+    respect to mapped arguments, and to arrays that all lanes share.
 
     Args:
       fun: a function of one example, as for `vmap`.
       in_axes: as for `vmap`.
-      lanes: how many lanes to compare.
+      lanes: The largest number of lanes to compare. A larger batch is sampled: its first lane, its
+        last, its middle, and others drawn at random, the same ones in every call.
       derivatives: whether to compare derivatives. Those that the function does not have for one
         example are left out.
       rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
@@ -58,11 +103,11 @@ def check(
         among them, and has no say: results are compared lane by lane.
 
     Returns:
-      A function of the batch. It returns nothing.
+      A function of the batch. It returns what was compared, a `Checked`.
 
     Raises:
-      MismatchError: (an AssertionError) something differs: the message says in which lane, which
-        entry of which output or derivative, what came and what was expected.
+      MismatchError: (an AssertionError) something differs. The message names the lane, the entry of
+        the output or derivative, both values, and how many lanes are compared.
       ArgumentTypeError: `fun` is not callable, `lanes` is no positive int, or the arguments are
         traced.
       UnsupportedError: `axis_name` is given: a lane by itself has no others to meet.
@@ -71,6 +116,8 @@ def check(
       >>> def energy(charge, positions):
       ...     return charge * jnp.sum(positions**2)
       >>> bx.check(energy, (None, 0), batch_size=2)(2.0, jnp.ones((5, 3)))
+      energy agrees with a loop over the examples. Compared: all 5 lanes, values and derivatives by
+      positions.
     """
     check_callable("check", "a function of one example", fun)
     check_in_axes(fun, in_axes, "check")
@@ -87,11 +134,11 @@ def check(
 
     @functools.wraps(fun)
     @_compat.api_boundary
-    def checked(*args: Any, **kwargs: Any) -> None:
+    def checked(*args: Any, **kwargs: Any) -> Checked:
         comparison = _Comparison(fun, in_axes, dict(options), args, kwargs, lanes, tolerance)
         comparison.values()
-        if derivatives:
-            comparison.derivatives()
+        compared = comparison.derivatives() if derivatives else ()
+        return Checked(comparison.name, comparison.lanes, comparison.size, compared)
 
     return cast(Any, checked)
 
@@ -113,7 +160,7 @@ class _Comparison:
         self._batched = vmap(fun, in_axes, **lanes_first(options))
         leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
         self._fun, self._tolerance = fun, tolerance
-        self._name = name_of(fun)
+        self.name = name_of(fun)
         self._paths = [leaf.path for leaf in leaves]
         self._whole = [leaf.value for leaf in leaves]
         specs = [leaf.spec for leaf in leaves]
@@ -123,78 +170,101 @@ class _Comparison:
         # An axis that a position names is a view; others are laid out for all lanes.
         self._positions = [s if is_position(s) else None for s in specs]
         seen = vmap(lambda xs: [xs[i] for i in self._mapped], (specs,), **_kept(options))
-        self._examples = seen(self._whole)
-        size = next(map(_size, self._examples), options.get("axis_size"))
-        spread = np.linspace(0, size - 1, lanes).round() if size else ()
-        self._lanes = sorted(set(map(int, spread)))
+        examples = seen(self._whole)
+        self.size: int = next(map(_size, examples), options.get("axis_size", 0))
+        self.lanes = _chosen(self.size, lanes)
+        self._ends = sorted({*self.lanes[:1], *self.lanes[-1:]})
+        self._parts = dict(zip(self._mapped, map(_by_lane, examples), strict=True))
+        self._smooth = [
+            i
+            for i, x in enumerate(self._whole)
+            if _is_smooth(x) and (i not in self._mapped or self._positions[i] is not None)
+        ]
+        self._traced = sorted({*self._mapped, *self._smooth})
 
     def _called(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
         args, kwargs = self._rebuild(leaves)
         return without_objects(fun(*args, **kwargs))
 
     def _example(self, lane: int) -> list[Any]:
-        """The leaves as the function of this lane sees them."""
-        leaves = list(self._whole)
-        for i, x in zip(self._mapped, self._examples, strict=True):
-            leaves[i] = jax.tree.map(lambda x: _lane(x, lane), x, is_leaf=_is_rows)
-        return leaves
+        """The leaves of the arguments of a lane that may be traced."""
+        return [self._parts[i](lane) if i in self._parts else self._whole[i] for i in self._traced]
+
+    def _leaves(self, traced: Sequence[Any]) -> list[Any]:
+        """All leaves of the arguments of a lane."""
+        return with_values(self._whole, self._traced, traced)
 
     def values(self) -> None:
         """Compares what the functions return."""
-        for lane in self._lanes:
-            expected = self._called(self._fun, self._example(lane))
-            got = jax.tree.map(lambda x: _lane(x, lane), self._got, is_leaf=_is_rows)
-            self._same(lane, "out", got, expected)
+        run = _compiled(lambda xs: self._called(self._fun, self._leaves(xs)))
+        got = _by_lane(self._got)
+        for lane in self.lanes:
+            if lane in self._ends:  # uncompiled: a function that changes between calls is noticed
+                expected = self._called(self._fun, self._leaves(self._example(lane)))
+            else:
+                expected = run(self._example(lane))
+            self._same(lane, "out", got(lane), expected)
 
-    def derivatives(self) -> None:
-        """Compares cotangents of the arguments, of results that have some in one lane alone."""
-        smooth = [
-            i
-            for i, x in enumerate(self._whole)
-            if _is_smooth(x) and (i not in self._mapped or self._positions[i] is not None)
-        ]
-        if not smooth or not self._lanes:
-            return
-
-        def vjp(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-            def of_points(*points: Any) -> list[Any]:
-                given = dict(zip(smooth, points, strict=True))
-                outs = self._called(fun, [given.get(i, x) for i, x in enumerate(leaves)])
-                return [_array(y) for y in _inexact(outs)]
-
-            return jax.vjp(of_points, *(leaves[i] for i in smooth))
-
-        of_lanes = {}
-        for lane in self._lanes:
+    def derivatives(self) -> tuple[str, ...]:
+        """Compares cotangents of the arguments, and says of which; of none if there are none."""
+        if not self._smooth or not self.lanes:
+            return ()
+        by_lane = _by_lane(self._got)
+        run = _compiled(lambda xs, ys: self._vjp(self._fun, self._leaves(xs))[1](ys))
+        expected = {}
+        for lane in self.lanes:
+            ys = directions(map(_array, _inexact(by_lane(lane))), lane)
             try:
-                ys, pull = vjp(self._fun, self._example(lane))
-                cotangents = directions(ys, lane)
-                of_lanes[lane] = cotangents, pull(cotangents)
+                expected[lane] = ys, run(self._example(lane), ys)
             except Exception:  # there is none for one example
-                return
-        outs, pull = vjp(self._batched, self._whole)
+                return ()
+        outs, pull = self._vjp(self._batched, self._whole)
         # Zero times infinity: of a lane's own making, though its results have no cotangent.
         never = [jnp.isnan(g) for g in pull([jnp.zeros_like(y) for y in outs])]
-        for lane, (cotangents, expected) in of_lanes.items():
-            placed = zip(outs, _inexact(self._got), cotangents, strict=True)
-            alone = [jnp.zeros_like(y).at[_place(of, lane)].set(c) for y, of, c in placed]
-            for i, g, e, nan in zip(smooth, pull(alone), expected, never, strict=True):
-                axis = self._positions[i]
-                if axis is not None:
-                    self._alone(lane, i, jnp.moveaxis(jnp.where(nan, 0, g), axis, 0))
-                    g = jnp.take(g, lane, axis)
-                else:
-                    g = jnp.where(nan, e, g)
-                self._same(lane, f"cotangent of {self._paths[i]}", g, e)
 
-    def _alone(self, lane: int, leaf: int, cotangents: Any) -> None:
+        def compare(*lanes: int) -> None:
+            """With cotangents for the results of some lanes, and zeros for those of others."""
+            of_lanes = [expected[lane] for lane in lanes]
+            cotangents = zip(*(ys for ys, _ in of_lanes), strict=True)
+            placed = zip(outs, _inexact(self._got), cotangents, strict=True)
+            alone = pull([_place(y, of, lanes, c) for y, of, c in placed])
+            gradients = zip(*(gs for _, gs in of_lanes), strict=True)
+            for i, g, es, nan in zip(self._smooth, alone, gradients, never, strict=True):
+                what, axis = f"cotangent of {self._paths[i]}", self._positions[i]
+                if axis is None:
+                    total = functools.reduce(jnp.add, es)
+                    self._same(lanes[0], what, jnp.where(nan, total, g), total)
+                    continue
+                self._alone(lanes, i, jnp.moveaxis(jnp.where(nan, 0, g), axis, 0))
+                for lane, e in zip(lanes, es, strict=True):
+                    self._same(lane, what, jnp.take(g, lane, axis), e)
+
+        # One backward pass serves all lanes. Where it differs, each lane gets its own pass, which
+        # names the lane and is free of the rounding of a sum over lanes.
+        for lane in self._ends:
+            compare(lane)
+        try:
+            compare(*self.lanes)
+        except MismatchError:
+            for lane in self.lanes:
+                compare(lane)
+        return tuple(self._paths[i] for i in self._smooth)
+
+    def _vjp(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        def of_points(*points: Any) -> list[Any]:
+            outs = self._called(fun, with_values(leaves, self._smooth, points))
+            return [_array(y) for y in _inexact(outs)]
+
+        return jax.vjp(of_points, *(leaves[i] for i in self._smooth))
+
+    def _alone(self, lanes: Sequence[int], leaf: int, cotangents: Any) -> None:
         """No other lane has a cotangent."""
         size = np.abs(np.asarray(cotangents)).reshape(len(cotangents), -1).max(1, initial=0)
-        size[lane] = 0
+        size[list(lanes)] = 0
         if size.any():
             raise MismatchError(
-                f"{self._name} differs under batching from what it does for one example: results "
-                f"of lane {lane} have a derivative by {self._paths[leaf]} of lane "
+                f"{self.name} differs under batching from what it does for one example: results "
+                f"of lane {lanes[0]} have a derivative by {self._paths[leaf]} of lane "
                 f"{int(size.argmax())}."
             )
 
@@ -203,8 +273,8 @@ class _Comparison:
         problem = difference_of_trees({what: got}, {what: expected}, rtol, atol)
         if problem:
             raise MismatchError(
-                f"{self._name} differs under batching from what it does for one example: in lane "
-                f"{lane}, {problem}."
+                f"{self.name} differs under batching from what it does for one example: in lane "
+                f"{lane}, {problem}. Compared: {_budget(self.lanes, self.size)}."
             )
 
 
@@ -221,8 +291,33 @@ def _size(x: Value) -> int:
     return len(x) if _is_rows(x) else jax.tree.leaves(x)[0].shape[0]
 
 
-def _lane(x: Value, lane: int) -> Any:
-    return x.rows()[lane] if _is_rows(x) else x[lane]
+def _compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is compiled, unless it branches in Python on what all lanes share."""
+    compiled = jax.jit(fun)
+
+    def run(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except NEEDS_VALUES:
+            return fun(*args)
+
+    return run
+
+
+def _chosen(size: int, most: int) -> tuple[int, ...]:
+    """The lanes to compare, in order: all of them, or first, last, middle, and random ones."""
+    if size <= most:
+        return tuple(range(size))
+    order = dict.fromkeys([0, size - 1, size // 2])
+    order |= dict.fromkeys(np.random.default_rng(0).permutation(size).tolist())
+    return tuple(sorted(list(order)[:most]))
+
+
+def _by_lane(tree: Any) -> Callable[[int], Any]:
+    """A function from a lane to its part of a tree."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_rows)
+    leaves = [x.rows() if _is_rows(x) else x for x in leaves]
+    return lambda lane: structure.unflatten([x[lane] for x in leaves])
 
 
 def _array(x: Value) -> Any:
@@ -235,12 +330,23 @@ def _inexact(outs: Any) -> list[Any]:
     return [x for x in leaves if is_inexact(jnp.asarray(_array(x)))]
 
 
-def _place(x: Value, lane: int) -> Any:
-    """Where a lane is in the array that holds all of them."""
-    if not _is_rows(x):
-        return lane
-    start, end = map(int, x.offsets[lane : lane + 2])
-    return (*[slice(None)] * x.axis, slice(start, end))
+def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> Any:
+    """An array for all lanes like `y`, of zeros but for the parts of some lanes."""
+    if not _is_rows(of):
+        return jnp.zeros_like(y).at[np.array(lanes)].set(jnp.stack(parts))
+    offsets, axis = np.asarray(of.offsets), of.element_axis
+    places = np.concatenate([np.arange(offsets[k], offsets[k + 1]) for k in lanes])
+    elements = [_elements(of, part) for part in parts]
+    return (
+        jnp.zeros_like(y).at[(*[slice(None)] * axis, places)].set(jnp.concatenate(elements, axis))
+    )
+
+
+def _elements(rows: Ragged, row: Any) -> Any:
+    """The elements of a row as `data` has them, along one axis."""
+    first, several = rows.element_axis, len(rows.axes)
+    row = jnp.moveaxis(row, rows.axes, range(first, first + several))
+    return row.reshape(*row.shape[:first], -1, *row.shape[first + several :])
 
 
 def _is_smooth(x: Value) -> bool:

@@ -22,6 +22,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 
+_LANES = 8  # without `others`
 _MOST_SUBSETS = 32  # that are tried: each compiles programs of its own
 
 
@@ -44,9 +45,9 @@ def check_rule(
       fun: a `custom_vmap` function, or any function that `vmap` can batch.
       example_args: arguments for one example. Arrays among them are batched; Python
         numbers, strings and other objects are the same for all lanes.
-      others: arguments for further lanes, two sequences or more like `example_args`. If not
-        given, there are three lanes: the example, and two that differ from it. Floats are
-        changed by up to a tenth of themselves, arrays of integers and bools are shifted
+      others: arguments for further lanes, two sequences or more like `example_args`. All lanes are
+        compared. If not given, there are eight: the example, and seven that differ from it. Floats
+        are changed by up to a tenth of themselves, arrays of integers and bools are shifted
         along their first axis, keys are folded. Give `others` if the function does not take
         such arguments (a matrix that must be symmetric), or to vary scalar integers.
       derivatives: whether to compare derivatives. Those that `fun` does not have for one
@@ -114,7 +115,7 @@ class _Examples:
                 )
             lanes.append(more)
         if not others:
-            lanes += [[_varied(x, k) for x in leaves] for k in (1, 2)]
+            lanes += [[_varied(x, k) for x in leaves] for k in range(1, _LANES)]
         self.lanes = lanes
 
     def subsets(self) -> Iterator[tuple[int, ...]]:
