@@ -1,5 +1,8 @@
 """Models given whole, as their libraries make them, in every way to run a batch."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -327,6 +330,69 @@ def test_objects_among_arguments_and_results():
         bx.scan(lambda carry, x: (carry, (x, jnp.sin)))(0.0, XS)
     with pytest.raises(bx.ArgumentTypeError, match=r"out\['made by'\] of type object"):
         bx.map(lambda x: {"x": x, "made by": settings}, np.asarray(XS), progress=False)
+
+
+class Layer(eqx.Module):
+    """A module without static fields: all of them are leaves."""
+
+    weight: jax.Array
+    activation: Callable
+    name: str
+    names: tuple[str, ...]
+    settings: frozenset
+    training: bool
+    path: Path
+
+    def __call__(self, x):
+        return self.activation(self.weight * x)
+
+
+SETTINGS, HERE = frozenset("ab"), Path("here")
+
+
+def layer(weight):
+    made_here = "".join(["la", "yer"])  # another string each time, and equal
+    return Layer(weight, jnp.tanh, made_here, ("in", "out"), SETTINGS, True, HERE)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_fields_that_are_not_arrays(way):
+    """Strings, collections and functions in a module pass, as in `eqx.filter_vmap`."""
+    stacked = layer(jnp.asarray(XS))
+    applied = eqx.filter_vmap(lambda m, x: m(x))(stacked, XS)
+    for in_axes in (0, (lambda leaf: 0 if leaf.ndim else None, 0)):
+        same(bx.vmap(lambda m, x: m(x), in_axes, **way)(stacked, XS), applied)
+    again = jax.jit(lambda x: bx.vmap(lambda m: m, **way)(layer(x)).weight)(XS)
+    same(again, XS)
+    for made in (bx.vmap(layer, **way)(XS), bx.vmap(lambda m: m, 0, bx.AUTO, **way)(stacked)):
+        assert jax.tree.structure(made) == jax.tree.structure(stacked)
+        assert (made.name, made.names, made.path) == ("layer", ("in", "out"), HERE)
+        same(made.weight, XS)
+    slope = lambda vmap: eqx.filter_grad(lambda m: jnp.sum(vmap(Layer.__call__)(m, XS)))(stacked)
+    got, expected = slope(lambda f: bx.vmap(f, **way)), slope(eqx.filter_vmap)
+    same(got.weight, expected.weight, CLOSE)
+
+
+def test_numbers_of_a_model_have_no_lanes():
+    """As in `jax.vmap`: an axis for a number of Python's raises, by name."""
+    numbered = eqx.tree_at(lambda m: m.path, layer(jnp.asarray(XS)), 2)
+    for in_axes in (0, lambda leaf: 0):
+        with pytest.raises(bx.AxisError, match=r"m\.path: shape \(\), axis 0"):
+            bx.vmap(lambda m: m.weight, in_axes)(numbered)
+    rule = lambda leaf: 0 if eqx.is_array(leaf) else None
+    same(bx.vmap(lambda m: m.path * m.weight, rule)(numbered), 2 * XS)
+
+
+def test_a_rule_is_asked_about_arrays_alone():
+    asked = []
+
+    def rule(leaf):
+        asked.append(leaf)
+        return 0
+
+    values = {"x": XS, "n": [XS, "a", {"b"}], "f": jnp.tanh}
+    bx.vmap(lambda d, f: f(d["x"]), rule)(values, jnp.tanh)
+    assert [x is XS for x in asked] == [True, True]
 
 
 def test_arrays_of_a_model_that_may_be_called_are_looked_at():

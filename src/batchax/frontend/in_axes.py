@@ -13,7 +13,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import is_container, is_container_spec
-from batchax.frontend.objects import is_flag, is_object
+from batchax.frontend.objects import is_flag, is_object, looks_like_array
 from batchax.frontend.parts import AxisSpec
 from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
 from batchax.jaxprs.spoken import listed, name_of, show
@@ -138,11 +138,10 @@ def spread_in_axes(
         placed = name in keyword_specs and not isinstance(in_axes, dict)
         add(name, arg, keyword_specs.get(name, 0), not placed)
     for leaf in leaves:
-        if _is_rule(leaf.spec):
+        if objects and _is_shared(leaf):
+            leaf.spec = None
+        elif _is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
-        elif objects and leaf.inside and is_position(leaf.spec):
-            shared = is_object(leaf.value) or is_flag(leaf.value, leaf.path)
-            leaf.spec = None if shared else leaf.spec
 
     def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(values)
@@ -150,6 +149,18 @@ def spread_in_axes(
         return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
 
     return leaves, rebuild_all
+
+
+def _is_shared(leaf: SpecifiedLeaf) -> bool:
+    """Whether the axis for a tree, or a rule for leaves, leaves this one to all lanes."""
+    value, path = leaf.value, leaf.path
+    if is_container(value):
+        return False
+    if _is_rule(leaf.spec):  # a rule is for arrays, so a string in a list is not meant as a batch
+        return not looks_like_array(value) or (leaf.inside and is_flag(value, path))
+    if not (leaf.inside and is_position(leaf.spec)):
+        return False
+    return is_object(value, path) or is_flag(value, path)
 
 
 class ArgumentPath(str):

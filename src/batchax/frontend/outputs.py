@@ -216,7 +216,8 @@ def flatten_outputs(
         value, spec = leaf.value, leaf.spec
         if _is_rule(spec):
             spec = _from_rule(leaf)
-        if (leaf.inside or spec is None) and is_object(value) and not is_container(value):
+        shared = is_object(value, leaf.path) and not is_container(value)
+        if shared and (leaf.inside or spec is None):
             objects.append((leaf.path, value))
             return lambda _: value
         if isinstance(spec, AxisSpec):

@@ -19,7 +19,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.frontend.mapped import Mapped
-from batchax.frontend.objects import is_object
+from batchax.frontend.objects import is_array, is_same
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
@@ -116,7 +116,7 @@ def check_constants(groups: Sequence[FlatOutputs]) -> None:
     table, (first, *rest) = Table(), map(_constants, groups)
     for others in rest:
         for x, y in zip(first, others, strict=True):
-            if x is not y if is_object(x) else table.contents(x) != table.contents(y):
+            if table.contents(x) != table.contents(y) if is_array(x) else not is_same(x, y):
                 raise AxisError(
                     f"the function returns a number that depends on the row, {x} for one length "
                     f"and {y} for another, but out_axes says None for it. Give the position the "
