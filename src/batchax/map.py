@@ -12,7 +12,7 @@ import jax
 
 from batchax import _compat
 from batchax.datasets.addresses import Address, address
-from batchax.datasets.bad_rows import Policy
+from batchax.datasets.bad_rows import Policy, Streak
 from batchax.datasets.engines.engine import find_engine
 from batchax.datasets.options import check_batch_size, check_key, of_this_process
 from batchax.datasets.report import Report
@@ -55,6 +55,8 @@ def map(
     on_error: Literal["raise", "quarantine"] = "raise",
     on_nonfinite: Literal["raise", "quarantine"] | None = None,
     max_errors: int | None = None,
+    max_consecutive_errors: int | None = 20,
+    retry_quarantined: bool = False,
     retries: int = 2,
     resume: Literal["auto", "never"] = "auto",
     version: str | None = None,
@@ -100,7 +102,11 @@ def map(
         them. Their results are NaN, or 0; the file ``ok.npy`` in the folder of the job says for
         each row whether it has a result, and ``quarantine.jsonl`` what went wrong.
       on_nonfinite: the same for rows with results that are NaN or infinite; None: nothing.
-      max_errors: stop when more rows than that are quarantined.
+      max_errors: stop when more rows than that are quarantined, by this call or earlier ones.
+      max_consecutive_errors: stop when more rows than that fail in succession with one type of
+        error, since a service may be away or memory full. These rows are not quarantined: the same
+        call resumes with them. None: never.
+      retry_quarantined: compute again the units whose rows earlier calls quarantined.
       retries: how many times reading and writing are tried again if they fail.
       resume: "auto": go on where an earlier call ended; "never": refuse if there was one.
       version: names what the function does, where that cannot be seen: if it calls the host
@@ -141,10 +147,13 @@ def map(
     kind = kind_of(out)  # what cannot be one is refused before any work
     named = None if out is None else _named_by(out)
     place = _from_anywhere(named)
-    _check_options(batch_size, commit_rows, on_error, on_nonfinite, max_errors, retries, resume)
+    _check_options(batch_size, commit_rows, on_error, on_nonfinite, resume)
+    _check_count("max_errors", max_errors, or_none=True)
+    _check_count("max_consecutive_errors", max_consecutive_errors, or_none=True)
+    _check_count("retries", retries)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
-    check_flags(batched=batched)
+    check_flags(batched=batched, retry_quarantined=retry_quarantined)
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
@@ -160,8 +169,9 @@ def map(
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         memory_limit=memory_limit,
         commit_rows=None if commit_rows is None else int(commit_rows),
-        policy=Policy(on_error, on_nonfinite),
+        policy=Policy(on_error, on_nonfinite, Streak(max_consecutive_errors)),
         max_errors=max_errors,
+        retry_quarantined=retry_quarantined,
         retries=retries,
         resume=resume,
         version=version,
@@ -225,8 +235,6 @@ def _check_options(
     commit_rows: Any,
     on_error: Any,
     on_nonfinite: Any,
-    max_errors: Any,
-    retries: Any,
     resume: Any,
 ) -> None:
     check_batch_size(batch_size)
@@ -235,9 +243,11 @@ def _check_options(
     check_one_of("on_error", on_error, *_ON_ERROR)
     check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
     check_one_of("resume", resume, "auto", "never")
-    for name, value in {"max_errors": max_errors, "retries": retries}.items():
-        if not (is_position(value) and value >= 0) and not (name == "max_errors" and value is None):
-            raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
+
+
+def _check_count(name: str, value: Any, or_none: bool = False) -> None:
+    if not (is_position(value) and value >= 0) and not (or_none and value is None):
+        raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
 
 
 def _check_version_and_progress(version: Any, progress: Any) -> None:

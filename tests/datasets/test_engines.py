@@ -218,6 +218,16 @@ def test_rows_that_fail(x, engine):
     assert_whole(x, [6, 50])
 
 
+def test_an_outage_stops_all_workers(x, engine):
+    """And those who had not seen many rows that fail have quarantined none, either."""
+    Path("away").touch()
+    with pytest.raises(bx.RowError, match=r"rows of .* fail in succession with ConnectionError"):
+        call(engine_calls.while_it_is_there, engine, on_error="quarantine")
+    Path("away").unlink()
+    assert call(engine_calls.while_it_is_there, engine, on_error="quarantine").quarantined == 0
+    assert_whole(x)
+
+
 def test_errors_that_cannot_be_pickled(x, processes):
     class OddError(Exception):
         def __init__(self, a, b):

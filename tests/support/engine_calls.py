@@ -59,6 +59,12 @@ def patiently(i, x):
         time.sleep(0.01)
 
 
+def while_it_is_there(i, x):
+    """A service that is away from row 5 on."""
+    if i >= 5 and Path("away").exists():
+        raise ConnectionError("away")
+
+
 def fatally(i, x):
     """Rows that end their process."""
     if i in (9, 41):

@@ -134,6 +134,19 @@ def add_call(command: Any) -> None:
         "--max-errors", type=int, metavar="ROWS", help="end when more rows than these are set aside"
     )
     command.add_argument(
+        "--max-consecutive-errors",
+        type=int,
+        default=20,
+        metavar="ROWS",
+        help="end when more rows than these fail in succession with one type of error, and set "
+        "none of them aside (default: 20)",
+    )
+    command.add_argument(
+        "--retry-quarantined",
+        action="store_true",
+        help="compute again the rows that earlier calls set aside",
+    )
+    command.add_argument(
         "--retries",
         type=int,
         default=2,
@@ -188,6 +201,8 @@ def _map(options: argparse.Namespace) -> int:
             on_error=options.on_error,
             on_nonfinite=options.on_nonfinite,
             max_errors=options.max_errors,
+            max_consecutive_errors=options.max_consecutive_errors,
+            retry_quarantined=options.retry_quarantined,
             retries=options.retries,
             version=options.version,
             inputs_by=options.inputs_by,

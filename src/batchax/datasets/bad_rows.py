@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,9 +14,58 @@ import numpy as np
 
 from batchax import _compat
 from batchax.datasets.halving import fail_alone
-from batchax.datasets.one_batch import Batch, last_line, recomputed, tried
-from batchax.datasets.parts import Bad, Rows, alike
+from batchax.datasets.one_batch import Batch, begun, last_line, recomputed, tried
+from batchax.datasets.parts import NOT_FINITE, Bad, Rows, alike
 from batchax.errors import RowError
+
+
+class OutageError(RowError):
+    """So many rows in succession fail with one type of error that they are not to blame.
+
+    Attributes:
+      kind: that type, by its name.
+    """
+
+    kind = ""
+
+
+class Streak:
+    """Rows that fail in succession, with no row between them that does not, with one type of error.
+
+    Args:
+      most: how many may be quarantined; None: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.end()
+
+    def end(self) -> None:
+        """A row did not fail."""
+        self._kind, self._rows = "", list[int]()
+
+    def add(self, batch: Batch, bad: Bad) -> None:
+        """A row failed.
+
+        Raises:
+          OutageError: with it there are too many.
+        """
+        kind = bad.kind
+        if kind != self._kind:
+            self.end()
+        self._kind = kind
+        self._rows.append(bad.row)
+        if self._most is None or len(self._rows) <= self._most:
+            return
+        error = OutageError(
+            f"{len(self._rows)} rows of {_sources(batch)} fail in succession with {kind}, rows "
+            f"{self._rows[0]} to {self._rows[-1]}, the last with: {bad.error}\nA service may be "
+            "away, or memory full, so the job stopped and did not quarantine these rows. The same "
+            "call resumes it. If the rows are bad, pass max_consecutive_errors=None, or a larger "
+            "number."
+        )
+        error.kind = kind
+        raise error
 
 
 @dataclass(frozen=True)
@@ -24,33 +75,64 @@ class Policy:
     Attributes:
       on_error: "raise" or "quarantine".
       on_nonfinite: the same of rows with results that are not finite; None: nothing.
+      streak: rows that failed last, in this process.
     """
 
     on_error: str
     on_nonfinite: str | None
+    streak: Streak = field(default_factory=Streak, compare=False)
+
+
+_TIMES = 2  # that the rows of a batch which fail are looked for: an error may be gone by then
 
 
 def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[list[Any], list[Bad]]:
     """The results of a batch that fails, and the rows that it fails for."""
-    bad = failing_rows(batch, error, 1 if policy.on_error == "raise" else batch.count)
-    if policy.on_error == "raise" or not bad:
-        raise row_error(batch, bad, "on_error", error) from error
-    failing = {b.row - batch.row(0): None for b in bad}
-    return recomputed(batch, failing), bad
+    raises, bad = policy.on_error == "raise", dict[int, Bad]()
+    for _ in range(_TIMES):
+        streak = None if raises else policy.streak
+        bad |= {b.row: b for b in failing_rows(batch, error, 1 if raises else batch.count, streak)}
+        if raises and bad:
+            break
+        failing = dict.fromkeys(batch.places_of(bad))
+        work = functools.partial(recomputed, batch, failing) if failing else begun(batch)
+        results, again = tried(work)
+        if again is None:
+            return results, sorted(bad.values(), key=lambda b: b.row)
+        error = again
+    raise row_error(batch, [*bad.values()] if raises else [], "on_error", error) from error
 
 
-def failing_rows(batch: Batch, error: Exception, most: int) -> list[Bad]:
+def failing_rows(
+    batch: Batch, error: Exception, most: int, streak: Streak | None = None
+) -> list[Bad]:
     """The rows that a batch fails for, so many at most."""
-
-    def alone(part: Sequence[int]) -> Exception | None:
-        others = dict.fromkeys(set(range(batch.count)) - set(part), part[0])
-        return tried(lambda: jax.block_until_ready(batch.start(others)))[1]
-
+    bad: list[Bad] = []
     with _compat.callbacks_fail_silently():  # the same one, again and again
-        failing = fail_alone(range(batch.count), error, alone, most)
-    return alike(
-        Bad(batch.row(place), last_line(why), str(why)) for place, why in sorted(failing.items())
-    )
+        for row, why in itertools.islice(_failing(batch, error, streak), most):
+            bad.append(Bad(row, last_line(why), str(why)))
+            if streak is not None:
+                streak.add(batch, bad[-1])
+    return alike(bad)
+
+
+def _failing(
+    batch: Batch, error: Exception, streak: Streak | None
+) -> Iterator[tuple[int, Exception]]:
+    """The rows that fail by themselves, of a batch that fails, and their errors.
+
+    They are looked for by programs of fewer and fewer rows: of a batch of `n` rows with one that
+    fails, about `n` are computed again, and not `n` for each part that is tried.
+    """
+    if batch.count == 1:
+        yield batch.row(0), error
+        return
+    for part in batch.parts():
+        again = tried(lambda part=part: jax.block_until_ready(part.start()))[1]
+        if again is not None:
+            yield from _failing(part, again, streak)
+        elif streak is not None:
+            streak.end()
 
 
 def without_nonfinite(
@@ -62,7 +144,7 @@ def without_nonfinite(
     for output, x in zip(outputs, results, strict=True):
         if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
             continue
-        error = FloatingPointError(f"{output.path} is not finite")
+        error = FloatingPointError(f"{output.path}{NOT_FINITE}")
         for place in _places_not_finite(x, output.leaf.axis).tolist():
             if batch.row(place) not in bad_rows:
                 wrong.setdefault(place, error)
@@ -86,7 +168,7 @@ def _not_finite_in_sums(
     def error_of(states: Sequence[Any]) -> Exception | None:
         for output, state in zip(reduces, states, strict=True):
             if not all(map(_is_finite, jax.tree.leaves(state))):
-                return FloatingPointError(f"{output.path} is not finite")
+                return FloatingPointError(f"{output.path}{NOT_FINITE}")
         return None
 
     def tried(part: Sequence[int]) -> Exception | None:
@@ -115,7 +197,7 @@ def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
 def row_error(
     batch: Batch, bad: Sequence[Bad], option: str | None, error: Exception | None = None
 ) -> RowError:
-    names = ", ".join(m.source.name for m in batch.program.function.inputs.mapped)
+    names = _sources(batch)
     if not bad:
         return RowError(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, and "
@@ -128,3 +210,7 @@ def row_error(
         f"{told}\nWhat was done is kept, and the same call goes on from there; with "
         f'{option}="quarantine" without such rows.'
     )
+
+
+def _sources(batch: Batch) -> str:
+    return ", ".join(m.source.name for m in batch.program.function.inputs.mapped)

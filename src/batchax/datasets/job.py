@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +122,14 @@ class Job:
             wrong = [r for r in records if list(r.checksums) != sums]
             self._journal.withdraw(wrong, "written over by another attempt")
         if self._differ:
+            self.look_again()
+
+    def withdraw(self, numbers: Iterable[int], reason: str) -> None:
+        """Says that these units are not done: they are computed again."""
+        records = [self.done[number] for number in numbers if number in self.done]
+        if records:
+            self.check()
+            self._journal.withdraw(records, reason)
             self.look_again()
 
     def finish(self, summary: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from batchax.datasets.parts import Record
@@ -42,6 +42,9 @@ class AnyJob(Protocol):
     def settle(self) -> None:
         """Of units that were written more than once, keeps the records of what is there now."""
 
+    def withdraw(self, numbers: Iterable[int], reason: str) -> None:
+        """Says that these units are not done: they are computed again."""
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Says that all is done, and this of it, which is `finished` from now on."""
 
@@ -72,6 +75,9 @@ class JobInMemory:
 
     def settle(self) -> None:
         """Nobody else wrote anything."""
+
+    def withdraw(self, numbers: Iterable[int], reason: str) -> None:
+        """Nothing is kept when the call ends."""
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Notes that all are."""

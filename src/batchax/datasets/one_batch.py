@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,13 @@ class Batch:
         real[list(instead)] = False
         return self.program.reduced(*self._arguments(instead), real)
 
+    def parts(self) -> Iterator[Batch]:
+        """Its rows in smaller batches, computed by a smaller program."""
+        program, stop = self.program.smaller, self.first + self.count
+        for first in range(self.first, stop, program.batch_size):
+            count = min(program.batch_size, stop - first)
+            yield replace(self, program=program, first=first, count=count)
+
     @property
     def is_full(self) -> bool:
         return self.count == self.program.batch_size
@@ -100,14 +107,15 @@ def ahead(batches: Iterator[Batch], left_out: set[int]) -> Iterator[Waiting]:
     waiting: list[Waiting] = []
     for batch in batches:
         gone = dict.fromkeys(batch.places_of(left_out))
-        get = functools.partial(recomputed, batch, gone) if gone else _begun(batch)
+        get = functools.partial(recomputed, batch, gone) if gone else begun(batch)
         waiting.append((batch, get))
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
 
 
-def _begun(batch: Batch) -> Callable[[], list[Any]]:
+def begun(batch: Batch) -> Callable[[], list[Any]]:
+    """Begins to compute a batch; returns what waits for its results."""
     outputs = batch.program.function.outputs
     arrays, error = tried(batch.start)  # some errors are known at once, others when it is read
     if error is not None:

@@ -34,6 +34,7 @@ def open_job(
     store: Callable[[Plan], Store],
     resume: str = "auto",
     shard: str | None = None,
+    retry_quarantined: bool = False,
 ) -> Job:
     """The job that computes `out`: a new one, or the one that is there.
 
@@ -47,6 +48,7 @@ def open_job(
       store: makes a store for a plan; nothing is on disk before its `prepare`.
       resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
       shard: a name for this process's part of the job, if others have the other parts.
+      retry_quarantined: whether a job that is finished without some rows is not.
 
     Raises:
       JobError: if `out` is the output of something else or of another call, somebody else is
@@ -64,7 +66,8 @@ def open_job(
                 if shard is None:
                     return job
                 job.close()  # which has it alone
-            return _opened(files, fingerprint, store, "auto" if shard else resume, shard)
+            how = "auto" if shard else resume
+            return _opened(files, fingerprint, store, how, shard, retry_quarantined)
         except LockedError:  # by another shard, which begins it
             if time.monotonic() > end:
                 raise
@@ -77,15 +80,20 @@ def _opened(
     store: Callable[[Plan], Store],
     resume: str,
     shard: str | None,
+    retry_quarantined: bool = False,
 ) -> Job:
     description = files.read()
     assert description is not None
     _check(files, description, fingerprint, resume)
     with contextlib.ExitStack() as on_error:
         end, locks = files.read_end(), []
-        if end is None:
+        again = lambda end: retry_quarantined and end is not None and bool(end["bad"])
+        if end is None or again(end):
             locks = _locked(files, on_error, shard)
             end = files.read_end()
+            if again(end):
+                files.withdraw_end()
+                end = None
         if end is not None:  # perhaps by who had the lock
             on_error.close()
             locks = []

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+NOT_FINITE = " is not finite"
 ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
 
 
@@ -97,6 +98,16 @@ class Bad:
     row: int
     error: str
     traceback: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the type of its error."""
+        return self.error.partition(":")[0]
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether it has results that are not finite."""
+        return self.error.endswith(NOT_FINITE) and not self.traceback
 
 
 def alike(bad: Iterable[Bad]) -> list[Bad]:

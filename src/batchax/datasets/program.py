@@ -26,6 +26,7 @@ from batchax.rows.ragged import Ragged
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
 _ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
+_PARTS = 8  # of a batch in which rows that fail are looked for; so many more in each of these
 _WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 
 
@@ -41,7 +42,10 @@ class Program:
       batch_size: how many rows.
     """
 
-    def __init__(self, function: RowFunction, batch_size: int) -> None:
+    def __init__(
+        self, function: RowFunction, batch_size: int, shared: Sequence[Any] | None = None
+    ) -> None:
+        self._given = function.inputs.shared if shared is None else shared
         self.function, self.batch_size = function, batch_size
         self._types = function.types(batch_size)
         self._programs: dict[tuple[bool, int], Any] = {}
@@ -60,8 +64,18 @@ class Program:
     @functools.cached_property
     def _shared(self) -> list[Any]:
         (_, _, places), _ = self.compiled.input_shardings
-        shared = self.function.inputs.shared
+        shared = self._given
         return [jax.device_put(x, place) for x, place in zip(shared, places, strict=True)]
+
+    @functools.cached_property
+    def smaller(self) -> Program:
+        """A program of fewer rows, which looks for those that fail.
+
+        Batches of it divide the batches of this one, so each has elements of rows as it expects.
+        """
+        most = max(1, self.batch_size // _PARTS)
+        size = max(n for n in range(1, most + 1) if self.batch_size % n == 0)
+        return Program(self.function, size, self._shared)
 
     def room_for(self, elements: Sequence[int]) -> int:
         """Which program has room for so many elements of the rows of each argument.

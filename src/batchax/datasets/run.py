@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from batchax.datasets.addresses import Address
-from batchax.datasets.bad_rows import Policy
+from batchax.datasets.bad_rows import OutageError, Policy
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.jobs import AnyJob, JobInMemory
 from batchax.datasets.labels import Labels
 from batchax.datasets.opening import open_job
 from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
-from batchax.datasets.parts import Leaf, Rows, elements_in
+from batchax.datasets.parts import Bad, Leaf, Rows, elements_in
 from batchax.datasets.pipeline import Stop, interruptible
 from batchax.datasets.plan import Plan, whole_batches
 from batchax.datasets.program import fitting, staged_batch
@@ -57,6 +57,7 @@ class How:
     commit_rows: int | None
     policy: Policy
     max_errors: int | None
+    retry_quarantined: bool
     retries: int
     resume: str
     version: str | None
@@ -83,6 +84,11 @@ def run(function: RowFunction, how: How) -> Report:
 def _run(function: RowFunction, how: How) -> Report:
     job = _job(function, how)
     try:
+        if how.retry_quarantined and job.finished is None:
+            own = how.engine.units(job.plan)
+            bad = [k for k, r in job.done.items() if r.quarantined and k in own]
+            job.withdraw(bad, "quarantined rows are tried again")
+        _check_quarantined(function, how, job)
         if job.finished is not None:
             if function.inputs.streams and how.stream_id is None:
                 _ = list(_taken(function, how, job))  # which compares them
@@ -104,6 +110,35 @@ def _run(function: RowFunction, how: How) -> Report:
             stream.close()
 
 
+def _check_quarantined(function: RowFunction, how: How, job: AnyJob) -> None:
+    """Whether the rows that earlier calls quarantined are what this one lets pass."""
+    bad = _bad_rows(job)
+    _check_how_many(how, len(bad))
+    nonfinite = next((b for b in bad if b.is_nonfinite), None)
+    if how.policy.on_nonfinite == "raise" and nonfinite is not None:
+        names = ", ".join(m.source.name for m in function.inputs.mapped)
+        raise RowError(
+            f"row {nonfinite.row} of {names} fails: {nonfinite.error}. An earlier call quarantined "
+            'it. Pass on_nonfinite="quarantine" to go on without it, or retry_quarantined=True to '
+            "compute it again."
+        )
+
+
+def _check_how_many(how: How, quarantined: int) -> None:
+    if how.max_errors is not None and quarantined > how.max_errors:
+        raise RowError(
+            f"{quarantined} rows have no result, and max_errors is {how.max_errors}. The file "
+            "quarantine.jsonl in the folder of the job says what went wrong. Pass "
+            "retry_quarantined=True to compute them again."
+        )
+
+
+def _bad_rows(job: AnyJob) -> list[Bad]:
+    if job.finished is not None:
+        return job.finished["bad"]
+    return [b for _, r in sorted(job.done.items()) for b in r.quarantined]
+
+
 def _job(function: RowFunction, how: How) -> AnyJob:
     leaves = [o.leaf for o in function.outputs if not o.reduces]
     plan = functools.partial(plan_of, function, how.batch_size, how.memory_limit, how.commit_rows)
@@ -112,7 +147,7 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         made = plan()
         return JobInMemory(made, store(made))
     call = functools.partial(_fingerprint, function, how)
-    return open_job(how.out, call, plan, store, how.resume, how.engine.shard)
+    return open_job(how.out, call, plan, store, how.resume, how.engine.shard, how.retry_quarantined)
 
 
 def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
@@ -180,27 +215,19 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
         units, total = map(job.plan.unit, left), job.plan.rows
     else:
         work, units, total = StreamWork(**vars(work), taken=taken), taken, taken.total
-    quarantined = sum(len(r.quarantined) for r in job.done.values())
+    quarantined, before = len(_bad_rows(job)), set(job.done)
     progress = Progress(how.progress, function.name, total, reused)
     if reused:
         progress.say(f"{_of(reused, job)} are done already")
-
-    def check_how_many() -> None:
-        if how.max_errors is not None and quarantined > how.max_errors:
-            stop.because(
-                RowError(
-                    f"{quarantined} rows have no result, and max_errors is {how.max_errors}. The "
-                    "file quarantine.jsonl in the folder of the job says what went wrong."
-                )
-            )
 
     def tell(rows: int, bad: int) -> None:
         nonlocal quarantined
         progress.advance(rows, bad)
         quarantined += bad
-        check_how_many()
-
-    check_how_many()  # of calls before
+        try:
+            _check_how_many(how, quarantined)
+        except RowError as error:
+            stop.because(error)
 
     with interruptible(stop, progress.say):
         try:
@@ -209,6 +236,10 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
             finally:
                 job.look_again()
         except BaseException as error:
+            if isinstance(error, OutageError):  # other workers may not have seen so many yet
+                fails = lambda r, kind=error.kind: any(b.kind == kind for b in r.quarantined)
+                new = [k for k, r in job.done.items() if k not in before and fails(r)]
+                job.withdraw(new, "rows in succession failed")
             progress.close(f"stopped: {type(error).__name__}. {_kept(job)}")
             raise
     if taken is not None and taken.rows is not None:
@@ -248,8 +279,7 @@ def _of(rows: int, job: AnyJob) -> str:
 
 def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
     """What is kept of a job that is done."""
-    records = [job.done[k] for k in sorted(job.done)]
-    bad = [b for r in records for b in r.quarantined]
+    records, bad = [job.done[k] for k in sorted(job.done)], _bad_rows(job)
     rows = job.plan.rows - len(bad)
     reduced = {}
     for output in function.outputs:
@@ -261,10 +291,8 @@ def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
 
 
 def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report:
-    if job.finished is None:  # other shards have not
-        bad, reduced = [b for r in job.done.values() for b in r.quarantined], {}
-    else:
-        bad, reduced = job.finished["bad"], job.finished["reduced"]
+    bad = _bad_rows(job)
+    reduced = {} if job.finished is None else job.finished["reduced"]  # other shards have not
     kept = _as_named(job.store.result(), how)
     outputs = [
         None if o.reduces else _shown(o.leaf, kept[o.leaf.name] if isinstance(kept, dict) else kept)

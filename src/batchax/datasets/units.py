@@ -87,6 +87,8 @@ def _computed(
         if error is not None:
             results, failed = without_failing(batch, error, policy)
             bad += failed
+        else:
+            policy.streak.end()
         if policy.on_nonfinite:
             results, failed = without_nonfinite(batch, results, policy, {b.row for b in bad})
             bad += failed

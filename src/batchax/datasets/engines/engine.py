@@ -35,7 +35,7 @@ class Threads:
 
     shard: str | None = None
 
-    def units(self, plan: Plan) -> Iterable[int]:
+    def units(self, plan: Plan) -> range:
         """The numbers of the units that are to be done here."""
         return range(len(plan))
 
@@ -80,7 +80,7 @@ class Shard(Threads):
     def shard(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return f"shard-{self.index}-of-{self.count}"
 
-    def units(self, plan: Plan) -> Iterable[int]:
+    def units(self, plan: Plan) -> range:
         if len(plan) < self.count and plan.rows:
             each = -(-plan.rows // self.count)
             warnings.warn(
