@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import pytest
 from jax import lax
@@ -26,9 +27,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from batchax import _compat
+from batchax._compat import one_function
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
+from batchax.programs.one_function import fits_for_lanes, fits_one_function
 from batchax.programs.wire import integer, message, messages, read_message
 
 from support.high_operations import cube
@@ -600,29 +603,95 @@ def test_what_a_compiler_says_of_a_program():
     assert ids >= {integer(place[4]) for place in located}
 
 
-def test_programs_that_are_one_function():
-    def run(x):
-        for _ in range(3):
-            x = lax.optimization_barrier(jnp.sin(x) * x[0] + jnp.cos(x))
-        return [x, x > 0]
+@pytest.fixture
+def _single_kernels(monkeypatch):
+    """Single kernels, whatever version of jaxlib this is."""
+    monkeypatch.setattr(one_function, "_RUN_ON", {*one_function._RUN_ON, jaxlib.__version__})
 
-    def one(x):
-        return _compat.in_one_function(run, jax.eval_shape(run, x), [x])
 
-    program = jax.jit(one).lower(X).compile()
-    entry = program.as_text().split("ENTRY")[1]
-    assert " call(" in entry, "XLA inlines a call, though it is told not to"
-    assert " fusion(" not in entry
-    expected = np.asarray(X)
+def test_this_version_may_have_single_kernels(monkeypatch):
+    assert _compat.single_kernels(), (
+        f"jaxlib {jaxlib.__version__} is not in `_RUN_ON` of `_compat/one_function.py`, so no loop "
+        "is a single kernel. If the other tests here and `make fuzz FLAGS=default` pass, add it."
+    )
+    monkeypatch.setattr(jaxlib.version, "__version__", "0.13.0")
+    assert not _compat.single_kernels()
+    run = lambda x: [jnp.sin(x)]
+    text = jax.jit(lambda x: _compat.in_one_function(run, [jax.typeof(x)], [x])).lower(X).as_text()
+    assert "xla_cpu_small_call" not in text
+
+
+def _chain(x):
     for _ in range(3):
-        expected = np.sin(expected) * expected[0] + np.cos(expected)
-    np.testing.assert_allclose(program(X)[0], expected, rtol=1e-5)
-    # Of so many numbers XLA would have threads compute parts.
+        x = lax.optimization_barrier(jnp.sin(x) * x[0] + jnp.cos(x))
+    return [x]
+
+
+def _loop(x):
+    step = lambda s: jnp.where(s < 9, s * 1.5 + 1, s)
+    return [lax.while_loop(lambda s: jnp.any(s < 9), step, x)]
+
+
+def _places(x):
+    step = lambda i, x: lax.dynamic_update_index_in_dim(x, x[i] + x[(i + 1) % 64], i, 0)
+    return [lax.fori_loop(0, 64, step, x)]
+
+
+def _branches(x):
+    step = lambda i, x: lax.cond(x[i] > 2, jnp.sin, lambda x: x + 1, x)
+    return [lax.fori_loop(0, 5, step, x)]
+
+
+def _draws(x):
+    key = jax.random.key(0)
+    draw = lambda i: jax.random.uniform(jax.random.fold_in(key, i), x.shape)
+    return [lax.fori_loop(0, 3, lambda i, x: x + draw(i), x)]
+
+
+@pytest.mark.usefixtures("_single_kernels")
+@pytest.mark.parametrize("run", [_chain, _loop, _places, _branches, _draws])
+def test_programs_that_are_one_function(run):
+    x = jnp.linspace(0.5, 4.0, 10_000, dtype="float32")
+    one = lambda x: _compat.in_one_function(run, jax.eval_shape(run, x), [x])
+    single, plain = (jax.jit(f).lower(x).compile() for f in (one, run))
+    fusions = [program.as_text().count(" fusion(") for program in (single, plain)]
+    entry = single.as_text().split("ENTRY")[1]
+    begun = {kind: entry.count(f" {kind}(") for kind in ("call", "fusion", "while", "conditional")}
+    assert begun == {"call": 1, "fusion": 0, "while": 0, "conditional": 0}, (
+        f"XLA of jaxlib {jaxlib.__version__} makes several functions of `{run.__name__}`, though "
+        "it is told to make one"
+    )
+    # Those of the program, and two of the branch that is never taken.
+    assert fusions[0] == fusions[1] + 2, "XLA fuses otherwise what it makes one function of"
+    np.testing.assert_allclose(single(x)[0], plain(x)[0], rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_single_kernels")
+def test_what_threads_would_compute_parts_of_is_one_function():
+    one = lambda x: _compat.in_one_function(_chain, jax.eval_shape(_chain, x), [x])
     large = jax.ShapeDtypeStruct((100, 100_000), X.dtype)
     entry = jax.jit(one).lower(large).compile().as_text().split("ENTRY")[1]
     assert " call(" in entry
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_small_floats_are_in_no_single_kernel(dtype):
+    # bfloat16 to int32 in the predicate ended the process on jaxlib 0.12.
+    def counted(x):
+        goes_on = lambda s: s[0].astype(dtype).astype(jnp.int32) < 100
+        return lax.while_loop(goes_on, lambda s: (s[0] * 1.5 + 1, s[1] + 1), (x, 0))[1]
+
+    for program in (
+        jax.make_jaxpr(counted)(1.0),
+        jax.make_jaxpr(lambda x: lax.fori_loop(0, 3, lambda i, y: i, 0))(jnp.ones((), dtype)),
+        jax.make_jaxpr(lambda x: x * 2)(jnp.ones((), dtype)),
+    ):
+        assert not fits_one_function(program.jaxpr)
+        assert not fits_for_lanes(program.jaxpr)
+    assert fits_for_lanes(jax.make_jaxpr(lambda x: x.astype(jnp.int8) > 2)(jnp.float32(1)).jaxpr)
+
+
+@pytest.mark.usefixtures("_single_kernels")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
 def test_operands_that_nothing_reads_may_be_in_one_function(dtype):
     # XLA finds out that no result depends on what the inner loop carries besides, and ends the
@@ -647,6 +716,7 @@ def test_operands_that_nothing_reads_may_be_in_one_function(dtype):
     np.testing.assert_allclose(got, np.full(64, expected), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("_single_kernels")
 @pytest.mark.parametrize("typed", [True, False])
 def test_operands_that_a_compiler_knows_may_be_in_one_function(typed):
     # XLA computed a key that is made of a number inside the function, which left the operand to

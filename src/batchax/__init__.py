@@ -17,6 +17,7 @@ from batchax.bounded_while import bounded_while
 from batchax.check import check
 from batchax.check_rule import check_rule
 from batchax.clipped_grad import ClippedSum, clipped_grad
+from batchax.config import config
 from batchax.custom_vmap import custom_vmap
 from batchax.divergence.compact import Compact
 from batchax.divergence.lane_steps import LaneSteps
@@ -75,9 +76,9 @@ __all__ = [
     "Ragged", "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
     "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError", "UnsupportedError",
     "auto_vmap", "axis_to_front", "batch_jaxpr", "batch_size_choices", "bounded_while",
-    "broadcasting", "bucket", "check", "check_rule", "clipped_grad", "compress", "custom_vmap",
-    "explain", "find_nonfinite", "gather", "host_function", "local", "map", "map_batches",
-    "match_axis", "move_axis", "nonzero", "ragged", "reducing", "register_container",
+    "broadcasting", "bucket", "check", "check_rule", "clipped_grad", "compress", "config",
+    "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local", "map",
+    "map_batches", "match_axis", "move_axis", "nonzero", "ragged", "reducing", "register_container",
     "register_rule", "same_program", "scan", "sequential_vmap", "size", "split_key", "stack",
     "tiles", "unique", "unregister_container", "unstack", "vectorized", "vmap",
 ]  # fmt: skip

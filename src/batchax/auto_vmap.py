@@ -14,7 +14,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import find_divergence
+from batchax.divergence.option import check_divergence
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.arguments import array_inside
@@ -140,7 +140,7 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     signature, outputs = _signature(fun), None
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
     find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
-    find_divergence(options.get("divergence", "auto"))  # checks
+    check_divergence(options.get("divergence", "auto"))
     check_small_matrices(options.get("small_matrices", "auto"))
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])

@@ -20,6 +20,7 @@ from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, run
 from batchax.datasets.stores import kind_of
 from batchax.divergence.compact import Compact
+from batchax.divergence.option import resolved
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import (
@@ -157,7 +158,7 @@ def map(
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
-    options = {"divergence": divergence, "small_matrices": small_matrices}
+    options = {"divergence": resolved(divergence), "small_matrices": small_matrices}
     options |= {"mesh": of_this_process(mesh)}
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched)
     _check_streams(function, executor, stream_id)

@@ -14,6 +14,7 @@ from batchax.datasets.options import check_batch_size, check_key, of_this_proces
 from batchax.datasets.program import fitting, program_of
 from batchax.datasets.row_function import RowFunction
 from batchax.divergence.compact import Compact
+from batchax.divergence.option import resolved
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.in_axes import check_in_axes, is_position
 from batchax.frontend.options import check_callable, check_flags, check_one_of, check_small_matrices
@@ -103,7 +104,7 @@ def map_batches(
     check_small_matrices(small_matrices)
     check_in_axes(fun, in_axes)
     start = int(start)
-    options = {"divergence": divergence, "small_matrices": small_matrices}
+    options = {"divergence": resolved(divergence), "small_matrices": small_matrices}
     options |= {"mesh": of_this_process(mesh)}
     try:
         function = RowFunction.of(fun, sources, in_axes, out_axes, key, options, batched, start)

@@ -11,7 +11,7 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import find_divergence, parted, parting_ways
+from batchax.divergence.option import check_divergence, is_asked, parted, parting_ways
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import find_chunking
@@ -211,10 +211,10 @@ def vmap(
     check_flags(sum_match=sum_match)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     rows = find_row_options(layout, buckets, batch_size)
-    compact = find_divergence(divergence)
+    check_divergence(divergence)
     check_small_matrices(small_matrices)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    some_at_a_time = chunking is not None or (compact is not None and compact.asked)
+    some_at_a_time = chunking is not None or is_asked(divergence)
     on_mesh = find_mesh(mesh)
     spread = on_mesh is not None
     if on_mesh is not None and spmd_axis_name is not None:
@@ -246,7 +246,7 @@ def vmap(
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
         mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        parting = parted(compact, values, spread=shards is not None)
+        parting = parted(divergence, values, spread=shards is not None)
         axis = Axis(size, axis_name, spmd, mesh_axis, parting, small_matrices=small_matrices)
         mapped = with_lane_indices(flat.mapped, axis)
 
@@ -264,7 +264,7 @@ def vmap(
         passes = [
             pass_of_rows(rows, mapped, shards, chunking),
             dealt_out(shards),
-            *([] if some_at_a_time or spread else [where_they_are(parting_ways(compact, True))]),
+            *([] if some_at_a_time or spread else [where_they_are(parting_ways(divergence, True))]),
             in_parts(chunking),
         ]
         with named_in_errors(fun, mapped, flat.shared, LANES.each):

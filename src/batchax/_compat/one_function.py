@@ -14,11 +14,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from batchax._compat.mesh_types import varying_alike
+from batchax.config import config
+
+# What XLA makes of these two words is tested on these versions of jaxlib; see `single_kernels`.
+_RUN_ON = frozenset(("0.10.2", "0.12.0.1"))
+
+
+def single_kernels() -> bool:
+    """Whether loops may be compiled as one function here: the guard of all that asks for it.
+
+    No version of XLA documents the two words, and a mistake ends the process. So they are used with
+    versions alone on which the suite ran, and ``batchax.config`` switches them off. For a new
+    version the canary in ``tests/test_compat.py`` says whether it may be added to the table.
+    """
+    return config.single_kernels and jaxlib.version.__version__ in _RUN_ON
 
 
 def in_one_function(
@@ -28,9 +43,14 @@ def in_one_function(
 
     Its results are of `types`.
 
+    Where `single_kernels` does not hold they are ordinary operations.
+
     It runs on one thread. Sums of floating-point numbers over a dimension, products of matrices and
     calls of libraries may not be in it: XLA has no such function for them.
     """
+
+    if not single_kernels():
+        return list(run(*operands))
 
     def called(*operands: Any) -> list[Any]:
         # What XLA divides among threads calls what is not there in such a function; in a branch of

@@ -8,9 +8,10 @@ from __future__ import annotations
 import numpy as np
 from jax import dtypes
 
+from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr
 from batchax.programs import prices
 from batchax.programs.for_lanes import can_be_written
 from batchax.programs.inner import programs_in
@@ -30,7 +31,7 @@ _OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum
 
 def fits_one_function(jaxpr: Jaxpr) -> bool:
     """Whether all of a program can be in one function."""
-    return not _others.in_program(jaxpr)
+    return _may_be(jaxpr) and not _others.in_program(jaxpr)
 
 
 def fits_for_lanes(jaxpr: Jaxpr) -> bool:
@@ -38,12 +39,31 @@ def fits_for_lanes(jaxpr: Jaxpr) -> bool:
 
     What one example updates at a place of its own, lanes update at several.
     """
-    return not _others_of_lanes.in_program(jaxpr)
+    return _may_be(jaxpr) and not _others_of_lanes.in_program(jaxpr)
+
+
+def _may_be(jaxpr: Jaxpr) -> bool:
+    variables = (*jaxpr.constvars, *jaxpr.invars)
+    return _compat.single_kernels() and not any(_is_small_float(v.aval) for v in variables)
+
+
+def _is_small_float(aval: Aval) -> bool:
+    """Whether these are floating-point numbers of fewer than 32 bits.
+
+    Processors have no arithmetic for them. XLA puts float32 around each operation of a function
+    that it makes by way of MLIR, and not of this one. LLVM does so then, but not for all: in XLA of
+    jaxlib 0.12 bfloat16 as an integer ends the process ("Do not know how to soft promote this
+    operator's operand!").
+    """
+    dtype = aval.dtype if hasattr(aval, "dtype") else None
+    return dtype is not None and dtypes.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
 
 def _is_other(eqn: Eqn, others: Anywhere) -> bool:
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
+    if any(_is_small_float(v.aval) for v in eqn.outvars):
+        return True
     if name in _ANYWHERE or facts.alias or facts.is_plain_call:
         return False
     if facts.elementwise:

@@ -87,6 +87,8 @@ def lanes_last_pays(
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
         return False
+    if decomposition.ranks is not None and not _compat.single_kernels():
+        return False  # as so many operations they would take long to compile, and to run
     if decomposition.pays is not None:
         return decomposition.pays(lane, lanes, params, in_loop)
     return of_library(primitive, lane[0].dtype.name, max(lane[0].shape), lanes, in_loop)

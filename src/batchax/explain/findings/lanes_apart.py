@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from batchax.config import config
 from batchax.divergence.auto import for_any_machine
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import rule_of_user
@@ -94,6 +95,7 @@ def _apart(draft: Draft, record: Record, brings: str) -> dict[str, Any]:
     """
     if (
         draft.options.get("divergence") == "predicate"
+        and config.divergence == "auto"
         and _ask(record, for_any_machine("auto")) is True
     ):
         return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
