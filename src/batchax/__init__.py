@@ -51,7 +51,7 @@ from batchax.gather import gather
 from batchax.host_function import host_function
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, move_axis
 from batchax.kernel.inner import ZERO_IF_MAPPED
-from batchax.kernel.registry import register_rule
+from batchax.kernel.registry import register_rule, unregister_rule
 from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
 from batchax.map import map
 from batchax.map_batches import map_batches
@@ -80,7 +80,8 @@ __all__ = [
     "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local", "map",
     "map_batches", "match_axis", "move_axis", "nonzero", "ragged", "reducing", "register_container",
     "register_rule", "same_program", "scan", "sequential_vmap", "size", "split_key", "stack",
-    "tiles", "unique", "unregister_container", "unstack", "vectorized", "vmap",
+    "tiles", "unique", "unregister_container", "unregister_rule", "unstack", "vectorized",
+    "vmap",
 ]  # fmt: skip
 
 

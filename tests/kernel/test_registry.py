@@ -1,5 +1,7 @@
 """Rules of the user's: for a new primitive, made by hand and by the rule makers."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import batchax as bx
+from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of
 from batchax.kernel import registry
 from batchax.kernel.registry import find_rule, rule_origin
 
@@ -133,6 +136,63 @@ def test_register_rule_returns_the_rule():
 
     with pytest.warns(UserWarning, match="knows no primitive `sinh_`. Did you mean `sinh`"):
         assert bx.register_rule("sinh_")(rule) is rule
+    with pytest.warns(UserWarning, match="knows no primitive `sinh_`"):
+        assert bx.register_rule("sinh_", rule) is rule
+    bx.unregister_rule("sinh_")
+
+
+def test_a_rule_is_taken_back():
+    """Programs that were batched by it are batched anew, here and by `jax.vmap`."""
+    p = new_primitive("taken_back", lambda x: x, lambda x: like(x.shape, x.dtype))
+    f = lambda x: p.bind(x)
+    calls = {
+        "here": bx.vmap(f),
+        "jit": jax.jit(bx.vmap(f)),
+        "chunks": bx.vmap(f, batch_size=2),
+        "jax": jax.vmap(f),
+    }
+    x = jnp.ones(3)
+    for factor in (2.0, 3.0):
+        bx.register_rule(p, lambda axis, args, axes, f=factor: (f * args[0], axes[0]))
+        for name, call in calls.items():
+            same(call(x), factor * x, None, name)
+    bx.unregister_rule(p)
+    assert find_rule(p) is None
+    for name in ("here", "jit", "chunks"):
+        with pytest.warns(bx.SequentialFallbackWarning, match="taken_back"):
+            same(calls[name](x), x, None, name)
+    with pytest.raises(NotImplementedError, match="taken_back"):
+        calls["jax"](x)
+    with pytest.raises(bx.ArgumentTypeError, match="no rule was registered for"):
+        bx.unregister_rule(p)
+
+
+def test_a_rule_of_batchaxs_serves_again():
+    """By name and by itself: one call takes both back."""
+    x = jnp.ones(2)
+    rule = lambda axis, args, axes, **params: (args[0] * 0 + 7, axes[0])
+    compiled = jax.jit(bx.vmap(jnp.sin))
+    for which in (lax.sin_p, "sin"):
+        with pytest.warns(bx.RuleReplacedWarning) if which != "sin" else contextlib.nullcontext():
+            bx.register_rule(which, rule)
+        bx.register_rule(which, rule)
+    same(compiled(x), jnp.full(2, 7.0))
+    bx.unregister_rule("sin")
+    same(compiled(x), jnp.sin(x))
+    assert rule_origin(lax.sin_p) == "batchax.rules.elementwise"
+    for wrong in ("sin", lax.cos_p, 3):
+        with pytest.raises(bx.ArgumentTypeError, match="unregister_rule: no rule"):
+            bx.unregister_rule(wrong)
+
+
+def test_what_a_maker_said_is_taken_back():
+    p = new_primitive("cubed_back", lambda x: x**3, lambda x: like(x.shape, x.dtype))
+    bx.vectorized(p)
+    rows = bx.Ragged.from_rows([jnp.ones(2), jnp.ones(3)])
+    assert jax.jit(bx.vmap(lambda x: p.bind(x)))(rows).data.shape == (5,)
+    assert facts_of(p).elementwise
+    bx.unregister_rule(p)
+    assert facts_of(p) is UNKNOWN
 
 
 def test_vectorized():
@@ -140,6 +200,23 @@ def test_vectorized():
     bx.vectorized(p)
     for axis in (0, 1):
         check(lambda x: p.bind(x), example((4, 3)), in_axes=axis, out_axes=axis, against_jax=False)
+
+
+def test_vectorized_with_several_operands():
+    """Wherever their batch axes are; one without an axis is repeated, as the shapes must agree."""
+
+    def impl(x, y):
+        assert x.shape == y.shape
+        return x * y + x
+
+    p = new_primitive("of_two", impl, lambda x, y: like(x.shape, x.dtype))
+    bx.vectorized(p)
+    x, one = example((4, 3)), example((3,), seed=1)
+    cases = [((0, 1), 1, x, 2 * x.T), ((0, None), 0, x, one), ((None, 0), 0, one, x)]
+    for in_axes, out_axes, *args in cases:
+        check(p.bind, *args, in_axes=in_axes, out_axes=out_axes, against_jax=False)
+    with pytest.raises(bx.ArgumentTypeError, match=r"one shape.*\(3,\), \(\).*broadcasting"):
+        bx.vmap(lambda x: p.bind(x, 2.0))(x)
 
 
 def test_broadcasting():

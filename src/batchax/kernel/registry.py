@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 from jax.interpreters import batching
@@ -29,6 +29,7 @@ from batchax.kernel.axis import Axis, names_in
 from batchax.kernel.rule_results import describe_rule, run_rule
 
 Rule = Callable[..., tuple[Any, Any]]
+R = TypeVar("R", bound=Rule)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Registered:
       origin: the module that asked for it.
       is_users: whether that module is not one of batchax's. What the rule returns is then checked.
       number: which registration it was: the later one has the larger number.
+      own: the entry of batchax's own that a user's rule replaced.
       looks_ahead: whether it takes a keyword `place`: the run through a program, and the equation.
     """
 
@@ -48,6 +50,7 @@ class Registered:
     is_users: bool
     number: int
     looks_ahead: bool = False
+    own: Registered | None = None
 
 
 # Keyed by the primitive, or by name for primitives JAX defines but does not
@@ -60,16 +63,22 @@ _count = 0
 _lock = threading.RLock()
 
 
+@overload
+def register_rule(primitive: _compat.Primitive | str) -> Callable[[R], R]: ...
+@overload
+def register_rule(primitive: _compat.Primitive | str, rule: R) -> R: ...
 @_compat.api_boundary
-def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
-    """Decorator that makes a function the batching rule of `primitive`.
+def register_rule(primitive: _compat.Primitive | str, rule: Any = None) -> Any:
+    """Makes a function the batching rule of `primitive`: a decorator, or a call with both.
 
     Args:
-      primitive: a ``jax.extend.core.Primitive``, or the name of one.
+      primitive: A ``jax.extend.core.Primitive``, or the name of one.
+      rule: The rule. Default: None, which returns a decorator.
 
     Returns:
-      A decorator that registers its argument and returns it unchanged. A later
-      registration for the same primitive replaces an earlier one.
+      The rule, unchanged; without `rule`, a decorator that registers its argument and returns
+      it. A later registration for the same primitive replaces an earlier one, and
+      `unregister_rule` removes both.
 
     The rule serves ``jax.vmap``, too, and what is made of it (``jax.lax.map`` with a
     ``batch_size``, ``jax.jacfwd``, ``jax.hessian``), if JAX has no rule for the primitive.
@@ -104,7 +113,7 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
             f"one, got {type(primitive).__name__}: write @register_rule(my_primitive)."
         )
 
-    def decorate(rule: Rule) -> Rule:
+    def decorate(rule: R) -> R:
         global _count
         _check_form(primitive, rule)
         origin = _module_outside_the_kernel()
@@ -115,6 +124,9 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
             entry = Registered(rule, origin, is_users, _count + 1)
             if entry.is_users:
                 _take_over(primitive, rule)
+                before = _rules.get(primitive)
+                own = before.own if before is not None and before.is_users else before
+                entry = replace(entry, own=own)
             _rules[primitive] = entry
             if not entry.is_users:
                 _note_rule_of_jax(primitive)
@@ -125,7 +137,55 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
             _count += 1
         return rule
 
-    return decorate
+    return decorate if rule is None else decorate(rule)
+
+
+@_compat.api_boundary
+def unregister_rule(primitive: _compat.Primitive | str) -> None:
+    """Undoes `register_rule`: `primitive` is batched as it was before any call of it.
+
+    A rule of batchax's own that was replaced serves again. What ``jax.vmap`` got from
+    `register_rule` is taken back, too, and so is what `vectorized`, `broadcasting` or `reducing`
+    said of the primitive.
+
+    Args:
+      primitive: The primitive, or its name. Rules registered under either are removed.
+
+    Raises:
+      ArgumentTypeError: No rule was registered for it.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> twice_p = Primitive("twice")
+      >>> _ = twice_p.def_impl(lambda x: 2 * x), twice_p.def_abstract_eval(lambda x: x)
+      >>> _ = bx.register_rule(twice_p, lambda axis, args, axes: (3 * args[0], axes[0]))
+      >>> print(bx.vmap(twice_p.bind)(jnp.arange(3)))
+      [0 3 6]
+      >>> bx.unregister_rule(twice_p)
+    """
+    global _count
+    by_itself = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
+    name = primitive if by_itself is None else getattr(by_itself, "name", None)
+    with _lock:
+        entries = {k: _rules.get(k) for k in (by_itself, name) if k is not None}
+        users = {k: entry for k, entry in entries.items() if entry is not None and entry.is_users}
+        if not users:
+            raise ArgumentTypeError(
+                f"unregister_rule: no rule was registered for {show(primitive)}. Give the "
+                "primitive, or the name, that register_rule was given."
+            )
+        for key, entry in users.items():
+            if entry.own is None:
+                del _rules[key]
+            else:
+                _rules[key] = entry.own
+        if by_itself is not None and find(by_itself) is None:
+            forget(by_itself)
+            in_jax = batching.fancy_primitive_batchers.get(by_itself)
+            if getattr(in_jax, "__module__", None) == __name__:  # from `_serve_jax`
+                del batching.fancy_primitive_batchers[by_itself]
+        jax.clear_caches()  # JAX keeps programs that were batched by the rule
+        _count += 1
 
 
 def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.primitive_facts import describe
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.spoken import brief, listed
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import (
     Axis,
@@ -33,7 +33,7 @@ from batchax.kernel.registry import is_foreign, register_rule
 
 
 def vectorized(primitive: Primitive) -> None:
-    """Registers `primitive`, of one operand, as acting on each element alone.
+    """Registers `primitive`, of operands of one shape, as acting on each element alone.
 
     Rows of a `Ragged` are treated so, too: packed or padded, it runs on all of them at once.
 
@@ -50,12 +50,14 @@ def vectorized(primitive: Primitive) -> None:
     """
 
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        if len(args) != 1:
+        shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
+        if len(set(shapes)) > 1:
             raise ArgumentTypeError(
-                f"vectorized is for a primitive of one operand, and `{primitive}` has {len(args)}: "
-                "use batchax.broadcasting."
+                f"vectorized is for a primitive whose operands have one shape, and those of "
+                f"`{primitive}` have {listed(shapes)}. Use batchax.broadcasting."
             )
-        return _alike(primitive, primitive.bind(*args, **params), axes[0])
+        args, position = matched(axis, args, axes) if len(args) > 1 else (args, axes[0])
+        return _alike(primitive, primitive.bind(*args, **params), position)
 
     _register(primitive, rule, "vectorized", elementwise=True)
 
