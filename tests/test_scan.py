@@ -700,6 +700,54 @@ def test_memory_of_the_gradient_grows_with_the_steps_not_their_square(axis):
     assert many < 12 * 128 * 8 * 16 * 4
 
 
+OPTIONS_OF_ONE = {"plain": {}, "reverse": dict(reverse=True, unroll=2), "until": {}}
+
+
+@pytest.mark.parametrize("way", OPTIONS_OF_ONE)
+def test_an_output_that_is_the_same_at_every_step(way):
+    """With None in out_axes it comes back once: of what is shared, and of a carry that stays."""
+
+    def step(carry, x, w):
+        total, scale = carry
+        y = {"each": total * x[:2], "w": jnp.sin(w) * scale, "two": 2.0, "of": (w, scale)}
+        return (total + w * x.sum(), scale), y
+
+    options = dict(OPTIONS_OF_ONE[way], **({"until": lambda c: c[0] > 9} if way == "until" else {}))
+    once = bx.scan(step, (1, None), {"each": 1, "w": None, "two": None, "of": None}, **options)
+    each = bx.scan(step, (1, None), {"each": 1, "w": 0, "two": 0, "of": 0}, **options)
+
+    def first_of_each(*args):
+        carry, ys = each(*args)
+        at = -1 if way == "reverse" else 0
+        first = {k: jax.tree.map(lambda y: y[at], v) for k, v in ys.items() if k != "each"}
+        return carry, {"each": ys["each"], **first}
+
+    args = (jnp.zeros(()), jnp.full((), 0.5)), jnp.asarray(example((3, 5))), jnp.asarray(1.5)
+    total = lambda f: lambda *args: sum(map(jnp.sum, jax.tree.leaves(f(*args))))
+    with_gradient = lambda f: jax.jit(lambda *a: (f(*a), jax.grad(total(f), (0, 1, 2))(*a)))
+    same(with_gradient(once)(*args), with_gradient(first_of_each)(*args))
+    same(once(*args), first_of_each(*args))
+    lanes = jnp.arange(2.0)
+    got = [vmap(lambda w: once(args[0], args[1], w)[1])(lanes) for vmap in (jax.vmap, bx.vmap)]
+    same(got[0], got[1])
+    assert jax.tree.leaves(once((0.0, 0.5), args[1][:, :0], 1.5)[1]["w"])[0].shape == ()
+
+
+def test_an_output_that_may_differ_between_steps_is_refused():
+    """Whatever it depends on: the carry, what is scanned, what an effect reads."""
+
+    def step(carry, x, ref):
+        ref[...] += 1.0
+        count = jax.experimental.io_callback(
+            lambda: np.float32(0), jax.ShapeDtypeStruct((), np.float32)
+        )
+        return carry + 1.0, {"carry": carry, "x": x, "ref": ref[...], "host": count, "w": 1.0}
+
+    run = lambda: bx.scan(step, (0, None), None)(0.0, jnp.ones(3), jax.new_ref(jnp.zeros(())))
+    with pytest.raises(bx.AxisError, match=r"ys.'carry'., .*'host'., .*'ref'., .*'x'. may diff"):
+        run()
+
+
 # Mistakes
 
 
@@ -766,7 +814,7 @@ MISTAKES = {
     "out_axes AUTO": (
         lambda: bx.scan(keep, out_axes=bx.AUTO),
         bx.ArgumentTypeError,
-        ["out_axes must be an int, got batchax.AUTO", "carry"],
+        ["out_axes must be an int or None, got batchax.AUTO", "carry"],
     ),
     "out_axes Reduce": (
         lambda: bx.scan(keep, out_axes=(0, bx.Reduce("sum"))),
@@ -776,7 +824,7 @@ MISTAKES = {
     "out_axes None": (
         lambda: bx.scan(keep, out_axes=(0, None))(0, jnp.zeros(3), jnp.zeros(3)),
         bx.AxisError,
-        ["out_axes for ys[1] must be an int, got None"],
+        ["ys[1] may differ between steps, but out_axes says None for it", "into the carry"],
     ),
     "out_axes range": (
         lambda: bx.scan(keep, out_axes=2)(0, jnp.zeros((3, 4))),

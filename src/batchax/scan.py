@@ -38,16 +38,16 @@ from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import (
     FlatOutputs,
+    as_array,
     flatten_arrays,
     flatten_outputs,
-    is_output_spec,
 )
 from batchax.frontend.parts import AxisSpec
-from batchax.frontend.prefixes import spread_specs
 from batchax.frontend.words_of_others import in_our_words
-from batchax.jaxprs.spoken import brief, name_of, show
+from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
+from batchax.jaxprs.spoken import brief, listed, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis
+from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.rule_results import describe_returned
 
@@ -97,7 +97,8 @@ def scan(
         Keyword arguments: 0. ``batchax.tiles(size=64)`` gives each step a block, and
         ``batchax.split_key`` a random key of its own.
       out_axes: where the axis of the steps goes in each of the `ys`: an int (a negative
-        one counts from the end of the stacked array), or a tree of ints that is a prefix
+        one counts from the end of the stacked array); None for an output that is the same at
+        every step, which comes back without that axis; or a tree of those that is a prefix
         of `ys`.
       length: number of steps; needed only when no argument is mapped.
       reverse: whether the steps run from the last entry to the first. Each step's `ys`
@@ -124,7 +125,8 @@ def scan(
     Raises:
       AxisError: (a ValueError) sizes that disagree, with each other or with `length`, an
         axis out of range, a specification that does not fit its argument or output, an
-        unknown parameter name, or nothing mapped and no `length`.
+        unknown parameter name, nothing mapped and no `length`, or an output that may differ
+        between steps where `out_axes` says None.
       ArgumentTypeError: (a TypeError) `fun` is not callable or does not return a pair,
         its carry does not keep its structure, shapes and dtypes, an argument to be mapped
         or an output is not an array, or an option has the wrong type.
@@ -181,7 +183,6 @@ def scan(
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
             check_structure(fun, old, new)
-            _check_stacked(ys, out_axes)
             flatten_arrays(ys, containers=True, name="ys")
             arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
@@ -216,11 +217,7 @@ def scan(
         with advised, _compat.name_stack_extended("scan"):
             tested, staged, outputs, carry = settle(stage, carry)
             check_types(fun, keys, carry, staged.out_avals)
-            described = outputs.described
-            types = staged.out_avals[n_carry:]
-            places = tuple(
-                int(o.spec) % (len(t.shape) + 1) for o, t in zip(described, types, strict=True)
-            )
+            staged, places, once = _parted(staged, outputs, carry, xs, x_axes)
             if tested is None:
                 (body,), consts = _compat.hoist_constants(staged)
                 how = watched, bool(reverse), _written_out(unroll, steps)
@@ -229,7 +226,9 @@ def scan(
             else:
                 how = watched, bool(reverse)
                 outs = run_until(tested, staged, carry, xs, x_axes, places, *how)
-        return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(outs[n_carry:])
+        ys = iter(outs[n_carry:])
+        each = [next(ys) if k not in once else once[k] for k in range(len(outputs.described))]
+        return jax.tree.unflatten(structure, outs[:n_carry]), outputs.rebuild(each)
 
     return cast(Any, scanned)
 
@@ -271,19 +270,53 @@ def _check_out_axes(out_axes: Any) -> None:
             raise ArgumentTypeError(_not_stacked(f"out_axes{jax.tree_util.keystr(keys)}", leaf))
 
 
-def _check_stacked(ys: Any, out_axes: Any) -> None:
-    leaves, _ = spread_specs(out_axes, ys, "ys", "out_axes", is_output_spec, by_name=True)
-    missing = [leaf.path for leaf in leaves if leaf.spec is None]
-    if missing:
-        raise AxisError(_not_stacked(f"out_axes for {', '.join(missing)}", None))
+def _parted(
+    staged: ClosedJaxpr,
+    outputs: FlatOutputs,
+    carry: Sequence[Value],
+    xs: Sequence[Value],
+    x_axes: Sequence[Position],
+) -> tuple[ClosedJaxpr, tuple[int, ...], dict[int, Any]]:
+    """A step without the ys for which `out_axes` says None: these are computed once, beside it.
+
+    Returns:
+      The step; where the axis of the steps goes in each of its ys; and the others, by number.
+
+    Raises:
+      AxisError: one of those may differ between steps.
+    """
+    n_carry, jaxpr, described = len(carry), staged.jaxpr, outputs.described
+    new, ys = jaxpr.outvars[:n_carry], jaxpr.outvars[n_carry:]
+    alone = [k for k, output in enumerate(described) if output.spec is None]
+    stacked = [k for k in range(len(ys)) if k not in alone]
+    places = tuple(int(described[k].spec) % (len(ys[k].aval.shape) + 1) for k in stacked)
+    if not alone:
+        return staged, places, {}
+    invars = jaxpr.invars
+    varying = {v for v, v_new in zip(invars[:n_carry], new, strict=True) if v is not v_new}
+    varying |= {v for v, a in zip(invars[n_carry:], x_axes, strict=True) if a is not None}
+    for eqn in jaxpr.eqns:  # an effect may be to read what another step has written
+        if eqn.effects or not varying.isdisjoint(variables_read(eqn)):
+            varying.update(eqn.outvars)
+    wrong = [described[k].path for k in alone if not varying.isdisjoint(variables_in([ys[k]]))]
+    if wrong:
+        one = len(wrong) == 1
+        raise AxisError(
+            f"{listed(wrong)} may differ between steps, but out_axes says None for "
+            f"{'it' if one else 'them'}. Give an int, the position of the axis of the steps. Put a "
+            "value of which only the last, or a sum over the steps, is wanted into the carry."
+        )
+    of_one = jaxpr.replace(outvars=[ys[k] for k in alone])
+    once = evaluate(of_one, staged.consts, [*carry, *xs], bind_equation, keeps=lambda _: False)
+    rest = _compat.close(jaxpr.replace(outvars=[*new, *(ys[k] for k in stacked)]), staged.consts)
+    return _compat.without_dead(rest), places, dict(zip(alone, map(as_array, once), strict=True))
 
 
 def _not_stacked(where: str, spec: Any) -> str:
     return (
-        f"{where} must be an int, got {brief(spec)}: scan stacks what each step returns as ys "
-        "along "
-        "an axis. Put a value of which only the last, or a sum over the steps, is wanted into "
-        "the carry."
+        f"{where} must be an int or None, got {brief(spec)}: scan stacks what each step returns as "
+        "ys along an axis. Put a value of which only the last, or a sum over the steps, is wanted "
+        "into the carry."
     )
 
 
