@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import types
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from batchax.datasets import disk, pipeline
 from batchax.datasets.addresses import address
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
+from batchax.datasets.job_files import JobFiles
+from batchax.datasets.journal import read_journal
 from batchax.datasets.known_files import _SMALL, Files
 from batchax.datasets.places import place_of
 from batchax.datasets.store import Store
@@ -255,6 +258,78 @@ def test_an_output_that_somebody_changes_in_mid_run(out, change, late, before_wr
     with pytest.raises(bx.BatchaxError, match=rf"{out}.* {told}"):
         bx.map(double, X, out=out, **UNIT)
     assert not Path(f"{out}.job/done.json").exists()
+
+
+def a_file_of(out, number=3):
+    """The file of a unit of an output."""
+    place = place_of(address(out, "out"))
+    name = f"c.{number}.0" if ".zarr" in out else f"part-{number:08d}.parquet"
+    return place, address(out, "out") / name
+
+
+def remove_a_file(out, number=3):
+    place, file = a_file_of(out, number)
+    assert place.exists(file)
+    place.remove(file)
+
+
+def source_of(out):
+    return f"{out}:result" if "parquet" in out else out
+
+
+LISTED = ["y.zarr", "y.parquet", "memory://{}/y.zarr", "memory://{}/y.parquet"]
+
+
+@pytest.mark.parametrize("out", LISTED)
+def test_a_file_of_a_stopped_job_that_is_gone_is_computed_again(out, before_write):
+    def stop():
+        raise RuntimeError("stopped")
+
+    out = out.format(uuid.uuid4())
+    before_write(5, stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        bx.map(double, X, out=out, **{**UNIT, "retries": 0})
+    done = JobFiles(address(out, "out"))
+    (number, *_) = read_journal(done.journal)
+    remove_a_file(out, number)
+    report = bx.map(double, X, out=out, **UNIT)
+    assert report.rows == ROWS
+    assert verify(out)
+    np.testing.assert_array_equal(bx.map(double, source_of(out), progress=False).outputs, X * 4)
+
+
+@pytest.mark.parametrize("out", LISTED)
+def test_a_file_of_a_finished_job_that_is_gone(out):
+    """Is no zeros for who reads it, and is computed again by the same call."""
+    out = out.format(uuid.uuid4())
+    bx.map(double, X, out=out, **UNIT)
+    _, file = a_file_of(out)
+    remove_a_file(out)
+    with pytest.raises(bx.StorageError, match=rf"{file} is missing, and its rows would count as"):
+        bx.map(double, source_of(out), progress=False)
+    assert bx.map(double, X, out=out, **UNIT).reused == ROWS - 2
+    np.testing.assert_array_equal(bx.map(double, source_of(out), progress=False).outputs, X * 4)
+
+
+@pytest.mark.parametrize("out", LISTED[:2])
+def test_a_file_that_goes_while_others_write(out):
+    """Whoever wrote it: what is missing at the end is told by name, and computed again."""
+    gone = []
+
+    def remove(done, _):
+        if not gone and done == ROWS:
+            gone.append(remove_a_file(out))
+
+    with ThreadPoolExecutor(1) as pool:
+        how = {**UNIT, "executor": pool, "progress": remove}
+        with pytest.raises(bx.JobError, match=rf"{a_name(out)}, or deleted it"):
+            bx.map(double, X, out=out, **how)
+    assert bx.map(double, X, out=out, **UNIT).reused == ROWS - 2
+    np.testing.assert_array_equal(bx.map(double, source_of(out), progress=False).outputs, X * 4)
+
+
+def a_name(out):
+    return r"c\.3\.0" if "zarr" in out else r"part-00000003\.parquet"
 
 
 def test_a_lock_that_was_deleted(before_write):

@@ -35,7 +35,8 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "disk": Kind(0.50, "kills.disk:run", "calls to a disk, at a step of writing"),
+    "disk": Kind(0.45, "kills.disk:run", "calls to a disk, at a step of writing"),
+    "losing": Kind(0.05, "kills.disk:run_losing", "the same, where files of results are deleted"),
     "s3": Kind(0.20, "kills.objects:run", "calls to S3, at a step of writing"),
     "google": Kind(0.06, "kills.objects:run_google", "calls to gs:// if that is installed"),
     "azure": Kind(0.04, "kills.objects:run_azure", "calls to az:// if that is installed"),

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ import tensorstore  # noqa: F401  (imported once, for all that are forked)
 
 from batchax.datasets import steps
 from batchax.datasets.inspect import status, verify
-from kills.jobs import JOBS, STREAMS, write_inputs
+from kills.jobs import JOBS, STREAMS, parquet, stream_zarr, write_inputs, zarr, zarr_group, zeros
 from kills.left import left_by, rows_of, units_done
 from kills.tally import Tally
 
@@ -121,9 +121,19 @@ def whole(job: Job, inputs: Path, out: Path) -> Whole:
 
 
 def one_output(
-    job: Job, inputs: Path, out: Path, expected: Whole, draw: random.Random, tally: Tally
+    job: Job,
+    inputs: Path,
+    out: Path,
+    expected: Whole,
+    draw: random.Random,
+    tally: Tally,
+    loses: bool = False,
 ) -> None:
-    """Computes an output by calls that are killed, and compares it."""
+    """Computes an output by calls that are killed, and compares it.
+
+    Args:
+      loses: whether files of results are deleted between the calls, too.
+    """
     out.mkdir()
     code, answer, before, kills = -1, None, [], 0
     while code:
@@ -135,15 +145,18 @@ def one_output(
         assert code in (0, -signal.SIGKILL), f"{job.__name__}, killed {kills} times: {code}"
         done = units_done(out)
         assert done[: len(before)] == before, "what the journal said, it says no more"
-        assert len(set(done)) == len(done), "a unit that was done was computed again"
+        assert loses or len(set(done)) == len(done), "a unit that was done was computed again"
         if code:
             tally[moment] += 1
             kills += 1
+            if loses:
+                lose_one(out, draw)
+                continue
             for folder in out.glob("*.job"):
                 if (folder / "job.json").exists():
                     assert status(folder.with_suffix("")).done == rows_of(done)
     reused, told, _ = answer
-    assert reused == rows_of(before)
+    assert loses or reused == rows_of(before)
     assert told == expected.told, f"{job.__name__} reports {told}, and not {expected.told}"
     found, left = left_by(out), expected.left
     others = [name for name in {**found, **left} if found.get(name) != left.get(name)]
@@ -152,18 +165,32 @@ def one_output(
     tally["reused"] += len(before)
 
 
-def run(count: int, seed: int, root: Path) -> Tally:
+def lose_one(out: Path, draw: random.Random) -> None:
+    """Deletes one of the files that hold results, if there are any."""
+    files = [f for name in ("c.*", "part-*") for f in out.glob(f"*/**/{name}") if f.is_file()]
+    if files:
+        draw.choice(sorted(files)).unlink()
+
+
+def run_losing(count: int, seed: int, root: Path) -> Tally:
+    """The same, and files of results are lost between the calls."""
+    return run(count, seed, root, [zarr, zarr_group, parquet, zeros, stream_zarr], loses=True)
+
+
+def run(
+    count: int, seed: int, root: Path, jobs: Sequence[Job] = JOBS + STREAMS, loses: bool = False
+) -> Tally:
     """Kills so many calls, and a few more."""
     draw, tally = random.Random(seed), Tally(dict.fromkeys(MOMENTS, 0))
     jax.config.update("jax_platforms", "cpu")
     (inputs := root / "inputs").mkdir()
     write_inputs(inputs)
     expected: dict[str, Whole] = {}
-    jobs = draw.sample(JOBS + STREAMS, len(JOBS + STREAMS))
+    jobs = draw.sample(jobs, len(jobs))
     while tally.kills < count:
         job = jobs[tally["outputs"] % len(jobs)]
         if job.__name__ not in expected:
             expected[job.__name__] = whole(job, inputs, root / job.__name__)
         out = root / f"{tally['outputs']}-{job.__name__}"
-        one_output(job, inputs, out, expected[job.__name__], draw, tally)
+        one_output(job, inputs, out, expected[job.__name__], draw, tally, loses)
     return tally

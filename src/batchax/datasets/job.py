@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchax.datasets.checksums import checksum
+from batchax.datasets.held import written_over
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.journal import Journal, read_attempts
 from batchax.datasets.lock import LockedError
@@ -65,7 +66,10 @@ class Job:
             self._files.place.remove(self._files.preparing)
             self.store.clean()
         self.store.hold()
-        _ = self.done  # it is told here if the journal cannot be read
+        # Several attempts at a unit may have left as many records of it.
+        while lost := self.store.missing(r.unit for r in self.done.values()):
+            self._journal.withdraw([self.done[k] for k in lost], "a file of it is missing")
+            self.look_again()
 
     @property
     def done(self) -> dict[int, Record]:
@@ -151,6 +155,8 @@ class Job:
             )
         self.store.check_held(at_end=True)
         self.store.check()
+        for file in self.store.missing(r.unit for r in self.done.values()).values():
+            raise written_over(self._files.out, file)
         self.check_kept(min(self._with_sums, key=lambda r: r.ended, default=None))
         self._render_quarantine()
         reached(BEFORE_END)

@@ -213,6 +213,10 @@ class Description:
     store: dict[str, Any]
     call: dict[str, Any]
 
+    def plan_at_end(self, end: dict[str, Any]) -> Plan:
+        """The plan of a job of which that was said at its end."""
+        return self.plan.ended(end["rows"]) if self.plan.open else self.plan
+
 
 def _read(path: Address) -> dict[str, Any] | None:
     """What a sealed file says; None if it is damaged."""

@@ -108,23 +108,31 @@ class Files:
 
 
 def refuse_unfinished(address: Address, name: str) -> None:
-    """Refuses what a job has not computed yet, which would count as zeros.
+    """Refuses what a job has not computed yet, or what was lost since: it would count as zeros.
 
     Raises:
-      StorageError: it is, or is in, the output of a job that is not finished.
+      StorageError: it is, or is in, the output of a job that is not finished, or of which a file is
+        missing.
     """
+    from batchax.datasets.stores import reopen_store  # which imports sources
+
     for path in (address, *address.parents):
-        if path.name and not _is_finished(JobFiles(path)):
+        job = JobFiles(path) if path.name else None
+        if job is None or not job.is_begun:
+            continue
+        end, description = job.read_end(), job.read()
+        if end is None or description is None:
             raise StorageError(
                 f"{name}: {path} is the output of a job that is not finished, and rows "
                 f"that are still to come would count as zeros. `batchax status {path}` says "
                 "how far it is; the call that began it goes on with it."
             )
-
-
-def _is_finished(job: JobFiles) -> bool:
-    """Whether there is no job that still has to do something."""
-    return not job.is_begun or job.read_end() is not None
+        units = description.plan_at_end(end).units
+        for file in reopen_store(path, description.store).missing(units).values():
+            raise StorageError(
+                f"{name}: {file} is missing, and its rows would count as zeros, or not at all. "
+                f"Restore it, or make the call that wrote {path} again: it computes these rows."
+            )
 
 
 def _described(name: str, status: os.stat_result) -> tuple[str, int, int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,9 @@ class ObjectZarr(ZarrStore):
     def check_held(self, at_end: bool = False) -> None:
         if at_end:
             self._putting.check(self.out)
+
+    def names(self) -> Container[Any]:
+        return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
         for path, content in self._documents().items():
@@ -148,6 +151,9 @@ class ObjectParquet(ParquetStore):
     def check_held(self, at_end: bool = False) -> None:
         if at_end:
             self._putting.check(self.out)
+
+    def names(self) -> Container[Any]:
+        return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
         _create(self._begun, b"")

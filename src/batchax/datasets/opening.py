@@ -86,20 +86,16 @@ def _opened(
     assert description is not None
     _check(files, description, fingerprint, resume)
     with contextlib.ExitStack() as on_error:
-        end, locks = files.read_end(), []
-        again = lambda end: retry_quarantined and end is not None and bool(end["bad"])
-        if end is None or again(end):
+        kept, locks = _checked(files, description, store), []
+        end, plan = _end(files, description, kept, retry_quarantined)
+        if end is None:
             locks = _locked(files, on_error, shard)
-            end = files.read_end()
-            if again(end):
+            end, plan = _end(files, description, kept, retry_quarantined)
+            if end is None and files.read_end() is not None:
                 files.withdraw_end()
-                end = None
         if end is not None:  # perhaps by who had the lock
             on_error.close()
             locks = []
-        kept, plan = _checked(files, description, store), description.plan
-        if end is not None and plan.open:
-            plan = plan.ended(end["rows"])
         job = Job(files, plan, kept, shard or "main", locks, end)
         if locks:
             on_error.callback(kept.let_go)
@@ -178,6 +174,17 @@ def _check(
             f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
             "it again."
         )
+
+
+def _end(
+    files: JobFiles, description: Description, kept: Store, retry_quarantined: bool
+) -> tuple[dict[str, Any] | None, Plan]:
+    """What was said at the end, if nothing is to be computed again; and the plan, then."""
+    end = files.read_end()
+    if end is None or (retry_quarantined and end["bad"]):
+        return None, description.plan
+    plan = description.plan_at_end(end)
+    return (None, description.plan) if kept.missing(plan.units) else (end, plan)
 
 
 def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from operator import index
 from typing import Any
@@ -45,6 +46,11 @@ class Plan:
 
     def __len__(self) -> int:
         return -(-self.rows // self.unit_rows) if self.ends is None else len(self.ends)
+
+    @property
+    def units(self) -> Iterator[Unit]:
+        """All of them."""
+        return map(self.unit, range(len(self)))
 
     @property
     def chunk_rows(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,22 @@ class Store:
     def files_of(self, unit: Unit) -> list[Path]:
         """The files that hold this unit and nothing else, if there are such."""
         return []
+
+    def names(self) -> Container[Any]:
+        """The paths of all files of the output, by one listing."""
+        return {
+            Path(at, name) for at, _, names in os.walk(self.out, followlinks=True) for name in names
+        }
+
+    def missing(self, units: Iterable[Unit]) -> dict[int, Any]:
+        """The numbers of those units that were written and whose files are gone, with one of these.
+
+        Stores write every chunk, also one that holds the fill value alone, so its name says that
+        it was written.
+        """
+        files = {file: unit.number for unit in units for file in self.files_of(unit)}
+        there = self.names() if files else ()
+        return {number: file for file, number in files.items() if file not in there}
 
     def describe(self) -> dict[str, Any]:
         """For JSON, what `stores.reopen_store` makes the same store of."""
