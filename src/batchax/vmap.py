@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 import jax
@@ -282,7 +284,47 @@ def vmap(
 _MADE_OF = "_batchax_made_of"
 
 
-def made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+@dataclass(frozen=True)
+class VmapInside:
+    """A `vmap` that a function is made of, as `find_vmap` sees it.
+
+    Attributes:
+      fun: The function of one example.
+      options: What `vmap` was given: `in_axes`, `out_axes` and options that are not the default.
+      whole: The function that was looked at, without a `jax.jit` around all of it, which would
+        remember a program.
+      jitted: Whether there was one.
+      alone: Whether `whole` is what `vmap` returned. If not, it is its gradient, say.
+    """
+
+    fun: Callable[..., Any]
+    options: dict[str, Any]
+    whole: Callable[..., Any]
+    jitted: bool
+    alone: bool
+
+
+def find_vmap(fun: Any) -> VmapInside | None:
+    """The `vmap` in what `vmap` returned, or in what `jax.jit`, `jax.grad` and the like made of it.
+
+    None if there is none to be seen from outside.
+    """
+    whole = inner = fun
+    while (made := _made_by_vmap(inner)) is None:
+        within = inner.func if isinstance(inner, partial) else getattr(inner, "__wrapped__", None)
+        if within is None:
+            return None
+        if whole is inner and hasattr(inner, "lower"):
+            whole = within
+        inner = within
+    example, options = made
+    usual = inspect.signature(vmap).parameters
+    axes = "in_axes", "out_axes"
+    given = {k: v for k, v in options.items() if k in axes or v is not usual[k].default}
+    return VmapInside(example, given, whole, whole is not fun, _made_by_vmap(whole) is not None)
+
+
+def _made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
     """The function of one example, and the options, of what `vmap` returned; else None."""
     made = getattr(batched, "__dict__", {}).get(_MADE_OF)
     # What wraps a function, as `jax.jit` does, gets its attributes, but another `__wrapped__`.

@@ -1,5 +1,7 @@
 """Findings, and what is listed, of calls whose rows have different lengths."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,3 +200,60 @@ def test_whatever_rows_do_is_listed(name, options):
 def test_a_function_that_computes_nothing_has_chunks_to_say_nothing_of():
     explanation = explain(lambda x: x, batch_size=2)(np.arange(4.0, dtype=np.float32))
     assert "chunk" not in " ".join(f.kind for f in explanation.findings)
+
+
+def test_the_operation_and_the_line_for_which_rows_are_grouped():
+    (finding,) = found(groups, rows())
+    assert "run together: the operation `svd` at " in finding.remedy
+    assert "(groups) cannot be computed for rows of different lengths at once: " in finding.remedy
+
+    many = bx.Ragged(rows().data, rows().lengths, 90)  # too many lengths for a program each
+    with pytest.raises(
+        bx.UnsupportedError, match=r"`svd` at .*test_findings_rows.py:[\d:]+ \(groups\)"
+    ):
+        jax.jit(bx.vmap(groups))(many)
+
+    def branches(x):
+        return x.sum() if x.shape[0] > 2 else x.max()
+
+    (finding,) = found(branches, rows())
+    assert re.search(r"test_findings_rows.py:[\d:]+ \(branches\): the function", finding.remedy)
+    assert "`n > 2` may be true of one row and false of another" in finding.remedy
+
+
+def test_lengths_are_traced_where_jit_traces_them():
+    """The compiler counts what it counts of the program that runs."""
+
+    @bx.vmap
+    def batched(x):
+        return jnp.cumsum(jnp.tanh(x), axis=0).sum()
+
+    def flops(compiled):
+        analysis = compiled.cost_analysis()
+        return analysis["flops"] + analysis.get("transcendentals", 0.0)
+
+    x = bx.Ragged(np.ones((96, 2), np.float32), np.array(LENGTHS, np.int32))
+    compiled = jax.jit(batched).lower(x).compile()
+    of_types = bx.Ragged(abstract(x).data, abstract(x).lengths, 40)
+    calls = [(jax.jit(batched), x), (batched, abstract(x)), (batched, of_types), (batched, x)]
+    inside, *others, outside = [explain(fun)(argument) for fun, argument in calls]
+    assert inside.compiled.flops == flops(compiled) != outside.compiled.flops
+    assert [str(other) for other in others] == [str(inside)] * 2
+    assert [v.name for v in inside.arguments] == ["x.data", "x.lengths"]
+    assert [v.name for v in outside.arguments] == ["x.data"]
+    measured = explain(jax.jit(batched), measure=True)(x)
+    assert measured.timings[0].peak == inside.memory.peak
+
+
+def test_a_ragged_of_types():
+    data, lengths = jax.ShapeDtypeStruct((12,), np.float32), jax.ShapeDtypeStruct((3,), np.int32)
+    x = bx.Ragged(data, lengths)
+    assert repr(x) == "Ragged(3 rows of float32[n,], lengths=unknown, max_length=12)"
+    assert jax.eval_shape(bx.vmap(lambda t: t.sum()), x).shape == (3,)
+    assert explain(lambda t: t.sum(), compile=False)(bx.Ragged(data, [3, 4, 5])).lanes == 3
+    images = bx.Ragged(data, (lengths, lengths), (4, 4), axis=(0, 1))
+    assert explain(lambda t: t.sum(), compile=False)(images).lanes == 3
+    with pytest.raises(bx.ArgumentTypeError, match="integers"):
+        bx.Ragged(data, jax.ShapeDtypeStruct((3,), np.float32))
+    with pytest.raises(bx.AxisError, match="add up to 13"):
+        bx.Ragged(data, [3, 4, 6])

@@ -6,7 +6,6 @@ import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
@@ -30,7 +29,7 @@ from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import name_of
-from batchax.vmap import MoreOptions, made_by_vmap, vmap
+from batchax.vmap import MoreOptions, find_vmap, vmap
 
 P = ParamSpec("P")
 
@@ -58,7 +57,8 @@ def explain(
     Args:
       fun: the per-example function; or, without more than that, what `vmap` made of one, or what
         `jax.jit`, `jax.grad` and the like made of that. What a gradient costs then counts for
-        the lines it is the gradient of, and results are those of the batched function.
+        the lines it is the gradient of, and results are those of the batched function. Lengths of
+        rows are traced inside `jax.jit`, and known outside of it, as when the function is called.
       in_axes, out_axes: as in `vmap`.
       compile: whether to compile the batched program, for the peak memory and for findings that
         depend on what the compiler makes of it. That takes most of the time. A function that meets
@@ -73,7 +73,8 @@ def explain(
 
     Returns:
       A function of the arguments that the batched function takes. An array may be given as a
-      ``jax.ShapeDtypeStruct``. It returns an `Explanation`.
+      ``jax.ShapeDtypeStruct``, also in a `Ragged`, whose lengths are traced then. It returns an
+      `Explanation`.
 
     Raises:
       ArgumentTypeError: (a TypeError) `measure` is asked for and an argument has no values.
@@ -95,26 +96,14 @@ def explain(
     check_in_axes(fun, in_axes, "explain")
     check_out_axes(out_axes)
     check_flags(compile=compile, measure=measure)
-    given = None
-    if (in_axes, out_axes, vmap_options) == (0, 0, {}):
-        given = _made_of_vmap(fun)
-    if given is None:
+    inside = find_vmap(fun) if (in_axes, out_axes, vmap_options) == (0, 0, {}) else None
+    if inside is None:
         batched = vmap(fun, in_axes, out_axes, **vmap_options)
         ways = _Ways(fun, in_axes, out_axes, dict(vmap_options))
-        return cast(Any, _of_batched(batched, ways, compile, time_limit if measure else None))
-    batched, (fun, options) = given
-    usual = inspect.signature(vmap).parameters
-    ways = _Ways(
-        fun,
-        options["in_axes"],
-        options["out_axes"],
-        {
-            k: v
-            for k, v in options.items()
-            if k not in ("in_axes", "out_axes") and v is not usual[k].default
-        },
-        alone=made_by_vmap(batched) is None,
-    )
+    else:
+        batched, options = inside.whole, dict(inside.options)
+        axes = options.pop("in_axes"), options.pop("out_axes")
+        ways = _Ways(inside.fun, *axes, options, not inside.alone, inside.jitted)
     return cast(Any, _of_batched(batched, ways, compile, time_limit if measure else None))
 
 
@@ -127,6 +116,7 @@ class _Ways:
       in_axes, out_axes, options: as `vmap` was given them.
       alone: whether what is explained is more than the batched function, such as its gradient, and
         so cannot be run in another way to compare.
+      jitted: Whether `jax.jit` is around all of it, so that lengths of rows are traced.
     """
 
     fun: Callable[..., Any]
@@ -134,24 +124,7 @@ class _Ways:
     out_axes: Any
     options: dict[str, Any]
     alone: bool = False
-
-
-def _made_of_vmap(fun: Any) -> tuple[Any, tuple[Any, dict[str, Any]]] | None:
-    """What to stage of a function that `vmap` made, or that was made of one, as `jax.grad` does.
-
-    Returns:
-      The function without `jit` around it, which would remember a program without notes; the
-      per-example function inside, and the options. None if no `vmap` is known to be inside.
-    """
-    whole = inner = fun
-    while (made := made_by_vmap(inner)) is None:
-        within = inner.func if isinstance(inner, partial) else getattr(inner, "__wrapped__", None)
-        if within is None:
-            return None
-        if whole is inner and hasattr(inner, "lower"):
-            whole = within
-        inner = within
-    return whole, made
+    jitted: bool = False
 
 
 def _of_batched(
@@ -165,7 +138,8 @@ def _of_batched(
         if time_limit is not None:
             check_values(batched, args, kwargs)
         start = time.monotonic()
-        staged = stage(batched, args, kwargs, _parameters(batched))
+        known = not ways.jitted
+        staged = stage(batched, args, kwargs, _parameters(batched), lengths_known=known)
         if not staged.recorder.facts:
             raise ArgumentTypeError(
                 "explain found no vmap: the function was called before, and jax.jit or "
@@ -193,7 +167,7 @@ def _of_batched(
         if ways.alone:
             steps = steps_unknown(listed, "it is not the batched function alone")
         elif _PROGRAMS * (made + first_call(way)) < time_limit:
-            steps = count_steps(batched, args, kwargs, listed, size is not None)
+            steps = count_steps(batched, args, kwargs, listed, size is not None, known)
         else:
             steps = steps_unknown(listed, "no time was left")
         time_left = time_limit - (time.monotonic() - start)
@@ -202,7 +176,8 @@ def _of_batched(
         else:
             how = ways.fun, ways.in_axes, ways.out_axes, ways.options
             advised = [f.advice for f in explanation.findings if f.advice]
-            timings, left, tried = measure_ways(way, *how, args, kwargs, advised, time_left)
+            given = args, kwargs, advised, time_left, known
+            timings, left, tried = measure_ways(way, *how, *given)
         findings = find_findings(replace(draft, timings=timings, tried=tried, steps=steps))
         return replace(
             explanation, timings=timings, unmeasured=left, findings=findings, steps=steps

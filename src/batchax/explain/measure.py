@@ -64,6 +64,7 @@ def measure(
     kwargs: dict[str, Any],
     advised: Sequence[dict[str, Any]],
     time_limit: float,
+    lengths_known: bool,
 ) -> tuple[tuple[Timing, ...], tuple[int | str | None, ...], tuple[dict[str, Any], ...]]:
     """Times the batched function, in turns with other ways to run it.
 
@@ -81,6 +82,7 @@ def measure(
       advised: options of `vmap` that findings advise, each of which is followed by itself.
       time_limit: seconds after which no more is begun. The function as it is runs once, whatever
         that takes.
+      lengths_known: As for `stage`.
 
     Returns:
       The times: of the function as it is first, then the others. The time of one call is the
@@ -104,7 +106,8 @@ def measure(
             changed: dict[str, Any] = (
                 {k: v for k, v in options.items() if k not in unused} | more | advice
             )
-            other = stage(vmap(fun, in_axes, out_axes, **changed), args, kwargs, ())
+            batched = vmap(fun, in_axes, out_axes, **changed)
+            other = stage(batched, args, kwargs, (), lengths_known=lengths_known)
             way = as_it_is(size, other, other.compile())
         return replace(way, compiling=time.monotonic() - start, advice=advice)
 

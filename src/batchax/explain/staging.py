@@ -57,19 +57,25 @@ def stage(
     kwargs: dict[str, Any],
     names: Sequence[str],
     taking: Callable[[], Recorder] = Recorder,
+    lengths_known: bool = True,
 ) -> Staged:
     """Stages a batched function, without running it.
 
     Arrays, and `jax.ShapeDtypeStruct` in their place, become arguments of the program. Other
-    Python objects stay what they are, and so do the lengths of rows where they are known.
+    Python objects stay what they are, and so do the lengths of rows, as outside of `jit`.
 
     Args:
       batched: what `vmap` returned.
       args, kwargs: a call's arguments.
       names: what the positional parameters are called.
       taking: makes what takes notes.
+      lengths_known: Whether lengths of rows that have values are known, as outside of `jit`.
     """
-    return with_arrays_traced(lambda traced: _stage(batched, args, kwargs, names, traced, taking()))
+
+    def staged(is_traced: Callable[[Any], bool]) -> Staged:
+        return _stage(batched, args, kwargs, names, is_traced, taking(), lengths_known)
+
+    return with_arrays_traced(staged)
 
 
 def with_arrays_traced(make: Callable[[Callable[[Any], bool]], T]) -> T:
@@ -98,6 +104,7 @@ def _stage(
     names: Sequence[str],
     is_traced: Callable[[Any], bool],
     recorder: Recorder,
+    lengths_known: bool,
 ) -> Staged:
     leaves, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
     rows = filter(_is_ragged, jax.tree.leaves((args, kwargs), is_leaf=_is_ragged))
@@ -105,7 +112,7 @@ def _stage(
     chosen = [
         i
         for i, (_, x) in enumerate(leaves)
-        if is_traced(x) and not (id(x) in lengths and not _is_abstract(x))
+        if (_is_abstract(x) or not lengths_known if id(x) in lengths else is_traced(x))
     ]
 
     @functools.wraps(batched)

@@ -40,6 +40,7 @@ def count_steps(
     kwargs: dict[str, Any],
     equations: Mapping[str, Equation],
     in_chunks: bool,
+    lengths_known: bool = True,
 ) -> tuple[StepCount, ...]:
     """Runs a batched function once more, and counts.
 
@@ -48,10 +49,11 @@ def count_steps(
       args, kwargs: the call's arguments.
       equations: of its listing, by number.
       in_chunks: whether it runs a few lanes at a time.
+      lengths_known: As for `stage`.
     """
     if not any(e.primitive in _SHOWN for e in equations.values()):
         return ()
-    staged = stage(batched, args, kwargs, (), partial(Recorder, counts=True))
+    staged = stage(batched, args, kwargs, (), partial(Recorder, counts=True), lengths_known)
     why = _uncountable(staged)
     if not why:
         try:

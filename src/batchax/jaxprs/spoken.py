@@ -26,13 +26,13 @@ def spoken(eqn: Eqn) -> str:
     return f"`{_WRITTEN.get(name, name)}`"
 
 
-def line_of(eqn: Eqn) -> str:
+def line_of(eqn: Eqn, running: bool = True) -> str:
     """`file:line (function)` of the user's code that made an equation, or what is inside it.
 
-    Where neither is known, of the line that is running now.
+    Where neither is known: of the line that is running now, or "" if not `running`.
     """
     lines = (_compat.user_line(e.source_info) for e in with_inside([eqn]))
-    return next(filter(None, lines), "") or _compat.user_line(eqn.source_info, running=True)
+    return next(filter(None, lines), "") or _compat.user_line(eqn.source_info, running=running)
 
 
 def show(value: Any) -> str:

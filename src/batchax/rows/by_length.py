@@ -59,12 +59,13 @@ Lengths = tuple[Any, ...]
 """The length of a row, for each of the sizes that rows have: a number, or a symbol."""
 
 
-def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
+def run_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Outputs:
     """The outputs of a function of one row, by a batch for each length of rows.
 
     Args:
       call: of a function of one row, some of whose arguments are `Ragged`.
       chunking: how many rows of one length run at a time; None for all.
+      why: Why rows of any length cannot run together, if they cannot.
 
     Raises:
       UnsupportedError: lengths are traced; or the function uses the name of the axis, which
@@ -75,7 +76,7 @@ def run_by_length(call: Call, chunking: Chunking | None) -> Outputs:
     _check_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
     groups, lengths = _groups_and_lengths(axis, sizes)
-    recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups])
+    recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups], why=why)
     stage = functools.partial(stage_at, call, sizes_of, sizes)
     staged = [stage(at) for at in lengths]
     programs, outputs = [program for program, _ in staged], staged[-1][1]

@@ -18,7 +18,7 @@ from batchax.jaxprs.words import Value
 
 def known_lengths(lengths: Any) -> np.ndarray | None:
     """`lengths` as a NumPy array, or None where their values are not known."""
-    return None if isinstance(lengths, Tracer) else np.asarray(lengths)
+    return None if isinstance(lengths, (Tracer, jax.ShapeDtypeStruct)) else np.asarray(lengths)
 
 
 def same_lengths(a: Any, b: Any) -> bool:
@@ -30,7 +30,7 @@ def same_lengths(a: Any, b: Any) -> bool:
 
 
 def as_data(data: Any, what: str = "data") -> Any:
-    if isinstance(data, (jax.Array, Tracer)):
+    if isinstance(data, (jax.Array, Tracer, jax.ShapeDtypeStruct)):
         return data
     try:
         if isinstance(data, np.ndarray):
@@ -46,7 +46,7 @@ def as_data(data: Any, what: str = "data") -> Any:
 
 
 def as_lengths(lengths: Any, what: str = "lengths") -> Any:
-    if not isinstance(lengths, (jax.Array, Tracer)):
+    if not isinstance(lengths, (jax.Array, Tracer, jax.ShapeDtypeStruct)):
         try:
             lengths = np.asarray(lengths)
         except ValueError:

@@ -151,16 +151,18 @@ class CannotPad(UnsupportedError):
 
     def __init__(self, operation: str, why: str) -> None:
         super().__init__(operation, why)
-        self._line = ""
+        self._line = self._running = ""
 
     def within(self, eqn: Eqn) -> CannotPad:
         """This error, of something inside an equation. What JAX has cached knows no line."""
-        self._line = self._line or line_of(eqn)
+        self._line = self._line or line_of(eqn, running=False)
+        self._running = self._running or line_of(eqn)
         return self
 
     def __str__(self) -> str:
         operation, why = self.args
-        where = f" at {self._line}" if self._line else ""
+        line = self._line or self._running
+        where = f" at {line}" if line else ""
         return (
             f"the operation `{operation}`{where} cannot be computed for rows of different lengths "
             f"at once: {why}"

@@ -53,7 +53,8 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
     Args:
       data: array of any dtype, random keys included. Along `axis` it has the elements of row 0,
         then those of row 1, and so on: ``sum(lengths)`` of them, or more, of which the rest
-        belongs to no row.
+        belongs to no row. For `explain` and ``jax.eval_shape``, `data` and `lengths` may each be a
+        ``jax.ShapeDtypeStruct``.
       lengths: integers of shape ``(B,)``: the number of elements of each row.
       max_length: an int that no length exceeds, known while a program is compiled. If not
         given: the greatest length; where lengths are traced, all that `data` has room for.
@@ -356,8 +357,7 @@ def _letters(every: Sequence[Any]) -> list[str]:
     """A letter for each ragged axis, the same for those along which rows have one length."""
     letters: list[str] = []
     for k, lengths in enumerate(every):
-        typed = isinstance(lengths, jax.ShapeDtypeStruct)  # in a tree of shapes
-        same = (i for i, x in enumerate(every[:k]) if not typed and same_lengths(lengths, x))
+        same = (i for i, x in enumerate(every[:k]) if same_lengths(lengths, x))
         letters.append(next((letters[i] for i in same), "nmkl"[len(set(letters)) % 4]))
     return letters
 
@@ -365,8 +365,10 @@ def _letters(every: Sequence[Any]) -> list[str]:
 def _shown(lengths: Any) -> str:
     if lengths.dtype == jax.dtypes.float0:
         return "none, of a derivative"
+    if isinstance(lengths, jax.ShapeDtypeStruct):
+        return "unknown"
     values = known_lengths(lengths)
     if values is None:
         return "traced"
-    # In a tree of shapes there is a shape.
+    # In a tree of other objects there may be no lengths.
     return shown_lengths(values) if values.ndim == 1 else "unknown"

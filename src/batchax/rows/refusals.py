@@ -10,6 +10,7 @@ from batchax import _compat
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.rows.arguments import SIZES_DIFFER, RowSize
 from batchax.rows.comparisons import asked_for_number, question_of
+from batchax.rows.padded import CannotPad
 from batchax.rows.user_code import line_of, names_of
 
 
@@ -84,6 +85,16 @@ def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exc
         f"{error}\n{words.row.capitalize()}s of one {words.length} could run together, but the "
         f"{words.length}s are traced here: call it outside of jit, or close over the "
         f"{words.batch}, so that they are known" + (", and leave mesh out." if on_mesh else ".")
+    )
+
+
+def why_grouped(error: Exception) -> str:
+    """Why rows run grouped by their known lengths: the operation, and the user's line."""
+    if isinstance(error, CannotPad):
+        return str(error).rstrip(".")
+    line = line_of(error)
+    return f"{line + ': ' if line else ''}the function needs a length as a number: " + question_of(
+        error
     )
 
 

@@ -29,7 +29,7 @@ from batchax.rows.in_padding import execute_padded
 from batchax.rows.in_regions import InRegions, most_classes
 from batchax.rows.on_devices import RowsOnDevices
 from batchax.rows.padded import CannotPad
-from batchax.rows.refusals import cannot_pad, cannot_stage, works_for_known
+from batchax.rows.refusals import cannot_pad, cannot_stage, why_grouped, works_for_known
 
 
 @runs_rows
@@ -88,12 +88,14 @@ class InRows(Way):
             return run_by_length(call, self.chunking)
         lengths_known = all_known(mapped) and self.shards is None
         outs = self._of_any_length(RowCall.of(call), lengths_known)
-        return run_by_length(call, self.chunking) if outs is None else outs
+        if isinstance(outs, Exception):
+            return run_by_length(call, self.chunking, why_grouped(outs))
+        return outs
 
-    def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | None:
+    def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | Exception:
         """What a call returns that is staged once for rows of any length.
 
-        None where that cannot be, but lengths are known: rows of one length may run together.
+        An error where that cannot be, but lengths are known: rows of one length may run together.
         """
         try:
             call = call.with_program()
@@ -101,7 +103,7 @@ class InRows(Way):
             # The function may need sizes as numbers, for an `if n > 5`: rows of one length have
             # these. If it is wrong, it fails again.
             if lengths_known:
-                return None
+                return error
             works = lambda: works_for_known(call.staged_for, call.sizes)
             return self._by_switch(call, functools.partial(cannot_stage, error, call.sizes, works))
         if self.of_bucket:
@@ -113,12 +115,12 @@ class InRows(Way):
             return execute(replace(call, way=way))
         except ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
             if lengths_known:
-                return None
+                return error
             told = functools.partial(cannot_stage, error, call.sizes, lambda: True)
             return self._by_switch(call, told)
         except CannotPad as error:
             if lengths_known:
-                return None
+                return error
             on_mesh = self.shards is not None
             return self._by_switch(call, functools.partial(cannot_pad, error, call.sizes, on_mesh))
 

@@ -136,8 +136,8 @@ def groups(draft: Draft) -> Iterator[Finding]:
             "after another, each a program of its own to compile.",
             'Leave layout="grouped" out, if the function can be computed padded.'
             if asked
-            else "The function cannot be computed padded. Use fewer lengths: cut or pad rows to a "
-            "multiple of some number beforehand, where that does no harm.",
+            else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
+            "cut or pad rows to a multiple of some number beforehand, where that does no harm.",
             "",
             STEP * operations,
         )
