@@ -398,6 +398,7 @@ def test_attempts(tmp_path):
     assert attempts.is_over(3)
     assert not attempts.is_over(4)
     other = Attempts.of_new_call(tmp_path, b"")
+    attempts.end_all()
     assert attempts.is_over(4)
     with attempts.running(4, 0):
         pass

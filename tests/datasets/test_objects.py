@@ -7,6 +7,8 @@ import json
 import logging
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -25,6 +27,7 @@ from batchax.datasets.addresses import address
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.job_files import JobFiles
 from batchax.datasets.lock import LockedError
+from batchax.datasets.masking import masked
 from batchax.datasets.opening import open_job
 from batchax.datasets.parts import Leaf
 from batchax.datasets.places import place_of
@@ -570,6 +573,25 @@ def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch):
     assert not lease.holds
 
 
+@pytest.mark.parametrize("proc", [True, False])
+def test_a_lease_is_held_where_the_system_has_no_proc(root, monkeypatch, proc):
+    """As on macOS."""
+    if not proc:
+        monkeypatch.setattr(leases, "_PROC", "/nowhere")
+    path = address(f"{root}/y.zarr.job/lock", "x")
+    lease = leases.Lease(path)
+    with pytest.raises(LockedError, match="is held by this process"):
+        leases.Lease(path)
+    told = json.loads(objects.read(path))
+    assert (told["started"] is not None) is proc
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    for change, held in [({"pid": ended.pid}, False), ({"pid": 1, "started": None}, True)]:
+        objects.put(path, json.dumps({**told, **change}).encode())
+        assert leases.is_leased(path) is held
+    lease.forget()
+
+
 def test_answers_that_are_lost_requests_that_fail_and_slow_ones(s3, on_s3, tmp_path, monkeypatch):
     """Each put of a name is done and its answer lost once; a fifth of all fails, some are slow."""
     seen, draw, fates, lock = Counter(), random.Random(0), Counter(), threading.Lock()
@@ -639,6 +661,54 @@ def test_credentials_are_in_no_message_no_log_and_no_file(s3, on_s3, monkeypatch
     assert any("AKID" not in text for text in told)
     error = RuntimeError(f"https://h/x?sig=abc%2Fdef&se=1 key {secrets[0]} refused {secrets[1]}")
     assert objects.without_secrets(error) == "https://h/x?sig=...&se=1 key ... refused ...."
+
+
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT", "gs": "GOOGLE_BASE_URL"}
+
+
+@pytest.mark.parametrize("scheme", ENDPOINTS)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://user:passw0rd@127.0.0.1:{}",
+        "http://user:p%40passw0rd@127.0.0.1:{}",
+        "http://user:passw0rd@host:port",
+        "http://user:x/passw0rd@127.0.0.1:{}",
+        "http://us er:passw0rd@127.0.0.1",
+        "user:passw0rd@host",
+    ],
+)
+def test_passwords_of_servers_are_in_no_message(scheme, url, monkeypatch):
+    monkeypatch.setitem(objects.RETRIES, "max_retries", 0)
+    accounts = {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "c2VjcmV0"}
+    with reserved_port() as port:
+        named = {**object_servers.s3_at("http://127.0.0.1"), **accounts}
+        named |= {"GOOGLE_SKIP_SIGNATURE": "true", ENDPOINTS[scheme]: url.format(port)}
+        caught = pytest.raises(bx.StorageError)
+        with object_servers.environment(**named), fresh_clients(), caught as caught:
+            bx.map(double, f"{scheme}://bucket/x.npy", progress=False)
+    told = repr(caught.value) + str(caught.getrepr(style="short"))
+    assert "passw0rd" not in told
+    assert "127.0.0.1" in told or ENDPOINTS[scheme] in told
+
+
+def test_passwords_in_addresses_are_in_no_message():
+    for x in (
+        "s3://user:passw0rd@b/x.npy",
+        "s3:/user:passw0rd@b/x.npy",
+        "s3:///user:passw0rd@b",
+        "s3://b/http://user:passw0rd@k/",
+        "https://user:passw0rd@h/x.npy",
+        Path("https://user:passw0rd@h/x.npy"),
+    ):
+        calls = [lambda x=x: bx.map(double, x)]
+        calls += [lambda x=x: bx.map(double, X, out=x)] * isinstance(x, str)
+        for call in calls:
+            with pytest.raises(bx.BatchaxError) as caught:
+                call()
+            assert "passw0rd" not in str(caught.value)
+    told = masked("no port 'passw0rd@h' of user", "tcp://user:passw0rd@h")
+    assert told == "no port '...@h' of user"
 
 
 def test_azure(azure, tmp_path):

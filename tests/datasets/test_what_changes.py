@@ -426,10 +426,60 @@ def test_links_in_the_folder_of_a_job_are_not_written_through(name, kind, stoppe
         os.mkfifo(place)
     else:
         place.symlink_to(Path("mine" if kind == "link" else "nothing").absolute())
-    with pytest.raises(bx.StorageError, match=r"is a link, or no file"):
+    with pytest.raises(bx.StorageError, match="is a link, or is not a file"):
         bx.map(double, X, out="y.npy", **UNIT)
     assert Path("mine").read_text() == "precious"
     assert not Path("nothing").exists()
+
+
+@pytest.mark.parametrize("name", ["journal", "partials"])
+@pytest.mark.parametrize("there", [True, False])
+def test_links_in_place_of_folders_of_a_job_are_not_written_through(name, there, before_write):
+    large = lambda x: (x, jnp.zeros(2000))  # its sum does not fit into a line of the journal
+    how = dict(UNIT, out="y.npy", out_axes=(0, bx.Reduce("sum")))
+
+    def stop():
+        raise RuntimeError("stopped")
+
+    before_write(3, stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        bx.map(large, X, **how)
+    place = Path("y.npy.job") / name
+    shutil.move(place, "mine") if there else shutil.rmtree(place)
+    place.symlink_to(Path("mine").absolute())
+    before = {p: p.read_bytes() for p in Path().glob("mine/*")}
+    with pytest.raises(bx.StorageError, match=f"{name} is a link"):
+        bx.map(large, X, **how)
+    assert before == {p: p.read_bytes() for p in Path().glob("mine/*")}
+    assert Path("mine").exists() is there
+
+
+def test_a_folder_of_a_job_may_be_a_link_itself():
+    Path("elsewhere").mkdir()
+    Path("y.npy.job").symlink_to("elsewhere")
+    bx.map(double, X, out="y.npy", **UNIT)
+    assert bx.map(double, X, out="y.npy", **UNIT).reused == len(X)
+    assert Path("elsewhere/done.json").exists()
+
+
+def test_what_workers_are_handed_is_no_others_to_read_and_does_not_stay(stopped):
+    """It may hold what a module of the user's does: tokens, and passwords."""
+    modes = []
+
+    def look(done, total):
+        for path in Path().glob("y.npy.job/engine-*/*.pickle"):
+            modes.append((path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777))
+
+    with ThreadPoolExecutor(1) as pool:
+        bx.map(double, X, out="y.npy", executor=pool, **{**UNIT, "progress": look})
+    assert set(modes) == {(0o600, 0o700)}
+    assert not list(Path().glob("*.job/engine-*"))
+    stopped(double, "z.npy")
+    left = Path("z.npy.job/engine-0123")  # by a call that was killed
+    left.mkdir()
+    (left / "call.pickle").touch()
+    bx.map(double, X, out="z.npy", **UNIT)
+    assert not left.exists()
 
 
 class Disturbed(ThreadPoolExecutor):

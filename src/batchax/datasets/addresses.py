@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from batchax.datasets.masking import masked
 from batchax.errors import ArgumentTypeError, UnsupportedError
 
 SCHEMES = {
@@ -107,8 +108,8 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
         )
     if not slash:
         raise ArgumentTypeError(
-            f"{name}={text!r} is an address that was made a pathlib.Path, which leaves one of its "
-            f"slashes out. Give the string {scheme}://..."
+            f"{name}={masked(text)!r} is an address that was made a pathlib.Path, which leaves one "
+            f"of its slashes out. Give the string {scheme}://..."
         )
     bucket, _, key = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:  # and it is not repeated: it may be a secret
@@ -120,7 +121,7 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
     parts = key.split("/")
     if not bucket or not key or any(part in ("", ".", "..") for part in parts):
         raise ArgumentTypeError(
-            f"{name}={text!r} must name a bucket and what is in it, as in {scheme}://bucket/key."
+            f"{name}={masked(text)!r} must name a bucket and what is in it, as in {scheme}://bucket/key."
         )
     return ObjectPath(scheme, bucket, key)
 

@@ -13,6 +13,7 @@ from batchax.datasets.durable import (
     append,
     make_folder,
     open_own,
+    own_folder,
     read_own,
     remove_file,
     remove_unfinished,
@@ -52,8 +53,10 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def put_first(self, path: Path, content: bytes) -> None:
-        path.parent.mkdir()
-        path.write_bytes(content)
+        path.parent.mkdir(mode=0o700)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(os.open(path, flags, 0o600), "wb") as file:
+            file.write(content)
 
     def folders(self, folder: Path, prefix: str) -> list[Path]:
         return list(folder.glob(f"{prefix}*"))
@@ -69,17 +72,17 @@ class Disk:
         return {path.name: path.stat().st_size for path in names}
 
     def make_folder(self, folder: Path) -> None:
-        make_folder(folder)
+        make_folder(own_folder(folder))
 
-    def clean(self, *folders: Path) -> None:
-        for folder in folders:
-            remove_unfinished(folder)
+    def clean(self, folder: Path, *inside: Path) -> None:
+        for each in (folder, *map(own_folder, inside)):
+            remove_unfinished(each)
 
     def log(self, folder: Path, writer: str) -> Log:
         return _AppendedFile(folder / f"{writer}.jsonl")
 
     def logs(self, folder: Path) -> Iterator[tuple[str, str, bytes]]:
-        for path in sorted(folder.glob("*.jsonl")):
+        for path in sorted(own_folder(folder).glob("*.jsonl")):
             try:
                 yield path.stem, str(path), read_own(path)
             except StorageError:
@@ -132,7 +135,7 @@ class _AppendedFile:
             self._file = None
 
     def _open(self) -> int:
-        make_folder(self._path.parent)
+        make_folder(own_folder(self._path.parent))
         with writing(self._path):
             file = open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             size = os.fstat(file).st_size

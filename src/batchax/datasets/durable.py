@@ -119,10 +119,21 @@ def read_own(path: Path) -> bytes:
         return file.read()
 
 
+def own_folder(path: Path) -> Path:
+    """A folder of ours, or the place for one: a link in its place is none.
+
+    Raises:
+      StorageError: it is a link.
+    """
+    if path.is_symlink():
+        raise _not_ours(path)
+    return path
+
+
 def _not_ours(path: Path) -> StorageError:
     return StorageError(
-        f"{path} is a link, or no file, and so was not made by batchax, which reads and writes "
-        "nothing through it. Look who put it there, and delete it."
+        f"{path} is a link, or is not a file or folder, so batchax did not make it and does not "
+        "read or write through it. Look who put it there, and delete it."
     )
 
 

@@ -24,6 +24,7 @@ from batchax.errors import ArgumentTypeError, JobError, StorageError
 _FORMAT = 1  # what a later version that writes something else can tell this one by
 
 JOB = ".job"  # after the name of an output, the folder of its job
+CALLS = "engine-"  # and a number: the folder of a call that other processes work for
 _SHARD = "lock-"  # and the name of a shard
 
 
@@ -85,6 +86,11 @@ class JobFiles:
     def locks_of_shards(self) -> list[Address]:
         """Those that somebody has taken since the job was one process's alone."""
         return [self.folder / name for name in self.place.sizes(self.folder, _SHARD)]
+
+    def remove_calls(self) -> None:
+        """Removes what calls that were killed left for their workers. None may be at work now."""
+        for folder in self.place.folders(self.folder, CALLS):
+            self.place.remove_all(folder)
 
     @property
     def journal(self) -> Address:

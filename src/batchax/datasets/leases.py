@@ -18,6 +18,7 @@ import secrets
 import socket
 import threading
 import time
+import uuid
 import weakref
 from typing import Any
 
@@ -29,6 +30,7 @@ from batchax.errors import StorageError
 
 LASTS = 30.0  # seconds for which a lease that is not renewed keeps others away
 _RENEWALS = 4  # in that time
+_PROC = "/proc"
 
 
 class Lease:
@@ -232,19 +234,22 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def _machine() -> str | None:
-    """Where numbers of processes mean the same; None if the system does not tell."""
+def _machine() -> str:
+    """Where numbers of processes mean the same."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return None
+        with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat(f'{_PROC}/self/ns/pid').st_ino}"
+    except OSError:  # a system without that, as macOS
+        return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did: numbers of processes come again."""
+    """When a process began, in ticks since the machine did: numbers of processes come again.
+
+    None if it has ended, or the system does not tell.
+    """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
+        with open(f"{_PROC}/{pid}/stat", "rb") as file:
             state, *rest = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -252,4 +257,17 @@ def _started(pid: int) -> str | None:
 
 
 def _runs(pid: Any, started: Any) -> bool:
-    return isinstance(pid, int) and started is not None and _started(pid) == started
+    """Whether a process of this machine may still run."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    if started is not None:
+        return _started(pid) == started
+    if os.name != "posix":
+        return True  # how old the lease is decides
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's, or the number is none
+        return pid < 2**31
+    return True

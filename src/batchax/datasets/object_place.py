@@ -89,7 +89,7 @@ class Objects:
     def make_folder(self, folder: ObjectPath) -> None:
         """There are none."""
 
-    def clean(self, *folders: ObjectPath) -> None:
+    def clean(self, folder: ObjectPath, *inside: ObjectPath) -> None:
         """Nothing is unfinished."""
 
     def log(self, folder: ObjectPath, writer: str) -> Log:

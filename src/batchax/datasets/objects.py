@@ -11,12 +11,13 @@ import contextlib
 import datetime
 import functools
 import os
-import re
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from batchax.datasets.addresses import ObjectPath
 from batchax.datasets.failures import needed
+from batchax.datasets.masking import masked
 from batchax.datasets.place import UnreachableError
 from batchax.errors import StorageError
 
@@ -32,10 +33,13 @@ RETRIES = {  # of a request, by the library
     },
 }
 TIMEOUTS = {"connect_timeout": "10s", "timeout": "60s"}
-
-_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SIGNATURE|SAS|CONNECTION_STRING", re.I)
-_SIGNED = re.compile(
-    r"((?:sig|signature|token|x-amz-[a-z-]+|key|secret)\s*[=:]\s*)[^&\s\"']+", re.I
+_ENDPOINTS = (  # variables of the environment
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURITE_BLOB_STORAGE_URL",
+    "GOOGLE_BASE_URL",
 )
 
 
@@ -191,6 +195,8 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
         raise FileNotFoundError(f"there is no {path}") from None
     except (errors.AlreadyExistsError, errors.PreconditionError):
         raise FileExistsError(f"{path} is another one") from None
+    except StorageError:
+        raise
     except (errors.BaseError, OSError, ValueError) as error:
         # Without the cause: its text would be in the traceback.
         told = f"{path} could not be {done}: {without_secrets(error)}"
@@ -200,10 +206,7 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
 def without_secrets(error: BaseException) -> str:
     """What an error of the library's says in its first lines, without what lets others in."""
     said = str(error).split("\n\nDebug source")[0].strip()
-    for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) > 3:
-            said = said.replace(value, "...")
-    said = _SIGNED.sub(r"\1...", said)
+    said = masked(said)
     return f"{' '.join(said.split())[:400] or type(error).__name__}."
 
 
@@ -225,7 +228,7 @@ def _bucket(path: ObjectPath) -> Any:
     except (ImportError, StorageError):
         raise
     except Exception as error:
-        raise StorageError(
+        raise UnreachableError(
             f"{path.scheme}://{path.bucket} cannot be opened: {without_secrets(error)} Keys, "
             "regions and addresses of servers are taken from the environment."
         ) from None
@@ -247,12 +250,28 @@ def _opened(scheme: str, bucket: str, process: int) -> Any:
 
 def _client_options() -> dict[str, Any]:
     """Timeouts; and servers without encryption where the environment names one."""
-    variables = (
-        "AWS_ENDPOINT_URL",
-        "AWS_ENDPOINT",
-        "AZURE_STORAGE_ENDPOINT",
-        "AZURITE_BLOB_STORAGE_URL",
-        "GOOGLE_BASE_URL",
-    )
-    plain = any(os.environ.get(name, "").startswith("http://") for name in variables)
+    plain = False
+    for name in _ENDPOINTS:
+        plain |= _checked(name, os.environ.get(name)) == "http"
     return {**TIMEOUTS, **({"allow_http": True} if plain else {})}
+
+
+def _checked(name: str, address: str | None) -> str | None:
+    """The scheme of the address of a server, which is not repeated if it is none.
+
+    The library ends the thread, or repeats the address with the password in it.
+    """
+    if not address:
+        return None
+    try:
+        parts = urllib.parse.urlsplit(address)
+        scheme = parts.scheme if parts.hostname and parts.port != 0 else ""
+    except ValueError:  # it is no port
+        scheme = ""
+    if scheme not in ("http", "https") or any(map(str.isspace, address)):
+        raise UnreachableError(
+            f"{name} in the environment is not the address of a server, and is not repeated, since "
+            "it may hold a password. Set it to an address such as https://host:9000, with letters "
+            "such as / and @ in a password percent-encoded."
+        )
+    return scheme

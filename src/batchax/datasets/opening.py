@@ -120,7 +120,8 @@ def _begun(
     _check_not_foreign(files)
     new_plan = plan()  # before anything is on disk, since arguments may be wrong
     kept, call = store(new_plan), fingerprint(new_plan)
-    files.place.make_folder(files.folder)
+    if not files.place.exists(files.folder):  # which may be a link, as those in it may not
+        files.place.make_folder(files.folder)
     with contextlib.ExitStack() as on_error:
         locks = _locked(files, on_error)
         if files.read() is not None:  # somebody else was faster
@@ -152,6 +153,7 @@ def _locked(
                 "call goes on with what it has committed."
             ) from None
         on_error.callback(locks[-1].release)
+    files.remove_calls()
     if shard is None:
         for path in files.locks_of_shards:
             files.place.remove(path)

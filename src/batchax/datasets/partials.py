@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.checksums import crc32c
+from batchax.datasets.durable import open_own, own_folder
 from batchax.datasets.places import place_of
 from batchax.errors import ArgumentTypeError, StorageError
 
@@ -78,7 +80,7 @@ def _read(path: Address, start: int, size: int) -> bytes:
         if isinstance(path, ObjectPath):
             data = place_of(path).read(path)[start : start + size]
         else:
-            with open(path, "rb") as file:
+            with open(open_own(own_folder(path.parent) / path.name, os.O_RDONLY), "rb") as file:
                 file.seek(start)
                 data = file.read(size)
     except StorageError:

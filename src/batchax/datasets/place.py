@@ -127,7 +127,7 @@ class Place(Protocol):
     def make_folder(self, folder: Any) -> None:
         """Makes a folder, where there are such things."""
 
-    def clean(self, *folders: Any) -> None:
+    def clean(self, folder: Any, *inside: Any) -> None:
         """Removes what writers that were killed left unfinished. Nobody else may write there."""
 
     def log(self, folder: Any, writer: str) -> Log:

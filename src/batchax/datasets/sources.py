@@ -15,6 +15,7 @@ from batchax.datasets.columns import ArrowColumn
 from batchax.datasets.failures import reading
 from batchax.datasets.joined import Joined, fits_files, is_pattern, matching
 from batchax.datasets.kinds import Kinds
+from batchax.datasets.masking import masked
 from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
 from batchax.datasets.source import Source, native
 from batchax.datasets.tensorstores import zarr_format
@@ -106,7 +107,8 @@ def open_path(path: str, name: str) -> Source:
         return _joined(str(file), member, name, path)
     name = f"{name} ({path})"
     if not file.exists():
-        raise StorageError(f"{name}: there is no such file. Its path in full: {file.absolute()}.")
+        full = f"{name}: there is no such file. Its path in full: {file.absolute()}."
+        raise StorageError(masked(full))
     kind = _kind_of(file)
     if kind is None:
         raise ArgumentTypeError(

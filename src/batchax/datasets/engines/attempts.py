@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchax.datasets.addresses import Address
+from batchax.datasets.job_files import CALLS
 from batchax.datasets.place import Place
 from batchax.datasets.places import place_of
 from batchax.errors import JobError
 
-_NAME = "engine-"
 _CALL = "call.pickle"
 
 
@@ -41,16 +41,14 @@ class Attempts:
 
     @classmethod
     def of_new_call(cls, job: Address, call: bytes) -> Attempts:
-        """In the folder of a job. What calls that were killed left there is removed.
+        """In the folder of a job.
 
         Args:
           job: the folder.
           call: what is to be done.
         """
         place = place_of(job)
-        for folder in place.folders(job, _NAME):
-            place.remove_all(folder)
-        folder = job / f"{_NAME}{secrets.token_hex(4)}"
+        folder = job / f"{CALLS}{secrets.token_hex(4)}"
         place.put_first(folder / _CALL, call)
         return cls(folder, hashlib.sha256(call).hexdigest())
 

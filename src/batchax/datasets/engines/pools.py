@@ -15,6 +15,7 @@ from typing import Any
 
 from batchax.datasets.engines.attempts import EndedError
 from batchax.datasets.failures import needed
+from batchax.datasets.masking import masked
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
 from batchax.jaxprs.spoken import brief, show
 
@@ -156,7 +157,7 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
             distributed = needed("distributed", f"executor={executor!r}")
             return lambda: DaskPool(_client_of(distributed, where), own=True)
         raise ArgumentTypeError(
-            f'executor={brief(executor)}: give "processes:4", "dask:tcp://host:8786" or '
+            f'executor={masked(brief(executor))}: give "processes:4", "dask:tcp://host:8786" or '
             '"shard:3/16".'
         )
     if type(executor).__module__.split(".")[0] == "distributed":
@@ -179,10 +180,11 @@ def _client_of(distributed: Any, where: str) -> Any:
     try:
         return distributed.Client(where, set_as_default=False)
     except (OSError, ValueError) as error:
+        told = f'executor="dask:{where}": there is no scheduler of Dask ({error}).'
         raise JobError(
-            f'executor="dask:{where}": there is no scheduler of Dask ({error}). Start one, '
-            "`dask scheduler`, and give the address that it prints."
-        ) from error
+            f"{masked(told, where)} Start one, `dask scheduler`, and give the address that it "
+            "prints."
+        ) from None
 
 
 def _spawned(workers: int) -> ProcessPoolExecutor:
