@@ -113,7 +113,7 @@ def map(
       version: names what the function does, where that cannot be seen: if it calls the host
         (``jax.pure_callback``), what that does is not in its program.
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
-        path, size and time. "content": a checksum of all that it holds, which takes a reading of
+        path, size and times. "content": a checksum of all that it holds, which takes a reading of
         it, and lets it lie elsewhere.
       batched: whether each item of a stream is a batch, with rows along axis 0 of all arrays.
       stream_id: names the rows of streams. Without it, a call that goes on takes all rows from the

@@ -1,7 +1,5 @@
 """Columns of tables as sources of rows."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -212,11 +210,10 @@ def test_damage_names_the_file_and_the_rows(tmp_path):
     content = bytearray((tmp_path / "t.parquet").read_bytes())
     source = as_source(f"{tmp_path}/t.parquet:number", "args[0]")
     content[40] ^= 1
-    stat = os.stat(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(content)
     with pytest.raises(bx.StorageError, match=r"t\.parquet was changed since"):
         source.read(0, 0, 2)
-    os.utime(tmp_path / "t.parquet", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    source = as_source(f"{tmp_path}/t.parquet:number", "args[0]")
     with pytest.raises(bx.StorageError, match=r"t\.parquet.*rows 0 to 2"):
         source.read(0, 0, 2)
 

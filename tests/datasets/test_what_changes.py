@@ -1,10 +1,14 @@
 """Inputs, outputs, code and folders that change under a map: seen, and never mixed in silence."""
 
+import fcntl
 import importlib.util
 import json
 import os
 import shutil
 import sys
+import tempfile
+import threading
+import time
 import types
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +24,7 @@ import tensorstore
 import zarr
 
 import batchax as bx
-from batchax.datasets import disk, pipeline
+from batchax.datasets import disk, known_files, mapped_file, pipeline
 from batchax.datasets.addresses import address
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
@@ -29,6 +33,7 @@ from batchax.datasets.journal import read_journal
 from batchax.datasets.known_files import _SMALL, Files
 from batchax.datasets.places import place_of
 from batchax.datasets.store import Store
+from batchax.datasets.work import Work
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 ROWS, UNIT = 12, dict(batch_size=2, commit_rows=2, progress=False)
@@ -93,6 +98,113 @@ def test_an_input_that_changes_in_mid_run(kind, change, before_write):
         bx.map(double, KINDS[kind](), out="y.npy", **UNIT)
     with pytest.raises(bx.JobError, match=r"y\.npy holds results of another call"):
         bx.map(double, KINDS[kind](), out="y.npy", **UNIT)
+
+
+def written_in_place(x, path="x.npy"):
+    """As `rsync --inplace --times` and `tar` do it: the time is what it was."""
+    times = os.stat(path).st_atime_ns, os.stat(path).st_mtime_ns
+    with open(path, "r+b") as file:
+        file.seek(128)
+        file.write(np.ascontiguousarray(x).tobytes())
+    os.utime(path, ns=times)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_an_input_that_is_written_in_place_and_has_its_time_restored(
+    small, before_write, monkeypatch
+):
+    x = np.tile(X, (10, 1))
+    np.save("x.npy", x)
+    monkeypatch.setattr(known_files, "_SMALL", 2**24 * small)
+    time.sleep(0.02)  # a time has no more digits than the clock of the system
+    before_write(1, lambda: written_in_place(-x))
+    with pytest.raises(
+        bx.StorageError, match=r"x \(x\.npy\): .*x\.npy was changed since it was op"
+    ):
+        bx.map(double, "x.npy", out="y.npy", **UNIT)
+    with pytest.raises(
+        bx.JobError, match=r"x .*x.npy. (is not what it was|was written again since)"
+    ):
+        bx.map(double, "x.npy", out="y.npy", **UNIT)
+    written_in_place(x)
+    if small:  # which is known by what it holds
+        assert bx.map(double, "x.npy", out="y.npy", **UNIT).rows == len(x)
+
+
+def memory_moves_time(folder):
+    """Whether writes to a memory map move the time of a file, as on a disk."""
+    x = np.lib.format.open_memmap(folder / "probe.npy", "w+", FLOAT, (4,))
+    x.flush()
+    before = os.stat(folder / "probe.npy").st_mtime_ns
+    time.sleep(0.02)
+    x[0] = 1
+    return os.stat(folder / "probe.npy").st_mtime_ns != before
+
+
+@pytest.mark.parametrize("kind", ["small", "on a disk"])
+def test_an_input_that_somebody_writes_through_a_memory_map(
+    kind, before_write, monkeypatch, tmp_path
+):
+    """Also into pages that they have written to before, which moves no time by itself."""
+    folder = tmp_path
+    if kind == "small" and os.access("/dev/shm", os.W_OK):
+        folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+        monkeypatch.setattr(Files, "check", lambda self: None)  # wherever it is
+    elif kind != "small":
+        monkeypatch.setattr(known_files, "_SMALL", 0)
+        if not memory_moves_time(tmp_path):
+            pytest.skip("this file system moves no time")
+    path, x = str(folder / "x.npy"), np.tile(X, (10, 1))
+    mapped = np.lib.format.open_memmap(path, "w+", FLOAT, x.shape)
+    mapped[:] = x  # pages that are not written out
+
+    def write():
+        mapped[-1] = 0
+
+    time.sleep(0.02)
+    before_write(1, write)
+    with pytest.raises(bx.StorageError, match=r"x\.npy was changed since it was opened"):
+        bx.map(double, path, out="y.npy", **UNIT)
+    assert not Path("y.npy.job/done.json").exists()
+    if folder != tmp_path:
+        shutil.rmtree(folder)
+
+
+def test_a_process_that_was_stopped_for_longer_than_a_lease(monkeypatch):
+    """The system takes the lease, and somebody writes: rows computed of that are not kept."""
+    x = np.tile(X, (40000, 1))
+    np.save("x.npy", x)
+    begin, files, stopped = Work.begin, [], []
+    make = mapped_file.MappedFile.__init__
+
+    def made(self, *args):
+        make(self, *args)
+        files.append(self)
+
+    def begun(self, unit, data, *args):
+        wait = begin(self, unit, data, *args)
+
+        def waited():
+            if unit.number == 1 and files and not stopped:
+                stopped.append(fcntl.fcntl(files[0]._file, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+                time.sleep(0.02)
+                written_in_place(-x)
+            return wait()
+
+        return waited
+
+    def look(self, check=Files.check):  # at least before results are kept
+        if threading.current_thread().name != "batchax-read":
+            check(self)
+
+    monkeypatch.setattr(mapped_file.MappedFile, "__init__", made)
+    monkeypatch.setattr(Work, "begin", begun)
+    monkeypatch.setattr(Files, "check", look)
+    how = dict(batch_size=40000, commit_rows=40000, progress=False)
+    with pytest.raises(bx.StorageError, match=r"x\.npy was changed since it was opened"):
+        bx.map(double, "x.npy", out="y.npy", **how)
+    assert stopped
+    assert set(read_journal(Path("y.npy.job/journal"))) <= {0}
 
 
 def saved(path):

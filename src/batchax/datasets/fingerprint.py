@@ -256,5 +256,11 @@ def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[st
                 f"{name} was written again since, on disk (what it holds counts instead with "
                 'inputs_by="content")'
             )
+        elif was.get("changed_ns") != now.get("changed_ns"):
+            yield (
+                f"{name} was written again since, on disk, with the time that it had before, or "
+                "was moved, or has other permissions (what it holds counts instead with "
+                'inputs_by="content")'
+            )
         elif {**was, "name": ""} != {**now, "name": ""}:
             yield f"{name} is not what it was"

@@ -8,7 +8,7 @@ import itertools
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -148,15 +148,9 @@ class Joined(Source):
                 f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
                 f"along axis {len(index) - 1}."
             )
-        (picked,) = index
-        got, first = [], bisect_right(self._ends, picked.start)
-        for i in range(first, len(self._parts)):
-            part, end = self._parts[i], self._ends[i]
-            begin = end - part.shape[0]
-            if got and begin >= picked.stop:
-                break
-            start, stop = max(picked.start - begin, 0), min(picked.stop, end) - begin
-            got.append(part.read(0, start, max(start, stop), fresh=False))
+        got = []
+        for i, start, stop in self._parts_of(index[0].start, index[0].stop):
+            got.append(self._parts[i].read(0, start, stop, fresh=False))
             self._let_go(i)
         if not got:
             return self._parts[-1].read(0, self._parts[-1].shape[0], self._parts[-1].shape[0])
@@ -165,6 +159,20 @@ class Joined(Source):
         if isinstance(got[0], Rows):
             return Rows(*map(np.concatenate, zip(*got, strict=True)))
         return np.concatenate(got)
+
+    def check(self, axis: int, start: int, stop: int) -> None:
+        for i, begin, end in self._parts_of(start, stop):
+            self._parts[i].check(0, begin, end)
+
+    def _parts_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The numbers of the parts with these rows, and which of their rows these are."""
+        first = bisect_right(self._ends, start)
+        for i in range(first, len(self._parts)):
+            begin = self._ends[i] - self._parts[i].shape[0]
+            if i > first and begin >= stop:
+                return
+            own = max(start - begin, 0)
+            yield i, own, max(own, min(stop, self._ends[i]) - begin)
 
     def _let_go(self, latest: int) -> None:
         """Of many files few are held: the latest, of which rows may still be in use."""

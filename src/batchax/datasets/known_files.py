@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import os
+import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchax.datasets.addresses import Address
 from batchax.datasets.failures import reading
 from batchax.datasets.job_files import JobFiles
 from batchax.errors import StorageError
 
+_BEFORE, _WRITE, _AFTER = 1, 2, 4  # flags of sync_file_range(2)
 _SMALL = 2**24  # bytes: of so few, what they hold is read when a call is made
 
 
-class _Seen(NamedTuple):
-    """Of each file where it is below the path, which file it is, its size, and its time."""
-
-    files: tuple[tuple[str, int, int, int], ...]
-
-    @property
-    def size(self) -> int:
-        return sum(size for _, _, size, _ in self.files)
-
-    @property
-    def modified_ns(self) -> int:
-        return max((modified for *_, modified in self.files), default=0)
-
-    def digest(self) -> str:
-        """Of names, sizes and times: files that were swapped are others."""
-        told = sorted((name, size, modified) for name, _, size, modified in self.files)
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+_File = tuple[str, int, int, int, int]
+"""What is known of a file without reading it: where it is below a path, its size, when it was
+written to, when it or what is known of it was changed, both in nanoseconds, and its inode. Whoever
+writes may set the first of these times to what it was, and nobody the second."""
 
 
 class Files:
@@ -55,6 +46,8 @@ class Files:
         self.path, self._name = path.resolve(), name
         self.count = 1
         refuse_unfinished(self.path, name)
+        if self.path.is_file():
+            _write_out(self.path)
         self._seen = self._look()
 
     def check(self) -> None:
@@ -64,10 +57,22 @@ class Files:
         except StorageError:  # some of it is gone
             same = False
         if not same:
-            raise StorageError(
-                f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
-                "it, and make the call again."
-            )
+            raise self._changed()
+
+    def check_content(self) -> None:
+        """The same, and what is small holds what it did when `identity` was asked for.
+
+        Of what another process has mapped to write to it, a file system in memory moves no time.
+        """
+        self.check()
+        if "_content" in vars(self) and self._digest() != self._content:
+            raise self._changed()
+
+    def _changed(self) -> StorageError:
+        return StorageError(
+            f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
+            "it, and make the call again."
+        )
 
     def identity(self) -> dict[str, Any]:
         """Where they are, how large all are together, when the latest was changed, and more.
@@ -76,35 +81,38 @@ class Files:
         known by what it holds: so that is the same which was written again, and holds the same.
         """
         seen = self._seen
-        told = {"path": str(self.path), "size": seen.size, "modified_ns": seen.modified_ns}
-        if self.path.is_dir():
-            told["files"] = seen.digest()
-        if seen.size * self.count <= _SMALL:
+        told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
+        told["modified_ns"] = max((file[2] for file in seen), default=0)
+        told["changed_ns"] = max((file[3] for file in seen), default=0)
+        if self.path.is_dir():  # files that were swapped are others
+            told["files"] = hashlib.sha256(repr(sorted(f[:4] for f in seen)).encode()).hexdigest()
+        if told["size"] * self.count <= _SMALL:
             told["sha256"] = self._content
         return told
 
     @cached_property
     def _content(self) -> str:
+        return self._digest()
+
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         with reading(self._name):
-            for name, *_ in sorted(self._seen.files):
+            for name, *_ in sorted(self._seen):
                 content = (self.path / name if name else self.path).read_bytes()
                 digest.update(f"{name!r} {len(content)} ".encode() + content)
         self.check()
         return digest.hexdigest()
 
-    def _look(self) -> _Seen:
+    def _look(self) -> list[_File]:
         with reading(self._name):
             if not self.path.is_dir():
-                return _Seen((_described("", os.stat(self.path)),))
-            return _Seen(
-                tuple(
-                    _described(os.path.relpath(os.path.join(folder, file), self.path), status)
-                    for folder, _, names in os.walk(self.path)
-                    for file in names
-                    for status in [os.stat(os.path.join(folder, file))]
-                )
-            )
+                return [_described("", os.stat(self.path))]
+            return [
+                _described(os.path.relpath(os.path.join(folder, file), self.path), status)
+                for folder, _, names in os.walk(self.path)
+                for file in names
+                for status in [os.stat(os.path.join(folder, file))]
+            ]
 
 
 def refuse_unfinished(address: Address, name: str) -> None:
@@ -135,5 +143,20 @@ def refuse_unfinished(address: Address, name: str) -> None:
             )
 
 
-def _described(name: str, status: os.stat_result) -> tuple[str, int, int, int]:
-    return name, status.st_ino, status.st_size, status.st_mtime_ns
+def _described(name: str, status: os.stat_result) -> _File:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return name, status.st_size, *times, status.st_ino
+
+
+def _write_out(path: Path) -> None:
+    """Has the system write what another process wrote to a memory map of the file.
+
+    From then on its next write to a page is noticed, and moves the time of the file, which writes
+    to a page that is to be written out anyway do not.
+    """
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        if sys.platform != "linux":
+            return os.fsync(file.fileno())
+        whole = ctypes.c_int64(0), ctypes.c_int64(0)
+        # Unlike fsync it does not wait until the disk itself has it: microseconds if nothing waits.
+        ctypes.CDLL(None).sync_file_range(file.fileno(), *whole, _BEFORE | _WRITE | _AFTER)

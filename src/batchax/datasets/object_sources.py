@@ -105,6 +105,8 @@ class ObjectFiles:
     def check(self) -> None:
         """What is read is compared with what was there, each time: there is nothing to look at."""
 
+    check_content = check
+
     def identity(self) -> dict[str, Any]:
         """Where they are, how large all are together, and a digest of names and versions."""
         told = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
@@ -239,6 +241,8 @@ class _One:
 
     def check(self) -> None:
         self._files.check()
+
+    check_content = check
 
 
 class ZarrObjects(Source):

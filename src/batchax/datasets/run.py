@@ -96,6 +96,8 @@ def _run(function: RowFunction, how: How) -> Report:
         reused = sum(r.unit.rows for r in job.done.values())
         while job.finished is None:
             _run_left(function, how, job, reused)
+            for files in (f for m in function.inputs.mapped for f in m.source.all_files):
+                files.check_content()
             if len(job.done) < len(job.plan):
                 break
             job.settle()

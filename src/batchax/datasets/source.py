@@ -95,6 +95,15 @@ class Source:
         part = f"{self.name}: rows {start} to {stop} along axis {axis}"
         return self._read(index, part, fresh)
 
+    def check(self, axis: int, start: int, stop: int) -> None:
+        """Raises a StorageError if rows that `read` lent are not what they were.
+
+        A lease on a mapped file keeps writers away, but from a process that was stopped the system
+        takes it.
+        """
+        if self.lends and self.files is not None:
+            self.files.check()
+
     def release(self) -> None:
         """Is told that for now nothing more is read: what was held for that is let go of."""
 

@@ -72,7 +72,13 @@ class Work:
         return begin_unit(self.program, unit, data, self.policy, left_out)
 
     def write(self, computed: Computed) -> Record:
-        """Keeps results; says of them what the journal is to say."""
+        """Keeps results; says of them what the journal is to say.
+
+        Raises:
+          StorageError: the rows that they were computed of are not what they were.
+        """
+        for m in self.function.inputs.mapped:
+            m.source.check(m.axis, *computed.unit[1:])
         trying(functools.partial(self._write, computed), self.retries, self.stop)
         return Record(
             computed.unit,
