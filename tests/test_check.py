@@ -116,6 +116,19 @@ def test_what_was_compared():
     assert str(some).endswith("2 of 9 lanes (lanes=9 compares all), values, no derivatives.")
 
 
+def test_derivatives_by_arrays_in_a_tree_that_all_lanes_share():
+    @bx.custom_vmap
+    def fun(w, x):
+        return w * x
+
+    fun.def_vmap(lambda size, batched, w, x: (lax.stop_gradient(w) * x, True))
+    params, x = {"w": jnp.ones((), FLOAT), "name": None}, numbers(8)
+    with pytest.raises(bx.MismatchError, match=r"lane 0, cotangent of p\['w'\]: 0.0, expected"):
+        bx.check(lambda p, x: fun(p["w"], x), (None, 0))(params, x)
+    checked = bx.check(lambda p, x: p["w"] * x, (None, 0))(params, x)
+    assert checked.derivatives == ("p['w']", "x")
+
+
 def test_a_function_that_keeps_something_between_calls():
     calls = []
 

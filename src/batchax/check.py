@@ -158,12 +158,29 @@ class _Comparison:
     ) -> None:
         check_untraced("check compares values", (args, kwargs))
         self._batched = vmap(fun, in_axes, **lanes_first(options))
-        leaves, self._rebuild = spread_in_axes(fun, in_axes, args, kwargs)
+        leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
+        # A tree that all lanes share is one leaf there, and here its arrays are: for derivatives.
+        parts = [_parts_of(leaf.value) if leaf.spec is None else None for leaf in leaves]
+        spread = [
+            (leaf.path + key, x, leaf.spec)
+            for leaf, part in zip(leaves, parts, strict=True)
+            for key, x in (part[0] if part else [("", leaf.value)])
+        ]
+
+        def joined(values: Sequence[Any]) -> Any:
+            rest = iter(values)
+            each = (
+                part[1].unflatten([next(rest) for _ in part[0]]) if part else next(rest)
+                for part in parts
+            )
+            return rebuild(list(each))
+
+        self._rebuild = joined
         self._fun, self._tolerance = fun, tolerance
         self.name = name_of(fun)
-        self._paths = [leaf.path for leaf in leaves]
-        self._whole = [leaf.value for leaf in leaves]
-        specs = [leaf.spec for leaf in leaves]
+        self._paths = [path for path, _, _ in spread]
+        self._whole = [x for _, x, _ in spread]
+        specs = [spec for _, _, spec in spread]
         self._got = self._called(self._batched, self._whole)
         # What the function sees of each lane `vmap` says itself, of any kind of axis.
         self._mapped = [i for i, spec in enumerate(specs) if spec is not None]
@@ -276,6 +293,12 @@ class _Comparison:
                 f"{self.name} differs under batching from what it does for one example: in lane "
                 f"{lane}, {problem}. Compared: {_budget(self.lanes, self.size)}."
             )
+
+
+def _parts_of(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves of a tree with their paths in it, and its structure."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(keys), x) for keys, x in leaves], structure
 
 
 def _kept(options: dict[str, Any]) -> dict[str, Any]:

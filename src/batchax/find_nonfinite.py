@@ -11,7 +11,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import check_callable
 from batchax.nonfinite.find import NonFinite, find
-from batchax.vmap import Options
+from batchax.vmap import Options, find_vmap
 
 P = ParamSpec("P")
 
@@ -33,6 +33,7 @@ def find_nonfinite(
 
     Args:
       fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.
+        Or, without more than that, what `vmap` made of one, also in `jax.jit`.
       in_axes: as for `vmap`.
       **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
         `out_axes` may be among them, and has no say: results are looked at lane by lane.
@@ -60,10 +61,15 @@ def find_nonfinite(
     """
     check_callable("find_nonfinite", "a function of one example", fun)
     check_in_axes(fun, in_axes, "find_nonfinite")
+    inside = find_vmap(fun) if (in_axes, options) == (0, {}) else None
 
     @functools.wraps(fun)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
+        if inside is not None and inside.alone:
+            given = {k: v for k, v in inside.options.items() if k not in ("in_axes", "progress")}
+            known = not inside.jitted
+            return find(inside.fun, inside.options["in_axes"], given, args, kwargs, known)
         return find(fun, in_axes, dict(options), args, kwargs)
 
     return cast(Any, of_batch)

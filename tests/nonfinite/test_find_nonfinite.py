@@ -347,3 +347,59 @@ def test_several_threads():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not failures
+
+
+norm = jax.grad(lambda x: 0.1 * jnp.linalg.norm(x))
+INFINITE_SLOPE = ("out", "nan", "div", "`mul`")
+
+
+def with_one_row_of_zeros(size, width=3):
+    x = np.random.default_rng(0).normal(size=(size, width)).astype(FLOAT)
+    x[size // 2] = 0
+    return x
+
+
+@pytest.mark.parametrize("size", [1, 64, 1000, 4096])
+@pytest.mark.parametrize("options", [{}, {"batch_size": 600}], ids=str)
+def test_the_same_origin_at_any_number_of_lanes(size, options):
+    """XLA's maximum of many rows passes over NaN; how many are many depends on their width."""
+    x = with_one_row_of_zeros(size)
+    found = bx.find_nonfinite(norm, **options)(x)
+    (fault,) = found.faults
+    assert fault.lane == size // 2
+    assert (fault.output, fault.kind, fault.primitive, fault.turned[:5]) == INFINITE_SLOPE
+    values = np.asarray(jax.jit(bx.vmap(norm, **options))(x))
+    assert np.isnan(values[fault.lane]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "complex64"])
+def test_many_lanes_of_any_type(dtype):
+    x = jnp.ones((1000, 40), dtype).at[7, 3].set(jnp.nan)
+    (fault,) = bx.find_nonfinite(lambda x: -x)(x).faults
+    assert (fault.lane, fault.kind, fault.argument) == (7, "nan", "x")
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["as it is", "jit"])
+def test_a_function_that_is_batched_already(around):
+    x = with_one_row_of_zeros(40)
+    fun = lambda w, x: norm(w * x)
+    for options in ({}, {"batch_size": 16}, {"out_axes": 1}):
+        batched = around(bx.vmap(fun, (None, 0), **options))
+        found = bx.find_nonfinite(batched)(2.0, x)
+        assert str(found) == str(bx.find_nonfinite(fun, (None, 0))(2.0, x))
+    rows = bx.Ragged.from_rows([np.ones(n, FLOAT) for n in (1, 3, 2)])
+    found = bx.find_nonfinite(around(bx.vmap(lambda t: jnp.log(t.sum() - 3))))(rows)
+    assert [(f.lane, f.kind) for f in found.faults] == [(0, "nan"), (1, "inf"), (2, "nan")]
+
+
+def test_results_that_are_not_finite_where_marks_see_nothing():
+    calls = []
+
+    def host(x):  # finite while each operation is looked at
+        calls.append(x)
+        return np.where(len(calls) > 1, np.inf, x).astype(x.dtype)
+
+    fun = lambda x: jax.pure_callback(host, x, x, vmap_method="expand_dims")
+    found = bx.find_nonfinite(fun)(jnp.ones(3, FLOAT))
+    assert [(f.kind, f.primitive, f.argument) for f in found.faults] == [("inf", "", "")] * 3
+    assert "out is inf, and finite where each operation is looked at" in str(found)

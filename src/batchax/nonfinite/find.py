@@ -20,7 +20,7 @@ from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
 from batchax.jaxprs.words import Aval, Value
-from batchax.nonfinite.links import FIRST_LOOP, KIND, NAN, PLACE, TURNED
+from batchax.nonfinite.links import FIRST_LOOP, KIND, NAN, PLACE, TURNED, kind_of
 from batchax.nonfinite.origins import (
     Evaluator,
     Marked,
@@ -44,7 +44,8 @@ class Fault:
       lane: the index of the lane.
       output: which result: "out['loss']".
       kind: "nan" or "inf", of the result.
-      primitive: of the equation that made it; "" if it came in.
+      primitive: of the equation that made it; "" if it came in, or if no equation makes it when
+        the program is compiled with marks.
       line: of the user's source that made the equation.
       argument: the argument, or "a value that the function closes over", if it came in with that.
       iterations: of the loops around the equation, outermost first.
@@ -81,6 +82,11 @@ def _told(faults: Sequence[Fault]) -> str:
     lanes = f"lanes {_numbers([f.lane for f in faults])}" if several else f"lane {one.lane}"
     if one.argument:
         return f"{lanes}: {one.output} is {one.kind}: it came in with {one.argument}"
+    if not one.primitive:
+        return (
+            f"{lanes}: {one.output} is {one.kind}, and finite where each operation is looked at: "
+            "it depends on how the program is compiled, or on calls of the host"
+        )
     made = "an infinity made by" if one.turned else "made by"
     lines = [f"{lanes}: {one.output} is {one.kind}, {made} `{one.primitive}`"]
     of_lane = f" of lane {one.lane}" if several else ""
@@ -144,9 +150,20 @@ class NonFinite:
 
 
 def find(
-    fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
+    fun: Callable[..., Any],
+    in_axes: Any,
+    options: dict[str, Any],
+    args: Any,
+    kwargs: Any,
+    lengths_known: bool = True,
 ) -> NonFinite:
-    """Runs the batched function, and says what of it is not finite."""
+    """Runs the batched function, and says what of it is not finite.
+
+    Args:
+      fun, in_axes, options: The function, and how it is batched.
+      args, kwargs: The call's arguments.
+      lengths_known: Whether lengths of rows are known, as `vmap` knows them outside of `jit`.
+    """
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     # Staged as it is, so that what does not fit is refused by `vmap`, in terms of the user's.
     jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
@@ -154,12 +171,16 @@ def find(
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
     values, specs = [leaf.value for leaf in leaves], [leaf.spec for leaf in leaves]
-    compiled = functools.partial(_compiled, values, specs)
+    compiled = functools.partial(_compiled, values, specs, lengths_known)
     marks = compiled(vmap(program.origins, (specs,), **options))
     every = np.stack([np.asarray(x) for x in marks], 1)  # lane, output, entry
     size = len(every)
-    worst = every[:, :, KIND].argmax(1)
+    # What results are is seen in the program as it runs: with marks it is compiled otherwise.
+    kinds = compiled(vmap(program.kinds, (specs,), **options))
+    kinds = np.stack([np.asarray(x) for x in kinds], 1)
+    worst = kinds.argmax(1)
     first = every[np.arange(size), worst]
+    first[:, KIND] = kinds[np.arange(size), worst]
     lanes = np.flatnonzero(first[:, KIND])
     operands: dict[int, Sequence[str]] = {}
     made = lanes[first[lanes, PLACE] > 0]
@@ -178,14 +199,16 @@ def find(
     return NonFinite(lanes, faults, size)
 
 
-def _compiled(values: Sequence[Value], specs: Sequence[Any], run: Callable[..., Any]) -> Any:
+def _compiled(
+    values: Sequence[Value], specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
+) -> Any:
     """What a function makes of the leaves, compiled.
 
-    What is no array it sees as it is; lengths of rows, too, which `vmap` knows outside of `jit`.
+    What is no array it sees as it is; lengths of rows, too, where they are known.
     """
     is_rows = lambda x: isinstance(x, Ragged)
     rows = filter(is_rows, jax.tree.leaves(list(values), is_leaf=is_rows))
-    lengths = {id(n) for x in rows for n in x.each_length}
+    lengths = {id(n) for x in rows for n in x.each_length if lengths_known}
     flat, structure = jax.tree.flatten(list(values))
     mapped = jax.tree.leaves(
         [jax.tree.map(lambda _, s=s: s is not None, v) for v, s in zip(values, specs, strict=True)]
@@ -227,6 +250,12 @@ class _Marking:
         by_name = {name: origin for name, origin in origins if origin is not None}
         self._outputs = ["", *by_name]
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
+
+    def kinds(self, values: Sequence[Value]) -> list[Any]:
+        """Whether results are finite, those that may be bad: as `origins` has them."""
+        args, kwargs = self._rebuild(values)
+        outs = map(jnp.asarray, jax.tree.leaves(without_objects(self._fun(*args, **kwargs))))
+        return [jnp.int32(0), *(kind_of(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))]
 
     def operands(self, place: int) -> Callable[..., list[Any]]:
         """From iterations, and the leaves, to what an equation was given in these."""
