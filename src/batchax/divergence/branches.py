@@ -293,14 +293,19 @@ class _Part:
 
                 return run_chunk
 
-            def of_all(width: int) -> Callable[..., list[Any]]:
+            def of_all(surely: bool, axis: Axis, width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
-                return lambda _, active, *xs: _masked(lanes, program, positions, active, xs, True)
+                return lambda _, active, *xs: _masked(lanes, program, positions, active, xs, surely)
 
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
-            every = None if share is None else AllAtOnce(ChunkBody(of_all), share, back)
-            how = {"all_at_once": every, "singly": singly}
+            every = ChunkBody(functools.partial(of_all, True, axis))
+            how: dict[str, Any] = {"singly": singly}
+            if share is not None:
+                how["all_at_once"] = AllAtOnce(every, share, back)
+            if self.choice is not None and not _compat.calls_back(program.effects):
+                plain = replace(axis, divergence=None)
+                how["masked"] = ChunkBody(functools.partial(of_all, False, plain))
             loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, **how)
             return chunk_loop(loop, [active, *xs])
 

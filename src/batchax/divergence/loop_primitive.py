@@ -7,7 +7,7 @@ and would wait for the slowest of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +51,14 @@ def _function(program: Any) -> Any:
 
 def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     return written_into(program, operands)
+
+
+def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] | None:
+    """What runs on a platform for which nobody decided: masked lanes, unless the user asked.
+
+    ``jax.export`` lowers a program for platforms of which the machine that traces has none.
+    """
+    return None if loop.axis.divergence.asked else loop.masked
 
 
 def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
@@ -137,6 +145,7 @@ parting_loop_p = own_primitive(
     called="while",
     operations=_run,
     compute=_compiled,
+    elsewhere=_elsewhere,
     types=lambda *avals, loop, program: list(program.out_avals),
     programs=("program",),
     facts="nests",

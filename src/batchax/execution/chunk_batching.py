@@ -14,7 +14,7 @@ from batchax.execution.chunk_loop import (
     chunk_loop_p,
     result_types,
 )
-from batchax.execution.chunk_run import compute, run
+from batchax.execution.chunk_run import compute, elsewhere, run
 from batchax.execution.gathered_batching import batch_gathered
 from batchax.execution.operand_specs import ActiveMask, Combined, Sum, Whole, of_states
 from batchax.jaxprs.words import Value
@@ -78,6 +78,7 @@ own_primitive(
     called="vmap in chunks",
     operations=lambda *operands, loop, program: run(loop, operands),
     compute=compute,
+    elsewhere=elsewhere,
     types=lambda *avals, loop, program: result_types(loop, program),
     programs=("program",),
     facts="nests",

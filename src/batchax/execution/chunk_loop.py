@@ -117,6 +117,8 @@ class ChunkLoop:
       singly: on a processor, of lanes that a mask picks so many at most run one after another, as
         one function; more run all at once, and with them those that are not picked. If not zero,
         a chunk holds all lanes, and results of lanes that are not picked are anything.
+      masked: what is done for all lanes at once, of which its mask may pick none, where a program
+        is compiled for another platform than the one that it was decided for; None: the same.
     """
 
     body: ChunkBody
@@ -127,6 +129,7 @@ class ChunkLoop:
     progress: LoopProgress | None = None
     all_at_once: AllAtOnce | None = None
     singly: int = 0
+    masked: ChunkBody | None = None
 
     def derivative(
         self, name: str, differentiate: Callable[[OfWidth], OfWidth], **changes: Any
@@ -157,10 +160,11 @@ class ChunkLoop:
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
         """A loop of which `change` makes what is done, for a chunk and for all lanes."""
-        whole = self.all_at_once
+        whole, masked = self.all_at_once, self.masked
         if whole is not None:
             whole = replace(whole, body=change(whole.body))
-        return replace(self, body=change(self.body), all_at_once=whole, **others)
+        masked = None if masked is None else change(masked)
+        return replace(self, body=change(self.body), all_at_once=whole, masked=masked, **others)
 
     @property
     def gathers(self) -> bool:
@@ -247,7 +251,7 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
 
     operands = (*loop.operands, *[WHOLE] * count)
     body = ChunkBody(of_width, of=loop.body)
-    return replace(loop, body=body, operands=operands, all_at_once=None)
+    return replace(loop, body=body, operands=operands, all_at_once=None, masked=None)
 
 
 def result_types(loop: ChunkLoop, program: Any) -> list[Any]:

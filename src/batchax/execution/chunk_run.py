@@ -15,7 +15,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.execution import gathered_lanes
-from batchax.execution.chunk_loop import AllAtOnce, ChunkLoop
+from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop
 from batchax.execution.chunk_results import collect, of_only_chunk, results_before
 from batchax.execution.chunk_singly import run_few_or_all
 from batchax.execution.eager import compile_for_account, run_eagerly, whatever_jit
@@ -76,28 +76,37 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
     assert isinstance(loop.chunk, int)
     few = replace(loop, all_at_once=None)
     avals = [jax.typeof(x) for x in operands]
-    some, every = loop.program(avals, loop.chunk), whole.body.staged(loop.size, avals)
-    (start,) = _compat.varying_alike([np.int32(0)], like=operands)
+    some = loop.program(avals, loop.chunk)
 
     def nothing(*operands: Any) -> list[Any]:
         before = _of_types(few, some, results_before(few, some))
         return _compat.varying_alike(before, like=operands)
-
-    def at_once(*operands: Any) -> list[Any]:
-        # What lanes that are not picked add to cotangents is nothing, whatever they computed.
-        mask, back = operands[0], any(isinstance(k, GatheredOrZero) for k in loop.operands)
-        or_zero = lambda x, k: gathered_lanes.or_zero_of(x, mask, k.axis)
-        picked = lambda x, k, spec: or_zero(x, k) if back and isinstance(k, spec) else x
-        xs = [picked(x, k, GatheredOrZero) for x, k in zip(operands, loop.operands, strict=True)]
-        outs = written_into(every, [start, *xs])
-        return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
     count = count_active(operands[0])
     most = np.int32(max(1, math.ceil(whole.share * loop.size)))
     way = lax.convert_element_type(count > 0, np.int32)
     way += lax.convert_element_type(count >= most, np.int32)
     in_chunks = functools.partial(run_flat, few)
+    at_once = functools.partial(_all_at_once, few, whole.body)
     return lax.switch(way, [nothing, in_chunks, at_once], *operands)
+
+
+def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
+    """What `body` returns for all lanes, of which a mask picks some."""
+    every = body.staged(loop.size, [jax.typeof(x) for x in operands])
+    (start,) = _compat.varying_alike([np.int32(0)], like=operands)
+    # What lanes that are not picked add to cotangents is nothing, whatever they computed.
+    mask, back = operands[0], any(isinstance(k, GatheredOrZero) for k in loop.operands)
+    or_zero = lambda x, k: gathered_lanes.or_zero_of(x, mask, k.axis)
+    picked = lambda x, k, spec: or_zero(x, k) if back and isinstance(k, spec) else x
+    xs = [picked(x, k, GatheredOrZero) for x, k in zip(operands, loop.operands, strict=True)]
+    outs = written_into(every, [start, *xs])
+    return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
+
+
+def elsewhere(*, loop: ChunkLoop, program: Any) -> Callable[..., list[Any]] | None:
+    """What runs on another platform than the one that it was decided for which lanes run."""
+    return None if loop.masked is None else functools.partial(_all_at_once, loop, loop.masked)
 
 
 @dataclass(frozen=True, eq=False)

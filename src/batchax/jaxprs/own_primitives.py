@@ -35,35 +35,75 @@ def stands_for(
     operations: Callable[..., Any],
     called: str,
     on_cpu: Callable[..., Any] | None = None,
+    elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> None:
     """Says that `primitive` is lowered as the function `operations` of operands and parameters.
 
-    Users call what it does `called`. For a CPU it is lowered as the function `on_cpu`, if given,
-    which is staged as it is outside of ``shard_map``: nothing in it has to be cast to vary. It is
-    staged once for operands of the same types and equal parameters: it may depend on nothing else.
+    Users call what it does `called`. Two functions may take the place of `operations`, which are
+    staged as they are outside of ``shard_map``: nothing in them has to be cast to vary. They are
+    staged once for operands of the same types and equal parameters: they may depend on nothing
+    else.
+
+    Args:
+      primitive, operations, called: as above.
+      on_cpu: for a CPU.
+      elsewhere: from its parameters the function for all platforms but the one that programs run on
+        by default, for which batchax decides how they run: ``jax.export`` lowers for others. None
+        for `operations`.
     """
     _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
-    mlir.register_lowering(primitive, mlir.lower_fun(operations, multiple_results=several))
+    ordinary = mlir.lower_fun(operations, multiple_results=several)
+    mlir.register_lowering(primitive, ordinary)
     if on_cpu is not None:
-        lowering = mlir.lower_fun(_staged_once(primitive, on_cpu), multiple_results=several)
+        mlir.register_lowering(primitive, _lowering(primitive, on_cpu), platform="cpu")
+    if elsewhere is None:
+        return
 
+    def run(*operands: Any, **params: Any) -> Any:
+        function = elsewhere(**params)
+        assert function is not None
+        return function(*operands)
+
+    other = _lowering(primitive, run)
+
+    def lower_for(platform: str | None) -> Callable[..., Any]:
         def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
-            token = _divided.set(_compat.is_divided(ctx))
-            try:
-                if not any(map(_compat.varying_axes, ctx.avals_in)):
-                    return lowering(ctx, *operands, **params)
-                plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                    return lowering(ctx.replace(avals_in=plain), *operands, **params)
-            finally:
-                _divided.reset(token)
+            default = jax.default_backend()
+            decided = default == platform or (platform is None and default not in _PLATFORMS)
+            rule = ordinary if decided or elsewhere(**params) is None else other
+            return rule(ctx, *operands, **params)
 
-        mlir.register_lowering(primitive, lower, platform="cpu")
+        return lower
+
+    for platform in (None, *_PLATFORMS):
+        mlir.register_lowering(primitive, lower_for(platform), platform=platform)
 
 
-def _staged_once(primitive: _compat.Primitive, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
-    """`on_cpu`, of which the program is kept: a draw or a sort is many operations in many programs.
+_PLATFORMS = ("cpu", "gpu", "tpu")
+
+
+def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Lowers `primitive` as a function, as outside of ``shard_map``."""
+    several = primitive.multiple_results
+    lowering = mlir.lower_fun(_staged_once(primitive, function), multiple_results=several)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        token = _divided.set(_compat.is_divided(ctx))
+        try:
+            if not any(map(_compat.varying_axes, ctx.avals_in)):
+                return lowering(ctx, *operands, **params)
+            plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return lowering(ctx.replace(avals_in=plain), *operands, **params)
+        finally:
+            _divided.reset(token)
+
+    return lower
+
+
+def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of which the program is kept: a draw or a sort is many operations in many places.
 
     As their types, operands inside ``shard_map`` say where they vary.
     """
@@ -71,12 +111,13 @@ def _staged_once(primitive: _compat.Primitive, on_cpu: Callable[..., Any]) -> Ca
 
     def run(*operands: Any, **params: Any) -> Any:
         if _compat.checked_axes():
-            return on_cpu(*operands, **params)
+            return function(*operands, **params)
         types = tuple(map(jax.typeof, operands))
-        key = primitive, types, tuple(sorted(params.items())), divided(), _compat.trace_context()
+        named = tuple(sorted(params.items()))
+        key = primitive, function, types, named, divided(), _compat.trace_context()
 
         def listed(*xs: Any) -> list[Any]:
-            out = on_cpu(*xs, **params)
+            out = function(*xs, **params)
             return list(out) if several else [out]
 
         outs = _compat.inlined(_programs.get(key, lambda: _compat.stage(listed, types)), operands)
@@ -85,13 +126,13 @@ def _staged_once(primitive: _compat.Primitive, on_cpu: Callable[..., Any]) -> Ca
     return run
 
 
-_programs = Memo("what primitives of batchax's own do on a CPU", most=512)
+_programs = Memo("what primitives of batchax's own do on some platforms", most=512)
 
 _divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
 
 
 def divided() -> bool:
-    """Whether a function `on_cpu` is staged for a program that its compiler divides among devices.
+    """Whether what is staged is for a program that its compiler divides among devices.
 
     That is not so inside ``shard_map``, where each device has its own arrays.
     """

@@ -100,6 +100,7 @@ def own_primitive(
     transpose: Derivative,
     compute: Callable[..., Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
+    elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
     effects: Callable[..., Iterable[Any]] | None = None,
     several: bool = True,
     looks_ahead: bool = False,
@@ -122,6 +123,9 @@ def own_primitive(
       compute: what it does on arrays outside of a compiled program; the operations one after
         another if not given.
       on_cpu: what a program for a CPU runs in the place of the operations, to the same results.
+      elsewhere: from its parameters, what a program for another platform than the default one runs
+        in their place, to the same results: they may be what was decided for the default one. None
+        for the operations.
       effects: its effects, from its parameters; those of its programs if not given.
       several: whether it has a list of results, and not one.
       looks_ahead: whether `rule` is given its place in a program; see `Registered`.
@@ -141,7 +145,7 @@ def own_primitive(
 
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
-    stands_for(primitive, operations, called, on_cpu)
+    stands_for(primitive, operations, called, on_cpu, elsewhere)
     if programs:
         describe_bodies(primitive, programs)
         _compat.lower_early(
