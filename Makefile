@@ -15,7 +15,8 @@
 #                   what computes in both precisions, on both versions
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
-#                   over examples, on the oldest and the newest JAX
+#                   over examples, on the oldest and the newest JAX; with FLAGS=default
+#                   compiled as users compile, in processes that may end
 #   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
@@ -34,6 +35,7 @@
 JOBS ?= 2
 N ?= 1000
 SEED ?= 0
+FLAGS ?= fast
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
@@ -239,7 +241,8 @@ constraints:
 	sh tools/freeze.sh 3.13 > constraints/py313.new && mv constraints/py313.new constraints/py313.txt
 
 # On both ends of the range of JAX's versions. SEED= draws the same programs again; a hundred have
-# one seed, so that SEED=30 goes on after N=3000.
+# one seed, so that SEED=30 goes on after N=3000. FLAGS=default compiles each program as a whole with
+# XLA's own flags, a hundred to a process; what ends the process is a failure.
 fuzz: .venv/ready
 	$(call fuzzed,.venv)
 	@if sh tools/find_python.sh 3.12 >/dev/null; then \
@@ -249,7 +252,8 @@ fuzz: .venv/ready
 	fi
 
 fuzzed = $(foreach kind,dense ragged,(cd tests && ../$(1)/bin/python -m fuzz --kind $(kind) \
-    --count $$(($(N) / $(if $(filter ragged,$(kind)),2,1))) --seed $(SEED) --jobs $(JOBS)) &&) true
+    --count $$(($(N) / $(if $(filter ragged,$(kind)),2,1))) --seed $(SEED) --jobs $(JOBS) \
+    --flags $(FLAGS)) &&) true
 
 # SEED= draws other moments. N is 1000 if nobody says: an hour.
 kills: .venv/ready

@@ -113,3 +113,15 @@ def test_what_takes_long_and_little_room_is_kept(dear, name, kept):
     args = jax.ShapeDtypeStruct((512, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512,), bool)
     forward = count(name, lambda x, t: batched(t, x), *args)
     assert (count(name, gradient, *args) == forward) == kept
+
+
+def test_branches_without_a_linear_part():
+    """JAX computes values and tangents of such a window together, in forward mode alone."""
+
+    def f(x):
+        window = lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + b / 2, (1,), (1,), "VALID")
+        return lax.cond(jnp.sum(x) > 0, window, jnp.sin, x)
+
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+    run = lambda way: jax.jvp(bx.vmap(f, divergence=way), (x,), (np.cos(x),))
+    same(*jax.jit(lambda: (run(FORCED), run("predicate")))(), None)

@@ -2,6 +2,9 @@
 
 A hundred programs share a seed: `--seed 30` goes on where thirty hundred were run. What fails is
 made small and printed as a program to paste, and the run goes on; the last lines count.
+
+With ``--flags default`` each program is compiled as a whole, with the flags of XLA that users have,
+and each seed has a process of its own: one that ends is a failure, and the run goes on behind it.
 """
 
 import argparse
@@ -11,13 +14,38 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from fuzz import KINDS
+
+# In the processes that run programs, too: they begin by importing this module.
+FAST = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+]
+
+
+def parsed():
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; one for 100 programs")
+    parser.add_argument("--count", type=int, default=1000, help="how many programs")
+    parser.add_argument("--kind", choices=KINDS, default="dense")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes share them")
+    parser.add_argument("--show", help="print programs that say nothing for this reason")
+    parser.add_argument(
+        "--flags",
+        choices=["fast", "default"],
+        default="fast",
+        help="flags of XLA: those that compile fast, or its own",
+    )
+    return parser.parse_args()
+
+
+OPTIONS = parsed()
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
         "--xla_force_host_platform_device_count=4",  # for lanes that are spread over devices
-        "--xla_cpu_parallel_codegen_split_count=1",
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+        *(FAST if OPTIONS.flags == "fast" else []),
     ]
 )
 # Operations with their shapes come again in other processes and runs.
@@ -27,19 +55,12 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-import jax
 
-from fuzz.blocks import DRAWN, blocks
+def main(options):
+    import jax  # with these settings
 
+    from fuzz.blocks import blocks
 
-def main():
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="the first seed; one for 100 programs")
-    parser.add_argument("--count", type=int, default=1000, help="how many programs")
-    parser.add_argument("--kind", choices=sorted(DRAWN), default="dense")
-    parser.add_argument("--jobs", type=int, default=1, help="how many processes share them")
-    parser.add_argument("--show", help="print programs that say nothing for this reason")
-    options = parser.parse_args()
     known: collections.Counter[str] = collections.Counter()
     discarded: collections.Counter[str] = collections.Counter()
     programs = smaller = seconds = 0
@@ -54,7 +75,8 @@ def main():
             flush=True,
         )
     print(
-        f"JAX {jax.__version__}: {programs} programs in {seconds:.0f} s of processor time "
+        f"JAX {jax.__version__}, {options.flags} flags: {programs} programs in {seconds:.0f} s of "
+        "processor time "
         f"({smaller} more to make failing ones small), {seconds / max(programs, 1):.3f} s each; "
         f"{sum(discarded.values())} said nothing, {sum(known.values())} failed in "
         f"{len(known)} ways"
@@ -67,4 +89,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(OPTIONS))

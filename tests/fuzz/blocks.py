@@ -1,14 +1,20 @@
-"""Runs of random programs: a hundred at a time, in one process or several."""
+"""Runs of random programs: a hundred at a time, in processes of their own.
+
+A process that ends by itself, as XLA's compiler may end one, or that does not go on, is found with
+the program that it ran, and the run goes on behind that.
+"""
 
 import collections
-import concurrent.futures
 import contextlib
 import gc
 import io
 import multiprocessing
+import multiprocessing.connection
 import random
 import resource
+import signal
 import time
+from dataclasses import replace
 
 import jax
 
@@ -23,28 +29,33 @@ dear_branches.LEAST = dear_branches.GAIN = dear_branches.BEGUN = 0.0
 
 MOST_SMALLER = 150  # programs tried to make a failing one smaller
 BLOCK = 100  # programs for one seed
-MOST_MEMORY = 3_000_000  # KiB; compiled operations are kept until the process has taken as much
+MOST_MEMORY = 3_000_000  # KiB; a process that has taken as much is followed by another one
+MOST_SECONDS = 1_800  # without a sign of a process: one program, and those tried to make it smaller
 DRAWN = {"dense": (draw_case, judge), "ragged": (draw_rows, judge_rows)}
 
 
 class Block:
     """The programs of one seed: counts, and what was found."""
 
-    def __init__(self, kind, number, count, known, show=None):
-        self.kind, self.number, self.count, self.show = kind, number, count, show
+    def __init__(self, kind, number, first, count, known, show=None, compiled=False):
+        self.kind, self.number, self.first, self.count = kind, number, first, count
+        self.show, self.compiled = show, compiled
         self.programs, self.smaller = 0, 0
         self.discarded: collections.Counter[str] = collections.Counter()
         self.before = known
         self.known: collections.Counter[str] = collections.Counter()
 
-    def run(self):
-        """Runs all programs; one that fails in a new way is made as small as can be."""
-        drawn, judged = DRAWN[self.kind]
-        for k in range(self.count):
+    def run(self, begins=lambda k: None):
+        """Runs all programs; one that fails in a new way is made as small as can be.
+
+        begins: is called with the number of each program before it runs.
+        """
+        for k in range(self.first, self.first + self.count):
             choices = Choices(random.Random(f"{self.number} {k}"))
             self.programs += 1
+            begins(k)
             try:
-                found = self.judged(judged, drawn(choices))
+                found = self.judged(self.drawn(choices))
             except Exception as error:  # of the generator
                 self.known[f"generator: {type(error).__name__}"] += 1
                 self.tell(type(error).__name__, repr(error))
@@ -53,20 +64,32 @@ class Block:
                 continue
             self.known[found.signature] += 1
             if self.known[found.signature] == 1 and found.signature not in self.before:
-                found = self.smaller_than(found, choices.made, drawn, judged)
+                found = self.smaller_than(found, choices.made)
                 self.tell(found.signature, str(found))
 
-    def judged(self, judged, case):
+    def ended(self, k, how):
+        """Of a process that ended with program `k`, instead of `run`."""
+        self.programs = 1
+        self.known[how] += 1
+        case = self.drawn(Choices(random.Random(f"{self.number} {k}")))
+        self.tell(f"program {k} of 0 to {BLOCK - 1}: {how}", case.script())
+
+    def drawn(self, choices):
+        """The case that these choices make; compiled as a whole, if all are to be."""
+        case = DRAWN[self.kind][0](choices)
+        return replace(case, engine="jit") if self.compiled and case.engine == "staged" else case
+
+    def judged(self, case):
         """What is found of a case; None if nothing is."""
         try:
-            judged(case)
+            DRAWN[self.kind][1](case)
         except Discarded as reason:
             self.discard(case, reason)
         except Found as found:
             return found
         return None
 
-    def smaller_than(self, found, made, drawn, judged):
+    def smaller_than(self, found, made):
         """The find of a smaller program that fails in the same way: of fewer, lower choices."""
         left = MOST_SMALLER
 
@@ -75,8 +98,8 @@ class Block:
             left -= 1
             self.smaller += 1
             try:
-                case = drawn(again := Choices(None, made))
-                judged(case)
+                case = self.drawn(again := Choices(None, made))
+                DRAWN[self.kind][1](case)
             except Found as other:
                 if other.signature == found.signature:
                     found = other
@@ -135,19 +158,11 @@ class Choices:
         return number
 
 
-_cleared = 1
-
-
-def run_block(*args):
-    """What one seed finds: the block, its processor time, and what it printed."""
-    global _cleared
+def run_block(block, begins=lambda k: None):
+    """What a block finds: the block, its processor time, and what it printed."""
     began, printed = time.process_time(), io.StringIO()
-    block = Block(*args)
     with contextlib.redirect_stdout(printed):
-        block.run()
-    if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY * _cleared:
-        jax.clear_caches()
-        _cleared += 1
+        block.run(begins)
     return block, time.process_time() - began, printed.getvalue()
 
 
@@ -158,26 +173,101 @@ def prepare():
     gc.set_threshold(100_000, 50, 100)
 
 
-def blocks(options, known):
+def work(connection, at):
+    """Runs blocks that come by a connection, in a process of their own.
+
+    at: the number of the program that runs.
+    """
+    prepare()
+
+    def begins(k):
+        at.value = k
+
+    while (block := connection.recv()) is not None:
+        done = run_block(block, begins)
+        full = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > MOST_MEMORY
+        connection.send((done, full))
+
+
+class Worker:
+    """A process for blocks, and the one that it runs; `at` is the number of the program."""
+
+    def __init__(self, work):
+        spawned = multiprocessing.get_context("spawn")
+        self.connection, theirs = spawned.Pipe()
+        self.at = spawned.Value("q", -1)
+        self.process = spawned.Process(target=work, args=(theirs, self.at), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, block):
+        self.block, self.at.value = block, block.first
+        self.connection.send(block)
+        self.seen = self.at.value, time.monotonic()
+
+    def stuck(self):
+        """Whether it has given no sign for long."""
+        if self.seen[0] != self.at.value:
+            self.seen = self.at.value, time.monotonic()
+        return time.monotonic() - self.seen[1] > MOST_SECONDS
+
+    def end(self):
+        """Why the process ended, which does now if it has not."""
+        if self.process.is_alive() and not multiprocessing.connection.wait(
+            [self.process.sentinel], 5
+        ):
+            self.process.kill()
+            self.process.join()
+            return "the process went on for ever"
+        self.process.join()
+        code = self.process.exitcode
+        return f"the process ended by {signal.Signals(-code).name if code < 0 else f'exit {code}'}"
+
+
+def blocks(options, known, work=work):
     """Runs the blocks of a run, several at a time, and yields each when it is done.
 
     known: the ways to fail that were seen; what fails in one of them again is only counted.
+    work: what a process does.
     """
-    left, number = options.count, options.seed  # programs that no block has yet
-    more = lambda: (options.kind, number, min(BLOCK, left), set(known), options.show)
-    if options.jobs == 1:
-        prepare()
-        while left > 0:
-            yield (done := run_block(*more()))
-            left, number = left - done[0].programs, number + 1
-        return
-    spawned, running = multiprocessing.get_context("spawn"), set()
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, spawned, prepare) as pool:
-        while left > 0 or running:
-            while left > 0 and len(running) < options.jobs:
-                running.add(pool.submit(run_block, *more()))
-                left, number = left - min(BLOCK, left), number + 1
-            done, running = concurrent.futures.wait(
-                running, return_when=concurrent.futures.FIRST_COMPLETED
-            )
-            yield from (future.result() for future in done)
+    compiled = options.flags == "default"
+    make = lambda number, first, count: Block(
+        options.kind, number, first, count, set(known), options.show, compiled
+    )
+    todo = collections.deque(
+        (options.seed + k // BLOCK, 0, min(BLOCK, options.count - k))
+        for k in range(0, options.count, BLOCK)
+    )
+    idle, busy = [], {}
+    while todo or busy:
+        while todo and len(busy) < options.jobs:
+            worker = idle.pop() if idle else Worker(work)
+            worker.begin(make(*todo.popleft()))
+            busy[worker.connection] = worker
+        ready = multiprocessing.connection.wait(list(busy), 10)
+        for connection in [*ready, *(c for c, w in busy.items() if c not in ready and w.stuck())]:
+            worker = busy.pop(connection)
+            block = worker.block
+            try:
+                if connection not in ready:
+                    raise EOFError
+                done, full = connection.recv()
+            except (EOFError, ConnectionResetError):
+                k, how = worker.at.value, worker.end()
+                # What it found before is lost, and found again.
+                before, behind = k - block.first, block.first + block.count - k - 1
+                todo.extendleft(
+                    (block.number, at, n) for at, n in ((k + 1, behind), (block.first, before)) if n
+                )
+                ended, printed = make(block.number, k, 1), io.StringIO()
+                with contextlib.redirect_stdout(printed):
+                    ended.ended(k, how)
+                yield ended, 0.0, printed.getvalue()
+                continue
+            yield done
+            if full or compiled:  # what XLA does in a process may depend on all that it did before
+                worker.connection.send(None)
+            else:
+                idle.append(worker)
+    for worker in idle:
+        worker.connection.send(None)

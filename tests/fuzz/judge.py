@@ -16,10 +16,16 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED, LAST, NEIGHBOURS
+from support.forced import FORCED, KERNELS, LAST, NEIGHBOURS, NESTS
 
 OUTER = 2  # lanes of a vmap around
-_FORCED = {"FORCED": FORCED, "LAST": LAST, "NEIGHBOURS": NEIGHBOURS}
+_FORCED = {
+    "FORCED": FORCED,
+    "LAST": LAST,
+    "NEIGHBOURS": NEIGHBOURS,
+    "KERNELS": KERNELS,
+    "NESTS": NESTS,
+}
 
 
 class Discarded(Exception):
@@ -186,8 +192,9 @@ def array_text(dtype, shape, case):
         return f"jax.random.split(jax.random.key({seed}), {shape})"
     if dtype == "bool":
         return f"jnp.asarray(rng.integers(0, 2, {shape}) > 0)"
-    if dtype.startswith("int"):
-        return f'jnp.asarray(rng.integers(-1, 4, {shape}), "{dtype}")'
+    if "int" in dtype:
+        least = 0 if dtype.startswith("u") else -1
+        return f'jnp.asarray(rng.integers({least}, 4, {shape}), "{dtype}")'
     values = f"rng.normal(size={shape})"
     if dtype.startswith("complex"):
         values += f" + 1j * rng.normal(size={shape})"
@@ -593,7 +600,7 @@ def _wrong(a, b, loose):
 
 def digits_lost(loose):
     """By how much rounding is more than in double precision."""
-    return 1e7 if loose == 0.1 else 1e5 if loose else 1
+    return 1e8 if loose > 0.1 else 1e7 if loose == 0.1 else 1e5 if loose else 1
 
 
 def ill_conditioned(case, f, args, tangents, cotangents, expected, problem):

@@ -6,7 +6,7 @@ A hole ``{f}`` takes a value of one kind; ``{f}`` again is the same value, ``{f2
   n floats of rank 1 or more      =f floats of the type of the first hole
   i an integer      iv integers in a vector      I any array of integers
   b booleans      c complex numbers      cn of rank 1 or more      k a key      kn keys in a vector
-  h floats of 16 bits      u small or unsigned integers
+  h floats of 16 and 8 bits      u small or unsigned integers
 
 Values stay of moderate size: whatever could grow is followed by something bounded. Simple
 expressions come first in each family: a failing program shrinks towards them. No value is one at
@@ -78,12 +78,16 @@ jnp.ldexp({f}, {i} % 3)
 DISCRETE = """
 {f}.astype(jnp.bfloat16)
 {f}.astype(jnp.float16)
+{f}.astype(jnp.float8_e4m3fn)
+jnp.round({h}).astype(jnp.int32)
 {h} * 2
 jnp.sum({h})
 {h}.astype(float)
 jnp.tanh({h})
 {I}.astype(jnp.int8)
 {I}.astype(jnp.uint8)
+({I} % 7).astype(jnp.int4)
+{u} > 1
 {u} + 1
 {u}.astype(jnp.int32)
 jnp.sum({u})
@@ -513,6 +517,18 @@ jnp.mean({h})
 jnp.sin({h})
 jnp.where({h} > 0, {h}, 0.5)
 {h}.astype(jnp.float32)
+{h}.astype(jnp.float8_e5m2)
+{h}.astype(jnp.bfloat16)
+jnp.clip({h}, -3, 3).astype(jnp.int8)
+jnp.any({h} > 0)
+{u}.astype(jnp.bfloat16)
+{u} * {u}
+jnp.max({u})
+jnp.sort({u}.ravel())
+{u}.ravel()[{i}]
+jnp.where({u} > 1, {u}, {u} + 1)
+{u}.astype(jnp.uint4)
+{u} >> 1
 jnp.sum({h} * {h})
 jnp.cumsum({h}.ravel())
 jnp.sort({h}.ravel())

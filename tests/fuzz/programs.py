@@ -156,6 +156,9 @@ def type_of(x):
     return Type("key" if key else str(x.dtype), shape)
 
 
+SMALL_FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+SMALL_INTEGERS = ("int8", "uint8", "uint32", "int4", "uint4")
+
 KINDS = {
     "f": lambda t: t.dtype in ("float64", "float32"),
     "s": lambda t: t.dtype == "float64" and not t.shape,
@@ -171,8 +174,8 @@ KINDS = {
     "cn": lambda t: "complex" in t.dtype and t.rank and t.size,
     "k": lambda t: t.dtype == "key" and not t.shape,
     "kn": lambda t: t.dtype == "key" and t.rank == 1,
-    "h": lambda t: t.dtype in ("float16", "bfloat16"),
-    "u": lambda t: t.dtype in ("int8", "uint8", "uint32"),
+    "h": lambda t: t.dtype in SMALL_FLOATS,
+    "u": lambda t: t.dtype in SMALL_INTEGERS,
 }
 
 # How often each family is drawn, in parts of their sum.
@@ -258,6 +261,8 @@ class Program:
     def loose(self):
         """By how much numbers of few digits may be off; 0 if there are none."""
         text = f"{self.arguments} {self.source}"
+        if "float8" in text:
+            return 0.3
         if "float16" in text:
             return 0.1
         return 3e-3 if "float32" in text or "complex64" in text else 0
@@ -381,6 +386,8 @@ class Drawing:
             return f"jnp.tanh({parameter} + jnp.mean({floats[0]})).astype(jnp.{kind.dtype})"
         if kind.dtype in ("int32", "int64"):
             return f"({parameter} + 1) % 5"
+        if kind.dtype in SMALL_FLOATS:
+            return f"{parameter} * 0.5"
         return parameter
 
     def float_of(self, block):
@@ -394,8 +401,13 @@ class Drawing:
         integers = self.fitting(block, KINDS["i"])
         options = [f"{n} > 0" for n in numbers[:2]] + flags[:2]
         options += [f"{n} > 1" for n in integers[:2]]
+        options += [f"jnp.any({n} > 0)" for n in self.small(block)[:1]]
         x = self.float_of(block)
         return self.choose(options or [f"jnp.sum({x}) > 0" if x else "jnp.asarray(True)"])
+
+    def small(self, block):
+        """Numbers of few bits."""
+        return self.fitting(block, lambda t: KINDS["h"](t) or KINDS["u"](t))
 
     def carried(self, block):
         """One or two values that a loop carries."""
@@ -534,9 +546,13 @@ def loop(d, block, depth):
     numbers = d.fitting(block, lambda t: t.dtype == "float64")
     limits = ["3"] + [f"{n} % 4" for n in integers[:2]]
     limits += [f"(jnp.sum(jnp.abs({n})) * 2).astype(jnp.int32) % 4" for n in numbers[:2]]
+    few_bits = d.small(block)
+    limits += [f"jnp.max({n}, initial=0).astype(jnp.int32) % 4" for n in few_bits[:2]]
     test = f"lambda c: c[0] < {d.choose(limits)}"
     if numbers and KINDS["f"](kinds[0]) and d.chance(30):
         test += " + (jnp.sum(c[1]) > 0)"
+    if kinds[0].dtype in SMALL_FLOATS + SMALL_INTEGERS and d.chance(60):
+        test += " + jnp.min(c[1], initial=1).astype(jnp.int32)"
     init = f"(0, {', '.join(carry)})"
     step = f"lambda c: (c[0] + 1, *{body}(*c[1:]))"
     if d.chance(50):
@@ -670,9 +686,12 @@ def reference(d, block, depth):
     d.assign(block, d.types[x], f"{ref}[...]")
 
 
+_NOT_OF_NUMPY = ("key", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4")
+
+
 def effect(d, block, depth):
     """A callback, which is given the first argument, so that it knows the lane."""
-    found = d.fitting(block, lambda t: t.dtype not in ("key", "bfloat16") and not t.ragged)
+    found = d.fitting(block, lambda t: t.dtype not in _NOT_OF_NUMPY and not t.ragged)
     if not found or "x1" not in block.names:
         return
     x = d.choose(found[:5])
@@ -736,6 +755,12 @@ SMALL_ARGUMENTS = [
     Type("complex128", (2, 2)),
     Type("float16", ()),
     Type("complex64", ()),
+    Type("float8_e4m3fn", ()),
+    Type("float8_e5m2", (3,)),
+    Type("int8", (3,)),
+    Type("uint8", ()),
+    Type("int4", ()),
+    Type("uint4", (3,)),
 ]
 
 ROWS = [

@@ -41,6 +41,9 @@ OPTIONS = [
     ["divergence=FORCED"],
     ["divergence=LAST"],
     ["divergence=NEIGHBOURS"],
+    ["divergence=KERNELS"],
+    ["divergence=KERNELS"],
+    ["divergence=NESTS"],
     ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],
@@ -55,6 +58,7 @@ INNER = [
     "lambda f, *axes: bx.vmap(f, *axes, divergence=FORCED)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=LAST)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=NEIGHBOURS)",
+    "lambda f, *axes: bx.vmap(f, *axes, divergence=KERNELS)",
 ]
 AROUND = [
     "jax.vmap({})",

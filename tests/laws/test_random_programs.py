@@ -3,7 +3,9 @@
 A few of those that ``python -m fuzz`` draws by the thousand; see `fuzz.programs`.
 """
 
+import argparse
 import contextlib
+import os
 
 import jax
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from batchax.programs import dear_branches
 
+from fuzz.blocks import blocks
 from fuzz.judge import Discarded, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
@@ -47,3 +50,24 @@ def test_programs_of_one_example(data):
 @pytest.mark.compiles(300)
 def test_programs_of_one_row(data):
     _run(data, draw_rows, judge_rows)
+
+
+def _ends_with_the_third(connection, at):
+    """A process for blocks that ends with one program, as XLA's compiler may end it."""
+    while (block := connection.recv()) is not None:
+        for at.value in range(block.first, block.first + block.count):
+            if at.value == 3:
+                os.abort()
+        block.programs = block.count
+        connection.send(((block, 0.0, ""), False))
+
+
+@pytest.mark.nightly
+def test_a_process_that_ends_is_found_with_its_program():
+    asked = dict(kind="dense", seed=7, count=6, jobs=1, show=None, flags="fast")
+    ran = list(blocks(argparse.Namespace(**asked), {}, _ends_with_the_third))
+    assert sum(block.programs for block, _, _ in ran) == 6
+    ((ended, printed),) = [(block, text) for block, _, text in ran if block.known]
+    assert ended.known == {"the process ended by SIGABRT": 1}
+    assert "seed 7: program 3 of 0 to 99: the process ended by SIGABRT" in printed
+    assert "def f(" in printed

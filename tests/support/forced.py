@@ -40,6 +40,8 @@ ONE_FUNCTION = Auto(
     )
 )
 """The same, in one function of the compiler if they can be."""
+KERNELS = Auto(limits=ONE_FUNCTION.limits._replace(together=2))
+"""The same for so few lanes as random programs have."""
 NESTS = Auto(limits=EVERYWHERE._replace(together=2, one_core=inf, few=1_000))
 """Lanes of a loop of loops are at places of their own, in one function of the compiler."""
 LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, last=0, nest=inf))

@@ -84,8 +84,8 @@ def run_differentiable(
         moving = [i for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)]
         dots = [tangents[1 + i] for i in moving]
         kept = _kept(program, moving)
-        pays = way.pays(bytes_of(kept.types))
-        if not pays or time_to_move(kept.types) * _WORTH > way.work:
+        pays = way.pays(0 if kept is None else bytes_of(kept.types))
+        if kept is None or not pays or time_to_move(kept.types) * _WORTH > way.work:
             of_all = run if pays else way.masked
             some = lambda *ms: of_all(program, positions, active, with_values(xs, moving, ms))
             return jax.jvp(some, [xs[i] for i in moving], dots)
@@ -126,7 +126,11 @@ class _Kept(NamedTuple):
     of: Sequence[int]
 
 
-def _kept(program: ClosedJaxpr, moving: Sequence[int]) -> _Kept:
+def _kept(program: ClosedJaxpr, moving: Sequence[int]) -> _Kept | None:
+    """A program in two parts; None if it has none, which has no derivative in reverse either.
+
+    Of ``lax.reduce_window`` with a function JAX computes values and tangents together.
+    """
     names = _compat.names_in_scope()
     of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
     made: list[tuple[ClosedJaxpr, list[int]]] = []
@@ -155,6 +159,9 @@ def _kept(program: ClosedJaxpr, moving: Sequence[int]) -> _Kept:
         made.append((_compat.stage(of_kept, types, names), [k for _, k in read]))
         return [*outs, *(consts[i] for i in computed)]
 
-    whole = _compat.stage(forward, program.in_avals, names)
+    try:
+        whole = _compat.stage(forward, program.in_avals, names)
+    except ValueError:  # of `jax.linearize`: the program itself was staged before
+        return None
     ((linear, reads),) = made
     return _Kept(whole, linear, reads, whole.out_avals[len(program.out_avals) :], of)
