@@ -77,6 +77,7 @@ def _container():
 def _rule():
     primitive = jax.extend.core.Primitive("of_a_module")
     bx.register_rule(primitive)(lambda axis, args, axes: (args[0], axes[0]))
+    bx.unregister_rule(primitive)
     bx.broadcasting(primitive)
     bx.reducing(primitive)
     bx.vectorized(primitive)
@@ -99,6 +100,7 @@ FACTORIES = {
     "sequential_vmap": lambda: bx.sequential_vmap(f),
     "host_function": lambda: bx.host_function(np.sin, jax.ShapeDtypeStruct((), np.float32)),
     "register_rule": _rule,
+    "unregister_rule": _rule,
     "broadcasting": _rule,
     "reducing": _rule,
     "vectorized": _rule,
