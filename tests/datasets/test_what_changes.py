@@ -38,6 +38,7 @@ from batchax.datasets.work import Work
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 ROWS, UNIT = 12, dict(batch_size=2, commit_rows=2, progress=False)
 X = np.arange(1.0, 1 + 3 * ROWS).reshape(ROWS, 3).astype(FLOAT)
+LONG = np.tile(X, (10, 1))  # more units than are read before the first is written
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +206,85 @@ def test_a_process_that_was_stopped_for_longer_than_a_lease(monkeypatch):
         bx.map(double, "x.npy", out="y.npy", **how)
     assert stopped
     assert set(read_journal(Path("y.npy.job/journal"))) <= {0}
+
+
+def save_h5(path, x, name="x"):
+    with h5py.File(path, "a") as file:
+        if name in file:
+            del file[name]
+        file[name] = x
+
+
+def linked_from(kind):
+    """A path of these rows, which lie in another file, and that file."""
+    if kind == "external link":
+        save_h5("other.h5", LONG)
+        with h5py.File("middle.h5", "w") as middle, h5py.File("x.h5", "w") as file:
+            middle["y"] = h5py.ExternalLink("other.h5", "/x")
+            file["a/soft"] = h5py.SoftLink("y")
+            file["a/y"] = h5py.ExternalLink("middle.h5", "y")
+        return "x.h5:a/soft", lambda x: save_h5("other.h5", x)
+    if kind == "virtual":
+        save_h5("other.h5", LONG)
+        layout = h5py.VirtualLayout(LONG.shape, LONG.dtype)
+        layout[:] = h5py.VirtualSource("other.h5", "x", LONG.shape)
+        with h5py.File("x.h5", "w") as file:
+            file.create_virtual_dataset("x", layout)
+        return "x.h5:x", lambda x: save_h5("other.h5", x)
+    if kind == "raw":
+        LONG.tofile("other.bin")
+        where = [(os.path.abspath("other.bin"), 0, LONG.nbytes)]
+        with h5py.File("x.h5", "w") as file:
+            file.create_dataset("x", LONG.shape, LONG.dtype, external=where)
+        return "x.h5:x", lambda x: x.tofile("other.bin")
+    save_zarr("other.zarr", LONG)
+    shutil.copytree("other.zarr", "x.zarr")
+    chunks = "c" if kind == "linked folder" else "c/3/0"
+    (shutil.rmtree if kind == "linked folder" else os.unlink)(f"x.zarr/{chunks}")
+    os.symlink(os.path.abspath(f"other.zarr/{chunks}"), f"x.zarr/{chunks}")
+    return "x.zarr", lambda x: save_zarr("other.zarr", x)
+
+
+LINKS = ["external link", "virtual", "raw", "linked folder", "linked chunk"]
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_an_input_that_lies_in_other_files(kind, before_write):
+    """Is what these hold: when they change the call ends, and another one is another call."""
+    path, save = linked_from(kind)
+    bx.map(double, path, out="whole.npy", **UNIT)
+    np.testing.assert_array_equal(np.load("whole.npy"), LONG * 2)
+    time.sleep(0.02)
+    before_write(0, lambda: save(-LONG))
+    with pytest.raises(bx.StorageError, match=r"was changed since it was opened"):
+        bx.map(double, path, out="y.npy", **UNIT)
+    with pytest.raises(bx.JobError, match=r"whole\.npy holds results of another call: x "):
+        bx.map(double, path, out="whole.npy", **UNIT)
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_an_input_that_lies_in_other_files_that_are_gone(kind):
+    path, _ = linked_from(kind)
+    if kind == "virtual":
+        bx.map(double, h5py.File("x.h5")["x"], progress=False)
+    name = {"external link": "other.h5", "virtual": "other.h5", "raw": "other.bin"}
+    os.rename(name.get(kind, "other.zarr"), "gone")
+    with pytest.raises(bx.StorageError, match=rf"{name.get(kind, 'c')}"):
+        bx.map(double, path, progress=False)
+    if kind == "virtual":
+        with (
+            h5py.File("x.h5") as file,
+            pytest.raises(bx.StorageError, match=r"other\.h5, which is"),
+        ):
+            bx.map(double, file["x"], progress=False)
+
+
+def test_values_in_a_file_that_depends_on_the_folder_of_the_process():
+    X.tofile("other.bin")
+    with h5py.File("x.h5", "w") as file:
+        file.create_dataset("x", X.shape, X.dtype, external=[("other.bin", 0, X.nbytes)])
+    with pytest.raises(bx.StorageError, match=r"'other\.bin', in the folder of whichever"):
+        bx.map(double, "x.h5:x", progress=False)
 
 
 def saved(path):

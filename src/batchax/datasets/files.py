@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.failures import needed, reading
+from batchax.datasets.hdf5_files import linked_files
 from batchax.datasets.known_files import Files
 from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.memory import InMemory
@@ -71,14 +72,16 @@ class Hdf5Dataset(Source):
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         self._h5py = needed("h5py", f"{name}: HDF5")
-        self.files, self._member, self._lock = Files(path, name), member, threading.Lock()
+        self._member, self._lock = member, threading.Lock()
         with reading(name), self._h5py.File(path, "r") as file:
+            linked = linked_files(file, member, name)
             dataset = file.get(member)
             if not hasattr(dataset, "dtype"):
                 datasets: list[str] = []
                 file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
                 raise _not_in(name, member, datasets)
             shape, dtype = dataset.shape, dataset.dtype
+        self.files = Files(path, name, linked)
         check_shape(shape, name)
         super().__init__(name, shape, dtype)
 

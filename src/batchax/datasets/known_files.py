@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import os
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class Files:
     Args:
       path: a file, or a folder of which all files count.
       name: of the argument, for messages.
+      linked: files elsewhere that it is read from, too.
 
     Attributes:
       path: the same, absolute and without links.
@@ -41,13 +43,15 @@ class Files:
       StorageError: it cannot be looked at; or it is the output of a job that is not finished.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, linked: Sequence[Path] = ()) -> None:
         # One file has one path, from whatever folder and through whatever links it is named.
         self.path, self._name = path.resolve(), name
         self.count = 1
+        self._linked = linked
         refuse_unfinished(self.path, name)
-        if self.path.is_file():
-            _write_out(self.path)
+        for file in (self.path, *linked):
+            if file.is_file():
+                _write_out(file)
         self._seen = self._look()
 
     def check(self) -> None:
@@ -84,7 +88,7 @@ class Files:
         told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
         told["modified_ns"] = max((file[2] for file in seen), default=0)
         told["changed_ns"] = max((file[3] for file in seen), default=0)
-        if self.path.is_dir():  # files that were swapped are others
+        if self.path.is_dir() or self._linked:  # files that were swapped are others
             told["files"] = hashlib.sha256(repr(sorted(f[:4] for f in seen)).encode()).hexdigest()
         if told["size"] * self.count <= _SMALL:
             told["sha256"] = self._content
@@ -106,10 +110,11 @@ class Files:
     def _look(self) -> list[_File]:
         with reading(self._name):
             if not self.path.is_dir():
-                return [_described("", os.stat(self.path))]
+                linked = [_described(str(path), os.stat(path)) for path in self._linked]
+                return [_described("", os.stat(self.path)), *linked]
             return [
                 _described(os.path.relpath(os.path.join(folder, file), self.path), status)
-                for folder, _, names in os.walk(self.path)
+                for folder, _, names in os.walk(self.path, followlinks=True)
                 for file in names
                 for status in [os.stat(os.path.join(folder, file))]
             ]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.failures import reading
+from batchax.datasets.hdf5_files import linked_files
 from batchax.datasets.known_files import Files
 from batchax.datasets.labels import Labels, labels_of
 from batchax.datasets.mapped_file import MappedArray
@@ -156,11 +157,13 @@ class Sliced(Source):
         self._tensorstore = library == "tensorstore"
         with reading(name):  # it may have been closed
             shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
+            path, self._told = _PLACES.get(library, lambda x: (None, None))(x)
+            in_hdf5 = library == "h5py" and path is not None
+            linked = linked_files(x.file, x.name, name) if in_hdf5 else []
         check_shape(shape, name)
         super().__init__(name, shape, dtype)
         self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
-        path, self._told = _PLACES.get(library, lambda x: (None, None))(x)
-        self.files = None if path is None else Files(path, name)
+        self.files = None if path is None else Files(path, name, linked)
         self.gives_fresh = self._tensorstore
         self._array = _from_zero(x) if self._tensorstore else _from_anywhere(x)
 
