@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
+from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
 from batchax.rows.class_switch import class_switch
@@ -244,6 +245,10 @@ AROUND = {
             ),
         ),
         sorting_with(f, lax.sort),
+    ),
+    "put": lambda f: (
+        lambda x: put(jnp.stack([x, x]), jnp.stack([f(x), x]), np.array([1, 4], np.int32), 0)[1],
+        f,
     ),
     "drawn": lambda f: (each(drawing(f), bx.vmap), each(drawing(f))),
 }

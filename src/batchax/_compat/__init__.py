@@ -10,6 +10,7 @@ asks for the newer: with Python 3.11 at the latest, for which 0.10.2 is the last
 """
 
 from batchax._compat.caches import *
+from batchax._compat.checkify_rules import *
 from batchax._compat.coordination import *
 from batchax._compat.derivative_rules import *
 from batchax._compat.effects import *

@@ -61,6 +61,11 @@ def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] |
     return None if loop.axis.divergence.asked else loop.masked
 
 
+def _masked(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user's.
+    return loop.masked(*operands)
+
+
 def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
     return loop.differentiated(program, operands)
 
@@ -146,6 +151,7 @@ parting_loop_p = own_primitive(
     operations=_run,
     compute=_compiled,
     elsewhere=_elsewhere,
+    checked=_masked,
     types=lambda *avals, loop, program: list(program.out_avals),
     programs=("program",),
     facts="nests",

@@ -12,6 +12,9 @@ from jax import lax
 from batchax import _compat
 from batchax.execution.entries import part_of
 from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.inner import batch_function
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.staged import staged_once
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
@@ -231,9 +234,7 @@ def put_entries(x: Value, values: Any, lanes: Any, places: Any) -> Any:
         inserted_window_dims=(0,),
         scatter_dims_to_operand_dims=(0, 1),
     )
-    mode = lax.GatherScatterMode.FILL_OR_DROP
-    pairs = _pairs(lanes, places)
-    return lax.scatter(x, pairs, values, numbers, unique_indices=True, mode=mode)
+    return put_p.bind(x, _pairs(lanes, places), values, numbers=numbers)
 
 
 def _pairs(lanes: Any, places: Any) -> Any:
@@ -247,6 +248,32 @@ def put(x: Value, values: Any, places: Any, axis: int) -> Any:
         inserted_window_dims=(axis,),
         scatter_dims_to_operand_dims=(axis,),
     )
-    indices = lax.reshape(places, (places.size, 1))
+    return put_p.bind(x, lax.reshape(places, (places.size, 1)), values, numbers=numbers)
+
+
+def _put(x: Value, indices: Any, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(x, indices, values, numbers, unique_indices=True, mode=mode)
+
+
+def _batched(
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, **params: Any
+) -> tuple[Any, Position]:
+    (out,), (at,) = batch_function(axis, lambda *xs: [_put(*xs, **params)], args, axes)
+    return out, at
+
+
+# A scatter that drops what is out of bounds on purpose. In a scatter of JAX's ``checkify`` would
+# report that as an error of the user's.
+put_p = own_primitive(
+    "put",
+    called="lanes put in their places",
+    operations=_put,
+    types=lambda x, indices, values, *, numbers: x,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=OF_OPERATIONS,
+    transpose=OF_OPERATIONS,
+    several=False,
+)

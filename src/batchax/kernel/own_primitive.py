@@ -21,6 +21,7 @@ from batchax.jaxprs.bodies import describe_bodies, held_programs
 from batchax.jaxprs.own_primitives import stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
+from batchax.kernel.checked_operations import report_errors
 from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.kernel.registry import Rule, serve_own
 
@@ -101,6 +102,7 @@ def own_primitive(
     compute: Callable[..., Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
     elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
+    checked: Callable[..., Any] | None = None,
     effects: Callable[..., Iterable[Any]] | None = None,
     several: bool = True,
     looks_ahead: bool = False,
@@ -126,6 +128,7 @@ def own_primitive(
       elsewhere: from its parameters, what a program for another platform than the default one runs
         in their place, to the same results: they may be what was decided for the default one. None
         for the operations.
+      checked: where ``checkify`` looks for errors in the programs, if not in the operations.
       effects: its effects, from its parameters; those of its programs if not given.
       several: whether it has a list of results, and not one.
       looks_ahead: whether `rule` is given its place in a program; see `Registered`.
@@ -147,10 +150,10 @@ def own_primitive(
     primitive.def_effectful_abstract_eval(abstract)
     stands_for(primitive, operations, called, on_cpu, elsewhere)
     if programs:
+        held = lambda params: held_programs(params, programs)
         describe_bodies(primitive, programs)
-        _compat.lower_early(
-            primitive, lambda params: held_programs(params, programs), operations, compute
-        )
+        _compat.lower_early(primitive, held, operations, compute)
+        report_errors(primitive, held, checked or operations)
     enter(f"{facts}: {primitive.name}")
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
     flat = _flat(operations, primitive.multiple_results)

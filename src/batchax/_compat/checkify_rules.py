@@ -1,0 +1,118 @@
+"""What ``jax.experimental.checkify`` does with primitives for which JAX has no rule.
+
+``checkify`` runs a program with an error beside its values. For a primitive that runs programs it
+needs a rule: without one it loses the errors of those programs, and raises for a ``checkify.check``
+in them. JAX keeps its rules, and what adds errors to a program, in a private module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.checkify import error_checks, jaxpr_to_checkify_jaxpr
+from jax.core import eval_jaxpr
+from jax.experimental import checkify
+from jax.extend.core.primitives import while_p
+
+from batchax._compat.effects import checks
+from batchax._compat.jaxprs import ClosedJaxpr, Primitive
+from batchax._compat.staging import stage
+
+
+class Checking(NamedTuple):
+    """What ``checkify`` passes to a rule.
+
+    Attributes:
+      context: since 0.12, what numbers the checks; before, nothing.
+      error: the error so far, a pytree of arrays.
+      enabled: the kinds of errors to report.
+    """
+
+    context: Sequence[Any]
+    error: checkify.Error
+    enabled: frozenset[type]
+
+    def needs(self, effects: Any) -> bool:
+        """Whether a program with these effects may have an error to report."""
+        return not self.enabled <= checkify.user_checks or checks(effects)
+
+    def with_errors(self, program: ClosedJaxpr) -> tuple[Callable[..., list[Any]], list[Any], Any]:
+        """`program` as a function that passes an error through.
+
+        Returns:
+          The function, from the leaves of an error and the operands to the leaves of an error and
+          the results; the leaves of the error so far; and the structure of what it returns.
+        """
+        leaves, structure = jax.tree.flatten(self.error)
+        types = [*map(jax.typeof, leaves), *program.in_avals]
+        checked, out_structure, _ = jaxpr_to_checkify_jaxpr(
+            *self.context, program, self.enabled, structure, *types
+        )
+        return lambda *xs: eval_jaxpr(checked.jaxpr, checked.consts, *xs), leaves, out_structure
+
+
+Rule = Callable[[Checking, Sequence[Any], Any], tuple[Any, Sequence[Any]]]
+"""From what ``checkify`` passes, operands and parameters, to the new error and the results."""
+
+
+def set_error_rule(primitive: Primitive, rule: Rule) -> None:
+    """Has ``checkify`` call `rule` for each equation of `primitive`."""
+
+    def run(*args: Any, **params: Any) -> tuple[Any, Sequence[Any]]:
+        at = next(i for i, x in enumerate(args) if isinstance(x, checkify.Error))
+        return rule(Checking(args[:at], args[at], args[at + 1]), args[at + 2 :], params)
+
+    error_checks[primitive] = run
+
+
+_while_of_jax = error_checks[while_p]
+
+
+def _while(checking: Checking, operands: Sequence[Any], params: Any) -> tuple[Any, Sequence[Any]]:
+    """JAX's rule raises for a ``while`` with a predicate for each lane, as `vmap` makes it."""
+    if not params["cond_jaxpr"].out_avals[0].shape:
+        context, error, enabled = checking
+        return _while_of_jax(*context, error, enabled, *operands, **params)
+    program = stage(lambda *xs: _with_one_predicate(xs, **params), list(map(jax.typeof, operands)))
+    run, leaves, structure = checking.with_errors(program)
+    return jax.tree.unflatten(structure, run(*leaves, *operands))
+
+
+def _with_one_predicate(
+    operands: Sequence[Any], cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
+) -> list[Any]:
+    """A ``while`` that goes on while some lane does; lanes that are done keep their carry.
+
+    Their steps must report no error. So they take a step from the carry of a lane that goes on.
+    """
+    consts = operands[:cond_nconsts], operands[cond_nconsts : cond_nconsts + body_nconsts]
+    depth = len(cond_jaxpr.out_avals[0].shape)
+
+    def goes_on(carry: Sequence[Any]) -> Any:
+        return eval_jaxpr(cond_jaxpr.jaxpr, cond_jaxpr.consts, *consts[0], *carry)[0]
+
+    def step(carry: Sequence[Any]) -> list[Any]:
+        active = goes_on(carry)
+        donor = jnp.argmax(active)
+
+        def select(new: Any, old: Any) -> Any:
+            return lax.select(lax.broadcast_in_dim(active, old.shape, range(depth)), new, old)
+
+        def given(x: Any) -> Any:
+            lanes = lax.collapse(x, 0, depth)
+            return select(
+                x, jnp.broadcast_to(lax.dynamic_index_in_dim(lanes, donor, 0, False), x.shape)
+            )
+
+        new = eval_jaxpr(body_jaxpr.jaxpr, body_jaxpr.consts, *consts[1], *map(given, carry))
+        return list(map(select, new, carry))
+
+    carry = list(operands[cond_nconsts + body_nconsts :])
+    return lax.while_loop(lambda carry: jnp.any(goes_on(carry)), step, carry)
+
+
+set_error_rule(while_p, _while)
