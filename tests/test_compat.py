@@ -839,6 +839,21 @@ def test_calls_that_would_be_inlined_can_be_kept():
     assert names(_compat.keeping_calls(jax.grad(inlined))) != names(jax.grad(inlined))
 
 
+def test_what_is_differentiated_around_a_program_is_computed_at_once():
+    """`process_primitive` and its like get operands last, and leave the staged program alone."""
+
+    def run(w, stays):
+        f = _compat.known_at_once(lambda x: [jax.nn.relu(w) * 2 + x], lambda *_: stays)
+        programs.append(_compat.stage(f, [jax.typeof(w)]))
+        return w
+
+    programs = []
+    jax.grad(run)(1.0, False)
+    assert [eqn.primitive.name for eqn in programs[0].eqns] == ["add"]
+    jax.grad(run)(1.0, True)
+    assert "mul" in [eqn.primitive.name for eqn in programs[1].eqns]
+
+
 def test_a_program_is_written_out_where_it_is_used():
     program = jax.make_jaxpr(lambda x, y: (jnp.sin(x) * y, x))(1.0, 2.0)
     run = lambda x, y: _compat.inlined(program, (x, y))

@@ -160,6 +160,63 @@ def test_branching_in_python_on_unmapped_values():
     same(bx.vmap(f, (0, None, None))(x, jnp.zeros(3), 1), x + 1)
 
 
+_WAYS = {
+    "plain": {},
+    "chunks": dict(batch_size=2),
+    "compact": dict(divergence="compact"),
+    "mesh": dict(mesh="all"),
+}
+
+
+@jax.custom_vjp
+def _doubled(x):
+    return 2 * x
+
+
+_doubled.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_branching_in_python_on_an_unmapped_value_that_is_differentiated(way):
+    """As in `jax.vmap`, where a gradient around the call is computed at once, not traced."""
+    xs = example((3,))
+
+    def run(vmap, inside, w):
+        def f(w, x):
+            w_2 = _doubled(jax.nn.relu(w))
+            if jax.jit(jnp.sin)(w_2) > 0 and jax.grad(lambda y: y * w if y > w_2 else y)(w) > 0:
+                return x * w_2 * lax.psum(w, "i")
+            inner = inside(lambda w, y: y * w if w_2 + 1 > 0 else y, (None, 0))
+            return inner(w, jnp.stack([x, x])).sum()
+
+        return jnp.sum(vmap(f, (None, 0), axis_name="i")(w, xs))
+
+    ours = functools.partial(run, functools.partial(bx.vmap, **_WAYS[way]), bx.vmap)
+    theirs = functools.partial(run, jax.vmap, jax.vmap)
+    for w in (1.0, -1.0):
+        same(jax.value_and_grad(ours)(w), jax.value_and_grad(theirs)(w))
+    same(jax.grad(jax.grad(ours))(1.0), jax.grad(jax.grad(theirs))(1.0))
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(jax.grad(ours))(1.0)
+
+
+def test_effects_of_a_function_that_branches_on_what_is_differentiated():
+    """They happen once, when it runs, and references that it makes are those of each lane."""
+    seen = []
+
+    def f(w, x):
+        jax.debug.callback(seen.append, w)
+        ref = jax.new_ref(w)
+        if w > 0:
+            ref[...] = ref[...] * x
+        return ref[...]
+
+    gradient = jax.grad(lambda w: jnp.sum(bx.vmap(f, (None, 0))(w, jnp.arange(3.0))))
+    same(gradient(2.0), jnp.asarray(3.0))
+    jax.effects_barrier()
+    assert len(seen) == 1
+
+
 def test_branching_in_python_on_a_mapped_value_is_refused_as_under_jit():
     with pytest.raises(jax.errors.TracerBoolConversionError, match=r"argument x"):
         bx.vmap(lambda w, x: x if x > 0 else -x, (None, 0))(1.0, jnp.arange(3.0))

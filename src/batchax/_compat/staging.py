@@ -132,6 +132,62 @@ def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _KnownAtOnce:
+    """A trace that hands operations on values differentiated around it to that derivative.
+
+    Their results keep values that Python may branch on. ``jax.ensure_compile_time_eval`` computes
+    at once what has no tracers among its operands, and stages these.
+    """
+
+    def __init__(self, trace: Any, stays: Callable[[Primitive, Any], bool]) -> None:
+        self._trace, self._stays = trace, stays
+
+    def __getattr__(self, name: str) -> Any:
+        with_rules = name in ("process_custom_jvp_call", "process_custom_vjp_call")
+        return functools.partial(self._called, name) if with_rules else getattr(self._trace, name)
+
+    def _known(self, operands: Any) -> list[Any]:
+        """The tracers among operands, if all are of derivatives; else none."""
+        tracers = [x for x in operands if isinstance(x, jax.core.Tracer)]
+        return tracers if all(map(_is_derived, tracers)) else []
+
+    def process_primitive(self, primitive: Primitive, operands: Any, params: Any) -> Any:
+        tracers = self._known(operands)
+        if not tracers or self._stays(primitive, params):
+            return self._trace.process_primitive(primitive, operands, params)
+        with within_trace_of(tracers):
+            return primitive.bind(*operands, **params)
+
+    def _called(self, method: str, *call: Any, **how: Any) -> Any:
+        """A function with derivative rules of its own. Its operands come last."""
+        tracers = self._known(call[-1])
+        if not tracers:
+            return getattr(self._trace, method)(*call, **how)
+        with within_trace_of(tracers), jex_core.take_current_trace() as trace:
+            own: Any = trace
+            with jex_core.set_current_trace(own):
+                return getattr(own, method)(*call, **how)
+
+
+def known_at_once(
+    fun: Callable[..., Any], stays: Callable[[Primitive, Any], bool]
+) -> Callable[..., Any]:
+    """`fun`, which while it is staged computes what depends on no argument of it at once.
+
+    That is as far as values are known, be it that they are differentiated. Operations of which
+    `stays` says so are staged.
+    """
+
+    @functools.wraps(fun)
+    def run(*args: Any) -> Any:
+        with jex_core.take_current_trace() as trace:
+            around: Any = _KnownAtOnce(trace, stays)
+        with jex_core.set_current_trace(around), jax.ensure_compile_time_eval():
+            return fun(*args)
+
+    return run
+
+
 def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """What `program` returns; where programs are staged, its equations are put there as they are.
 
@@ -252,7 +308,7 @@ def _traces_around() -> Iterator[Any]:
 def _with_outer(around: Any) -> Iterator[Any]:
     """A trace and those around it. Which one is around another is not public."""
     while around is not None:
-        while isinstance(around, (_KeepingCalls, _InShardMap)):
+        while isinstance(around, (_KeepingCalls, _InShardMap, _KnownAtOnce)):
             around = around._trace
         yield around
         around = getattr(around, "parent_trace", None)

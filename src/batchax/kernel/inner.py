@@ -20,7 +20,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
+from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis, names_in
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
@@ -261,9 +261,10 @@ def stage_function(
 
     Staging makes tracers of everything the function computes. A function that
     branches in Python on something it computes from unbatched arguments alone
-    is staged again with such values computed at once. Inside ``shard_map`` types may disagree
-    over the mesh axes that values vary over, although they would not if each lane selected its
-    own branch: then the function is staged again, with types as if lanes did.
+    is staged again with such values computed at once, be they differentiated. Inside
+    ``shard_map`` types may disagree over the mesh axes that values vary over, although they would
+    not if each lane selected its own branch: then the function is staged again, with types as if
+    lanes did.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
     types = as_without_mesh(avals)
@@ -284,14 +285,8 @@ def stage_function(
     try:
         return stage(fun)
     except NEEDS_VALUES as error:
-
-        @functools.wraps(fun)
-        def unbatched_at_once(*args: Any) -> Any:
-            with jax.ensure_compile_time_eval():
-                return fun(*args)
-
         try:
-            return stage(unbatched_at_once)
+            return stage(_compat.known_at_once(fun, functools.partial(_stays, axis)))
         except Exception:
             # The first error names the value the function needed: a batched one,
             # or one computed from the index or size of the axis.
@@ -303,6 +298,18 @@ def stage_function(
             return stage(fun, selecting=True)
         except Exception:
             raise error from None
+
+
+def _stays(axis: Axis, primitive: _compat.Primitive, params: Any) -> bool:
+    """Whether an operation is part of what lanes do, whatever its operands are."""
+    if primitive.name in _EFFECTFUL or (axis.name is not None and axis.name in names_in(params)):
+        return True
+    return any(getattr(x, "effects", None) for x in params.values())
+
+
+_EFFECTFUL = frozenset(
+    {"addupdate", "debug_callback", "debug_print", "get", "io_callback", "new_ref", "swap"}
+)
 
 
 def stage_described(
