@@ -54,7 +54,7 @@ def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of 
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
-    small_matrices: Literal["auto", "library"] = "auto",
+    small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     **named: Any,
 ) -> _Decorator: ...
 @_compat.api_boundary

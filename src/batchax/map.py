@@ -52,7 +52,7 @@ def map(
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     key: Any = None,
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
-    small_matrices: Literal["auto", "library"] = "auto",
+    small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     on_error: Literal["raise", "quarantine"] = "raise",
     on_nonfinite: Literal["raise", "quarantine"] | None = None,
     max_errors: int | None = None,

@@ -39,7 +39,7 @@ def map_batches(
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     key: Any = None,
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
-    small_matrices: Literal["auto", "library"] = "auto",
+    small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     retries: int = 2,
 ) -> Batches:
     """Applies a function of one row to rows of a dataset, and hands out results batch after batch.

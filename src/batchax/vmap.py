@@ -63,7 +63,7 @@ class MoreOptions(TypedDict, total=False):
     memory_limit: int | str | None
     residuals: Literal["recompute", "keep"]
     divergence: Literal["auto", "predicate", "compact"] | Compact
-    small_matrices: Literal["auto", "library"]
+    small_matrices: Literal["auto", "library", "vectorized"]
     layout: Literal["auto", "packed", "padded", "grouped"]
     buckets: int | Buckets | None
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None
@@ -91,7 +91,7 @@ def vmap(
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
     divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
-    small_matrices: Literal["auto", "library"] = "auto",
+    small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
@@ -148,9 +148,10 @@ def vmap(
         it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
         dear steps, and dear branches. All else is masked.
       small_matrices: how small matrices are decomposed and multiplied, of which each lane has its
-        own. "library": by a call of a library of linear algebra for each. "auto": an element of
-        all lanes at a time, on processors, for sizes and numbers of lanes for which that takes
-        less time.
+        own. "library": by a call of a library of linear algebra for each. "vectorized": on
+        CPUs, an element of all lanes at a time, for sizes and numbers of lanes for which that
+        takes less time. "auto": as "vectorized", except where the function reads results that
+        are not unique, such as eigenvectors. Those are the library's at any batch size.
       layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
         after another, wherever each element of a row is computed by itself, or the row is
         reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of

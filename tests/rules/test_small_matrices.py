@@ -1,5 +1,6 @@
 """Decompositions of small matrices, an element of all lanes at a time, in every way of batching."""
 
+import functools
 import math
 
 import jax
@@ -41,7 +42,7 @@ FUNCTIONS = {
     "triangular_solve": lambda a: jsl.solve_triangular(
         a, jnp.arange(1.0, 3.0, dtype=a.dtype) + a[0], lower=True
     ),
-    # None tells of the signs of vectors.
+    # The results do not depend on the signs of vectors.
     "eigh": lambda a: of_values(*reversed(jnp.linalg.eigh(a))),
     "qr": lambda a: jnp.linalg.qr(a)[1] @ jnp.arange(1.0, 3.0, dtype=a.dtype),
     "svd": lambda a: of_values(*jnp.linalg.svd(a, full_matrices=False)[:2]),
@@ -72,6 +73,9 @@ def loss(f):
     return lambda a: (jnp.sin(f(a)) ** 2).sum()
 
 
+# Where vectors are read, too.
+vectorized = functools.partial(bx.vmap, small_matrices="vectorized")
+
 WAYS = {
     "call": lambda v, f: v(f),
     "gradient of a lane": lambda v, f: v(jax.grad(loss(f))),
@@ -86,9 +90,9 @@ WAYS = {
     "jacobian around": lambda v, f: lambda xs: jax.jacfwd(v(f))(xs[:LANES]).sum(-3),
 }
 OURS = {
-    "in chunks": lambda f: bx.vmap(f, batch_size=600),
-    "compact": lambda f: bx.vmap(f, divergence="compact"),
-    "not first": lambda f: lambda xs: bx.vmap(f, 1)(xs.swapaxes(0, 1)),
+    "in chunks": lambda f: vectorized(f, batch_size=600),
+    "compact": lambda f: vectorized(f, divergence="compact"),
+    "not first": lambda f: lambda xs: vectorized(f, 1)(xs.swapaxes(0, 1)),
     "library": lambda f: bx.vmap(f, small_matrices="library"),
 }
 
@@ -99,7 +103,7 @@ OURS = {
 def test_every_way_is_what_jax_computes(name, part):
     f, xs = FUNCTIONS[name], jnp.asarray(definite(LANES))
 
-    pairs = {way: (make(bx.vmap, f), make(jax.vmap, f)) for way, make in WAYS.items()}
+    pairs = {way: (make(vectorized, f), make(jax.vmap, f)) for way, make in WAYS.items()}
     pairs |= {way: (make(f), jax.vmap(f)) for way, make in OURS.items()}
     chunks = lambda xs: OURS["in chunks"](loss(f))(xs).sum()
     pairs["in chunks, gradient"] = jax.grad(chunks), WAYS["gradient of all"](jax.vmap, f)
@@ -156,7 +160,7 @@ def test_a_nan_of_one_lane_is_no_other_lanes(name):
     # Vectors of values that are alike have no derivative, whoever computes it: these differ.
     f, xs = FUNCTIONS[name], definite(LANES) + np.diag(np.array([0, 9], "float32"))
     xs[7, 1, 0] = np.nan
-    out = np.asarray(jax.jit(bx.vmap(jax.grad(loss(f))))(xs))
+    out = np.asarray(jax.jit(vectorized(jax.grad(loss(f))))(xs))
     np.testing.assert_array_equal(np.isnan(out).any((1, 2)), np.arange(LANES) == 7)
 
 
@@ -176,6 +180,83 @@ def test_where_it_is_used():
     assert not uses(bx.vmap(f, spmd_axis_name="d"), xs)
     assert not uses(bx.auto_vmap(2, small_matrices="library")(f), xs)
     assert uses(bx.auto_vmap(2)(f), xs.reshape(2, -1, 2, 2))
+
+
+LA = jnp.linalg
+READS = {
+    # Signs, and bases of spaces, are read.
+    "vectors": (False, LA.eigh),
+    "vectors only": (False, lambda a: LA.eigh(a)[1]),
+    "singular vectors": (False, LA.svd),
+    "right singular vectors": (False, lambda a: LA.svd(a, full_matrices=False)[2]),
+    "both factors": (False, LA.qr),
+    "first factor": (False, lambda a: LA.qr(a)[0]),
+    "least squares": (False, lambda a: LA.lstsq(a, a[0])[0]),
+    # On the way back they are, which are not unique where values are alike.
+    "gradient of values": (False, jax.grad(lambda a: LA.eigvalsh(a)[0])),
+    # Only values are.
+    "values": (True, LA.eigvalsh),
+    "values of both": (True, lambda a: LA.eigh(a)[0]),
+    "values in calls": (True, jax.jit(lambda a: jax.checkpoint(LA.eigh)(a)[0])),
+    "values in steps": (True, lambda a: lax.fori_loop(0, 2, lambda _, a: a / LA.eigvalsh(a), a)),
+    "singular values": (True, LA.svdvals),
+    "singular values of all": (True, lambda a: LA.svd(a)[1]),
+    "second factor": (True, lambda a: LA.qr(a, mode="r")),
+    "rank": (True, LA.matrix_rank),
+    "spectral norm": (True, lambda a: LA.norm(a, 2)),
+    "pseudoinverse": (True, LA.pinv),
+    "gradient of it": (True, jax.grad(lambda a: LA.pinv(a).sum())),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_not_unique_is_the_librarys_where_it_is_read(name):
+    unique, f = READS[name]
+    xs = jax.ShapeDtypeStruct((10_000, 3, 3), "float32")
+    operations = lambda **options: str(jax.make_jaxpr(bx.vmap(f, **options))(xs))
+    for size in (None, 5000):
+        assert ("small_matrices[" in operations(batch_size=size)) == unique
+    assert "small_matrices[" not in operations(small_matrices="library")
+    assert "small_matrices[" in operations(small_matrices="vectorized")
+
+
+def test_derivatives_of_what_was_asked_for_are_computed_so():
+    xs = jax.ShapeDtypeStruct((10_000, 3, 3), "float32")
+
+    def calls(option):
+        f = bx.vmap(LA.eigvalsh, small_matrices=option)
+        program = str(jax.make_jaxpr(jax.grad(lambda xs: f(xs).sum()))(xs))
+        return "small_matrices[" in program
+
+    assert calls("vectorized")
+    assert not calls("auto")
+
+
+def test_lanes_that_are_not_finite_get_what_the_library_makes_of_them():
+    draws = np.random.default_rng(5)
+    xs = draws.standard_normal((3 * LANES, 3, 3)).astype("float32")
+    bad = np.arange(3 * LANES) % 3 > 0
+    for i in np.flatnonzero(bad):
+        xs[(i, *draws.integers(0, 3, (2, 2)))] = draws.choice([np.nan, np.inf, -np.inf])
+
+    def every(a):
+        near = jnp.where(jnp.eye(3, dtype=bool), 9, a)
+        signs = LA.slogdet(a), LA.det(a), LA.inv(a), LA.solve(a, jnp.arange(3, dtype=a.dtype))
+        return ll.lu(a), signs, LA.cholesky(near), LA.qr(a, mode="r")
+
+    def run(xs=xs, **options):
+        return jax.tree.leaves(jax.jit(bx.vmap(every, **options))(xs))
+
+    together, library = run(), run(small_matrices="library")
+    for x, y in zip(together, library, strict=True):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            np.testing.assert_array_equal(x, y)
+        else:
+            np.testing.assert_allclose(x[bad], y[bad], **LOOSE)
+    # The other lanes do not see them.
+    finite = run(np.where(bad[:, None, None], np.eye(3, dtype="float32"), xs))
+    for x, y in zip(finite, together, strict=True):
+        np.testing.assert_array_equal(x[~bad], y[~bad])
 
 
 @pytest.mark.parametrize("primitive", pays.GAINS)
@@ -211,8 +292,20 @@ def test_the_option_is_checked():
         lambda: bx.auto_vmap(2, small_matrices=3)(same_matrix),
         lambda: bx.map(same_matrix, np.ones(3), small_matrices=3),
     ):
-        with pytest.raises(TypeError, match='small_matrices must be "auto" or "library", got 3'):
+        with pytest.raises(
+            TypeError, match='small_matrices must be "auto", "library" or "vectorized", got 3'
+        ):
             make()
+
+
+def slow_factorisation(explained):
+    return next(x for x in explained.findings if x.kind == "factorisation of small matrices")
+
+
+def test_explain_says_that_vectors_are_the_librarys():
+    explained = bx.explain(LA.eigh)(definite(10_000))
+    assert "a call of the library for each lane, as results are read that are not" in str(explained)
+    assert slow_factorisation(explained).advice == {"small_matrices": "vectorized"}
 
 
 def test_explain_says_which_ran():
@@ -220,7 +313,7 @@ def test_explain_says_which_ran():
     assert "an element of all lanes at a time" in str(bx.explain(f)(xs))
     library = bx.explain(f, small_matrices="library")(xs)
     assert "a call of the library for each lane" in str(library)
-    slow = next(x for x in library.findings if x.kind == "factorisation of small matrices")
+    slow = slow_factorisation(library)
     assert (slow.remedy, slow.advice) == (
         'Leave small_matrices="library" out.',
         {"small_matrices": "auto"},

@@ -426,7 +426,9 @@ def _own():
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
         "rules.small_matrices": {
             "small_matrices": (
-                lambda x: small_matrices_p.bind(jnp.stack([x] * 2, -1), of="cholesky", first=False),
+                lambda x: small_matrices_p.bind(
+                    jnp.stack([x] * 2, -1), of="cholesky", first=False, asked=False
+                ),
                 M,
             )
         },

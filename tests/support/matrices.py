@@ -4,6 +4,7 @@ import functools
 
 import jax
 import numpy as np
+from jax.lax import linalg
 
 from batchax.small.table import DECOMPOSITIONS, with_lanes_last
 
@@ -96,4 +97,14 @@ def error(x, product):
 def lanes_last(primitive, *operands, **params):
     """What a CPU computes in the place of a primitive of JAX, of operands with lanes last."""
     run = functools.partial(DECOMPOSITIONS[primitive].run, **params)
-    return with_lanes_last(primitive, operands, jax.eval_shape(run, *operands), params, False)
+    types = jax.eval_shape(run, *operands)
+    library = lambda *xs: jax.vmap(functools.partial(LIBRARY[primitive], **params), -1, -1)(*xs)
+    return with_lanes_last(primitive, operands, types, params, False, library)
+
+
+# Of those that leave some lanes to the library.
+LIBRARY = {
+    "cholesky": lambda x: [linalg.cholesky(x, symmetrize_input=False)],
+    "lu": linalg.lu,
+    "qr": linalg.qr,
+}

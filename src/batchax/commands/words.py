@@ -27,10 +27,11 @@ def add_ways(command: Any, what: str, default: str | None) -> None:
     )
     command.add_argument(
         "--small-matrices",
-        choices=["auto", "library"],
+        choices=["auto", "library", "vectorized"],
         default=default,
-        help="how small matrices are decomposed: by a library, one after another, or together "
-        "where that is faster (auto, the default)",
+        help="how small matrices are decomposed: by a library, one after another; together where "
+        "that is faster (vectorized); or together where, in addition, results are unique (auto, "
+        "the default)",
     )
 
 

@@ -279,6 +279,7 @@ _OR_ALL = ", or for all if most do"
 _SMALL_MATRICES = {
     "together": "on a CPU, an element of all lanes at a time",
     "library": "a call of the library for each lane",
+    "choice": "a call of the library for each lane, as results are read that are not unique",
 }
 
 _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (

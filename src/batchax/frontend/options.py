@@ -55,7 +55,7 @@ def check_tolerances(**tolerances: Any) -> None:
 
 def check_small_matrices(option: Any) -> None:
     """Refuses, when `vmap` is called, what the option `small_matrices` cannot be."""
-    check_one_of("small_matrices", option, "auto", "library")
+    check_one_of("small_matrices", option, "auto", "library", "vectorized")
 
 
 def check_progress(progress: Any, unit: str) -> None:

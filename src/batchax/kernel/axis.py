@@ -39,8 +39,9 @@ class Axis:
         them masked.
       bodies: what runs the programs inside loops and branches in which lanes meet: an object with
         a method ``run(program, args, axes)``, or None to run all operations for all lanes.
-      small_matrices: "library" if each small matrix is decomposed by a call of the library, "auto"
-        if all are together where that takes less time.
+      small_matrices: "library" if each small matrix is decomposed by a call of the library,
+        "vectorized" if all are together where that takes less time, "auto" if they are so only
+        where the results that are read are unique.
       in_loop: whether operations are emitted into a loop, as far as batchax can know: compilers
         do less there.
       columns: whether vectors in which lanes are last keep them there, as a loop hands them on.

@@ -69,6 +69,7 @@ def batch_inner(
     in_axes: Sequence[Position],
     out_axes: Sequence[Any] | Any = ANYWHERE,
     varying: Varying = (),
+    read: Sequence[bool] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
     """The closed jaxpr `body` for all lanes of `axis`.
 
@@ -81,6 +82,7 @@ def batch_inner(
         the batch.
       varying: over which axes of a mesh its inputs vary, inside ``shard_map``. That may be more
         than they did for one example.
+      read: which outputs the caller reads, as for `interpret`.
 
     Returns:
       A closed jaxpr over batches, and where its outputs carry the batch axis.
@@ -88,13 +90,13 @@ def batch_inner(
     in_axes = tuple(in_axes)
     anywhere = (ANYWHERE,) * len(body.out_avals)
     out_axes = anywhere if out_axes is ANYWHERE else tuple(out_axes)
-    key = (axis, in_axes, varying, lanes_vary_over(axis))
+    key = (axis, in_axes, varying, lanes_vary_over(axis), read)
     built, context = _memory()
     # It may have them where they are wanted.
     fits = built.find(((key, anywhere), context), owner=body)
     if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(out_axes, fits[1], strict=True)):
         return fits
-    build = lambda: _batch_inner(axis, body, in_axes, out_axes, varying)
+    build = lambda: _batch_inner(axis, body, in_axes, out_axes, varying, read)
     return remembered(body, (key, out_axes), build)
 
 
@@ -175,9 +177,10 @@ def _batch_inner(
     in_axes: tuple[Position, ...],
     out_axes: tuple[Any, ...],
     varying: Varying,
+    read: Sequence[bool] | None,
 ) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
     def run(*args: Any) -> tuple[list[Any], tuple[Position, ...]]:
-        outs, axes = run_inner(axis, body, args, in_axes)
+        outs, axes = run_inner(axis, body, args, in_axes, read)
         places = [_place(a, w) for a, w in zip(axes, out_axes, strict=True)]
         placed = [
             x if to is None else match_axis(axis, x, a, to)
@@ -356,8 +359,9 @@ def run_inner(
     program: ClosedJaxpr,
     args: Sequence[Value],
     axes: Sequence[Position],
+    read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
     """Runs a program inside an equation for all lanes, in the way that the axis has for it."""
     if axis.bodies is not None and any_uses_axis(axis, program):
         return axis.bodies.run(program, args, axes)
-    return interpret(axis, program.jaxpr, program.consts, args, axes)
+    return interpret(axis, program.jaxpr, program.consts, args, axes, read)

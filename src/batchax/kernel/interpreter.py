@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
 from typing import Any
 
 from jax.core import Tracer
@@ -19,7 +20,7 @@ from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
 from batchax.jaxprs.bodies import program_called
-from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
@@ -47,13 +48,28 @@ class ProgramRun:
 
     Attributes:
       jaxpr: the program.
+      read: which of its results the caller reads; None for all.
       found: what the rule of a primitive found out of the program.
       kept: what a rule leaves for an equation that comes later, by that equation's id.
     """
 
     jaxpr: Jaxpr
+    read: Sequence[bool] | None = None
     found: dict[Any, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)
+
+    def reads(self, eqn: Eqn) -> tuple[bool, ...]:
+        """Which results of an equation this run reads."""
+        if "read" not in self.found:
+            outvars = self.jaxpr.outvars
+            outs = variables_in(outvars if self.read is None else compress(outvars, self.read))
+            inputs = [step.inputs for step in plan(self.jaxpr.eqns, outs)]
+            self.found["read"] = {*outs, *variables_in(chain.from_iterable(inputs))}
+        return tuple(v in self.found["read"] for v in eqn.outvars)
+
+
+Place = tuple[ProgramRun, Eqn]
+"""Where a rule that looks ahead is: the run through a program, and the equation."""
 
 
 def interpret(
@@ -62,6 +78,7 @@ def interpret(
     consts: Sequence[Value],
     args: Sequence[Value],
     axes: Sequence[Position],
+    read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
     """Runs the per-example program `jaxpr` for all lanes of `axis`.
 
@@ -70,6 +87,7 @@ def interpret(
       jaxpr: a jaxpr over examples; `consts` are its constants, unbatched.
       args: the operands; one whose entry in `axes` is an int carries the batch
         axis at that position, one whose entry is None is the same in each lane.
+      read: which outputs the caller reads, for rules that depend on it; None for all.
 
     Returns:
       The outputs and the position of the batch axis in each, None for an
@@ -77,7 +95,7 @@ def interpret(
     """
     effectful = [eqn for eqn in jaxpr.eqns if eqn.effects]  # most programs have none
     one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
-    whole = ProgramRun(jaxpr)
+    whole = ProgramRun(jaxpr, read)
     run = batch_looked_at if looks_here() else batch_equation
 
     def run_equation(eqn: Eqn, operands: list[Placed]) -> Iterable[Placed]:

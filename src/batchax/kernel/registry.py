@@ -248,6 +248,21 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
     jax.clear_caches()  # JAX keeps programs that were batched by the old rule
 
 
+def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
+    """As `register_rule`, for a rule of batchax's own that takes a keyword `place`.
+
+    It is the run through the program and the equation, or None, as ``jax.vmap`` knows neither.
+    """
+
+    def decorate(rule: Rule) -> Rule:
+        register_rule(primitive)(rule)
+        with _lock:
+            _rules[primitive] = replace(_rules[primitive], looks_ahead=True)
+        return rule
+
+    return decorate
+
+
 def serve_own(
     primitive: _compat.Primitive, rule: Rule, may_name_axis: bool, looks_ahead: bool
 ) -> None:

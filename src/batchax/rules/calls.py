@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,11 +24,12 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
-from batchax.kernel.interpreter import interpret
-from batchax.kernel.registry import register_rule
+from batchax.kernel.interpreter import Place, interpret
+from batchax.kernel.registry import register_looking, register_rule
 from batchax.kernel.varying import varying_of
 from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.sharding import batched_layout, batched_sharding
+from batchax.small.table import chooses
 
 Batched = tuple[list[Any], Sequence[Position]]
 
@@ -47,12 +49,15 @@ enter(": call_hi_primitive linear_call remat_opt run_state")
 
 
 def _call(name: str) -> None:
-    @register_rule(name)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
+    @register_looking(name)
+    def rule(
+        axis: Axis, args: Any, axes: Any, /, *, place: Place | None = None, **params: Any
+    ) -> Batched:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
         body = _compat.close(params[body_parameter(primitive, params)])
-        body, out_axes = batch_inner(axis, body, axes, varying=varying_of(args))
+        inner, read = _inside(axis, body, place)
+        body, out_axes = batch_inner(inner, body, axes, varying=varying_of(args), read=read)
         return bind_call(primitive, params, body, args), out_axes
 
 
@@ -60,9 +65,36 @@ for _name in CALLS:
     _call(_name)
 
 
-@register_rule("jit")
-def _jit(axis: Axis, args: Any, axes: Any, /, *, jaxpr: ClosedJaxpr, **params: Any) -> Batched:
-    body, out_axes = batch_inner(axis, jaxpr, axes, varying=varying_of(args))
+def _inside(
+    axis: Axis, body: ClosedJaxpr, place: Place | None
+) -> tuple[Axis, tuple[bool, ...] | None]:
+    """The axis for the body of a call, and which results are read, if that decides how it runs."""
+    if place is None or not chooses.in_program(body):
+        return axis, None
+    if axis.small_matrices == "auto" and _compat.name_within_jax(body.jaxpr) in _UNIQUE:
+        axis = replace(axis, small_matrices="vectorized")
+    run, eqn = place
+    return axis, run.reads(eqn)
+
+
+# Functions of JAX whose results are unique, although the vectors that they read are not. JAX
+# differentiates them by rules in which no vectors are.
+_UNIQUE = frozenset({"_pinv"})
+
+
+@register_looking("jit")
+def _jit(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    jaxpr: ClosedJaxpr,
+    place: Place | None = None,
+    **params: Any,
+) -> Batched:
+    inner, read = _inside(axis, jaxpr, place)
+    body, out_axes = batch_inner(inner, jaxpr, axes, varying=varying_of(args), read=read)
     for which, positions in (("in", axes), ("out", out_axes)):
         shardings, layouts = f"{which}_shardings", f"{which}_layouts"
         params[shardings] = tuple(

@@ -20,7 +20,8 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import batch_function
-from batchax.kernel.registry import register_rule
+from batchax.kernel.interpreter import Place
+from batchax.kernel.registry import register_looking, register_rule
 from batchax.kernel.rule_makers import leading_rule
 from batchax.rules.small_matrices import with_lanes_last
 
@@ -52,9 +53,11 @@ RANKS = {
 
 
 def _decomposition(primitive: _compat.Primitive, ranks: Sequence[int]) -> None:
-    @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        return _each_its_own(primitive, ranks, axis, args, axes, params)
+    @register_looking(primitive)
+    def rule(
+        axis: Axis, args: Any, axes: Any, /, *, place: Place | None = None, **params: Any
+    ) -> tuple[Any, Any]:
+        return _each_its_own(primitive, ranks, axis, args, axes, params, place)
 
 
 def _each_its_own(
@@ -64,9 +67,10 @@ def _each_its_own(
     args: Any,
     axes: Any,
     params: Any,
+    place: Place | None = None,
 ) -> tuple[Any, Any]:
     """The results where lanes have matrices of their own."""
-    small = with_lanes_last(primitive, axis, args, axes, params)
+    small = with_lanes_last(primitive, axis, args, axes, params, place)
     return leading_rule(primitive, ranks, axis, args, axes, **params) if small is None else small
 
 

@@ -2,7 +2,7 @@
 
 They are the primitive `small_matrices_p`, which holds the name and the parameters of the primitive
 of JAX that it stands for, and the lanes along the last dimension of all operands and results, or
-along the first of all. Its
+along the first of all. `asked` is whether the user asked for it where results are a choice. Its
 derivatives are those of JAX's primitive for one matrix, batched again, and not those of what is
 computed: elimination with pivots has none to speak of. Compiled for anything but a CPU it is the
 primitive of JAX.
@@ -27,19 +27,28 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.derivatives import tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval, example_aval
+from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import declare, own_primitive
 from batchax.kernel.varying import vary_over, varying_of
 from batchax.memo import Memo
 from batchax.small import table
-from batchax.small.table import DECOMPOSITIONS, lanes_last_pays
+from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
 
 small_matrices_p = declare("small_matrices")
 
 
 def with_lanes_last(
-    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, params: Any
+    primitive: _compat.Primitive,
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    params: Any,
+    place: Place | None = None,
 ) -> tuple[Any, Any] | None:
-    """What a rule of `primitive` returns, with lanes last; None where that does not pay."""
+    """What a rule of `primitive` returns, with lanes last.
+
+    None where that does not pay, or would change more than the rounding of what is read.
+    """
     decomposition = DECOMPOSITIONS.get(primitive.name)
     if decomposition is None:
         return None
@@ -51,6 +60,9 @@ def with_lanes_last(
     ranks = decomposition.ranks or tuple(x.ndim for x in examples)
     if not together(primitive.name, examples, axis.size, params, axis.in_loop):
         return None
+    if _reads_choice(axis, decomposition, params, place):
+        recording.note(small_matrices="choice")
+        return None
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
     first = decomposition.alone and not batch and all(a == 0 for a in axes)
@@ -59,10 +71,27 @@ def with_lanes_last(
         for x, a in zip(args, axes, strict=True)
     ]
     recording.note(small_matrices="together")
-    outs = _bind(operands, of=primitive.name, first=first, **params)
+    asked = axis.small_matrices == "vectorized"
+    outs = _bind(operands, of=primitive.name, first=first, asked=asked, **params)
     placed = outs if first else [_from_last(x, (*batch, axis.size)) for x in outs]
     at = [_at(x, first) for x in placed]
     return (placed, at) if primitive.multiple_results else (placed[0], at[0])
+
+
+def _reads_choice(
+    axis: Axis, decomposition: Decomposition, params: Any, place: Place | None
+) -> bool:
+    """Whether results are read of which the library may choose others.
+
+    A lane has the library's at any batch size, unless the user asked for whichever is faster.
+    """
+    if axis.small_matrices == "vectorized" or not params.get("compute_uv", True):
+        return False
+    if place is None:
+        return bool(decomposition.choices)
+    run, eqn = place
+    read = run.reads(eqn)
+    return any(read[i] for i in decomposition.choices)
 
 
 def together(
@@ -131,14 +160,15 @@ def _at(x: Aval | Value, first: bool) -> int:
     return 0 if first else x.ndim - 1
 
 
-def _operations(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
+def _operations(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
     at = 0 if first else -1  # a product has no lanes of its own: it is batched
     return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 
-def _on_cpu(*operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
-    types = _types(*map(jax.typeof, operands), of=of, first=first, **params)
-    return table.with_lanes_last(of, operands, types, params, first)
+def _on_cpu(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+    types = _types(*map(jax.typeof, operands), of=of, first=first, asked=asked, **params)
+    library = functools.partial(_operations, of=of, first=first, asked=asked, **params)
+    return table.with_lanes_last(of, operands, types, params, first, library)
 
 
 def _compute(*operands: Any, **params: Any) -> list[Any]:
@@ -150,12 +180,13 @@ def _compute(*operands: Any, **params: Any) -> list[Any]:
 _programs = Memo("decompositions of small matrices, outside of jit", most=256)
 
 
-def _lanes(x: Aval | Value, first: bool) -> Axis:
-    return Axis(x.shape[_at(x, first)])
+def _lanes(x: Aval | Value, first: bool, asked: bool) -> Axis:
+    option = "vectorized" if asked else "auto"
+    return Axis(x.shape[_at(x, first)], small_matrices=option)
 
 
-def _types(*avals: Any, of: str, first: bool, **params: Any) -> list[Any]:
-    axis = _lanes(avals[0], first)
+def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+    axis = _lanes(avals[0], first, asked)
     primitive: Any = _compat.find_primitive(of)
     one = [example_aval(axis, x, _at(x, first)) for x in avals]
     out, _ = primitive.abstract_eval(*one, **params)
@@ -163,9 +194,9 @@ def _types(*avals: Any, of: str, first: bool, **params: Any) -> list[Any]:
     return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
 
 
-def _all_lanes(function: Any, operands: Sequence[Value], first: bool) -> list[Any]:
+def _all_lanes(function: Any, operands: Sequence[Value], first: bool, asked: bool) -> list[Any]:
     """A function of one matrix of each operand, for those of all lanes."""
-    axis = _lanes(operands[0], first)
+    axis = _lanes(operands[0], first, asked)
     outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
     return [
         match_axis(axis, x, a, 0 if first else x.ndim - (a is not None))
@@ -174,10 +205,16 @@ def _all_lanes(function: Any, operands: Sequence[Value], first: bool) -> list[An
 
 
 def _jvp(
-    primals: Sequence[Value], tangents: Sequence[Value], *, of: str, first: bool, **params: Any
+    primals: Sequence[Value],
+    tangents: Sequence[Value],
+    *,
+    of: str,
+    first: bool,
+    asked: bool,
+    **params: Any,
 ) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    types = _types(*map(jax.typeof, primals), of=of, first=first, **params)
+    types = _types(*map(jax.typeof, primals), of=of, first=first, asked=asked, **params)
     smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
 
     def one(*xs: Any) -> list[Any]:
@@ -186,14 +223,16 @@ def _jvp(
         )
         return [*outs, *dots]
 
-    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first)
+    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first, asked)
     outs, dots = both[: len(types)], iter(both[len(types) :])
     return outs, [
         next(dots) if k in smooth else ad.Zero(t.to_tangent_aval()) for k, t in enumerate(types)
     ]
 
 
-def _transpose(cotangents: Any, *operands: Any, of: str, first: bool, **params: Any) -> list[Any]:
+def _transpose(
+    cotangents: Any, *operands: Any, of: str, first: bool, asked: bool, **params: Any
+) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     results: list[Any] = [None] * len(operands)
@@ -202,26 +241,26 @@ def _transpose(cotangents: Any, *operands: Any, of: str, first: bool, **params: 
     if not given:
         return results
     others = [x for x in operands if not ad.is_undefined_primal(x)]
-    axis = _lanes(cotangents[given[0]], first)
+    axis = _lanes(cotangents[given[0]], first, asked)
     types = [example_aval(axis, x, _at(x, first)) for x in (operands[i].aval for i in linear)]
 
     def one(*xs: Any) -> list[Any]:
         back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
         return back(xs[len(others) :])
 
-    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first)
+    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first, asked)
     for i, x in zip(linear, outs, strict=True):
         results[i] = x
     return results
 
 
 def _rule(
-    axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, **params: Any
+    axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, asked: bool, **params: Any
 ) -> tuple[Any, Any]:
     """Lanes of two axes are those of one."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
-        run = functools.partial(_operations, of=of, first=first, **params)
+        run = functools.partial(_operations, of=of, first=first, asked=asked, **params)
         return batch_function(plain, run, args, axes)
     merged = []
     for x, a in zip(args, axes, strict=True):
@@ -231,7 +270,7 @@ def _rule(
             lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
         )
     recording.note(small_matrices="together")
-    outs = _bind(merged, of=of, first=first, **params)
+    outs = _bind(merged, of=of, first=first, asked=asked, **params)
     at = [_at(x, first) for x in outs]
     apart = [
         lax.reshape(x, (*x.shape[:i], axis.size, x.shape[i] // axis.size, *x.shape[i + 1 :]))
@@ -248,7 +287,7 @@ own_primitive(
     compute=_compute,
     types=_types,
     programs=(),
-    facts="",
+    facts="library",
     rule=_rule,
     jvp=_jvp,
     transpose=_transpose,

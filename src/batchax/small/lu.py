@@ -57,15 +57,19 @@ def lu(a: Value) -> list[Any]:
 
     start = parts(a), jnp.zeros((steps, lanes), "int32")
     planes, pivots = repeat(0, steps, step, start)
+    return with_permutation(whole(planes), pivots)
 
-    def before(k: Any, order: Any) -> Any:
-        """What ends in a row, where it was before a step."""
-        j = steps - 1 - k
-        pivot = row(pivots, j)
-        return jnp.where(order == j, pivot, jnp.where(order == pivot, j, order))
 
-    order = np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (m, lanes))
-    return [whole(planes), pivots, repeat(0, steps, before, jnp.asarray(order))]
+def with_permutation(factors: Value, pivots: Value, *_: Value) -> list[Any]:
+    """What `lu` returns, of its first results.
+
+    JAX's own permutation takes longer to compile than all else in the library's call.
+    """
+    m, _, lanes = factors.shape
+    order = jnp.asarray(np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (m, lanes)))
+    for j in reversed(range(len(pivots))):  # where what ends in a row was before each step
+        order = jnp.where(order == j, pivots[j], jnp.where(order == pivots[j], j, order))
+    return [factors, pivots, order]
 
 
 def _size(planes: Sequence[Value]) -> Any:

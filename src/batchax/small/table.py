@@ -6,14 +6,22 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from batchax import _compat
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import divided
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.words import Aval, Eqn, Value
 from batchax.small import eigh, product, qr, svd, tridiagonal_solve
 from batchax.small.blocks import as_blocks_are, in_blocks
 from batchax.small.cholesky import cholesky
-from batchax.small.lu import lu
+from batchax.small.lu import lu, with_permutation
 from batchax.small.pays import of_library
+from batchax.small.planes import parts
+from batchax.small.scaling import largest
 from batchax.small.triangular_solve import triangular_solve
 
 
@@ -29,6 +37,11 @@ class Decomposition(NamedTuple):
       pays: whether it takes less time, for so many lanes, in a loop or not.
       alone: whether its results are seldom operands of others. Where lanes are first they stay so,
         then, outside of it: a block is transposed sooner than all.
+      choices: which results are a choice among equally right ones, such as the signs of vectors.
+        The library may choose others.
+      finite: whether it does what the library does for finite matrices only. Of a NaN or an
+        infinity the library makes pivots, signs and numbers that follow no rule.
+      of_library: makes all results of those of the library.
     """
 
     run: Callable[..., list[Any]]
@@ -36,15 +49,18 @@ class Decomposition(NamedTuple):
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
     pays: Callable[[Sequence[Aval], int, Any, bool], bool] | None = None
     alone: bool = False
+    choices: tuple[int, ...] = ()
+    finite: bool = False
+    of_library: Callable[..., list[Any]] = lambda *outs: list(outs)
 
 
 DECOMPOSITIONS = {
-    "cholesky": Decomposition(cholesky, (2,), alone=True),
-    "lu": Decomposition(lu, (2,)),
+    "cholesky": Decomposition(cholesky, (2,), alone=True, finite=True),
+    "lu": Decomposition(lu, (2,), finite=True, of_library=with_permutation),
     "triangular_solve": Decomposition(triangular_solve, (2, 2)),
-    "eigh": Decomposition(eigh.eigh, (2,), eigh.serves, alone=True),
-    "qr": Decomposition(qr.qr, (2,), qr.serves, alone=True),
-    "svd": Decomposition(svd.svd, (2,), svd.serves, alone=True),
+    "eigh": Decomposition(eigh.eigh, (2,), eigh.serves, alone=True, choices=(0,)),
+    "qr": Decomposition(qr.qr, (2,), qr.serves, alone=True, choices=(0,), finite=True),
+    "svd": Decomposition(svd.svd, (2,), svd.serves, alone=True, choices=(1, 2)),
     "tridiagonal_solve": Decomposition(
         tridiagonal_solve.tridiagonal_solve,
         (1, 1, 1, 2),
@@ -55,15 +71,58 @@ DECOMPOSITIONS = {
 }
 
 
-def with_lanes_last(
-    primitive: str, operands: Sequence[Value], types: Sequence[Aval], params: Any, first: bool
-) -> list[Any]:
-    """What a primitive of JAX computes on a CPU, with lanes last, or as if so; of `types`.
+def _chooses(eqn: Eqn) -> bool:
+    decomposition = DECOMPOSITIONS.get(eqn.primitive.name)
+    return decomposition is not None and bool(decomposition.choices)
 
-    Lanes come last in operands and results, or first.
+
+chooses = Anywhere(_chooses)
+"""Whether a decomposition has results that are a choice."""
+
+
+def with_lanes_last(
+    primitive: str,
+    operands: Sequence[Value],
+    types: Sequence[Aval],
+    params: Any,
+    first: bool,
+    library: Callable[..., list[Any]],
+) -> list[Any]:
+    """What a primitive of JAX computes on a CPU, with lanes last, or as if so.
+
+    Args:
+      primitive: its name.
+      operands: what it takes; lanes come last in all, and in the results, or first.
+      types: those of the results.
+      params: its parameters.
+      first: whether lanes come first.
+      library: the same of all lanes, computed by the library. It is called only where there are
+        lanes that this does not serve.
     """
     decomposition = DECOMPOSITIONS[primitive]
     run = functools.partial(decomposition.run, **params)
+    if not decomposition.finite:
+        return _in_one_function(decomposition, run, first, types, operands)
+    with_flags = lambda a: [*run(a), largest(parts(a)) < np.inf]
+    at = 0 if first else -1
+    flags = jax.ShapeDtypeStruct((operands[0].shape[at],), bool)
+    *outs, finite = _in_one_function(decomposition, with_flags, first, [*types, flags], operands)
+
+    def repaired(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
+        others = decomposition.of_library(*library(*operands))
+        own = lambda x: lax.broadcast_in_dim(finite, x.shape, [at % x.ndim])
+        return [jnp.where(own(x), x, y) for x, y in zip(outs, others, strict=True)]
+
+    return lax.cond(finite.all(), lambda outs, _: outs, repaired, outs, operands)
+
+
+def _in_one_function(
+    decomposition: Decomposition,
+    run: Callable[..., list[Any]],
+    first: bool,
+    types: Sequence[Aval],
+    operands: Sequence[Value],
+) -> list[Any]:
     # A product is one operation. A compiler that divides lanes among devices knows neither which
     # lanes a block has, nor what a call of a function of its own needs of others.
     if decomposition.ranks is None or divided():

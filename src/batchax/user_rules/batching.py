@@ -12,7 +12,7 @@ from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function
-from batchax.kernel.interpreter import ProgramRun
+from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import own_primitive
 from batchax.user_rules.call import (
     BatchedFlat,
@@ -41,7 +41,6 @@ from batchax.user_rules.together import (
     with_pullback_of_one,
 )
 
-Place = tuple[ProgramRun, Any]
 """A run through a program, and the equation of it that is batched."""
 
 

@@ -12,6 +12,7 @@ from batchax.programs.cost import cost_of_equation
 from batchax.programs.prices import SCATTERS, calls_of, windows_of
 from batchax.programs.shapes import matrices_of, size_of
 from batchax.programs.weights import FINDINGS
+from batchax.small.table import chooses
 
 _WRITES = SCATTERS | {"dynamic_update_slice"}
 _FIRST_INDEX = dict.fromkeys(("dynamic_slice", "gather", *SCATTERS), 1)
@@ -87,18 +88,31 @@ def factorisations(draft: Draft) -> Iterator[Finding]:
             continue
         times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
         number = round(each * times)
-        asked = draft.options.get("small_matrices") == "library"
+        kept_by = eqn.notes.get("small_matrices", "")
+        if draft.options.get("small_matrices") == "library":
+            kept_by = "choice" if chooses.is_true(record.eqn) else "option"
+        option, remedy = _FASTER.get(kept_by, ("", ""))
         otherwise = _remedy_of_factorisation(eqn.primitive, max(rows, columns))
         yield Finding(
             "factorisation of small matrices",
             f"`{eqn.primitive}` of {number:,} matrices of {rows} x {columns}: a call of a library "
             f"for each, for {show_flops(eqn.work.flops / max(1, number))} of arithmetic.",
-            'Leave small_matrices="library" out.' if asked else otherwise,
+            remedy or otherwise,
             eqn.number,
             times * calls * FINDINGS.call,
-            advice={"small_matrices": "auto"} if asked else {},
-            otherwise=otherwise if asked else "",
+            advice={"small_matrices": option} if option else {},
+            otherwise=otherwise if option else "",
         )
+
+
+# What makes it faster, by why the library runs: the option, or results that are read.
+_FASTER = {
+    "option": ("auto", 'Leave small_matrices="library" out.'),
+    "choice": (
+        "vectorized",
+        'If any signs and bases of vectors are right, pass small_matrices="vectorized".',
+    ),
+}
 
 
 def _remedy_of_factorisation(name: str, rows: int) -> str:
