@@ -261,6 +261,20 @@ def test_wrapped_functions():
     assert closes_over_tracers(rule), "an argument of nondiff_argnums is not found in the rule"
 
 
+def test_descriptions_of_residuals():
+    params = equation("custom_vjp_call", custom_vjp, X).params
+    description = _compat.ResidualsDescription(params["out_trees"])
+    assert description.get() is None
+    params["fwd_jaxpr_thunk"].call_wrapped(True)
+    before = params["out_trees"]()
+    assert before[2] is not None
+    described = description.get()
+    description.set((*described[:2], [None]))
+    assert params["out_trees"]()[2] == [None]
+    description.set(described)
+    assert params["out_trees"]() == before
+
+
 # --- parameters that rules read ----------------------------------------------------------------
 
 

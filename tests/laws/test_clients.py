@@ -257,6 +257,37 @@ def test_program_in_every_way(name):
     run_in(WAYS, name)
 
 
+def gradient(batched):
+    """The gradient of the sum of what a batched function returns."""
+
+    def loss(args):
+        outs = jax.tree.leaves(batched(*args))
+        return sum(jnp.sum(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    return lambda *args: jax.grad(loss)(args)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_traced_again(name):
+    # JAX keeps what it traced of a jitted function, derivative rules as well. Whatever traced it
+    # before, the program is the one of a function that was never traced.
+    fun, args = PROGRAMS[name](DTYPE)
+    few = jax.tree.map(lambda x: x[:2], args)
+    ways = [jax.vmap, bx.vmap, lambda f: bx.vmap(f, batch_size=1)]
+    cases = [(fun, lambda f: f)]
+    if hasattr(fun, "__wrapped__"):  # differentiated above; here around the batched function
+        cases.append((fun.__wrapped__, gradient))
+    for one, around in cases:
+        for order in ways, ways[::-1]:
+            staged = jax.jit(lambda *args, one=one: one(*args))
+            for vmap, batch in itertools.product(order, [args, few]):
+                jax.make_jaxpr(jax.jit(around(vmap(staged))))(*batch)
+            for vmap in ways[1:]:
+                new = jax.jit(lambda *args, one=one: one(*args))
+                assert bx.same_program(around(vmap(new)), around(vmap(staged)), *args)
+
+
 # The libraries' own calls of `jax.vmap`.
 
 

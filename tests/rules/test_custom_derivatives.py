@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import weakref
 
 import jax
@@ -945,3 +946,48 @@ def test_what_jax_keeps_staged_is_batched_once():
     xs, shared = jnp.linspace(-2.0, 2.0, 3), jnp.float32(0.5)
     for _ in range(3):
         check(twice, xs, shared, xs[::-1], in_axes=(0, None, 0), eager=False)
+
+
+@pytest.mark.parametrize(
+    ("ways", "refuses"),
+    [
+        ([jax.vmap, bx.vmap], True),
+        ([bx.vmap, jax.vmap, bx.vmap], True),
+        ([bx.vmap, bx.vmap], False),
+    ],
+    ids=["after jax.vmap", "before jax.vmap", "by other arguments"],  # at which jax.vmap fails
+)
+def test_a_jitted_function_is_traced_again(ways, refuses):
+    # JAX remembers traces of a forward rule, and describes residuals of the latest one alone.
+    @jax.custom_vjp
+    def scaled(x, y):
+        return jnp.sin(x) * y, y**2
+
+    def forward(x, y):
+        if refuses and y.perturbed:
+            raise ValueError("y is a constant")
+        residuals = (x.value, y.value) if y.perturbed else (jnp.cos(x.value) * y.value,)
+        return (jnp.sin(x.value) * y.value, y.value**2), residuals
+
+    def reverse(residuals, cotangents):
+        ct, of_square = cotangents
+        if len(residuals) == 1:
+            return ct * residuals[0], None
+        x, y = residuals
+        return ct * jnp.cos(x) * y, ct * jnp.sin(x) + of_square * 2 * y
+
+    scaled.defvjp(forward, reverse, symbolic_zeros=True)
+    jitted = jax.jit(scaled)
+
+    def gradient(vmap, argnums, size):
+        def loss(x, y):
+            return sum(jnp.sum(out) for out in vmap(jitted, in_axes=(0, None))(x, y))
+
+        x = jnp.linspace(0.1, 1, size)
+        got = jax.jit(jax.grad(loss, argnums))(x, 2.0)
+        want = jnp.cos(x) * 2, jnp.sin(x).sum() + size * 4.0
+        np.testing.assert_allclose(got, want[argnums], rtol=1e-5)
+
+    for vmap, size in itertools.product(ways, (3, 2)):
+        for argnums in [0] if refuses else [0, 1, 0]:
+            gradient(vmap, argnums, size)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from batchax import _compat
@@ -27,7 +28,7 @@ from batchax.kernel.inner import emitted
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 from batchax.kernel.varying import types_varying, without_mesh
-from batchax.memo import kept_with
+from batchax.memo import Memo, kept_with
 from batchax.rules.batched_transpose import match_or_zeros
 from batchax.rules.reverse_rule import Residuals, ReverseRule, known_number
 from batchax.rules.rule_outputs import (
@@ -134,10 +135,13 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     # What the latest forward run said of its residuals. JAX calls `forward` and, later, `backward`,
     # and hands on arrays alone from the one to the other: what describes them has to wait here.
     kept = Residuals((), (), ())
+    description = _compat.ResidualsDescription(out_trees)
 
     def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, Residuals]:
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
+        # JAX may have traced the rule before, and for other arguments since.
+        description.set(_descriptions.get(tuple(perturbed), description.get, owner=out_trees))
         consts, const_axes = captured.values(consts)
         jaxpr = _compat.constants_as_inputs(jaxpr)
         given, given_axes = [*consts, *primals], [*const_axes, *axes[skip:]]
@@ -158,11 +162,17 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
     def axes_from_rules() -> Axes:
         def run(*xs: Any) -> tuple[list[Any], Axes]:
-            outs, out_axes, residuals = run_forward([True] * (len(xs) - skip), xs[skip:])
+            outs, out_axes, residuals = run_forward(inexact[skip:], xs[skip:])
             needed = need(xs, outs, out_axes, residuals)
             return [], union(out_axes[len(outs) - n_out :], needed)
 
-        return _compat.stage_described(run, types)[1]
+        inexact = [jnp.issubdtype(t.dtype, jnp.inexact) for t in types]
+        before = description.get()
+        try:
+            return _compat.stage_described(run, types)[1]
+        finally:
+            if before is not None:  # traces that JAX remembers have that one
+                description.set(before)
 
     def need(xs: Any, outs: Any, out_axes: Axes, residuals: Residuals) -> Axes:
         """Which outputs the reverse rule needs for each lane, from what the forward one gave."""
@@ -191,6 +201,9 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     outs = _custom_vjp_p.bind(*args, subfuns=subfuns, **bound)
     return outs, outputs.axes
 
+
+# Of the residuals of forward rules, by which arguments are differentiated.
+_descriptions = Memo("descriptions of the residuals of custom_vjp functions", most=1024)
 
 _IN_REVERSE = "custom_lin", "call_hi_primitive_linearized"
 
