@@ -756,6 +756,7 @@ def fails(call, error, *parts):
         call()
     for part in parts:
         assert part in str(info.value), (part, str(info.value))
+    assert "vmap" not in str(info.value)
 
 
 def keep(carry, *xs):
@@ -764,6 +765,26 @@ def keep(carry, *xs):
 
 MISTAKES = {
     "no function": (lambda: bx.scan(3), bx.ArgumentTypeError, ["scan expects", "int"]),
+    "as a decorator": (
+        lambda: bx.scan(out_axes=1),
+        bx.ArgumentTypeError,
+        ["scan() was given no function", "@functools.partial(batchax.scan, out_axes=...)"],
+    ),
+    "values": (
+        lambda: bx.scan(keep, 0.0, jnp.zeros(4)),
+        bx.ArgumentTypeError,
+        ["in_axes must be", "got 0.0", "what scan returns: batchax.scan(keep)(init, xs)."],
+    ),
+    "array as a carry": (
+        lambda: bx.scan(keep, (jnp.zeros(4), 0), jnp.zeros(4)),
+        bx.ArgumentTypeError,
+        ["in_axes[0] must be", "what scan returns: batchax.scan(keep)(init, xs)."],
+    ),
+    "int as a carry": (
+        lambda: bx.scan(keep, 0, jnp.zeros(4)),
+        bx.ArgumentTypeError,
+        ["out_axes must be an int or None", "what scan returns: batchax.scan(keep)(init, xs)."],
+    ),
     "sizes": (
         lambda: bx.scan(keep, (1, 0))(0, jnp.zeros((2, 3)), jnp.zeros(4)),
         bx.AxisError,

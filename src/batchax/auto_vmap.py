@@ -110,6 +110,9 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
             f"them. A batch is given to what comes of both: batchax.auto_vmap(ranks)({name})(...)."
         )
 
+    if not ranks and not named:
+        raise ArgumentTypeError(f"auto_vmap() was given no rank. {_GIVE_RANKS}")
+
     @_compat.api_boundary
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(fun):
@@ -117,6 +120,13 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
         return _decorate(fun, _declared(fun, ranks, named))
 
     return decorate
+
+
+_GIVE_RANKS = (
+    "Give ranks, such as @batchax.auto_vmap(1, 2) or @batchax.auto_vmap(x=1); or write "
+    "@batchax.auto_vmap, without parentheses, on a function whose parameters are annotated by "
+    "jaxtyping."
+)
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,11 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     specs, extra = _by_parameter(name_of(fun), signature, ranks)
     rest = {k: v for k, v in named.items() if k not in options}
     specs |= _by_name(name_of(fun), signature, rest, specs)
+    if not specs and not extra:
+        raise ArgumentTypeError(
+            f"auto_vmap was given options, and no rank of a parameter of {name_of(fun)}. "
+            + _GIVE_RANKS
+        )
     return _Declared(specs, extra, outputs, options)
 
 

@@ -33,7 +33,13 @@ from batchax.frontend.carries import (
     settle,
 )
 from batchax.frontend.containers import is_container_spec
-from batchax.frontend.in_axes import STEPS, argument_names, check_in_axes, is_position
+from batchax.frontend.in_axes import (
+    STEPS,
+    argument_names,
+    as_a_call,
+    check_in_axes,
+    is_position,
+)
 from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import (
@@ -148,8 +154,8 @@ def scan(
       ((3,), (3, 50))
     """
     check_callable("scan", "a function of one step", fun)
-    check_in_axes(_after_carry(fun, None), in_axes)
-    _check_out_axes(out_axes)
+    check_in_axes(_after_carry(fun, None), in_axes, "scan")
+    _check_out_axes(fun, out_axes)
     check_axis_size(length, terms=STEPS)
     check_flags(reverse=reverse)
     _check_unroll(unroll)
@@ -264,10 +270,15 @@ def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     )
 
 
-def _check_out_axes(out_axes: Any) -> None:
+def _check_out_axes(fun: Any, out_axes: Any) -> None:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
         if not (is_position(leaf) or isinstance(leaf, AxisSpec) or is_container_spec(leaf)):
-            raise ArgumentTypeError(_not_stacked(f"out_axes{jax.tree_util.keystr(keys)}", leaf))
+            raise ArgumentTypeError(
+                f"out_axes{jax.tree_util.keystr(keys)} must be an int or None, got {brief(leaf)}: "
+                "scan stacks what each step returns as ys along an axis. Put a value of which only "
+                "the last, or a sum over the steps, is wanted into the carry."
+                + as_a_call("scan", fun, leaf)
+            )
 
 
 def _parted(
@@ -310,14 +321,6 @@ def _parted(
     once = evaluate(of_one, staged.consts, [*carry, *xs], bind_equation, keeps=lambda _: False)
     rest = _compat.close(jaxpr.replace(outvars=[*new, *(ys[k] for k in stacked)]), staged.consts)
     return _compat.without_dead(rest), places, dict(zip(alone, map(as_array, once), strict=True))
-
-
-def _not_stacked(where: str, spec: Any) -> str:
-    return (
-        f"{where} must be an int or None, got {brief(spec)}: scan stacks what each step returns as "
-        "ys along an axis. Put a value of which only the last, or a sum over the steps, is wanted "
-        "into the carry."
-    )
 
 
 def _check_unroll(unroll: Any) -> None:

@@ -177,7 +177,7 @@ MISTAKES = {
     "map model:double --in none.npy --out y.npy": (1, "there is no such file"),
     "map model:double --in x.npy --out y.h5": (1, "HDF5 is read but not written"),
     "map model:fragile --in x.npy --out y.npy": (1, "version="),
-    "status y.npy": (1, "There is no job of y.npy"),
+    "status y.npy": (1, "There is no job of y.npy, which does not exist"),
     "verify y.npy": (1, "There is no job of y.npy"),
 }
 

@@ -658,8 +658,10 @@ def test_options_in_the_words_of_others(option, says):
         with pytest.raises(TypeError, match=re.escape(f"has no option {option!r}")) as raised:
             call(jnp.sin, **{option: 0})(jnp.ones(3))
         assert says in str(raised.value)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'fun'"):
+    with pytest.raises(TypeError, match=r"functools\.partial\(batchax\.vmap, in_axes=\.\.\.\)"):
         bx.vmap()
+    with pytest.raises(TypeError, match=r"functools\.partial\(batchax\.vmap, batch_size=\.\.\.\)"):
+        bx.vmap(batch_size=2)
 
 
 def test_options_of_what_else_takes_some():

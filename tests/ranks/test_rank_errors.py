@@ -104,6 +104,13 @@ def test_outputs_that_are_not_as_declared(fun, signature, message):
         bx.auto_vmap(signature)(fun)(jnp.ones((4, 3)))
 
 
+def test_no_rank():
+    with pytest.raises(bx.ArgumentTypeError, match=r"auto_vmap\(\) was given no rank\. Give ranks"):
+        bx.auto_vmap()
+    with pytest.raises(bx.ArgumentTypeError, match="no rank of a parameter of foo"):
+        bx.auto_vmap(batch_size=2)(foo)
+
+
 def test_a_new_name_in_the_outputs():
     f = bx.auto_vmap("(n)->(m),(m)")(lambda x: (x[1:], x[:-1]))
     assert [y.shape for y in f(jnp.ones((4, 3)))] == [(4, 2), (4, 2)]

@@ -298,5 +298,13 @@ def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:
 def _description(files: JobFiles) -> Description:
     description = files.read()
     if description is None:
-        raise JobError(f"There is no job of {files.out}: {files.folder} holds none.")
+        if not files.place.exists(files.out):
+            raise JobError(
+                f"There is no job of {files.out}, which does not exist, and neither does its "
+                f"journal, {files.folder}. Check the path that batchax.map was given as out."
+            )
+        raise JobError(
+            f"There is no job of {files.out}: its journal, {files.folder}, does not exist. Was it "
+            "written by batchax.map?"
+        )
     return description

@@ -62,22 +62,25 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -
         raise ArgumentTypeError(
             "in_axes must be an int, None, a tuple or list with an entry for each positional "
             f"argument, a dict by parameter name, or a callable; got {show(in_axes)}."
-            + _as_a_call(called, fun, in_axes)
+            + as_a_call(called, fun, in_axes)
         )
     for keys, leaf in jax.tree_util.tree_flatten_with_path(in_axes)[0]:
         if not (is_input_spec(leaf) or is_container_spec(leaf)):
             raise ArgumentTypeError(
                 f"in_axes{jax.tree_util.keystr(keys)} must be an int, None or a callable from "
-                f"leaves to those; got {show(leaf)}." + _as_a_call(called, fun, leaf)
+                f"leaves to those; got {show(leaf)}." + as_a_call(called, fun, leaf)
             )
 
 
-def _as_a_call(called: str, fun: Any, given: Any) -> str:
-    """How to give a batch that stands where axes belong; empty if `given` is none."""
-    if not (hasattr(given, "shape") and hasattr(given, "dtype")):
-        return ""
-    name = name_of(fun)
-    return f" A batch is given to what {called} returns: batchax.{called}({name})(...)."
+def as_a_call(called: str, fun: Any, given: Any) -> str:
+    """How to give values that stand where axes belong; empty if `given` is none."""
+    name, array = name_of(fun), hasattr(given, "shape") and hasattr(given, "dtype")
+    if called == "scan" and (array or isinstance(given, (float, complex))):
+        return (
+            " The carry and the arrays are given to what scan returns: "
+            f"batchax.scan({name})(init, xs)."
+        )
+    return f" A batch is given to what {called} returns: batchax.{called}({name})(...)." * array
 
 
 def is_input_spec(spec: Any) -> bool:

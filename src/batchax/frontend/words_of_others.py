@@ -35,8 +35,13 @@ _OTHERS = {
 }
 
 
+_OF_FUNCTIONS = ("vmap", "scan")  # which a decorator may be meant to be
+
+
 def in_our_words(fun: F) -> F:
     """Decorator of what users call: options that it does not have are refused with what to give.
+
+    So are options of `vmap` and `scan` without a function.
 
     Raises:
       ArgumentTypeError: (a TypeError) names the option, and what it is here.
@@ -47,6 +52,8 @@ def in_our_words(fun: F) -> F:
     @functools.wraps(fun)
     def checked(*args: Any, **options: Any) -> Any:
         check_options(fun.__name__, names, options)
+        if fun.__name__ in _OF_FUNCTIONS and not args and "fun" not in options:
+            raise ArgumentTypeError(_without_function(fun.__name__, options))
         return fun(*args, **options)
 
     return cast("F", checked)
@@ -61,6 +68,14 @@ def check_options(called: str, names: Sequence[str], options: Iterable[str]) -> 
     for option in options:
         if option not in names:
             raise ArgumentTypeError(_told(called, names, option))
+
+
+def _without_function(called: str, options: Iterable[str]) -> str:
+    some = "".join(f", {name}=..." for name in options) or ", in_axes=..."
+    return (
+        f"{called}() was given no function. To decorate one with options, write "
+        f"@functools.partial(batchax.{called}{some})."
+    )
 
 
 def _told(called: str, names: Sequence[str], option: str) -> str:
