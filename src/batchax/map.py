@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,7 +145,7 @@ def map(
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
     kind = kind_of(out)  # what cannot be one is refused before any work
-    named = None if out is None else _named_by(out)
+    named = None if out is None else address(out, "out")
     place = _from_anywhere(named)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, resume)
     _check_count("max_errors", max_errors, or_none=True)
@@ -183,11 +182,6 @@ def map(
         begun=begun,
     )
     return run(function, how)
-
-
-def _named_by(out: Any) -> Address:
-    at_home = os.path.expanduser(out) if isinstance(out, (str, os.PathLike)) else out
-    return address(at_home, "out")
 
 
 def _from_anywhere(named: Address | None) -> Address | None:

@@ -2,14 +2,27 @@
 
 import io
 import os
+import queue
+import signal
+import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
+import xarray
 
 import batchax as bx
+from batchax.command import main
+from batchax.datasets import journal
+from batchax.datasets.checksums import sealed, unsealed
 from batchax.datasets.inspect import status, verify
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -318,3 +331,169 @@ def test_arguments_of_the_wrong_kind_are_told(x, given, says):
     with pytest.raises(bx.BatchaxError, match=says):
         quiet(same, given.pop("x"), **given)
     assert os.listdir() == ["x.npy"]
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "memory://empty/y.zarr"])
+def test_rows_without_elements_in_zarr(x, out):
+    fun = lambda x: {"none": x[:0], "x": x}
+    for reused in (0, 10):
+        assert quiet(fun, x, out=out, batch_size=4).reused == reused
+    assert verify(out)
+    assert bx.map(same, f"{out}/none", progress=False).outputs.shape == (10, 0)
+    assert quiet(lambda x: x[:0], x, out=out.replace("y.z", "z.z"), batch_size=4).rows == 10
+
+
+def test_backslashes_in_zarr(x):
+    """TensorStore takes them for slashes, and would write elsewhere."""
+    with pytest.raises(bx.ArgumentTypeError, match="cannot be the name of an array in a Zarr"):
+        quiet(lambda x: {"a\\b": x}, x, out="y.zarr")
+    with pytest.raises(bx.ArgumentTypeError, match="has a backslash in its path"):
+        quiet(same, x, out="a\\b.zarr")
+    assert not list(Path().glob("*.zarr*"))
+    assert not Path("a").exists()
+    assert quiet(lambda x: {"a\\b": x}, x, out="a\\b.parquet").rows == 10
+
+
+def test_an_output_in_a_folder_of_parquet_that_is_read(x):
+    os.mkdir("rows")
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1.0, 2.0]}), "rows/0.parquet")
+    for out in ("rows/y.parquet", "rows/y.zarr", "rows"):
+        with pytest.raises(bx.ArgumentTypeError, match=r"lies in x \(rows:x"):
+            quiet(same, "rows:x", out=out)
+    assert quiet(same, "rows/0.parquet:x", out="y.parquet").rows == 2
+
+
+@pytest.mark.parametrize("out", ["y.npy", "y.zarr"])
+def test_a_clock_that_stands_still(x, out, monkeypatch):
+    monkeypatch.setattr(journal.time, "time", lambda: 1e9)
+    quiet(same, x, out=out, batch_size=2, commit_rows=2)
+    damaged = Path("y.zarr/c.1.0" if out == "y.zarr" else out)
+    damaged.write_bytes(damaged.read_bytes()[:-2] + b"!!")
+    assert len(verify(out).damaged) == 1
+    assert quiet(same, x, out=out, batch_size=2, commit_rows=2).reused == 8
+    assert verify(out)
+    assert quiet(same, x, out=out, batch_size=2, commit_rows=2).reused == 10
+
+
+def test_ctrl_c_while_a_stream_waits(x):
+    rows = queue.Queue()
+    [rows.put(row) for row in x[:5]]
+    asked = []
+
+    def stream():
+        while True:
+            if rows.empty():
+                asked.append(threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]))
+                asked[0].start()
+            yield rows.get()
+
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        quiet(lambda x: x + 1, stream(), out="y.zarr", batch_size=2, commit_rows=2)
+    assert time.monotonic() - begun < 20
+    [rows.put(row) for row in x[5:]]  # so that the thread that waits comes to its end
+    assert quiet(lambda x: x + 1, iter(x), out="y.zarr", batch_size=2, commit_rows=2).reused == 4
+
+
+TABLES = {
+    "pandas": lambda x: pandas.DataFrame({"a": x[:, 0], "b": x[:, 1]}),
+    "xarray": lambda x: xarray.Dataset({"a": ("row", x[:, 0]), "b": ("row", x[:, 1])}),
+    "pyarrow": lambda x: pyarrow.table({"a": x[:, 0], "b": x[:, 1]}),
+}
+
+
+@pytest.mark.parametrize("library", TABLES)
+def test_a_table_is_given_by_its_columns(x, library):
+    fun, table = lambda t: t["a"] - t["b"], TABLES[library](x)
+    for call in (lambda: quiet(fun, table), lambda: bx.map_batches(fun, table, batch_size=2)):
+        with pytest.raises(bx.ArgumentTypeError, match=f"of {library}, each column") as caught:
+            call()
+    columns = {
+        name: eval(
+            str(caught.value).split("'a': ")[1].split(", ...")[0].replace("'a'", repr(name)),
+            {"t": table},
+        )
+        for name in "ab"
+    }
+    np.testing.assert_array_equal(quiet(fun, columns).outputs, x[:, 0] - x[:, 1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unit_rows": 0},
+        {"batch_size": 0},
+        {"unit_rows": -2},
+        {"unit_rows": 1.5},
+        {"unit_rows": "x"},
+        {"rows": -1},
+        {"rows": 10**12},
+        {"ends": [0, 0, 10]},
+        {"ends": [10, 3]},
+        {"ends": [2, 4]},
+    ],
+    ids=str,
+)
+def test_plans_that_batchax_did_not_make(x, change):
+    quiet(same, x, out="y.npy", batch_size=2)
+    Path("y.npy.job/done.json").unlink()
+    path = Path("y.npy.job/job.json")
+    (content,) = unsealed([path.read_bytes().rstrip(b"\n")])
+    del content["crc32c"]
+    content["plan"] |= change
+    path.write_bytes(sealed(content))
+    with pytest.raises(bx.BatchaxError, match=r"job\.json.*(did not write|so somebody changed it)"):
+        quiet(same, x, out="y.npy", batch_size=2)
+
+
+def test_the_home_of_nobody(x, capsys):
+    for call in (
+        lambda: quiet(same, "~nobody-here/x.npy"),
+        lambda: quiet(same, x, out="~nobody-here/y.npy"),
+        lambda: quiet(same, x, out=Path("~nobody-here/y.npy")),
+        lambda: status("~nobody-here/y.npy"),
+    ):
+        with pytest.raises(
+            bx.ArgumentTypeError, match="there is no user 'nobody-here' with a home"
+        ):
+            call()
+    assert not Path("~nobody-here").exists()
+    words = ["math:sin", "--in", "~nobody-here/x.npy", "--out", "y.npy"]
+    assert main(["map", *words]) == 1
+    assert main(["slurm", *words, "--shards", "2"])
+    assert "nobody-here" in capsys.readouterr().err
+    Path("~x").mkdir()
+    np.save("~x/x.npy", x)
+    assert quiet(same, "~x/x.npy", out="~x/y.npy").rows == 10
+
+
+@pytest.mark.parametrize("on_error", ["raise", "quarantine"])
+def test_memory_that_is_too_small_names_the_batch(x, on_error):
+    fun = lambda x: jnp.sort(jnp.zeros(1 << 42) + x.sum())[0]
+    told = r"rows 0 to 3 of x.*batch_size=4 rows does not fit.*Pass a smaller batch_size"
+    with pytest.raises(bx.MemoryLimitError, match=told):
+        quiet(fun, x, batch_size=4, on_error=on_error)
+    with pytest.raises(bx.MemoryLimitError, match=told):
+        list(bx.map_batches(fun, x, batch_size=4))
+
+
+SCRIPT = """
+import numpy as np, batchax as bx
+{}
+bx.map(np.sin if False else (lambda x: x + 1), np.arange(8.0), out="y.npy", executor={})
+"""
+
+
+@pytest.mark.only_in_whole_runs
+@pytest.mark.parametrize("executor", ["'processes:2'", "pool"])
+def test_a_script_without_a_guard_is_told_so_at_once(x, executor):
+    pool = "import multiprocessing as m, concurrent.futures as f\n"
+    pool += "pool = f.ProcessPoolExecutor(2, mp_context=m.get_context('spawn'))"
+    Path("script.py").write_text(SCRIPT.format(pool, executor))
+    env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert "below `if __name__ == '__main__':`" in done.stderr
+    assert "LockedError" not in done.stderr
+    assert time.monotonic() - begun < 40

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from batchax.commands.dataset import add_call, call_of
 from batchax.commands.words import Mistake
+from batchax.datasets.addresses import at_home
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
 from batchax.datasets.stores import kind_of
@@ -132,4 +132,4 @@ def _words(options: argparse.Namespace) -> Iterator[str]:
 
 def _from_anywhere(path: str) -> str:
     """Tasks begin where sbatch was called, and home is home."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    return at_home(path, "--in")

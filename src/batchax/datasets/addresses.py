@@ -95,7 +95,7 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
     """
     if isinstance(x, ObjectPath):
         return x
-    text = os.fspath(x)
+    text = at_home(os.fspath(x), name)
     match = _match(text)
     if match is None:
         return Path(text)
@@ -124,6 +124,22 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
             f"{name}={masked(text)!r} must name a bucket and what is in it, as in {scheme}://bucket/key."
         )
     return ObjectPath(scheme, bucket, key)
+
+
+def at_home(path: str, name: str) -> str:
+    """A path with the folder of the user in place of ``~``.
+
+    Raises:
+      ArgumentTypeError: there is no such user.
+    """
+    whole = os.path.expanduser(path)
+    first = path.split("/")[0]
+    if whole == path and path.startswith("~") and not os.path.lexists(first):
+        raise ArgumentTypeError(
+            f"{name}={path!r}: there is no user {first[1:]!r} with a home folder. Give the path in "
+            f"full, or ./{path} for a file of that name."
+        )
+    return whole
 
 
 def _match(text: str) -> re.Match[str] | None:

@@ -16,7 +16,7 @@ from batchax import _compat
 from batchax.datasets.halving import fail_alone
 from batchax.datasets.one_batch import Batch, begun, last_line, recomputed, tried
 from batchax.datasets.parts import NOT_FINITE, Bad, Rows, alike
-from batchax.errors import RowError
+from batchax.errors import MemoryLimitError, RowError
 
 
 class OutageError(RowError):
@@ -106,7 +106,18 @@ def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[lis
 def failing_rows(
     batch: Batch, error: Exception, most: int, streak: Streak | None = None
 ) -> list[Bad]:
-    """The rows that a batch fails for, so many at most."""
+    """The rows that a batch fails for, so many at most.
+
+    Raises:
+      MemoryLimitError: it does not fit the memory, and no row is to blame.
+    """
+    if str(error).startswith("RESOURCE_EXHAUSTED"):
+        raise MemoryLimitError(
+            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
+            f"batch_size={batch.program.batch_size} rows does not fit the memory of the device "
+            f'({str(error).splitlines()[0]}). Pass a smaller batch_size, or batch_size="auto" '
+            "with a memory_limit; an out= that was begun keeps its batches, so give another one."
+        ) from error
     bad: list[Bad] = []
     with _compat.callbacks_fail_silently():  # the same one, again and again
         for row, why in itertools.islice(_failing(batch, error, streak), most):

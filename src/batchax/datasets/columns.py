@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class ParquetColumn(Column):
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
         paths, self._files = self._parts(path, name)
+        self._path = path.resolve() if isinstance(path, Path) else path
         if not paths:
             raise StorageError(f"{name}: there are no .parquet files in {path}.")
         self._groups: list[tuple[int, int]] = []  # file, and row group in it
@@ -152,6 +154,10 @@ class ParquetColumn(Column):
         for one in files:
             one.count = len(files)
         return paths, files
+
+    def would_hold(self, path: Any) -> bool:
+        # Of a folder all: a new file in it, or a new folder that is named like one, would be read.
+        return path == self._path or self._path in path.parents
 
     def _readable(self, i: int) -> Any:
         """The file with this number, for PyArrow."""

@@ -154,6 +154,7 @@ def find_inputs(
                 "taken along an axis, so give its number, or None for what all rows share. For a "
                 "random key of each row pass key= to map."
             )
+        _refuse_tables(leaf.value, leaf.path)
         with reading(leaf.path):  # what was closed raises errors of its own
             one_by_one = is_stream(leaf.value)
         if one_by_one:
@@ -174,6 +175,25 @@ def find_inputs(
         streams,
         large,
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
+    )
+
+
+_TABLES = {"DataFrame", "LazyFrame", "Dataset", "Table", "RecordBatch"}
+
+
+def _refuse_tables(x: Any, path: str) -> None:
+    """Refuses tables of pandas, polars, xarray and Arrow: each column is an array of its own."""
+    library, kind = type(x).__module__.split(".")[0], type(x).__name__
+    if library not in ("pandas", "polars", "xarray", "pyarrow") or kind not in _TABLES:
+        return
+    names = next(
+        getattr(x, at) for at in ("data_vars", "column_names", "columns") if hasattr(x, at)
+    )
+    column = brief(next(iter(names), "a"))
+    of = f"{path}[{column}]" + ".to_numpy()" * (library in ("pandas", "polars"))
+    raise ArgumentTypeError(
+        f"{path} is a {kind} of {library}, each column of which is an array. Pass a dict with the "
+        f"columns that the function takes, {{{column}: {of}, ...}}."
     )
 
 

@@ -8,6 +8,7 @@ any other way was whole once: what it said is lost, and that is told.
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,14 +40,17 @@ class Journal:
     def append_many(self, records: Sequence[Record]) -> list[Record]:
         """Says that units are done, by one sync for all; returns them with the time of that."""
         now = time.time()
-        records = [r if r.ended else dataclasses.replace(r, ended=now) for r in records]
+        new = lambda r: dataclasses.replace(r, ended=r.ended or now, ids=[secrets.token_hex(8)])
+        records = [r if r.ids else new(r) for r in records]
         self._append(map(self._entry, records))
         return records
 
     def withdraw(self, records: Iterable[Record], reason: str) -> None:
         """Says that what these records say is no longer so, and why."""
         self._append(
-            {"unit": r.unit.number, "withdrawn": r.ended, "reason": reason} for r in records
+            {"unit": r.unit.number, "withdrawn": id, "reason": reason}
+            for r in records
+            for id in r.ids
         )
 
     def close(self) -> None:
@@ -63,6 +67,7 @@ class Journal:
             "attempt": record.attempt,
             "seconds": record.seconds,
             "ended": record.ended,
+            "id": record.ids[0],
         }
         if record.quarantined:
             entry["quarantined"] = packed(record.quarantined)
@@ -101,7 +106,7 @@ def _done(
     differ: dict[int, list[Record]] = {}
     for entry, writer in entries:
         number = entry["unit"]
-        if "withdrawn" in entry or (number, entry["ended"]) in withdrawn:
+        if "withdrawn" in entry or (number, _id(entry)) in withdrawn:
             continue
         record = _record(entry, folder, writer)
         first = done.setdefault(number, record)
@@ -109,6 +114,10 @@ def _done(
             continue
         if number in differ or first.checksums != record.checksums:
             differ.setdefault(number, [first]).append(record)
+        else:
+            ids = [*first.ids, *record.ids]
+            first = done[number] = dataclasses.replace(first, ids=ids)
+            record = dataclasses.replace(record, ids=ids)
         if record.ended < first.ended:
             done[number] = record
     return done, differ
@@ -142,6 +151,11 @@ def _damaged(lines: Sequence[bytes], whole: Sequence[bool]) -> Iterator[int]:
             yield number
 
 
+def _id(entry: dict[str, Any]) -> Any:
+    """By what a record is withdrawn: of versions before 0.2 the time, which may come again."""
+    return entry.get("id", entry["ended"])
+
+
 def _record(entry: dict[str, Any], folder: Address, writer: str) -> Record:
     reduced = entry.get("reduced")
     return Record(
@@ -152,6 +166,7 @@ def _record(entry: dict[str, Any], folder: Address, writer: str) -> Record:
         tuple(unpacked(entry["quarantined"])) if "quarantined" in entry else (),
         partials.Reduced(reduced, folder.parent / partials.FOLDER) if reduced else {},
         entry["ended"],
+        [_id(entry)],
         writer,
         entry.get("read", ()),
     )

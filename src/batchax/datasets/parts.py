@@ -148,6 +148,7 @@ class Record:
       quarantined: the rows that have no result.
       reduced: for each reduction over the rows, the part of this unit.
       ended: when that was written down, in seconds since 1970; the journal sets it.
+      ids: by which it is withdrawn, of all attempts that wrote the same; the journal sets them.
       writer: whose journal says it, if it was read there.
       read: crc32c of the rows of a stream that it was computed of, one for each array of them.
     """
@@ -159,5 +160,6 @@ class Record:
     quarantined: Sequence[Bad] = ()
     reduced: Mapping[str, Any] = field(default_factory=dict)
     ended: float = 0.0
+    ids: Sequence[Any] = field(default=(), compare=False)
     writer: str = field(default="", compare=False)
     read: Sequence[int] = ()

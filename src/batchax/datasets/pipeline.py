@@ -24,6 +24,7 @@ T = TypeVar("T")
 AHEAD = 2  # units that are read before they are computed
 WRITERS = 4  # what one disk takes at a time: synced writes overlap
 LOOK = 0.2  # seconds after which those who wait look whether to stop
+_JOIN = 1.0  # seconds that who reads may take to end, once work is to end
 _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long after that
 
 
@@ -152,7 +153,8 @@ def run_units(
             stop.because(error)
     written.put(None)
     journal.join()
-    reader.join()
+    # A stream may make it wait for a row for any time. It hands nothing out any more.
+    reader.join(_JOIN if stop.now else None)
     if stop.error is not None:
         raise stop.error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -123,7 +124,15 @@ class Plan:
     def from_json(cls, plan: dict[str, Any]) -> Plan:
         """The plan that `to_json` described."""
         ends = plan.get("ends")
-        return cls(**{**plan, "ends": None if ends is None else tuple(ends)})
+        made = cls(**{**plan, "ends": None if ends is None else tuple(ends)})
+        rows, sizes = made.rows, [made.batch_size, made.unit_rows]
+        good = all(type(n) is int for n in (rows, *sizes)) and rows >= 0 and min(sizes) > 0
+        if good and ends is not None:
+            stops = [0, *ends]
+            good = stops[-1] == rows and all(a < b for a, b in itertools.pairwise(stops))
+        if not good:
+            raise ValueError("the units of its plan do not divide its rows")
+        return made
 
 
 def whole_batches(commit_rows: Any, batch_size: int) -> int:

@@ -84,6 +84,12 @@ def run(function: RowFunction, how: How) -> Report:
 def _run(function: RowFunction, how: How) -> Report:
     job = _job(function, how)
     try:
+        if not (function.inputs.streams or job.plan.rows == function.inputs.rows):
+            raise JobError(
+                f"job.json of {how.out} has {job.plan.rows:,} rows, and the inputs have "
+                f"{function.inputs.rows:,}, so somebody changed it. Put the right one back, or "
+                "delete the output and the folder of its job to compute it again."
+            )
         if how.retry_quarantined and job.finished is None:
             own = how.engine.units(job.plan)
             bad = [k for k, r in job.done.items() if r.quarantined and k in own]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from batchax.datasets.addresses import ObjectPath, is_url
+from batchax.datasets.addresses import ObjectPath, at_home, is_url
 from batchax.datasets.columns import ArrowColumn
 from batchax.datasets.failures import reading
 from batchax.datasets.joined import Joined, fits_files, is_pattern, matching
@@ -54,7 +54,7 @@ def as_source(x: Any, name: str) -> Source:
     if isinstance(x, ObjectPath):
         return open_path(str(x), name)
     if isinstance(x, (str, os.PathLike)):
-        return open_path(os.path.expanduser(os.fspath(x)), name)
+        return open_path(at_home(os.fspath(x), name), name)
     if isinstance(x, Source):
         return x
     if isinstance(x, Tracer):

@@ -7,6 +7,7 @@ arrays, of numbers, or of lists of numbers, of anything that NumPy makes an arra
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -127,7 +128,8 @@ class Stream:
         """Ends a generator that was made here."""
         close = getattr(self._iterator, "close", None)
         if self._own and close is not None:
-            close()
+            with contextlib.suppress(ValueError):  # a thread waits in it for a row
+                close()
 
     @property
     def total(self) -> int | None:

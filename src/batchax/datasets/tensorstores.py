@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
 from batchax.datasets.addresses import Address, ObjectPath
 from batchax.datasets.failures import needed
+from batchax.errors import ArgumentTypeError
 
 
 @functools.cache
@@ -54,6 +56,11 @@ def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
     # A folder's name must end in a slash.
     if isinstance(folder, ObjectPath):
         return {"driver": driver, "kvstore": {"driver": "memory", "path": f"{folder.key}/"}, **more}
+    if os.sep == "/" and "\\" in str(folder.absolute()):
+        raise ArgumentTypeError(
+            f"{folder} has a backslash in its path, which TensorStore takes for a slash, so the "
+            "array would lie in another folder. Use a path without one."
+        )
     store = {"driver": "file", "path": f"{folder.absolute()}/", "file_io_sync": True}
     return {"driver": driver, "kvstore": store, **more}
 

@@ -111,7 +111,9 @@ class ZarrStore(Store):
         ]
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
-        """The names of the chunks that hold a unit."""
+        """The names of the chunks that hold a unit; of rows without elements there are none."""
+        if 0 in leaf.of_rows(1):
+            return
         for i in range(unit.start // self.unit_rows, -(-unit.stop // self.unit_rows)):
             place = [i * (axis == leaf.axis) for axis in range(len(leaf.shape))]
             yield f"c.{'.'.join(map(str, place))}"
@@ -195,7 +197,7 @@ class ZarrStore(Store):
         for leaf in self.leaves:
             parts = leaf.name.split("/")
             above = ["/".join(parts[:i]) for i in range(1, len(parts))]
-            strange = any(
+            strange = "\\" in leaf.name or any(  # TensorStore takes that for a slash
                 part in ("", ".", "..", "zarr.json") or part.startswith("__") for part in parts
             )
             if (strange and names != [""]) or any(name in names for name in above):

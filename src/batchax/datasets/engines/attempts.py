@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import secrets
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,28 @@ from batchax.datasets.places import place_of
 from batchax.errors import JobError
 
 _CALL = "call.pickle"
+
+
+_REPEATED = "repeated"
+UNGUARDED = (
+    "the script calls bx.map where it is imported, and the processes of executor= import it, so "
+    "each makes the same call again. Put the call below `if __name__ == '__main__':`."
+)
+
+
+def refuse_repeated(job: Address) -> None:
+    """Raises a JobError in a worker that imports the script which started it, and so makes the call
+    again. The attempts of that call, in the folder of the job, are told.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames)
+    if ("__mp_main__", "<module>") not in names:
+        return
+    place = place_of(job)
+    for folder in place.folders(job, CALLS):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            place.mark(folder / _REPEATED)
+    raise JobError(UNGUARDED)
 
 
 class EndedError(Exception):
@@ -113,6 +136,11 @@ class Attempts:
         """Nobody does."""
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             self._place.mark(self._over(unit))
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a worker that began made the call of `map` again, see `refuse_repeated`."""
+        return self._place.exists(self.folder / _REPEATED)
 
     def end_all(self) -> None:
         """Nobody waits for any."""

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchax.datasets.addresses import Address
+from batchax.datasets.engines.attempts import refuse_repeated
 from batchax.datasets.engines.call import saved
 from batchax.datasets.engines.pools import Pool, find_pool
 from batchax.datasets.engines.submitting import Submitting
+from batchax.datasets.job_files import JobFiles
 from batchax.datasets.parts import Record, Unit
 from batchax.datasets.pipeline import run_units
 from batchax.datasets.places import place_of
@@ -139,6 +141,7 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
             "other process sees. Write to a disk or to a store of objects."
         )
     if shard is None:
+        refuse_repeated(JobFiles(out).folder)
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())
     if not count:

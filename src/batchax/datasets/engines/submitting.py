@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchax.datasets.engines.alone import run_alone, run_apart
-from batchax.datasets.engines.attempts import Attempts
+from batchax.datasets.engines.attempts import UNGUARDED, Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.engines.worker import Done, run_unit
 from batchax.datasets.parts import Unit
@@ -33,10 +33,8 @@ _RECENT = 101  # units of which the median is taken
 _IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
 _PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
 _ENDING = (
-    "the workers end, again and again, before they have begun a unit. What was done is kept. A "
-    "script that starts processes has to do it below `if __name__ == '__main__':`, for they import "
-    "it. If the system ends them, memory may be short: take fewer workers. What they print may say "
-    "more."
+    "the workers end, again and again, before they have begun a unit. What was done is kept. If "
+    "the system ends them, memory may be short: take fewer workers. What they print may say more."
 )
 
 _WITH_OTHERS, _APART, _ALONE = range(3)  # how carefully a unit is run
@@ -231,6 +229,8 @@ class Submitting:
 
     def _make_anew(self) -> None:
         """Starts workers again: after a while, if the last ones had ended while they started."""
+        if self._attempts.is_repeated:
+            raise JobError(UNGUARDED)
         times = self._in_vain // (2 * self._pool.workers)
         self._stop.asked.wait(_PAUSE * 2**times if times else 0)
         self._pool.make_anew()
