@@ -20,6 +20,7 @@ from batchax.execution.chunked import find_chunking
 from batchax.execution.devices.calls import call_of_all
 from batchax.execution.devices.mesh import find_mesh
 from batchax.execution.on_devices import dealt_out, in_parts
+from batchax.execution.references import check_not_shared, mapped_as_values
 from batchax.execution.where_they_are import where_they_are
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
@@ -270,8 +271,13 @@ def vmap(
             *([] if some_at_a_time or spread else [where_they_are(parting_ways(divergence, True))]),
             in_parts(chunking),
         ]
+        call = Call(axis, finding_sizes(one_example), mapped)
+        write = lambda results: results
+        if shards is not None or (chunking is not None and chunking.applies_to(size)):
+            check_not_shared(flat.shared)
+            call, write = mapped_as_values(call)
         with named_in_errors(fun, mapped, flat.shared, LANES.each):
-            outs, outputs = execute(through(passes, Call(axis, finding_sizes(one_example), mapped)))
+            outs, outputs = write(execute(through(passes, call)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)

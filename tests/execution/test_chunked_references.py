@@ -8,6 +8,8 @@ from jax import lax
 
 import batchax as bx
 
+from support.oracle import example, same
+
 XS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
 WAYS = jnp.array([0, 3, 1, -1])
 
@@ -70,3 +72,50 @@ def test_a_program_without_references_is_made_once():
     assert without_references(made, None, 0) is made
     assert "custom_jvp_call" in str(made)
     assert "Ref{" not in str(made)
+
+
+OPTIONS = {
+    "chunks": dict(batch_size=2),
+    "auto": dict(batch_size="auto"),
+    "devices": dict(mesh="all"),
+    "both": dict(mesh="all", batch_size=1),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("way", OPTIONS)
+def test_a_reference_that_is_mapped(way, jit):
+    """Each lane has a part of its own, so lanes may run in any order."""
+
+    def f(ref, x, tree):
+        old = ref[0]
+        ref[0] = x
+        jax.lax.fori_loop(0, 2, lambda i, _: jax.ref.addupdate(ref, 1, old * x), None)
+        tree["count"][...] += 1
+        return ref[...].sum() - jax.lax.pmean(x, "i")
+
+    def run(call):
+        def with_references(values, counts, x):
+            refs = jax.new_ref(values), jax.new_ref(counts)
+            out = call(refs[0], x, {"count": refs[1]})
+            return out, [ref[...] for ref in refs]
+
+        return jax.jit(with_references) if jit else with_references
+
+    args = jnp.asarray(example((3, 5))), jnp.arange(5), jnp.asarray(example((5,), seed=1))
+    in_axes = dict(in_axes=(1, 0, 0), axis_name="i")
+    ours, at_once = run(bx.vmap(f, **in_axes, **OPTIONS[way])), run(bx.vmap(f, **in_axes))
+    same(ours(*args), at_once(*args))
+    assert not np.allclose(ours(*args)[1][0], args[0])
+
+
+@pytest.mark.parametrize("options", [dict(batch_size=2), dict(mesh="all")])
+def test_a_reference_that_all_lanes_share_is_refused_by_name(options):
+    ref, x = jax.new_ref(jnp.zeros(3)), jnp.arange(4.0)
+    read = lambda m, x: m["ref"][0] + x
+    with pytest.raises(bx.UnsupportedError, match=r"m\['ref'\] is a reference .* all lanes share"):
+        bx.vmap(read, (None, 0), **options)({"ref": ref}, x)
+    with pytest.raises(bx.UnsupportedError, match="the function closes over is a reference"):
+        bx.vmap(lambda x: ref[0] + x, **options)(x)
+    same(bx.vmap(read, (None, 0), **options)({"ref": ref[...]}, x), x)
+    same(bx.vmap(read, (None, 0), batch_size=4)({"ref": ref}, x), x)  # of one chunk

@@ -13,6 +13,7 @@ from batchax.execution.devices.shards import Shards
 from batchax.execution.devices.telling import lanes_for_all
 from batchax.execution.loop_progress import LoopProgress, find_progress
 from batchax.execution.memory import Auto, parse_limit
+from batchax.execution.references import shared_reference
 from batchax.execution.section_runner import SectionRunner
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_one_of, is_word
@@ -137,9 +138,6 @@ kept_in_chunks = Memo("calls outside of jit, cut into sections and batched", mos
 
 
 def check_no_references(values: Iterable[Value]) -> None:
-    """Refuses references, which neither a chunk nor a device can be given a part of."""
+    """Refuses references that the function closes over: chunks and devices would share them."""
     if any(map(_compat.is_reference, values)):
-        raise UnsupportedError(
-            "batch_size or mesh was given, but the function is given, or closes over, a reference "
-            "(jax.new_ref). Create it inside the function, or leave them out."
-        )
+        raise UnsupportedError(shared_reference("a value that the function closes over"))
