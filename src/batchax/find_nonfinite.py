@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import check_in_axes
+from batchax.frontend.in_axes import argument_names, check_in_axes
 from batchax.frontend.options import check_callable
-from batchax.nonfinite.find import NonFinite, find
+from batchax.nonfinite.find import NonFinite, check_fits, find
+from batchax.nonfinite.whole import find_whole
 from batchax.vmap import Options, find_vmap
 
 P = ParamSpec("P")
@@ -33,7 +35,9 @@ def find_nonfinite(
 
     Args:
       fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.
-        Or, without more than that, what `vmap` made of one, also in `jax.jit`.
+        Or, without other arguments, what `vmap` made of one, also in `jax.jit`; or a function that
+        contains a `vmap`, such as the gradient of a mean over lanes. If that could be a function of
+        one example, too, it is taken for one.
       in_axes: as for `vmap`.
       **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
         `out_axes` may be among them, and has no say: results are looked at lane by lane.
@@ -62,14 +66,31 @@ def find_nonfinite(
     check_callable("find_nonfinite", "a function of one example", fun)
     check_in_axes(fun, in_axes, "find_nonfinite")
     inside = find_vmap(fun) if (in_axes, options) == (0, {}) else None
+    names = lambda args: argument_names(fun, len(args))
 
     @functools.wraps(fun)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
-        if inside is not None and inside.alone:
+        if inside is None:
+            call = fun, in_axes, dict(options), args, kwargs
+            try:
+                check_fits(*call)
+            except Exception:
+                # Not a function of one example, but perhaps one that contains a `vmap`.
+                if (in_axes, options) == (0, {}):
+                    # `jit` around all of it would remember a program without notes.
+                    jitted = hasattr(fun, "lower")
+                    whole = getattr(fun, "__wrapped__", fun) if jitted else fun
+                    with contextlib.suppress(Exception):
+                        return find_whole(whole, args, kwargs, names(args), not jitted)
+                raise
+            return find(*call)
+        known = not inside.jitted
+        if inside.alone:
             given = {k: v for k, v in inside.options.items() if k not in ("in_axes", "progress")}
-            known = not inside.jitted
-            return find(inside.fun, inside.options["in_axes"], given, args, kwargs, known)
-        return find(fun, in_axes, dict(options), args, kwargs)
+            call = inside.fun, inside.options["in_axes"], given, args, kwargs
+            check_fits(*call)
+            return find(*call, known)
+        return find_whole(inside.whole, args, kwargs, names(args), known)
 
     return cast(Any, of_batch)

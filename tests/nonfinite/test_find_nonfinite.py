@@ -403,3 +403,120 @@ def test_results_that_are_not_finite_where_marks_see_nothing():
     found = bx.find_nonfinite(fun)(jnp.ones(3, FLOAT))
     assert [(f.kind, f.primitive, f.argument) for f in found.faults] == [("inf", "", "")] * 3
     assert "out is inf, and finite where each operation is looked at" in str(found)
+
+
+def scaled_norm(w, x):
+    return 0.1 * w * jnp.linalg.norm(x)
+
+
+def mean_norm(w, xs):
+    return bx.vmap(scaled_norm, (None, 0))(w, xs).mean()
+
+
+GRADIENTS = {
+    "by the batch": jax.grad(mean_norm, 1),
+    "compiled": jax.jit(jax.grad(mean_norm, 1)),
+    "of a reduction": jax.grad(bx.vmap(scaled_norm, (None, 0), bx.Reduce("mean")), 1),
+}
+
+
+@pytest.mark.parametrize("size", [1, 64, 4096])
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.each_commit(4)
+def test_a_gradient_of_a_mean_over_lanes(name, size):
+    x = with_one_row_of_zeros(size)
+    gradient = GRADIENTS[name]
+    found = bx.find_nonfinite(gradient)(FLOAT.type(2), x)
+    (fault,) = found.faults
+    assert found.lanes.tolist() == [fault.lane] == [size // 2]
+    assert (fault.output, fault.kind, fault.primitive, fault.turned[:5]) == INFINITE_SLOPE
+    assert fault.operands[1].endswith("[] 0.")  # of the lane
+    assert "(scaled_norm)" in fault.line
+    assert np.isnan(np.asarray(gradient(FLOAT.type(2), x))[fault.lane]).all()
+    assert not bx.find_nonfinite(gradient)(FLOAT.type(2), x + 10)
+
+
+def test_a_gradient_by_what_lanes_share_has_an_origin_in_each_lane():
+    def f(w, x):
+        return jnp.where(x > 0, jnp.sqrt(w * x), 0.0) + lax.fori_loop(0, 3, lambda i, y: y / x, w)
+
+    def loss(w, xs):
+        return {"loss": bx.vmap(f, (None, 0))(w, xs).sum(), "safe": w}
+
+    x = jnp.array([1.0, 0.0, 2.0, -1.0, 3.0], FLOAT)
+    (fault,) = bx.find_nonfinite(loss)(FLOAT.type(2), x).faults
+    assert (fault.lane, fault.output, fault.primitive) == (1, "out['loss']", "div")
+    assert fault.iterations == (0,)
+    gradient = jax.grad(lambda w, xs: loss(w, xs)["loss"])
+    found = bx.find_nonfinite(gradient)(FLOAT.type(2), x)
+    alone = bx.find_nonfinite(jax.grad(f), (None, 0))(FLOAT.type(2), x)
+    assert found.lanes.tolist() == alone.lanes.tolist() == [1, 3]
+    assert found.faults[1].primitive == alone.faults[1].primitive == "sqrt"
+
+
+def test_a_value_of_another_lane_that_reaches_no_result_is_not_blamed():
+    def f(x):
+        hidden = jnp.where(x < 0, 0.0, jnp.sqrt(x))  # NaN is masked in lane 0
+        return hidden + jnp.log(x + 2)
+
+    found = bx.find_nonfinite(lambda xs, n: bx.vmap(f)(xs).sum() / n)(jnp.array([-1.0, -2.0]), 2.0)
+    assert found.lanes.tolist() == [1]
+    assert one(found).primitive == "log"
+    assert str(found).startswith("1 of 2 lanes make results that are not finite.\nlane 1: out is ")
+
+
+def test_what_lanes_make_together_and_what_comes_in():
+    def f(w, xs):
+        return bx.vmap(lambda x: w * x)(xs).sum() / (w - 2)
+
+    found = bx.find_nonfinite(f)(FLOAT.type(2), jnp.ones(3, FLOAT))
+    assert (one(found).lane, one(found).primitive, found.lanes.tolist()) == (None, "div", [])
+    assert "all lanes together: out is inf, made by `div`" in str(found)
+    found = bx.find_nonfinite(f)(FLOAT.type(1), jnp.array([1, 2, np.nan], FLOAT))
+    assert (one(found).lane, one(found).argument) == (2, "xs")
+    found = bx.find_nonfinite(f)(jnp.asarray(np.nan, FLOAT), jnp.ones(3, FLOAT))
+    assert (one(found).lane, one(found).argument) == (None, "w")
+    assert str(bx.find_nonfinite(f)(FLOAT.type(1), jnp.ones(3, FLOAT))).endswith("are finite.")
+
+
+def test_chunks_of_a_gradient_are_one_equation():
+    batched = bx.vmap(scaled_norm, (None, 0), bx.Reduce("mean"), batch_size=16)
+    found = bx.find_nonfinite(jax.grad(batched, 1))(FLOAT.type(2), with_one_row_of_zeros(40))
+    assert (one(found).lane, one(found).kind) == (20, "nan")
+
+
+def test_a_program_that_jit_remembers():
+    gradient = jax.grad(jax.jit(bx.vmap(scaled_norm, (None, 0), bx.Reduce("mean"))), 1)
+    assert bx.find_nonfinite(gradient)(2.0, with_one_row_of_zeros(8)).lanes.tolist() == [4]
+    with pytest.raises(bx.ArgumentTypeError, match="find_nonfinite found no vmap"):
+        bx.find_nonfinite(gradient)(2.0, with_one_row_of_zeros(8))
+
+
+def test_without_a_vmap_the_error_is_that_of_one_example():
+    with pytest.raises(bx.AxisError, match="w"):
+        bx.find_nonfinite(lambda w, xs: w * xs)(FLOAT.type(2), jnp.ones(3))
+    with pytest.raises(bx.AxisError, match="w"):
+        bx.find_nonfinite(mean_norm, (0, 0))(FLOAT.type(2), jnp.ones((3, 2)))
+
+
+def test_loops_nests_and_rows_around_and_inside():
+    def train(w, xs):
+        loss = lambda w: bx.vmap(lambda x: jnp.sqrt(w * x - 1))(xs).mean()
+        return lax.scan(lambda w, _: (w - jax.grad(loss)(w), w), w, None, length=3)
+
+    w, xs = FLOAT.type(1), jnp.array([2.0, 0.5, 3.0, 4.0], FLOAT)
+    found = bx.find_nonfinite(train)(w, xs)
+    assert found.lanes.tolist() == [1]
+    assert lines_of(one(found)) == ("sqrt", (0,), "")
+
+    def nested(w, xs):
+        return bx.vmap(lambda x: bx.vmap(lambda y: jnp.log(w * y))(x).sum())(xs).sum()
+
+    found = bx.find_nonfinite(nested)(w, jnp.ones((4, 2), FLOAT).at[2, 1].set(0))
+    assert (one(found).lane, one(found).primitive) == (2, "log")
+    rows = bx.Ragged.from_rows([np.ones(n, FLOAT) for n in (1, 3, 2)])
+    of_rows = lambda w, rows: bx.vmap(lambda t: jnp.log(w * t.sum() - 2.5))(rows).sum()
+    for fun in (of_rows, jax.jit(of_rows)):
+        found = bx.find_nonfinite(fun)(w, rows)
+        assert found.lanes.tolist() == [0, 2]
+        assert found.faults[0].primitive == "log"

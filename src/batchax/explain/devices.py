@@ -11,7 +11,7 @@ from batchax.explain.account import Collective, Devices
 from batchax.explain.findings.draft import Draft
 from batchax.explain.listing import value_of
 from batchax.explain.naming import Names
-from batchax.explain.staging import Staged
+from batchax.staging import Staged
 
 _COLLECTIVES = frozenset(
     "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute "

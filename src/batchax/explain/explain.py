@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
 from batchax.explain.attribution import Attribution, Tally
 from batchax.explain.devices import find_devices
@@ -22,13 +22,13 @@ from batchax.explain.measure import as_it_is, check_values, first_call, measure_
 from batchax.explain.measure import measure as measure_ways
 from batchax.explain.memory import counted_by_compiler, find_memory
 from batchax.explain.naming import Names
-from batchax.explain.staging import Staged, stage
 from batchax.explain.steps import count_steps, steps_unknown
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import name_of
+from batchax.staging import Staged, stage
 from batchax.vmap import MoreOptions, find_vmap, vmap
 
 P = ParamSpec("P")
@@ -140,12 +140,7 @@ def _of_batched(
         start = time.monotonic()
         known = not ways.jitted
         staged = stage(batched, args, kwargs, _parameters(batched), lengths_known=known)
-        if not staged.recorder.facts:
-            raise ArgumentTypeError(
-                "explain found no vmap: the function was called before, and jax.jit or "
-                "jax.checkpoint inside of it remembers what it did. Leave jit out, or give explain "
-                "what vmap returned."
-            )
+        staged.check_vmap("explain")
         name = name_of(ways.fun)
         around = _compat.named_axes(staged.traced.jaxpr.effects)
         if around and time_limit is not None:

@@ -10,11 +10,11 @@ from jax.core import ShapedArray
 from batchax.explain.account import Value
 from batchax.explain.listing import type_name, value_of
 from batchax.explain.naming import Names
-from batchax.explain.staging import Staged
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.kernel.recording import PerExample
 from batchax.programs.shapes import bytes_of
 from batchax.rows.ragged import Ragged
+from batchax.staging import Staged
 
 
 def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:

@@ -16,7 +16,6 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
-from batchax.explain.staging import Staged, stage, with_arrays_traced
 from batchax.explain.wording import show_options
 from batchax.frontend.arguments import find_axis_size, flatten_arguments
 from batchax.frontend.containers import arrays_inside
@@ -28,6 +27,7 @@ from batchax.kernel.derivatives import with_values
 from batchax.programs.peak import memory_of
 from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
+from batchax.staging import Staged, stage, with_arrays_traced
 from batchax.vmap import vmap
 
 _ROUNDS = 7  # of which the median is told, and the fastest and slowest

@@ -21,13 +21,13 @@ from batchax.explain.account import Equation, StepCount
 from batchax.explain.attribution import Attribution
 from batchax.explain.listing import Listing
 from batchax.explain.naming import Names
-from batchax.explain.staging import Staged, stage
 from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Recorder
 from batchax.programs.counted import Counted
 from batchax.programs.marks import Mark, loop_number, with_marks
+from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 
 _Key = tuple[int, int | None]

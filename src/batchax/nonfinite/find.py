@@ -28,6 +28,7 @@ from batchax.nonfinite.origins import (
     Watch,
     blank_view,
     loop_depth,
+    operand_types,
 )
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
@@ -41,7 +42,7 @@ class Fault:
     """Where a result of a lane that is not finite comes from.
 
     Attributes:
-      lane: the index of the lane.
+      lane: the index of the lane; None if the result comes from several lanes together.
       output: which result: "out['loss']".
       kind: "nan" or "inf", of the result.
       primitive: of the equation that made it; "" if it came in, or if no equation makes it when
@@ -54,7 +55,7 @@ class Fault:
         few lanes, the first of each cause before others.
     """
 
-    lane: int
+    lane: int | None
     output: str
     kind: str
     primitive: str
@@ -80,6 +81,7 @@ def _told(faults: Sequence[Fault]) -> str:
     line = one.line.rpartition(os.sep)[2]
     several = len(faults) > 1
     lanes = f"lanes {_numbers([f.lane for f in faults])}" if several else f"lane {one.lane}"
+    lanes = "all lanes together" if one.lane is None else lanes
     if one.argument:
         return f"{lanes}: {one.output} is {one.kind}: it came in with {one.argument}"
     if not one.primitive:
@@ -103,7 +105,7 @@ def _told(faults: Sequence[Fault]) -> str:
     return "\n".join(lines)
 
 
-def _numbers(lanes: Sequence[int]) -> str:
+def _numbers(lanes: Sequence[int | None]) -> str:
     shown = ", ".join(map(str, lanes[:_NAMED]))
     return shown if len(lanes) <= _NAMED else f"{shown} and {len(lanes) - _NAMED:,} more"
 
@@ -116,6 +118,8 @@ class NonFinite:
       lanes: the indices of lanes with results that are not finite.
       faults: for each of them where the first such result comes from.
       size: how many lanes there are.
+      whole: Whether results are those of a function that contains a `vmap`. Then `lanes` are those
+        that results get what is not finite from.
 
     Example:
       >>> found = bx.find_nonfinite(jnp.log)(jnp.array([1.0, 0.0, -1.0]))
@@ -128,6 +132,7 @@ class NonFinite:
     lanes: np.ndarray
     faults: Sequence[Fault]
     size: int
+    whole: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.faults)
@@ -135,7 +140,8 @@ class NonFinite:
     def __str__(self) -> str:
         if not self.faults:
             return f"All results of {self.size:,} lanes are finite."
-        lines = [f"{len(self.lanes):,} of {self.size:,} lanes have results that are not finite."]
+        have = "make results" if self.whole else "have results"
+        lines = [f"{len(self.lanes):,} of {self.size:,} lanes {have} that are not finite."]
         causes: dict[tuple[str, ...], list[Fault]] = {}
         for f in self.faults:
             causes.setdefault(f.cause, []).append(f)
@@ -147,6 +153,25 @@ class NonFinite:
                 f"{sum(map(len, left)):,} lanes for {len(left):,} other causes: see .faults"
             )
         return "\n".join(lines)
+
+
+def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[Any, np.ndarray]]:
+    """The lanes, with their origins, of which operands are shown: the first of each cause."""
+    made = [
+        (lane, (i, *row[[PLACE, KIND, TURNED]]), row) for lane, i, row in faults if row[PLACE] > 0
+    ]
+    causes: dict[Any, tuple[Any, np.ndarray]] = {}
+    for lane, cause, row in made:
+        causes.setdefault(cause, (lane, row))
+    return list(causes.values())[:_WITH_VALUES]
+
+
+def check_fits(
+    fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
+) -> None:
+    """Stages a call, so that what does not fit is refused by `vmap`, in terms of the user's."""
+    check_untraced("find_nonfinite looks at values", (args, kwargs))
+    jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
 
 
 def find(
@@ -164,9 +189,6 @@ def find(
       args, kwargs: The call's arguments.
       lengths_known: Whether lengths of rows are known, as `vmap` knows them outside of `jit`.
     """
-    check_untraced("find_nonfinite looks at values", (args, kwargs))
-    # Staged as it is, so that what does not fit is refused by `vmap`, in terms of the user's.
-    jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
     options = lanes_first(options)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
@@ -227,7 +249,61 @@ def _compiled(
     return jax.jit(of_arrays)(*arrays.values())
 
 
-class _Marking:
+@dataclass
+class Program:
+    """A program, and what the numbers in origins stand for.
+
+    Attributes:
+      places: Its equations.
+      inputs: The names of its arguments.
+      outputs: The names of its results, which are numbered from 1.
+    """
+
+    places: Places
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+
+    def fault(
+        self, lane: int | None, output: int, origin: np.ndarray, operands: Sequence[str] | None
+    ) -> Fault:
+        """What an origin says."""
+        place, kind = int(origin[PLACE]), "nan" if origin[KIND] == NAN else "inf"
+        of = self.places.place(place).eqn if place > 0 else None
+        return Fault(
+            lane,
+            self.outputs[output - 1] if output else "",
+            kind,
+            shown(of.primitive) if of is not None else "",
+            self._where(place) if of is not None else "",
+            self._where(place) if of is None else "",
+            tuple(int(i) for i in origin[FIRST_LOOP:] if i >= 0),
+            self._turned(int(origin[TURNED])),
+            operands,
+        )
+
+    def _turned(self, number: int) -> str:
+        if not number:
+            return ""
+        place = self.places.place(number)
+        return f"{spoken(place.eqn)} {place.line.rpartition(os.sep)[2]}".rstrip()
+
+    def shown(
+        self, place: int, views: Sequence[np.ndarray], watch: Watch | None = None
+    ) -> list[str]:
+        """The operands of an equation, for people."""
+        types = operand_types(self.places.place(place).eqn, watch)
+        return [_shown(t, x) for t, x in zip(types, views, strict=True)]
+
+    def _where(self, place: int) -> str:
+        """The line of an equation, or an argument."""
+        if place > 0:
+            return self.places.place(place).line
+        if place < -len(self.inputs):
+            return "a value that the function closes over"
+        return self.inputs[-1 - place] if place else ""
+
+
+class _Marking(Program):
     """A function of one example that returns origins, of the leaves of its arguments.
 
     Args:
@@ -237,18 +313,18 @@ class _Marking:
     """
 
     def __init__(self, fun: Callable[..., Any], paths: Sequence[str], rebuild: Any) -> None:
+        super().__init__(Places(), [], [])
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
-        self._places, self._inputs, self._outputs = Places(), [""], [""]
 
     def origins(self, values: Sequence[Value]) -> list[Any]:
         """Where the results come from, those that may be bad."""
-        self._places = Places()  # a function may be staged more than once: the last time counts
-        evaluator, outs, names = self._evaluated(values, self._places)
-        closed_over = -len(self._inputs) - 1
+        self.places = Places()  # a function may be staged more than once: the last time counts
+        evaluator, outs, names = self._evaluated(values, self.places)
+        closed_over = -len(self.inputs) - 1
         outs = [evaluator.input(x.value, closed_over) if x.link is None else x for x in outs]
         origins = zip(names, evaluator.whole(outs), strict=True)
         by_name = {name: origin for name, origin in origins if origin is not None}
-        self._outputs = ["", *by_name]
+        self.outputs = [*by_name]
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 
     def kinds(self, values: Sequence[Value]) -> list[Any]:
@@ -260,7 +336,7 @@ class _Marking:
     def operands(self, place: int) -> Callable[..., list[Any]]:
         """From iterations, and the leaves, to what an equation was given in these."""
 
-        blank = blank_view(self._places.place(place).eqn)
+        blank = blank_view(self.places.place(place).eqn)
 
         def seen(iterations: Any, values: Sequence[Value]) -> list[Any]:
             return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
@@ -285,53 +361,16 @@ class _Marking:
 
         program, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays.values())
         evaluator = Evaluator(places, loop_depth(program.jaxpr), watch, blank)
-        self._inputs = [
+        self.inputs = [
             self._paths[int(keys[0].idx)] + jax.tree_util.keystr(keys[1:])
             for i, (keys, _) in enumerate(flat)
             if i in arrays
         ]
-        consts = [evaluator.input(c, -len(self._inputs) - 1) for c in program.consts]
+        consts = [evaluator.input(c, -len(self.inputs) - 1) for c in program.consts]
         given = [evaluator.input(x, -1 - k) for k, x in enumerate(arrays.values())]
         outs = evaluator.run(program.jaxpr, consts, given)
         named = jax.tree_util.tree_flatten_with_path(shapes)[0]
         return evaluator, outs, ["out" + jax.tree_util.keystr(keys) for keys, _ in named]
-
-    def fault(
-        self, lane: int, output: int, origin: np.ndarray, operands: Sequence[str] | None
-    ) -> Fault:
-        """What an origin says."""
-        place, kind = int(origin[PLACE]), "nan" if origin[KIND] == NAN else "inf"
-        of = self._places.place(place).eqn if place > 0 else None
-        return Fault(
-            lane,
-            self._outputs[output],
-            kind,
-            shown(of.primitive) if of is not None else "",
-            self._where(place) if of is not None else "",
-            self._where(place) if of is None else "",
-            tuple(int(i) for i in origin[FIRST_LOOP:] if i >= 0),
-            self._turned(int(origin[TURNED])),
-            operands,
-        )
-
-    def _turned(self, number: int) -> str:
-        if not number:
-            return ""
-        place = self._places.place(number)
-        return f"{spoken(place.eqn)} {place.line.rpartition(os.sep)[2]}".rstrip()
-
-    def shown(self, place: int, views: Sequence[np.ndarray]) -> list[str]:
-        """The operands of an equation, for people."""
-        eqn = self._places.place(place).eqn
-        return [_shown(v.aval, x) for v, x in zip(eqn.invars, views, strict=True)]
-
-    def _where(self, place: int) -> str:
-        """The line of an equation, or an argument."""
-        if place > 0:
-            return self._places.place(place).line
-        if place < -len(self._inputs):
-            return "a value that the function closes over"
-        return self._inputs[-1 - place] if place else ""
 
 
 def _may_be_bad(x: Value) -> bool:

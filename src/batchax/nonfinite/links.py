@@ -9,7 +9,7 @@ when it is made took 30 equations for one of the user's, and as much longer to c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,38 @@ class Link:
     origin: Any = None
 
 
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of a program that was batched, in which each value has a mark for each lane.
+
+    Attributes:
+      size: The number of lanes.
+      axis_of: Says where a result of an equation, or a value of a type, has the batch axis; None
+        if it has none, or if that is not known.
+    """
+
+    size: int
+    axis_of: Callable[[Any, Any], int | None]
+
+
 def link(
-    x: Value, number: int, iterations: tuple[Any, ...] = (), parents: Sequence[Link] = ()
+    x: Value,
+    number: int,
+    iterations: tuple[Any, ...] = (),
+    parents: Sequence[Link] = (),
+    axis: int | None = None,
+    lanes: Lanes | None = None,
 ) -> Link:
     """The link of a value that was made at a place, of others."""
     while len(parents) > _MOST_PARENTS:
         groups = range(0, len(parents), _MOST_PARENTS)
         parents = [Link(None, tuple(parents[k : k + _MOST_PARENTS])) for k in groups]
-    return Link(_worst(x), tuple(parents), number, iterations)
+    if axis is None:
+        worst = _worst(x)
+        worst = worst if lanes is None else jnp.broadcast_to(worst, (lanes.size,))
+    else:
+        worst = jax.vmap(_worst, axis)(x)
+    return Link(worst, tuple(parents), number, iterations)
 
 
 def _worst(x: Value) -> Value:
@@ -93,13 +117,14 @@ def has_elements(x: Any) -> bool:
     return all(isinstance(n, int) and n > 0 for n in x.shape)
 
 
-def nowhere(depth: int) -> Any:
+def nowhere(depth: int, lanes: Lanes | None = None) -> Any:
     """The origin of what is finite, in a program with loops nested so deep."""
-    return jnp.zeros(FIRST_LOOP + depth, np.int32)
+    shape = () if lanes is None else (lanes.size,)
+    return jnp.zeros((*shape, FIRST_LOOP + depth), np.int32)
 
 
-def find_origins(links: Iterable[Link], depth: int) -> None:
-    """Finds the origins of some values: afterwards they have them."""
+def find_origins(links: Iterable[Link], depth: int, lanes: Lanes | None = None) -> None:
+    """Finds the origins of some values, for each of the lanes if there are any: they have them."""
     asked = [x for x in dict.fromkeys(links) if x.origin is None]
     if not asked:
         return
@@ -112,8 +137,29 @@ def find_origins(links: Iterable[Link], depth: int) -> None:
     joints = [x for x in order if x.origin is None and x.worst is None]
     made = [x for alike in by_type.values() for x in alike]
     at = {x: k for k, x in enumerate([*made, *roots, *joints])}
-    kinds = [_kinds(jnp.stack([x.worst for x in alike])) for alike in by_type.values()]
-    kinds += [jnp.stack([x.origin[KIND] for x in roots])] if roots else []
+    every = made, roots, joints, asked
+
+    def find(worsts: list[list[Any]], origins: list[Any]) -> Any:
+        return _found(every, at, depth, _lengths(order), worsts, origins)
+
+    worsts = [[x.worst for x in alike] for alike in by_type.values()]
+    rows = (find if lanes is None else jax.vmap(find))(worsts, [x.origin for x in roots])
+    for k, x in enumerate(asked):
+        x.origin = rows[..., k, :]
+
+
+def _found(
+    every: tuple[Sequence[Link], ...],
+    at: dict[Link, int],
+    depth: int,
+    lengths: dict[Link, int],
+    worsts: list[list[Any]],
+    origins: list[Any],
+) -> Any:
+    """The origins of the links that are asked for."""
+    made, roots, joints, asked = every
+    kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
+    kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
     kind = jnp.concatenate(kinds)
     for x in joints:  # in order: a joint of joints comes after these
         parents = np.array([at[p] for p in x.parents])
@@ -121,19 +167,17 @@ def find_origins(links: Iterable[Link], depth: int) -> None:
     blamed, has_parent = _blamed([*made, *roots, *joints], at, kind)
     numbers = jnp.asarray([x.number for x in at], np.int32)
     turned = jnp.where(has_parent & (kind == NAN) & (kind[blamed] < NAN), numbers, 0)
-    for _ in range(max(_lengths(order).values()).bit_length()):
+    for _ in range(max(lengths.values()).bit_length()):
         turned = jnp.where(turned > 0, turned, turned[blamed])
         blamed = blamed[blamed]
-    own = [_row(x, depth) for x in made] + [x.origin for x in roots]
+    own = [_row(x, depth) for x in made] + origins
     own += [nowhere(depth)] * len(joints)
     places = np.array([at[x] for x in asked])
     kind, turned = kind[places], turned[places]
     rows = jnp.stack(own)[blamed[places]]
     rows = rows.at[:, KIND].set(kind)
     rows = rows.at[:, TURNED].set(jnp.where(turned > 0, turned, rows[:, TURNED]))
-    rows = jnp.where(kind[:, None] > 0, rows, 0)
-    for k, x in enumerate(asked):
-        x.origin = rows[k]
+    return jnp.where(kind[:, None] > 0, rows, 0)
 
 
 def _on_the_way(links: Iterable[Link]) -> list[Link]:

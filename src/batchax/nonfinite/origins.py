@@ -17,7 +17,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
-from batchax.nonfinite.links import KIND, Link, find_origins, has_elements, link, nowhere
+from batchax.nonfinite.links import KIND, Lanes, Link, find_origins, has_elements, link, nowhere
 
 _SHOWN = 16  # elements of an operand that are shown one by one
 
@@ -43,10 +43,17 @@ class Place:
 
 @dataclass
 class Places:
-    """The equations of a program, numbered from 1 as they are met."""
+    """The equations of a program, numbered from 1 as they are met.
+
+    Attributes:
+      known: The equations.
+      numbers: By the identity of the equation and of those around it.
+      of_lanes: The numbers of those, and of inputs, whose values have an axis of lanes.
+    """
 
     known: list[Place] = field(default_factory=list)
     numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    of_lanes: set[int] = field(default_factory=set)
 
     def number(self, eqn: Eqn, around: tuple[Any, ...]) -> int:
         """The number of an equation."""
@@ -76,10 +83,22 @@ class Watch:
     Attributes:
       place: the number of the equation.
       iterations: of the loops around it, outermost first.
+      lane: The lane of which operands are wanted; None for all of them.
+      axes: Where operands have the axis of lanes.
     """
 
     place: int
     iterations: Any
+    lane: int | None = None
+    axes: Sequence[int | None] = ()
+
+    def in_lane(self, operands: Sequence[Value]) -> list[Value]:
+        """The operands of the lane."""
+        axes = self.axes or [None] * len(operands)
+        return [
+            x if axis is None else jnp.take(x, self.lane or 0, axis)
+            for x, axis in zip(operands, axes, strict=True)
+        ]
 
 
 def loop_depth(jaxpr: Jaxpr) -> int:
@@ -101,6 +120,7 @@ class Evaluator:
       watch: an equation whose operands are wanted.
       seen: what was seen of them so far, as `blank_view` has it.
       around: what the program is inside of.
+      lanes: The lanes of a program that was batched; None for a program of one example.
     """
 
     def __init__(
@@ -110,9 +130,10 @@ class Evaluator:
         watch: Watch | None = None,
         seen: Sequence[Any] = (),
         around: tuple[Any, ...] = (),
+        lanes: Lanes | None = None,
     ) -> None:
         self._places, self._depth, self._watch = places, depth, watch
-        self._around = around
+        self._around, self._lanes = around, lanes
         self.seen = list(seen)
 
     def run(
@@ -131,11 +152,18 @@ class Evaluator:
 
     def input(self, x: Value, number: int) -> Marked:
         """An argument, or what the function closes over: its place is a number below zero."""
-        return Marked(x, link(x, number) if self._marks(x) else None)
+        return Marked(x, self._link(x, None, number) if self._marks(x) else None)
+
+    def _link(self, x: Value, eqn: Eqn | None, number: int, *more: Any) -> Link:
+        """The link of a result of an equation, or of another value."""
+        axis = None if self._lanes is None else self._lanes.axis_of(eqn, jax.typeof(x))
+        if axis is not None:
+            self._places.of_lanes.add(number)
+        return link(x, number, *more, axis=axis, lanes=self._lanes)
 
     def whole(self, values: Sequence[Marked]) -> list[Any]:
         """The origins of values; None for those that cannot be bad, and where nobody asks."""
-        find_origins([v.link for v in values if v.link is not None], self._depth)
+        find_origins([v.link for v in values if v.link is not None], self._depth, self._lanes)
         return [
             None if not self._marks(v.value) else v.link.origin if v.link else self.nowhere
             for v in values
@@ -148,7 +176,7 @@ class Evaluator:
     @property
     def nowhere(self) -> Any:
         """The origin of what is finite."""
-        return nowhere(self._depth)
+        return nowhere(self._depth, self._lanes)
 
     def _equation(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -174,7 +202,8 @@ class Evaluator:
 
     def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
         """An evaluator for a program in an equation."""
-        return Evaluator(self._places, self._depth, self._watch, seen, (*self._around, eqn))
+        around = (*self._around, eqn)
+        return Evaluator(self._places, self._depth, self._watch, seen, around, self._lanes)
 
     def _result(
         self, x: Value, eqn: Eqn, number: int, operands: Sequence[Marked], iterations: Any
@@ -185,12 +214,14 @@ class Evaluator:
         if _is_as_bad(eqn):
             return Marked(x, operands[0].link)
         parents = [o.link for o in operands if o.link is not None]
-        return Marked(x, link(x, number, iterations, parents))
+        return Marked(x, self._link(x, eqn, number, iterations, parents))
 
     def _see(self, number: int, iterations: tuple[Any, ...], values: Sequence[Value]) -> None:
         if self._watch is None or self._watch.place != number:
             return
-        views = list(map(_view, values))
+        if self._watch.axes and len(self._watch.axes) != len(values):
+            return
+        views = list(map(_view, self._watch.in_lane(values)))
         if [jax.typeof(x).shape for x in views] != [jax.typeof(x).shape for x in self.seen]:
             return  # staged for something else, where equations have other numbers
         now = jnp.asarray(True)
@@ -216,7 +247,7 @@ class Evaluator:
             args = [
                 *operands[: body.same],
                 *map(_whole, values, origins),
-                *map(_part, parts, of_sliced),
+                *map(self._part, parts, of_sliced),
             ]
             outs = inner.run(program.jaxpr, _plain(program.consts), args, (*iterations, index))
             values, marks = [o.value for o in outs], inner.whole(outs)
@@ -227,8 +258,14 @@ class Evaluator:
             step, start, [s.value for s in sliced], length=length, reverse=reverse
         )
         _, last, origins, self.seen = state
-        firsts = [None if m is None or not length else m[jnp.argmax(m[:, KIND])] for m in marks]
+        firsts = [None if m is None or not length else _worst_of(m) for m in marks]
         return [*map(_whole, last, origins), *map(_whole, ys, firsts)]
+
+    def _part(self, x: Value, origin: Any) -> Marked:
+        """What a step takes of a value."""
+        if origin is None:
+            return Marked(x)
+        return Marked(x, self._link(x, None, 0, (), [Link(None, origin=origin)]))
 
     def _while(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
@@ -292,9 +329,10 @@ def _whole(x: Value, origin: Any) -> Marked:
     return Marked(x, None if origin is None else Link(None, origin=origin))
 
 
-def _part(x: Value, origin: Any) -> Marked:
-    """What a step takes of a value."""
-    return Marked(x, None if origin is None else link(x, 0, parents=[Link(None, origin=origin)]))
+def _worst_of(origins: Any) -> Any:
+    """Of the origins of the parts of a value, the first of the worst."""
+    first = jnp.argmax(origins[..., KIND : KIND + 1], 0, keepdims=True)
+    return jnp.take_along_axis(origins, first, 0)[0]
 
 
 def _may_be_bad(x: Value) -> bool:
@@ -310,9 +348,21 @@ def _is_as_bad(eqn: Eqn) -> bool:
     return alike and before.dtype == after.dtype
 
 
-def blank_view(eqn: Eqn) -> list[Any]:
+def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
+    """The types of the operands of an equation, in a lane if one is watched."""
+    types = [v.aval for v in eqn.invars]
+    if watch is None or not watch.axes:
+        return types
+    return [
+        t if axis is None else t.update(shape=(*t.shape[:axis], *t.shape[axis + 1 :]))
+        for t, axis in zip(types, watch.axes, strict=True)
+    ]
+
+
+def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
     """What is seen of the operands of an equation before it is met."""
-    return [jnp.zeros_like(_view(jnp.zeros((), v.aval.dtype), v.aval.shape)) for v in eqn.invars]
+    types = operand_types(eqn, watch)
+    return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]
 
 
 def _view(x: Value, shape: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""From a call of `explain` to the batched program, with notes of how it came about."""
+"""From a call of a batched function to its program, with notes of how it came about."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from batchax.errors import ArgumentTypeError
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.objects import without_objects
 from batchax.kernel.inner import NEEDS_VALUES
@@ -30,6 +31,7 @@ class Staged:
       placeholders: for each traced argument, the variable that stands for it.
       paths: what each is called.
       arrays: what was given for each.
+      results: The names of the results: "out['loss']".
     """
 
     recorder: Recorder
@@ -37,6 +39,16 @@ class Staged:
     placeholders: Sequence[Any]
     paths: Sequence[str]
     arrays: Sequence[Any]
+    results: Sequence[str]
+
+    def check_vmap(self, called: str) -> None:
+        """Raises if there are no notes of a `vmap`, for the function that is `called` so."""
+        if not self.recorder.facts:
+            raise ArgumentTypeError(
+                f"{called} found no vmap: the function was called before, and jax.jit or "
+                "jax.checkpoint inside of it remembers what it did. Leave jit out, or give "
+                f"{called} what vmap returned."
+            )
 
     def compile(self) -> Any:
         """The compiled program, whose operations bear the marks of their equations.
@@ -121,15 +133,22 @@ def _stage(
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x
         call_args, call_kwargs = jax.tree.unflatten(tree, values)
-        return arrays_inside(without_objects(batched(*call_args, **call_kwargs)))
+        out = without_objects(batched(*call_args, **call_kwargs))
+        inside = arrays_inside(out)
+        paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(out)[0]]
+        if len(paths) != len(inside):  # of containers
+            paths = [f"[{k}]" for k in range(len(inside))]
+        results[:] = [f"out{path}" for path in paths]
+        return inside
 
+    results: list[str] = []
     arrays = [leaves[i][1] for i in chosen]
     with recorder.active():
         traced = jax.jit(run).trace(*arrays)
     paths = [_path(leaves[i][0], names) for i in chosen]
     # What the function closes over of a trace around this comes before its arguments.
     inputs = traced.jaxpr.jaxpr.invars
-    return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays)
+    return Staged(recorder, traced, inputs[len(inputs) - len(paths) :], paths, arrays, results)
 
 
 def _is_ragged(x: Any) -> bool:
