@@ -15,6 +15,7 @@ from batchax._compat.coordination import *
 from batchax._compat.derivative_rules import *
 from batchax._compat.effects import *
 from batchax._compat.jaxprs import *
+from batchax._compat.key_use import *
 from batchax._compat.lines import *
 from batchax._compat.mesh_types import *
 from batchax._compat.one_function import *

@@ -181,7 +181,7 @@ def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[
         n = n + np.int32(1)
         if form.kept is not None:
             now = now.at(n, places)
-            pairs = zip(kept, (new[i] for i in form.kept), strict=True)
+            pairs = zip(kept, (_compat.unconsumed(new[i]) for i in form.kept), strict=True)
             kept = [put_entry(all_, x, now.place_of(n), 0) for all_, x in pairs]
         return n, new, ys, now, kept
 

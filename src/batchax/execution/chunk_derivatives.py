@@ -84,6 +84,7 @@ def jvp(
     parts = shares(loop, extremes, primals)
     tangent_loop = _tangent_loop(loop, moving, dependent, [PerChunk(0)] * len(parts))
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
+    given = map(_compat.unconsumed, given)  # the derivative uses keys again
     dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving), *parts])
     dots_of = dict(zip(dependent, dots, strict=True))
     return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]

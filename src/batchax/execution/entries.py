@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from batchax import _compat
 from batchax.jaxprs.words import Value
 
 
@@ -18,7 +19,8 @@ def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
     """So many entries of `x` along an axis, from one on."""
     sizes = list(x.shape)
     sizes[axis] = width
-    return lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
+    part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
+    return _compat.unconsumed(part)  # of keys, no step reads those of another
 
 
 def put_part(array: Value, part: Value, start: Any, axis: int = 0) -> Any:

@@ -209,7 +209,7 @@ def taken_at(x: Value, places: Any, axis: int) -> Any:
     )
     indices = lax.reshape(places, (*places.shape, 1))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, indices, numbers, window, mode=mode)
+    return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
 def entries_at(x: Value, lanes: Any, places: Any) -> Any:

@@ -111,7 +111,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
 
     def whole(kept: Values) -> list[Any]:
         """The carry, with anything for what is not kept."""
-        return with_values(carry, form.kept, kept)
+        return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
     def ahead(stack: Stack, t: Any) -> Stack:
         """With the carry before step `t` on top, or, if that is too far, one on the way."""
@@ -120,7 +120,7 @@ def run(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) ->
         def step(state: Any) -> Any:
             n, kept, places = state
             new = written_into(forth, [*consts, *whole(kept), *entries(n)])
-            new = [new[i] for i in form.kept]
+            new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
             return n + one, new, places

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import describe_bodies, held_programs
-from batchax.jaxprs.own_primitives import stands_for
+from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel.checked_operations import report_errors
@@ -149,6 +149,8 @@ def own_primitive(
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
     stands_for(primitive, operations, called, on_cpu, elsewhere)
+    steps = programs if "nests" in facts.split() else ()
+    _compat.set_key_use(primitive, operations_of, lambda params: held_programs(params, steps))
     if programs:
         held = lambda params: held_programs(params, programs)
         describe_bodies(primitive, programs)

@@ -72,7 +72,8 @@ def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
         row = x if depth == 1 else lax.reshape(x, (lanes, *x.shape[depth:]))
         donor = _lane(row, first)
         other = expand_like(donor, depth, x)
-    return lax.select(expand_like(active, 0, x) if depth else active, x, other)
+    mask = expand_like(active, 0, x) if depth else active
+    return _compat.unconsumed(lax.select(mask, *map(_compat.unconsumed, (x, other))))
 
 
 def _lane(row: Any, index: Any) -> Any:
@@ -187,7 +188,11 @@ def run_masked(
 
 def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
     """`new` in active lanes and `old` in the others; both have their lanes at `position`."""
-    return old if new is old else lax.select(expand_like(active, position, new), new, old)
+    if new is old:
+        return old
+    mask = expand_like(active, position, new)
+    # Of keys, those that lanes keep are read by no step.
+    return _compat.unconsumed(lax.select(mask, new, _compat.unconsumed(old)))
 
 
 def expand_like(x: Value, position: int, like: Any) -> Any:

@@ -39,6 +39,7 @@ def linear_with_transpose(
     Functions given with equal keys do the same to operands of the same types: they are staged
     once.
     """
+    residuals = list(map(_compat.unconsumed, residuals))  # derivatives use keys again
     residual_types = tuple(map(jax.typeof, residuals))
     linear = tuple(jax.typeof(x).to_tangent_aval() for x in operands)
 
