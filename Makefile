@@ -20,6 +20,7 @@
 #   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
+#   make decisions  the golden file of what the policy of divergence decides
 #   make notebooks  the examples as notebooks, in out/notebooks/
 #   make site       all pages, the reference and a search as a site, in out/site/
 #   make azurite    the server of Azure's store, for tests of az://, where there is npm
@@ -52,7 +53,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
-    style browser azurite fake-gcs loaders docs notebooks site changes package bench bench-history constraints clean
+    style browser azurite fake-gcs loaders decisions docs notebooks site changes package bench bench-history constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -171,6 +172,10 @@ loaders: .venv/ready .cache/loaders/ready
 .cache/loaders/ready:
 	@echo "Installing PyTorch, Grain and Hugging Face's datasets (once)"
 	.venv/bin/python -m pip install --quiet --no-compile --target $(@D) torch grain datasets && touch $@
+
+# What the policy of divergence decides for the programs of the benchmarks: a golden file.
+decisions: .venv/ready
+	cd tests && PYTHONPATH=..:. ../.venv/bin/python -m support.decisions
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import what_pays
+from batchax.divergence.thresholds import TABLE, device_kind
 
 from support import decorated
 
@@ -22,8 +22,8 @@ TESTS = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch):
     # Tests have several devices, over which traced lanes may be spread.
-    of_one_device = what_pays.LIMITS["cpu"]._replace(devices=len(jax.devices()), cores=2)
-    monkeypatch.setitem(what_pays.LIMITS, "cpu", of_one_device)
+    of_one_device = TABLE["cpu-small"]._replace(max_devices=len(jax.devices()))
+    monkeypatch.setitem(TABLE, device_kind(), of_one_device)
     before = {name: getattr(bx.config, name) for name in ("divergence", "single_kernels")}
     yield
     for name, value in before.items():

@@ -10,15 +10,16 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 
-from support.forced import FORCED, LAST, NEIGHBOURS
+from support.forced import FORCED, LAST, TILES
 from support.oracle import same
 
 N = 23
 COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2, 1, 1, 0, 9, 33, 4, 4, 4, 6, 2, 0])
 POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 3)), float)
-ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000))
+ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
 def power(count, x):
@@ -54,9 +55,12 @@ def test_on_few_cores_a_window_is_narrower_where_its_steps_are_products():
         return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
 
     args = jnp.zeros(65536, int), jnp.zeros((65536, 64)), jnp.zeros((64, 64))
-    limits = ONE_DEVICE.limits
-    for fun, cores, share in ((dear, 2, 32), (dear, 8, 16), (elementwise, 2, 16)):
-        way = Auto(limits=limits._replace(cores=cores))
+    for fun, kind, share in (
+        (dear, "cpu-small", 32),
+        (dear, "cpu", 16),
+        (elementwise, "cpu-small", 16),
+    ):
+        way = Runner(thresholds=TABLE[kind]._replace(max_devices=1_000))
         (notes,) = loops(fun, *args, in_axes=(0, 0, None), divergence=way)
         assert notes["widths"] == (65536 // share,)
 
@@ -78,9 +82,9 @@ def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
         start = jnp.int32(0), 0 * x
         return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, start)
 
-    few = Auto(limits=ONE_DEVICE.limits._replace(cores=2))
+    few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
     (notes,) = loops(root, jnp.ones(1 << 19, "float32"), divergence=few)
-    assert notes["divergence"] == "neighbours"
+    assert notes["divergence"] == "tiles"
     assert notes["widths"] in ((1 << 15,), (1 << 16,))
     (notes,) = loops(root, jnp.ones(100, "float32"), divergence=few)
     assert notes["divergence"] == "masked"
@@ -92,7 +96,7 @@ def test_lanes_that_are_more_to_copy_than_to_compute_stay():
         return lax.while_loop(lambda c: c[0] < count, step, (count * 0, x))[1]
 
     counts, own = jnp.zeros(1024, "int32"), jnp.zeros((1024, 24, 24), "float32")
-    for size, way in (((), "neighbours"), ((16,), "masked")):
+    for size, way in (((), "tiles"), ((16,), "masked")):
         xs = jnp.zeros((1024, *size), "float32")
         (notes,) = loops(fading, counts, xs, divergence=ONE_DEVICE)
         assert notes["divergence"] == way
@@ -172,8 +176,8 @@ def several(count, x, key, shared):
     }
 
 
-@pytest.mark.parametrize("way", [FORCED, NEIGHBOURS, LAST], ids=["window", "neighbours", "last"])
-@pytest.mark.each_commit(2, "neighbours", "last")
+@pytest.mark.parametrize("way", [FORCED, TILES, LAST], ids=["window", "tiles", "last"])
+@pytest.mark.each_commit(2, "tiles", "last")
 def test_loops_of_many_kinds(way):
     points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.nan)
     args = COUNTS, points, jax.random.split(jax.random.key(0), N)
@@ -198,7 +202,7 @@ def test_loops_of_many_kinds(way):
     same(*both(*args), None)
 
 
-@pytest.mark.parametrize("way", [NEIGHBOURS, LAST], ids=["neighbours", "last"])
+@pytest.mark.parametrize("way", [TILES, LAST], ids=["tiles", "last"])
 def test_lanes_of_two_axes_and_derivatives(way):
     def of(vmap):
         both = jax.vmap(vmap(power), (None, 0))
@@ -284,7 +288,7 @@ def test_dear_branches_run_for_the_lanes_that_take_them():
 def test_few_lanes_take_branches_apart_if_each_had_a_copy_of_what_they_share():
     """Under ``jax.vmap``, that is, which takes longer than all of them in chunks."""
     xs, one = jnp.zeros((256, 64)), jnp.zeros((64, 64))
-    few = Auto(limits=ONE_DEVICE.limits._replace(cores=2, perhaps=inf))
+    few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_gain_decided=inf))
     for weights, at, way in ((one, None, "grouped"), (jnp.zeros((256, 64, 64)), 0, "masked")):
         explained = bx.explain(chosen, (0, 0, at), divergence=few)(jnp.arange(256) % 3, xs, weights)
         (notes,) = [e.notes for e in explained.equations if e.primitive == "cond"]
@@ -299,7 +303,9 @@ def test_derivatives_run_for_all_lanes_if_a_cache_holds_what_they_keep():
     def texts(lanes):
         arrays = [jax.ShapeDtypeStruct((lanes, *s), jnp.float32) for s in ((64,), (64, 64))]
         args = jax.ShapeDtypeStruct((lanes,), bool), *arrays
-        few = Auto(limits=ONE_DEVICE.limits._replace(cores=2, perhaps=inf))
+        few = Runner(
+            thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_gain_decided=inf)
+        )
         batched = bx.vmap(f, divergence=few)
         gradient = jax.grad(lambda t, x, w: batched(t, x, w).sum(), 1)
         return [str(jax.make_jaxpr(g)(*args)) for g in (batched, gradient)]

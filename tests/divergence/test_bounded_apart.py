@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 
 from support import oracle
 from support.forced import FORCED
@@ -22,7 +23,7 @@ COUNTS = {
     "one is left": [1] * (N - 1) + [40],
     "half is left": [0] * (N // 2) + [11] * (N // 2),
 }
-ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
 def settled(count, x, matrix):

@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.divergence import branch_derivatives
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
 
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same
@@ -27,8 +27,8 @@ WAYS = {
     "auto": FORCED,
     "masked": MASKED_DERIVATIVES,
     # Whoever takes the branch: nobody is too few, or too many.
-    "decided, in chunks": Auto(limits=DECIDED.limits._replace(most=1e6)),
-    "decided, all at once": Auto(limits=DECIDED.limits._replace(most=1e-6)),
+    "decided, in chunks": Runner(thresholds=DECIDED.thresholds._replace(max_share_gathered=1e6)),
+    "decided, all at once": Runner(thresholds=DECIDED.thresholds._replace(max_share_gathered=1e-6)),
 }
 
 
@@ -84,7 +84,7 @@ def everything(vmap):
 def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
     monkeypatch.setattr(branch_derivatives, "_WORTH", worth)
     # A width makes branches of any price run apart.
-    monkeypatch.setattr("batchax.divergence.branches._GAIN", 0.0)
+    monkeypatch.setattr("batchax.divergence.policy._ASKED_GAIN", 0.0)
     ours = everything(functools.partial(bx.vmap, divergence=WAYS[way]))
     masked = everything(functools.partial(bx.vmap, divergence="predicate"))
     got, expected = (at_once(*of.values())() for of in (ours, masked))

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import ActiveMask, Gathered
 
@@ -133,7 +134,7 @@ def ordered(sort):
 
 
 def explained(fun, lanes=256, **limits):
-    how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, **limits))
+    how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, **limits))
     args = jnp.arange(lanes) % 20 == 0, jnp.ones((lanes, 24)), jnp.ones((24, 24))
     return bx.explain(fun, (0, 0, None), divergence=how)(*args)
 
@@ -146,11 +147,13 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
     ]
     assert conds(one_of_two) == [("grouped", [1], [1])]
     assert conds(one_of_two, lanes=8) == [("masked", [], [])]
-    assert conds(one_of_two, compiling=1e5) == [("masked", [], [])]  # it would take too long
+    assert conds(one_of_two, min_work_per_operation=1e5) == [
+        ("masked", [], [])
+    ]  # it would take too long
     assert conds(short) == [("masked", [], [])]
     # Blocks of it cost what all lanes do, but for an operation that many lanes run otherwise.
     assert conds(ordered(jnp.sort)) == [("grouped", [1], [])]
-    assert conds(ordered(jnp.sort), surely=1e5) == [("grouped", [1], [1])]
+    assert conds(ordered(jnp.sort), min_gain_of_all=1e5) == [("grouped", [1], [1])]
     assert conds(ordered(lambda x: 1.0 * jnp.argsort(x[:256]).sum() + x)) == [("grouped", [1], [1])]
     # Whoever takes one of two spares the other: nothing is to be decided.
     assert conds(two) == [("grouped", [0, 1], [])]
@@ -159,7 +162,7 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
 def test_a_branch_inside_another_is_compiled_no_more_than_twice():
     args = jnp.zeros(256, bool), jnp.ones((256, 24)), jnp.ones((24, 24))
     for fun in (one_of_two, within):
-        how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+        how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
         program = jax.jit(bx.vmap(fun, (0, 0, None), divergence=how)).lower(*args).as_text()
         assert program.count("tanh") <= 2 * 20 * (1 + (fun is within))
 
@@ -168,7 +171,7 @@ def test_where_all_run_nobody_asks_whether_one_does():
     args = jnp.zeros(256, bool), jnp.ones((256, 24)), jnp.ones((24, 24))
     steps = lambda x, w: lax.fori_loop(0, 20, lambda _, x: jnp.tanh(w @ x), x)
     f = lambda taken, x, w: lax.cond(taken, steps, lambda x, w: x, x, w)
-    how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+    how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
     text = jax.jit(bx.vmap(f, (0, 0, None), divergence=how)).lower(*args).as_text()
     assert text.count("stablehlo.tanh") == 2
     assert "stablehlo.or across" not in text  # of the lanes that take it
@@ -181,14 +184,14 @@ def test_a_short_branch_that_would_copy_what_lanes_share_is_compiled_once():
     args = typed((8192,), bool), typed((8192, 64), np.float32), typed((64, 64), np.float32)
 
     def compiled(**limits):
-        how = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, **limits))
+        how = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, **limits))
         batched = bx.vmap(f, (0, 0, None), divergence=how)
         gradient = jax.grad(lambda taken, x, w: batched(taken, x, w).sum(), (1, 2))
         programs = (jax.jit(g).lower(*args).as_text() for g in (batched, gradient))
         return [text.count("stablehlo.tanh") for text in programs]
 
     assert compiled() == [1, 1]
-    assert compiled(copies=1e5) == [2, 2]
+    assert compiled(min_copy_cost_once=1e5) == [2, 2]
 
 
 def test_nobody_runs_or_some_or_all():
@@ -217,7 +220,7 @@ def test_explain_says_what_runs():
 def test_devices():
     x, w = data()
     x, taken = jnp.abs(x), takers(20)
-    how = Auto(limits=DECIDED.limits._replace(devices=1))
+    how = Runner(thresholds=DECIDED.thresholds._replace(max_devices=1))
     f = functools.partial(bx.vmap, one_of_two, (0, 0, None))
     got = jax.jit(f(divergence=how, mesh="all"))(taken, x, w)
     same(got, jax.jit(f(divergence="predicate"))(taken, x, w))

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.divergence.what_pays import LIMITS
+from batchax.divergence.thresholds import TABLE, device_kind, thresholds_here
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.jaxprs.inside import with_inside
 from batchax.programs.one_function import fits_one_function
@@ -20,10 +20,15 @@ SIDE = 6
 @pytest.fixture(autouse=True)
 def for_few(monkeypatch):
     """Lets few lanes run by themselves wherever that may be: these branches are small."""
-    limits = LIMITS["cpu"]._replace(
-        devices=100, beginning=0.0, share=1000, launched=0.0, gain=1e9, singly=3.0
+    limits = thresholds_here()._replace(
+        max_devices=100,
+        min_serial_work=0.0,
+        serial_share=1000,
+        min_unfused_share=0.0,
+        min_gain=1e9,
+        min_serial_gain=3.0,
     )
-    monkeypatch.setitem(LIMITS, "cpu", limits)
+    monkeypatch.setitem(TABLE, device_kind(), limits)
 
 
 def new_board(key):

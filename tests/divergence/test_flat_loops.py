@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut, flat, segments
-from batchax.divergence.auto import Auto
+from batchax.divergence import cut, flat, runner, segments
+from batchax.divergence.runner import Runner
 from batchax.divergence.scan_as_while import while_of_scan
 from batchax.kernel.axis import Axis
 
@@ -24,7 +24,7 @@ FLAT = "each lane is at a place of its own"
 def cuts_cheap_loops(request, monkeypatch):
     """Programs of tests are small: they are cut whatever that costs."""
     monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
-    monkeypatch.setattr(compact, "NEST", 0.0)
+    monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)
     if request.param == "in blocks":
         monkeypatch.setattr(segments, "NARROWEST", 2)
         monkeypatch.setattr(segments, "MASKED", float("inf"))
@@ -275,7 +275,7 @@ def in_turn(x, entries):
 
 
 SHARDED = XS[:6]
-BY_DEFAULT = Auto(limits=forced.EVERYWHERE._replace(devices=1))
+BY_DEFAULT = Runner(thresholds=forced.EVERYWHERE._replace(max_devices=1))
 ROWS, SAME, BOTH = jax.P("a"), jax.P(), jax.P("a", "b")
 
 
@@ -607,7 +607,7 @@ def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypa
 
 
 def test_what_a_loop_inside_carries_stays_where_the_loop_around_it_keeps_it():
-    axis = Axis(LANES, divergence=Auto())
+    axis = Axis(LANES, divergence=Runner.here(None))
 
     def nest(fun):
         (scan,) = jax.make_jaxpr(fun)(1.5, ENTRIES).eqns

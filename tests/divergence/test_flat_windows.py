@@ -6,14 +6,24 @@ import numpy as np
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 
 from support.oracle import same
 
 
 def test_where_lanes_are_dear_to_move_all_run_first_and_the_last_go_on_in_a_window():
-    limits = Auto().limits._replace(one_core=-1.0, together=1 << 30, cores=1, devices=1_000)
-    way = Auto(limits=limits._replace(nest=0.0, places=0.0, carried=0.0, staying_on=10.0))
+    limits = TABLE["cpu-small"]._replace(
+        max_kernel_work=-1.0, kernel_lanes=1 << 30, cores=1, max_devices=1_000
+    )
+    way = Runner(
+        thresholds=limits._replace(
+            min_nested_work=0.0,
+            min_entered_work=0.0,
+            max_move_steps_nested=0.0,
+            max_move_steps_tail=10.0,
+        )
+    )
 
     def draws(counts, x, matrix):
         def draw(carry, count):
@@ -34,6 +44,6 @@ def test_where_lanes_are_dear_to_move_all_run_first_and_the_last_go_on_in_a_wind
     assert told.notes["widths"] == (256, 64)
     args = counts, xs, matrices
     same(*jax.jit(lambda: (batched(*args), jax.vmap(draws)(*args)))())
-    dear = Auto(limits=way.limits._replace(staying_on=0.0))
+    dear = Runner(thresholds=way.thresholds._replace(max_move_steps_tail=0.0))
     (told,) = bx.explain(draws, divergence=dear)(counts, xs, matrices).equations
     assert told.notes["widths"] == (256,)

@@ -7,10 +7,11 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import compact, cut
-from batchax.divergence.auto import Auto
-from batchax.divergence.neighbours import neighbours_in_turn
-from batchax.divergence.window import Plan, counted
+from batchax.divergence import cut, runner
+from batchax.divergence.policy import Tiles
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
+from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.inside import with_inside
 from divergence.test_flat_loops import FLAT, arrays, three_deep
@@ -88,30 +89,27 @@ def test_few_neighbours_are_left_behind(size):
     """Each takes its own steps, all of them fewer than if neighbours waited for each other."""
 
     def step(width, consts, active, carry, tally):
-        (most, by), (n, x) = consts, carry
-        tally = counted(tally, count_active(active, one_function=True))
+        (most, by), (n, x, computed) = consts, carry
         n, x = n + active.astype(np.int32), jnp.where(active[:, None], x + by, x)
-        return active & (n < most[0]), [n, x], tally
+        return active & (n < most[0]), [n, x, computed + 1], tally
 
     def run(left, most):
-        plan = Plan((16,), None, left, 1.0, True, neighbours=True, one_function=True, pause=2)
-        begun = [jnp.zeros(size, np.int32), jnp.zeros((size, 2))]
+        plan = Tiles(16, 1.0, kernel=True, leave_at=left)
+        begun = [jnp.zeros(size, np.int32), jnp.zeros((size, 2)), jnp.zeros(size, np.int32)]
         consts = [most[None], jnp.asarray([1.0, 2.0])]
-        carry, (tally,) = neighbours_in_turn(plan, step, consts, [1, None], most > 0, begun)
-        return *carry, tally
+        return run_in_tiles(plan, step, consts, [1, None], most > 0, begun)
 
     rng, run = np.random.default_rng(0), jax.jit(run, static_argnums=0)
     tailed = [(rng.pareto(0.7, size) * 4).clip(0, 400).astype(np.int32) for _ in range(20)]
     for left in (2, 0):
         for most in (*tailed, *(np.full(size, n, np.int32) for n in (0, 1, 50))):
-            n, x, (iterations, _, lanes) = run(left, most)
+            n, x, computed = run(left, most)
             np.testing.assert_array_equal(n, most)
             np.testing.assert_array_equal(x, most[:, None] * np.asarray([1.0, 2.0]))
-            assert lanes == most.sum()
-            waiting = sum(most[i : i + 16].max() for i in range(0, size, 16))
-            assert iterations <= waiting
+            waiting = 16 * sum(most[i : i + 16].max() for i in range(0, size, 16))
+            assert most.sum() <= computed.sum() <= waiting
             if left and most.min() < most.max():
-                assert iterations < 0.85 * waiting
+                assert computed.sum() < 0.85 * waiting
 
 
 @pytest.mark.parametrize("size", [1, 6, 128, 300])
@@ -271,8 +269,8 @@ def test_loops_of_loops_in_chunks_on_devices_and_differentiated(of_nests):
 
 
 def test_which_loops_run_so_is_told_by_their_cost():
-    limits = Auto().limits._replace(devices=1_000, cores=16)
-    way = Auto(limits=limits)
+    limits = TABLE["cpu-large"]._replace(max_devices=1_000)
+    way = Runner(thresholds=limits)
 
     def counted_in_words(count, x):  # in double precision, too, where moving an `int` costs more
         step = lambda c: (c[0] + 1, jnp.tanh(0.9 * c[1]))
@@ -281,7 +279,7 @@ def test_which_loops_run_so_is_told_by_their_cost():
     def widths(lanes, numbers):
         args = jnp.zeros(lanes, jnp.int32), jnp.zeros((lanes, numbers), jnp.float32)
         (told,) = bx.explain(counted_in_words, divergence=way)(*args).equations
-        return told.notes.get("widths", ()) if told.notes["divergence"] == "neighbours" else ()
+        return told.notes.get("widths", ()) if told.notes["divergence"] == "tiles" else ()
 
     assert widths(1024, 1) == (128,)
     assert widths(200, 1) == (100,)
@@ -294,7 +292,7 @@ def test_which_loops_run_so_is_told_by_their_cost():
 
 
 def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():
-    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+    way = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
     def drawn(x, numbers):
         def draw(x, count):
@@ -307,12 +305,12 @@ def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():
         args = jnp.zeros((lanes, numbers), jnp.float32), jnp.zeros((lanes, 5), jnp.int32)
         return str(bx.explain(drawn, divergence=way)(*args))
 
-    assert "8 neighbours at a time" in told(1024, 24)
+    assert "tiles of 8 lanes" in told(1024, 24)
     assert FLAT in told(100, 2000)  # too few for a turn
 
 
 def test_the_last_lanes_of_compact(monkeypatch):
-    monkeypatch.setattr(compact, "_DEVICES", jax.device_count())
+    monkeypatch.setattr(runner, "_DEVICES", jax.device_count())
     counts = np.asarray(np.random.default_rng(1).pareto(1.0, 512) * 3).clip(0, 60)
     counts = jnp.asarray(counts, jnp.int32).at[5].set(90)
     points = np.random.default_rng(2).normal(size=(512, 64))
@@ -341,7 +339,7 @@ def test_the_last_lanes_of_compact(monkeypatch):
 
 
 def test_branches_of_the_last_lanes_of_compact(monkeypatch):
-    monkeypatch.setattr(compact, "_DEVICES", jax.device_count())
+    monkeypatch.setattr(runner, "_DEVICES", jax.device_count())
     counts = (np.arange(1024) % 7 == 0).astype(np.int32)
     counts[5] = 8
     points = np.random.default_rng(2).normal(size=(1024, 512)).astype(np.float32)

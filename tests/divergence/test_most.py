@@ -7,10 +7,11 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import auto, flatten
-from batchax.divergence.auto import Auto
+from batchax.divergence import flatten, policy, runner
 from batchax.divergence.cut import price_inside
 from batchax.divergence.most import dearest_step, price_of_loops
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 from batchax.divergence.widths import Step
 
 SIZE = 6  # of the vectors that lanes carry
@@ -90,11 +91,11 @@ class Asked:
 
     def __init__(self, monkeypatch):
         self.around, self.pairs = [], []
-        monkeypatch.setattr(auto, "dearest_step", self._told(dearest_step))
-        monkeypatch.setattr(auto, "run_flat", self._flat)
+        monkeypatch.setattr(runner, "dearest_step", self._told(dearest_step))
+        monkeypatch.setattr(runner, "run_flat", self._flat)
         monkeypatch.setattr(flatten, "price_inside", self._inside)
         monkeypatch.setattr(Step, "of", staticmethod(self._step(Step.of)))
-        monkeypatch.setattr(Auto, "_pays", self._branch)
+        monkeypatch.setattr(policy, "_branch", self._branch)
 
     def _told(self, tell):
         def told(loop):
@@ -121,9 +122,9 @@ class Asked:
 
         return step
 
-    def _branch(self, branch):
-        self.pairs.append((branch.work, max((told for told, _ in self.around), default=np.inf)))
-        return False
+    def _branch(self, cost, thresholds, recompiled):
+        self.pairs.append((cost.work, max((told for told, _ in self.around), default=np.inf)))
+        return policy.Masked("")
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -142,7 +143,9 @@ def test_no_less_is_told_than_is_asked(seed, monkeypatch):
     fun = scan if seed % 4 else loop
     asked = Asked(monkeypatch)
     args = jnp.zeros(8, int), jnp.zeros((8, SIZE))
-    one_device = Auto(limits=Auto().limits._replace(devices=1_000, nest=0.0))
+    one_device = Runner(
+        thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_nested_work=0.0)
+    )
     jax.eval_shape(bx.vmap(fun, divergence=one_device), *args)
     for price, told in asked.pairs:
         assert price <= told * (1 + 1e-6)

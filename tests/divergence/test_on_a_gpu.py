@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
-from batchax.divergence.what_pays import LIMITS
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 
 from support.oracle import same
 
@@ -21,7 +21,8 @@ def device(monkeypatch):
 
     def choose(kind):
         monkeypatch.setattr(jax, "default_backend", lambda: kind)
-        return Auto(limits=(LIMITS.get(kind) or LIMITS["cpu"])._replace(devices=1_000))
+        row = TABLE.get("cpu-small" if kind == "cpu" else kind)
+        return Runner(thresholds=row and row._replace(max_devices=1_000))
 
     return choose
 
@@ -111,10 +112,20 @@ def test_elsewhere_all_is_masked(device):
 
 def test_results_are_those_of_masked_lanes(device):
     device("gpu")
-    limits = LIMITS["gpu"]._replace(
-        devices=1_000, saved=0.0, last=0.0, counting=0.0, compiling=0.0, waiting=0.0, nest=0.0
+    limits = TABLE["gpu"]._replace(
+        max_devices=1_000,
+        min_tail_gain=0.0,
+        min_counted_work=0.0,
+        min_decided_work=0.0,
+        min_work_per_operation=0.0,
+        min_wait_work=0.0,
+        min_nested_work=0.0,
     )
-    how = Auto(limits=limits._replace(perhaps=0.0, launched=0.0, places=0.0, windows=(2,)))
+    how = Runner(
+        thresholds=limits._replace(
+            min_gain_decided=0.0, min_unfused_share=0.0, min_entered_work=0.0, window_shares=(2,)
+        )
+    )
     counts = jnp.asarray([3, 0, 29, 7, 5, 1, 0, 12, 4], jnp.int32)
     points = np.random.default_rng(1).normal(size=(9, 64)).astype(np.float32)
     points[2, 5] = np.nan

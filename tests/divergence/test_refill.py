@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from batchax.divergence import window
+from batchax.divergence.policy import Window
 from batchax.divergence.refill import InWindow, Queue, refill
+from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.together import Together
 
 
@@ -55,7 +57,7 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
     for width in (7, 64, 2053, 4096):
         active = np.random.default_rng(width).random(width) < 0.5
         count, left = int(active.sum()), width // 3
-        plan = window.Plan((width,), None, left, patience=2.0, counts=False)
+        plan = Window((width,), 2.0, left)
         for wasted in (0.0, width + 3.0, 3.0 * width):
             now = wasted + width - count
             for waiting in (True, False):
@@ -100,7 +102,8 @@ def test_all_lanes_run_until_those_that_are_counted_are_few(device, monkeypatch)
 
     def taken(lanes, left, patience, pause):
         once = lambda state: (lanes > state[1] + 1, state[1] + 1)
-        together, begins = Together(len(lanes), left, patience, pause), jnp.asarray(lanes.any())
+        waiting = None if patience is None else SkiRental(patience)
+        together, begins = Together(len(lanes), left, waiting, pause), jnp.asarray(lanes.any())
         (_, steps), some = together.run(begins, once, (jnp.asarray(lanes > 0), jnp.int32(0)))
         return steps, some
 

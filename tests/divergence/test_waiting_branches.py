@@ -11,7 +11,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import flat, segments
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
 
 from support import forced, oracle
 
@@ -257,7 +257,7 @@ def test_lanes_of_an_outer_vmap_and_of_devices():
     compact_vmap = functools.partial(bx.vmap, divergence="compact")
     expected = jax.jit(both_axes(jax.vmap))(XS, rows)
     oracle.same(jax.jit(both_axes(compact_vmap))(XS, rows), expected)
-    by_default = Auto(limits=forced.EVERYWHERE._replace(devices=1))
+    by_default = Runner(thresholds=forced.EVERYWHERE._replace(max_devices=1))
     for how in ("compact", by_default):
         got = bx.vmap(several, (0, None), divergence=how, mesh="all")(XS, ENTRIES)
         oracle.same(got, expected_of(several))

@@ -12,7 +12,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 from batchax.explain import measure
 from batchax.programs.cost import cost_of_program
 
@@ -187,7 +188,7 @@ def test_loops_that_stay_masked_say_why():
     assert f"lanes masked: {loop.notes['why']}" in str(few)
 
 
-ONE_DEVICE = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+ONE_DEVICE = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
 
 def why_masked(fun, *args, in_axes=0, divergence=ONE_DEVICE, **options):

@@ -16,13 +16,13 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED, KERNELS, LAST, NEIGHBOURS, NESTS
+from support.forced import FORCED, KERNELS, LAST, NESTS, TILES
 
 OUTER = 2  # lanes of a vmap around
 _FORCED = {
     "FORCED": FORCED,
     "LAST": LAST,
-    "NEIGHBOURS": NEIGHBOURS,
+    "TILES": TILES,
     "KERNELS": KERNELS,
     "NESTS": NESTS,
 }

@@ -40,7 +40,7 @@ OPTIONS = [
     ["divergence=FORCED"],
     ["divergence=FORCED"],
     ["divergence=LAST"],
-    ["divergence=NEIGHBOURS"],
+    ["divergence=TILES"],
     ["divergence=KERNELS"],
     ["divergence=KERNELS"],
     ["divergence=NESTS"],
@@ -57,7 +57,7 @@ INNER = [
     'lambda f, *axes: bx.vmap(f, *axes, divergence="compact")',
     "lambda f, *axes: bx.vmap(f, *axes, divergence=FORCED)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=LAST)",
-    "lambda f, *axes: bx.vmap(f, *axes, divergence=NEIGHBOURS)",
+    "lambda f, *axes: bx.vmap(f, *axes, divergence=TILES)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=KERNELS)",
 ]
 AROUND = [

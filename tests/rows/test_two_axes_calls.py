@@ -51,7 +51,7 @@ MOVED = {
     "transposed": lambda x: x.T,
     "flipped": lambda x: (x[::-1], x[:, ::-1], jnp.flip(x)),
     "sorted": lambda x: (jnp.sort(x, 0), jnp.sort(x, 1)),
-    "neighbours": lambda x: (x[1:] - x[:-1], x[:, 1:] * x[:, :-1]),
+    "tiles": lambda x: (x[1:] - x[:-1], x[:, 1:] * x[:, :-1]),
     "with a border": lambda x: jnp.pad(x, ((1, 0), (2, 1))),
     "in one row": lambda x: x.ravel(),
     "triangles": lambda x: (jnp.tril(x), jnp.triu(x, 1)),

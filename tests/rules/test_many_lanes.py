@@ -6,7 +6,8 @@ import numpy as np
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.auto import Auto
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import TABLE
 from batchax.rules.many_lanes import least_lanes
 from batchax.small.pays import of_library
 
@@ -56,7 +57,7 @@ def refined(count, x):
 
 
 def test_a_window_is_wide_enough_to_run_them_so():
-    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2))
+    way = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
 
     def notes(lanes):
         args = jnp.zeros(lanes, int), jnp.zeros((lanes, 4, 4), "float32")
@@ -72,7 +73,7 @@ def test_a_window_is_wide_enough_to_run_them_so():
 
 
 def test_lanes_of_a_wide_window_get_what_each_gets_alone():
-    way = Auto(limits=Auto().limits._replace(devices=1_000, cores=2, busy=0.0))
+    way = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_core_work=0.0))
     count = np.arange(4096) % 3
     x = np.random.default_rng(1).normal(size=(4096, 4, 4)).astype("float32")
     out = jax.jit(bx.vmap(refined, divergence=way))(count, x)

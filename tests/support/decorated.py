@@ -81,6 +81,7 @@ def _rule():
     bx.broadcasting(primitive)
     bx.reducing(primitive)
     bx.vectorized(primitive)
+    bx.unregister_rule(primitive)
 
 
 def _all_of(factory):

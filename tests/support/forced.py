@@ -1,55 +1,82 @@
-"""Lanes that part ways wherever they can, however little a step costs: `divergence="auto"`."""
+"""Lanes that diverge wherever they can, however little a step costs: `divergence="auto"`."""
 
 from math import inf
 
-from batchax.divergence import compact, cut, price
-from batchax.divergence.auto import Auto
-from batchax.divergence.what_pays import Limits
+from batchax.divergence import cut, price, runner
+from batchax.divergence.runner import Runner
+from batchax.divergence.thresholds import Thresholds
 from batchax.programs import dear_branches
 
-EVERYWHERE = Limits(
-    moving=inf,
-    later=inf,
-    begun=0,
-    busy=0,
-    gain=0,
-    perhaps=inf,
-    launched=0,
-    cached=0,
-    staying=inf,
-    nest=0,
-    places=0,
-    leaving=0,
-    windows=(3,),
-    devices=1_000,
+EVERYWHERE = Thresholds(
+    max_move_steps=inf,
+    max_move_steps_bounded=inf,
+    min_work_per_launch=0,
+    min_core_work=0,
+    min_gain=0,
+    min_gain_decided=inf,
+    min_unfused_share=0,
+    min_residual_bytes=0,
+    max_tile_copy=inf,
+    min_nested_work=0,
+    min_entered_work=0,
+    min_leave_work=0,
+    window_shares=(3,),
+    cores=2,
+    narrow_share=32,
+    max_devices=1_000,
 )
-FORCED = Auto(limits=EVERYWHERE)
+FORCED = Runner(thresholds=EVERYWHERE)
 
-# The same in loops of loops, too, whose lanes are not at places of their own:
-NEIGHBOURS = Auto(limits=EVERYWHERE._replace(moving=-inf, later=-inf, nest=inf))
-"""Neighbours run together, some after others."""
-ONE_FUNCTION = Auto(
-    limits=EVERYWHERE._replace(
-        moving=-inf,
-        later=-inf,
-        nest=inf,
-        busy=1,
-        together=16,
-        one_core=inf,
-        few=1_000,
+# The same in nested loops, too, whose lanes are not at steps of their own:
+TILES = Runner(
+    thresholds=EVERYWHERE._replace(
+        max_move_steps=-inf, max_move_steps_bounded=-inf, min_nested_work=inf
     )
 )
-"""The same, in one function of the compiler if they can be."""
-KERNELS = Auto(limits=ONE_FUNCTION.limits._replace(together=2))
+"""Tiles of adjacent lanes run, one after another."""
+ONE_FUNCTION = Runner(
+    thresholds=EVERYWHERE._replace(
+        max_move_steps=-inf,
+        max_move_steps_bounded=-inf,
+        min_nested_work=inf,
+        min_core_work=1,
+        kernel_lanes=16,
+        max_kernel_work=inf,
+    )
+)
+"""The same, each in a single kernel if it can be."""
+KERNELS = Runner(thresholds=ONE_FUNCTION.thresholds._replace(kernel_lanes=2))
 """The same for so few lanes as random programs have."""
-NESTS = Auto(limits=EVERYWHERE._replace(together=2, one_core=inf, few=1_000))
-"""Lanes of a loop of loops are at places of their own, in one function of the compiler."""
-LAST = Auto(limits=EVERYWHERE._replace(begun=inf, saved=0, long=0, last=0, nest=inf))
+NESTS = Runner(
+    thresholds=EVERYWHERE._replace(
+        kernel_lanes=2,
+        max_kernel_work=inf,
+    )
+)
+"""Lanes of a nested loop are at steps of their own, in a single kernel."""
+LAST = Runner(
+    thresholds=EVERYWHERE._replace(
+        min_work_per_launch=inf,
+        min_tail_gain=0,
+        min_operations=0,
+        min_counted_work=0,
+        min_nested_work=inf,
+    )
+)
 """All lanes run first, and the last ones in a window."""
-MASKED_DERIVATIVES = Auto(limits=EVERYWHERE._replace(copying=inf, cached=inf))
+MASKED_DERIVATIVES = Runner(
+    thresholds=EVERYWHERE._replace(min_copy_cost=inf, min_residual_bytes=inf)
+)
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
-DECIDED = Auto(
-    limits=EVERYWHERE._replace(gain=inf, perhaps=0, counting=0, compiling=0, copying=0, nest=inf)
+DECIDED = Runner(
+    thresholds=EVERYWHERE._replace(
+        min_gain=inf,
+        min_gain_decided=0,
+        min_decided_work=0,
+        min_work_per_operation=0,
+        min_copy_cost=0,
+        min_nested_work=inf,
+    )
 )
 """Branches and their derivatives are compiled twice: for the lanes that take them, and for all."""
 
@@ -61,4 +88,4 @@ def wait_before_branches(monkeypatch):
     monkeypatch.setattr(price, "NARROWEST", 2)
     monkeypatch.setattr(price, "_ENOUGH", 0.0)
     monkeypatch.setattr(cut, "FEW_STEPS", inf)
-    monkeypatch.setattr(compact, "NEST", 0.0)
+    monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)

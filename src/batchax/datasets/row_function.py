@@ -14,7 +14,7 @@ import numpy as np
 from batchax.datasets.inputs import Inputs, find_inputs
 from batchax.datasets.outputs import Output, find_outputs, lanes_of, states_to_add
 from batchax.datasets.row_types import type_of_batch, type_of_row
-from batchax.divergence.auto import for_any_machine
+from batchax.divergence.runner import for_any_machine
 from batchax.errors import UnsupportedError
 from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.divergence.ski_rental import SkiRental
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
 from batchax.execution.bounded_derivatives import parts, take
 from batchax.execution.bounded_forms import Form, Operands, SweepForm
@@ -173,7 +174,7 @@ class Apart:
         count = count_active(active)
         taken = lax.convert_element_type(steps, np.float32)
         wasted = lax.reduce_max(taken, (0,)) * np.float32(len(active)) - jnp.sum(taken)
-        waits = wasted < np.float32(self.patience) * lax.convert_element_type(count, np.float32)
+        waits = SkiRental(self.patience).waits(wasted, count)
         return (count > len(active) // _LEFT) | (waits & (count > 0))
 
     def _together(self, count: Any) -> Any:

@@ -16,7 +16,7 @@ from jax import lax
 from batchax.divergence.bounded_apart import Apart
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import PartingLoop, as_weak_as, parting_loop
-from batchax.divergence.window import Plan
+from batchax.divergence.policy import Masked, Tiles, Window
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import every_step
 from batchax.execution.bounded_forms import Form, SweepForm
@@ -46,11 +46,6 @@ class BoundedParting(PartingLoop):
         """As that of any loop. The body of the ``while`` was made of the bounded one."""
         _, body, guarded = self.bounded
         return *super().but_for_body, None if guarded is body else guarded, self.apart
-
-    def run(self, *operands: Any) -> list[Any]:
-        """The last carry of the ``while``."""
-        masked = self.plan.widths == (self.axis.size,)
-        return self.masked(*operands) if masked else super().run(*operands)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """The bounded loop, in which lanes begin together."""
@@ -88,7 +83,11 @@ class BoundedParting(PartingLoop):
 
 
 def bounded_parting(
-    axis: Axis, loop: BoundedLoop, whole: WhileLoop, plan: Plan, apart: Apart | None
+    axis: Axis,
+    loop: BoundedLoop,
+    whole: WhileLoop,
+    plan: Window | Tiles | Masked,
+    apart: Apart | None,
 ) -> list[Any]:
     """The carry of the ``while`` that a bounded loop is, of all lanes in the end."""
     parting, operands = parting_loop(axis, whole, plan)
@@ -131,7 +130,7 @@ def _windows(apart: Apart, loop: BoundedLoop) -> Any:
 
     def run(state: Sequence[Value]) -> Sequence[Value]:
         begun = replace(whole, carry=[lax.stop_gradient(x) for x in state])
-        plan = Plan((apart.width,), None, 0, apart.patience, False)
+        plan = Window((apart.width,), apart.patience)
         outs = bind(*parting_loop(apart.axis, begun, plan))
         return outs[len(outs) - len(state) :]
 

@@ -1,11 +1,8 @@
-"""What a branch costs that lanes may take apart, and what is chosen by it."""
+"""What a branch costs that lanes may take apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
-
-from batchax.kernel.divergence import Divergence
 
 NOTHING = "computes nothing"
 
@@ -27,6 +24,9 @@ class BranchCost(NamedTuple):
       others: what the other branches take that is begun likewise.
       operations: how many it has, to be compiled.
       alike: how many lanes at least run each of them in the way that all do.
+      cannot: why it cannot run for some lanes only; empty if it can.
+      may_be_serial: whether it may run for one lane after another, as a single kernel.
+      is_unknown: whether it holds a loop of unknown length, or calls the host.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
     """
@@ -43,31 +43,12 @@ class BranchCost(NamedTuple):
     others: float
     operations: int
     alike: int
+    cannot: str = ""
+    may_be_serial: bool = False
+    is_unknown: bool = False
     held: int = 0
 
     @property
     def apart(self) -> float:
         """To move what it reads and returns, and run it in a chunk that is full."""
         return self.work + self.moving + self.starting / self.chunk
-
-
-class Choice(NamedTuple):
-    """How a branch runs that lanes may take apart, by what it costs.
-
-    Attributes:
-      apart: whether for the lanes that take it, whatever their number.
-      decided: whether for those, or for all, as it is decided while the program runs.
-      most: the share of the lanes from which on all run, where that is decided.
-      back: that share for derivatives; None: all run, masked.
-      few: of how many lanes that take it each runs by itself, where it is none of these; 0: none.
-      inside: how lanes that part ways are run inside of a branch that is compiled twice.
-      masked: why all lanes run it, where it is none of these.
-    """
-
-    apart: Callable[[BranchCost], bool]
-    decided: Callable[[BranchCost], bool]
-    most: float
-    back: Callable[[BranchCost], float | None]
-    few: Callable[[BranchCost], int]
-    inside: Divergence
-    masked: Callable[[BranchCost], str]

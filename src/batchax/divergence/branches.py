@@ -23,10 +23,12 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.divergence.branch_cost import NOTHING, BranchCost, Choice
+from batchax.divergence import policy
+from batchax.divergence.branch_cost import BranchCost
 from batchax.divergence.branch_derivatives import Derivative, run_differentiable
-from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move, refuse_collectives
-from batchax.divergence.widths import launch_time, length, microseconds
+from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
+from batchax.divergence.policy import Masked, Serial, in_blocks
+from batchax.divergence.widths import launch_time, length
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
@@ -50,9 +52,6 @@ from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 from batchax.rules.many_lanes import least_lanes
 
-# Results do not depend on these; the benchmark `divergence` times branches.
-_GAIN = 4.0  # how many times the cost of moving its lanes a branch must cost to be run apart
-_LEAST = 50_000.0  # nanoseconds that a branch must take for all lanes to be run apart
 _NARROWEST = 16  # lanes in a chunk
 # Nanoseconds of work that make a chunk wide enough, beside which to begin it weighs little, and the
 # most lanes in it.
@@ -60,48 +59,36 @@ _CHUNK_ON_CPU = (500_000.0, 1024)
 _CHUNK = (50_000_000.0, 16_384)
 
 
-def run_branches(
-    axis: Axis,
-    branches: Branches,
-    width: int | None,
-    choice: Choice | None = None,
-) -> PlacedOutputs | None:
+def run_branches(axis: Axis, branches: Branches) -> PlacedOutputs | None:
     """What each lane's branch returns; None if all branches are to be masked.
 
     Args:
-      axis: the axis being mapped.
+      axis: the axis being mapped, whose `divergence` says how each branch runs.
       branches: the branches, and what they are given.
-      width: how many lanes of those that take the same branch run together; None to choose.
-      choice: how a branch is to run, by what it costs; None for apart wherever that may pay.
-
-    Raises:
-      UnsupportedError: a branch has a collective in it.
     """
-    refuse_collectives(branches.programs, "a branch that not every lane takes")
     if not can_move(axis, (branches.index, *branches.operands)):
         recording.note(why=CANNOT_MOVE)
         return None
-    parts = [_Part(axis, program, branches, width, choice) for program in branches.programs]
+    parts = [_Part(axis, program, branches) for program in branches.programs]
     for part in parts:
         part.choose(sum(p.begun for p in parts if p is not part))
     if recording.is_on():
-        recording.note(
-            why={i: part.why_masked() for i, part in enumerate(parts) if not part.for_some}
-        )
-    if not any(part.for_some for part in parts):
+        masked = ((i, p.plan) for i, p in enumerate(parts) if isinstance(p.plan, Masked))
+        recording.note(why={i: plan.reason for i, plan in masked})
+    if all(isinstance(part.plan, Masked) for part in parts):
         return None
     index, operands, positions = branches.index, branches.operands, branches.positions
     numbers = lambda which: [i for i, part in enumerate(parts) if which(part)]
     recording.note(
         divergence="grouped",
-        apart=numbers(lambda part: part.for_some),
-        decided=numbers(lambda part: part.decided or part.singly),
+        apart=numbers(lambda part: not isinstance(part.plan, Masked)),
+        decided=numbers(lambda part: part.is_decided),
     )
     results = []
     for i, (part, program) in enumerate(zip(parts, branches.programs, strict=True)):
         before = branches.programs[:i]
         with recording.part(f"branch {i}"):
-            if part.for_some:
+            if not isinstance(part.plan, Masked):
                 part.operands = after_branches(before, results, program, part.operands)
                 placed = part.run(lax.eq(index, np.asarray(i, index.dtype)))
             else:
@@ -112,7 +99,7 @@ def run_branches(
 
 
 class _Part:
-    """One branch: whether it is run apart (`apart`), but masked if most take it (`decided`); how.
+    """One branch, and how it runs (`plan`).
 
     `read` are the variables that it reads, `used` the operands of these that are arrays, and `made`
     the variables of what it computes. What it only hands on is not moved.
@@ -123,10 +110,9 @@ class _Part:
         axis: Axis,
         program: ClosedJaxpr,
         branches: Branches,
-        width: int | None,
-        choice: Choice | None,
     ) -> None:
-        self.width, self.choice, self.index = width, choice, branches.index
+        option = axis.divergence.option
+        self.width, self.index = option and option.width, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if any_uses_axis(axis, program):
@@ -145,21 +131,20 @@ class _Part:
         cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
         self.work, self.launches = TOGETHER.time(cost), cost.launches
         self.begun = time_begun(jaxpr, differs)
-        self.apart = self.decided = False
-        self.singly = 0
+        self.plan: policy.Gathered | Serial | Masked = Masked("")
 
     @property
-    def for_some(self) -> bool:
-        """Whether it runs for the lanes that take it, at least where these are few."""
-        return bool(self.apart or self.singly)
+    def is_decided(self) -> bool:
+        """Whether it is decided while the program runs for which lanes it does."""
+        plan = self.plan
+        return isinstance(plan, Serial) or (
+            isinstance(plan, policy.Gathered) and bool(plan.all_from)
+        )
 
     def choose(self, others: float) -> None:
         """Finds how it runs, beside other branches that take so long for a lane."""
-        self.others = others
-        can = not self._why_not_apart()
-        self.apart = can and self._is_worth_it()
-        if can and not self.apart and self.choice is not None:
-            self.singly = self._how_many_singly(self.choice.few)
+        self.cost = self._cost(others)
+        self.plan = self.axis.divergence.of_branch(self.cost)
 
     def _take_index(self) -> None:
         """Makes the index of the lane an operand, if that is all the name is used for."""
@@ -171,22 +156,6 @@ class _Part:
         (lanes,) = _compat.varying_alike([lanes], like=[self.index])
         self.program = program
         self.operands, self.positions = [lanes, *self.operands], [0, *self.positions]
-
-    def why_masked(self) -> str:
-        """Why all lanes run it, where they do."""
-        why = self._why_not_apart()
-        if why:
-            return why
-        cost = self._cost(time_to_move(self._moved()))
-        if self.choice is not None:
-            return self.choice.masked(cost)
-        if not cost.work:
-            return NOTHING
-        if cost.work <= _GAIN * cost.moving:
-            price = cost.work / cost.moving
-            return f"costs {price:.2g} of moving a lane, limit {_GAIN:.2g}"
-        every = microseconds(cost.work * cost.lanes)
-        return f"{every} for all lanes, limit {microseconds(_LEAST)}"
 
     def _why_not_apart(self) -> str:
         """Why it cannot be run for some lanes; empty if it can."""
@@ -204,48 +173,32 @@ class _Part:
         # A batching rule of the user's may be told the name, and use it.
         return NAME if any_uses_axis(self.axis, self.program) else ""
 
-    def _is_worth_it(self) -> bool:
-        moving = time_to_move(self._moved())
-        if self.choice is not None:
-            cost = self._cost(moving)
-            self.decided = self.choice.decided(cost)
-            return self.decided or self.choice.apart(cost)
-        # A loop of unknown length may cost anything. A callback is made for lanes that take the
-        # branch only.
-        if hazards(self.program.jaxpr).endless or _compat.calls_back(self.program.effects):
-            return True
-        least = _LEAST if self.width is None else 0.0
-        return self.work > _GAIN * moving and self.work * self.axis.size >= least
-
-    def _how_many_singly(self, few: Callable[[BranchCost], int]) -> int:
-        """Of how many lanes that take it each runs by itself; 0: masked, however few they are."""
-        jaxpr = self.program.jaxpr
-        # If there are many all run, those that do not take it as well.
-        if hazards(jaxpr).endless or self.program.effects or not fits_one_function(jaxpr):
-            return 0
-        return few(self._cost(time_to_move(self._moved())))
-
     def _moved(self) -> list[Aval]:
         """What is moved of a lane."""
         mine = (k for k in self.used if self.positions[k] is not None)
         return [*(self.program.in_avals[k] for k in mine), *(v.aval for v in self.made)]
 
-    def _cost(self, moving: float) -> BranchCost:
-        jaxpr, size = self.program.jaxpr, self.axis.size
+    def _cost(self, others: float) -> BranchCost:
+        jaxpr, size, moved = self.program.jaxpr, self.axis.size, self._moved()
         own = cost_of_program(jaxpr, differs=(True,) * len(jaxpr.invars), steps=STEPS)
+        endless = hazards(jaxpr).endless
         return BranchCost(
             work=self.work,
             copied=TOGETHER.time(own),
-            alone=ALONE.time(own + Cost(bytes=2 * bytes_of(self._moved()))),
+            alone=ALONE.time(own + Cost(bytes=2 * bytes_of(moved))),
             beginning=launch_time(self.launches),
             begun=self.begun,
-            moving=moving,
+            moving=time_to_move(moved),
             starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
             chunk=fitting_width(_chunk(self.work), size),
             lanes=size,
-            others=self.others,
+            others=others,
             operations=length(jaxpr),
             alike=least_lanes(size, [self.program]),
+            cannot=self._why_not_apart(),
+            # If there are many all run, those that do not take it as well.
+            may_be_serial=not (endless or self.program.effects) and fits_one_function(jaxpr),
+            is_unknown=endless or _compat.calls_back(self.program.effects),
         )
 
     def _of_used(self) -> ClosedJaxpr:
@@ -265,7 +218,8 @@ class _Part:
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
-        size, singly, most = self.axis.size, self.singly, None
+        size, plan, most = self.axis.size, self.plan, None
+        singly = plan.most if isinstance(plan, Serial) else 0
         if singly:
             chunk = size
         elif _compat.calls_back(self.program.effects):
@@ -275,10 +229,9 @@ class _Part:
         else:
             most = _chunk(self.work)
             chunk = fitting_width(most, size)
-        inside, share, back = self.axis.divergence.inside(), None, None
-        if self.choice is not None and self.decided:
-            inside, share = self.choice.inside, self.choice.most
-            back = self._most_back()
+        share = plan.all_from if isinstance(plan, policy.Gathered) else None
+        back = plan.all_from_back if isinstance(plan, policy.Gathered) else None
+        inside = self.axis.divergence.inside(recompiled=share is not None)
         axis = replace(self.axis, name=None, divergence=inside)
 
         def run(
@@ -303,7 +256,7 @@ class _Part:
             how: dict[str, Any] = {"singly": singly}
             if share is not None:
                 how["all_at_once"] = AllAtOnce(every, share, back)
-            if self.choice is not None and not _compat.calls_back(program.effects):
+            if not (self.axis.divergence.explicit or _compat.calls_back(program.effects)):
                 plain = replace(axis, divergence=None)
                 how["masked"] = ChunkBody(functools.partial(of_all, False, plain))
             loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, **how)
@@ -325,23 +278,18 @@ class _Part:
         placed = [(v.val, None) if isinstance(v, Literal) else env[v] for v in jaxpr.outvars]
         return [x for x, _ in placed], [a for _, a in placed]
 
-    def _most_back(self) -> float | None:
-        """From which share of the lanes on derivatives run for all; None: they always do."""
-        assert self.choice is not None
-        return self.choice.back(self._cost(time_to_move(self._moved())))
-
     def _derivative_pays(self) -> Callable[[int], bool]:
-        """Whether it pays for a derivative, which would keep so many bytes of a lane."""
-        if self.choice is None:
+        """Whether derivatives run in blocks, too, by how many bytes they would save of a lane."""
+        plan, cost = self.plan, self.cost
+        if self.axis.divergence.explicit:
             return lambda kept: True
-        if self.singly:
+        if isinstance(plan, Serial):
             return lambda kept: False
-        if self.decided and self._most_back() is not None:
+        if isinstance(plan, policy.Gathered) and plan.all_from_back is not None:
             return lambda kept: True
-        pays, size = self.choice.apart, self.axis.size
-        moved = self._moved()
-        cost, own = self._cost(time_to_move(moved)), bytes_of(moved)
-        return lambda kept: pays(cost._replace(held=(kept + own) * size))
+        thresholds, own = self.axis.divergence.thresholds, bytes_of(self._moved())
+        held = lambda kept: cost._replace(held=(kept + own) * cost.lanes)
+        return lambda kept: in_blocks(held(kept), thresholds)
 
 
 def _masked(

@@ -31,10 +31,11 @@ from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.gathering import Gathering
 from batchax.divergence.loops import PartingLoop, masked_inside
 from batchax.divergence.nest import Dear, Inner, Nest, Segment
+from batchax.divergence.policy import Masked
 from batchax.divergence.segments import SegmentRun
 from batchax.divergence.varying import alike
 from batchax.divergence.widths import launch_time
-from batchax.divergence.window import Plan, Tally, counted
+from batchax.divergence.window import Tally, counted
 from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -71,11 +72,13 @@ class FlatLoop(PartingLoop):
         """As that of any loop."""
         return *super().but_for_body, self.nest
 
-    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Any:
         """How so many lanes are run."""
         plan = self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
-        # If not, the loops inside are not in a form that can be one function.
-        return replace(plan, one_function=plan.one_function and self.plan.one_function)
+        if isinstance(plan, Masked):
+            return plan
+        # If not, the loops inside are not in a form that can be a single kernel.
+        return replace(plan, kernel=plan.kernel and self._for_kernel)
 
     @property
     def _unchanged(self) -> list[int]:
@@ -97,7 +100,7 @@ class FlatLoop(PartingLoop):
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
         axis = replace(self.axis, size=width)
-        lanes = Lanes(axis, self.nest, self.positions, inside_in_one=self.plan.one_function)
+        lanes = Lanes(axis, self.nest, self.positions, inside_in_one=self._for_kernel)
         active, values, _, tally = lanes.step(active, [*consts, *carry], None, tally)
         return active, values[len(consts) :], tally
 
@@ -117,7 +120,7 @@ class FlatLoop(PartingLoop):
         again: what it keeps is much to move.
         """
         if self.nest.only_branches:
-            return self._of_example(operands, self.axis.divergence.meeting())
+            return self._of_example(operands, self.axis.divergence.in_lockstep())
         return self.masked(*operands)
 
     def masked(self, *operands: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from batchax.divergence.flat import FlatLoop
 from batchax.divergence.flat_derivatives import tangents_of_lanes, why_meeting_back
 from batchax.divergence.limits import NAME
+from batchax.divergence.policy import Flattened
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -53,8 +54,9 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     flat_loops = [inner for inner in loops if isinstance(inner, FlatLoop)]
     if not flat_loops:
         return None
-    widths = [inner.plan.widths for inner in flat_loops]
-    recording.note(divergence="flat", widths=widths[0])
+    plan = flat_loops[0].plan
+    assert isinstance(plan, Flattened)
+    recording.note(divergence="flat", widths=plan.widths)
     if recording.is_on():
         recording.note(back=why_meeting_back(program, at))
     only_branches = all(inner.nest.only_branches for inner in flat_loops)
@@ -75,7 +77,7 @@ def _with_derivatives(
     """
     way: Any = axis.divergence
     inside = replace(axis, divergence=way.inside())
-    meeting = replace(axis, divergence=way.meeting() if only_branches else None)
+    meeting = replace(axis, divergence=way.in_lockstep() if only_branches else None)
 
     @jax.custom_jvp
     def run(*xs: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loop_primitive import bind
 from batchax.divergence.loops import as_weak_as, with_index
 from batchax.divergence.most import may_wait
+from batchax.divergence.policy import Masked
 from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
 from batchax.divergence.waiting import VARIES_LESS, Waiting
 from batchax.execution.names import index_as_input
@@ -87,10 +88,10 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         return None
     length = loop.params.get("length")
     plan = axis.divergence.plan_of_nest(axis.size, nest, length)
-    if plan.why:
-        recording.note(why=plan.why)
+    if isinstance(plan, Masked):
+        recording.note(why=plan.reason)
         return None
-    if plan.one_function:
+    if plan.kernel:
         nest = nest_of(inside, whole.test, whole.body, differs, one_function=True)
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)

@@ -58,7 +58,7 @@ def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] |
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
     """
-    return None if loop.axis.divergence.asked else loop.masked
+    return None if loop.axis.divergence.explicit else loop.masked
 
 
 def _masked(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
@@ -88,8 +88,9 @@ def _batched(
     merged = _merged(axis, loop, args, axes)
     if merged is None:
         # In a window lanes of the outer axis would wait; and one function is made of its lanes.
-        run = loop.of_operations().run if loop.axis.divergence.asked else loop.masked
-        if not loop.axis.divergence.asked or loop.plan.last_in_one:
+        explicit, kernels = loop.axis.divergence.explicit, loop.without_kernels()
+        run = kernels.run if explicit else loop.masked
+        if not explicit or kernels is not loop:
             types = tuple(program.in_avals)
             key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
 

@@ -12,9 +12,10 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.divergence.neighbours import neighbours_in_turn
+from batchax.divergence.policy import Flattened, Masked, Tiles, Window
+from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import with_varying_values
-from batchax.divergence.window import Plan, Tally, counted, run_in_windows
+from batchax.divergence.window import Tally, counted, run_in_windows
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
@@ -46,7 +47,7 @@ class PartingLoop:
     body: ClosedJaxpr
     n_test: int
     positions: tuple[Position, ...]
-    plan: Plan
+    plan: Window | Tiles | Flattened | Masked
     is_bounded: ClassVar[bool] = False
 
     @property
@@ -54,9 +55,10 @@ class PartingLoop:
         """A key among loops of the same body, which it does not hold: that is a weak key."""
         return self.axis, self.test, self.n_test, self.positions, self.plan
 
-    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Plan:
+    def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Any:
         """How so many lanes are run, whose operands besides the carry have these positions."""
-        if self.plan.widths[0] != self.axis.size and self.axis.divergence.asked:
+        chosen = isinstance(self.plan, Window) and self.plan.widths[0] != self.axis.size
+        if chosen and self.axis.divergence.explicit:
             return self.plan
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
@@ -67,15 +69,17 @@ class PartingLoop:
 
         A compiler that makes one function of a program is not told to by what derives from it.
         """
-        if self.plan.one_function:
+        if isinstance(self.plan, Tiles) and self.plan.kernel:
             return self.masked(*operands)
-        if self.plan.last_in_one:
-            return self.of_operations().run(*operands)
+        if isinstance(self.plan, Window) and self.plan.last_in_kernel:
+            return self.without_kernels().run(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
-    def of_operations(self) -> PartingLoop:
+    def without_kernels(self) -> PartingLoop:
         """As this, with each operation left to the compiler."""
-        return replace(self, plan=self.plan.of_operations)
+        if not (isinstance(self.plan, Window) and self.plan.last_in_kernel):
+            return self
+        return replace(self, plan=replace(self.plan, last_in_kernel=False))
 
     def tangents(
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
@@ -88,10 +92,12 @@ class PartingLoop:
 
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
+        plan = self.plan
+        if isinstance(plan, Masked):
+            return self.masked(*operands)
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
         active = self._test(self.axis, consts, carry)
         slots = [*carry, *self.more_slots()]
-        run = neighbours_in_turn if self.plan.neighbours else run_in_windows
         # What no step changes is read and not put back: XLA copies all of an array to which what
         # was read of it is put back.
         same, n = self._unchanged, len(consts)
@@ -103,11 +109,16 @@ class PartingLoop:
             return active, [own[k] for k in changed], tally
 
         given = [*consts, *(slots[k] for k in same)], (*self.positions, *[0] * len(same))
-        ended, tallies = run(self.plan, step, *given, active, [slots[k] for k in changed])
+        given = *given, active, [slots[k] for k in changed]
+        if isinstance(plan, Tiles):
+            ended, tallies = run_in_tiles(plan, step, *given), []
+        else:
+            window = plan.window if isinstance(plan, Flattened) else plan
+            ended, tallies = run_in_windows(window, step, *given)
         outs = with_values(slots, changed, ended)
         steps = self.axis.divergence.steps
         if steps is not None:
-            steps.add(self.plan.widths, tallies)
+            steps.add(plan.widths, tallies)
         types = self.body.out_avals
         return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
 
@@ -142,9 +153,10 @@ class PartingLoop:
         if tally:
             tally = counted(tally, count_active(active))
         axis, test, body = replace(self.axis, size=width), self.test, self.body
-        if self.plan.one_function or self.plan.last_in_one:
+        assert isinstance(self.plan, Window | Tiles)
+        if self._for_kernel:
             test, body = for_lanes(test), for_lanes(body)
-        if self.plan.is_in_one(width):
+        if self.plan.in_kernel(width):
             axis = masked_inside(axis)
         body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
@@ -152,9 +164,18 @@ class PartingLoop:
 
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
-        in_one = self.plan.one_function or self.plan.last_in_one
-        test = for_lanes(self.test) if in_one else self.test
+        test = for_lanes(self.test) if self._for_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
+
+    @property
+    def _for_kernel(self) -> bool:
+        """Whether some steps are in a single kernel: programs are as these must be, for all."""
+        match self.plan:
+            case Tiles(kernel=kernel) | Flattened(kernel=kernel):
+                return kernel
+            case Window(last_in_kernel=kernel):
+                return kernel
+        return False
 
 
 def masked_inside(axis: Axis) -> Axis:
@@ -172,7 +193,9 @@ def as_weak_as(aval: Aval, x: Any) -> Any:
     return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
 
 
-def parting_loop(axis: Axis, loop: WhileLoop, plan: Plan) -> tuple[PartingLoop, list[Any]]:
+def parting_loop(
+    axis: Axis, loop: WhileLoop, plan: Window | Tiles | Masked
+) -> tuple[PartingLoop, list[Any]]:
     """`loop` as one that lanes leave one by one, and its operands.
 
     Its carry may begin with more values than that of `loop` has.

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from batchax.config import config
-from batchax.divergence.auto import Auto
 from batchax.divergence.compact import Compact
+from batchax.divergence.runner import Runner
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
 from batchax.frontend.options import is_word
@@ -16,8 +16,8 @@ from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
 
-def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Compact | None:
-    """What the option `divergence` makes of lanes that part ways; None: they are masked.
+def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner | None:
+    """What the option `divergence` makes of lanes that diverge; None: they are masked.
 
     It is asked when a batched function is called, and not before: the default depends on the
     device, and to ask for the device initializes JAX's backends.
@@ -28,8 +28,13 @@ def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Compac
       spread: whether each of several devices is to run lanes of its own.
     """
     option = resolved(option)
-    how = option if isinstance(option, Compact) else _NAMED[option]()
-    return None if isinstance(how, Auto) and not spread and how.leaves(values) else how
+    if is_word(option, "predicate"):
+        return None
+    if is_word(option, "compact"):
+        option = Compact()
+    asked = option if isinstance(option, Compact) else None
+    runner = option if isinstance(option, Runner) else Runner.here(asked)
+    return None if not runner.explicit and not spread and runner.leaves(values) else runner
 
 
 def parting_ways(option: Any, spread: bool = False) -> Pass:
@@ -48,7 +53,7 @@ def check_divergence(option: Any) -> None:
     Raises:
       ArgumentTypeError: it is none of what it may be.
     """
-    if not (isinstance(option, Compact) or is_word(option, *_NAMED)):
+    if not (isinstance(option, Compact | Runner) or is_word(option, *_WORDS)):
         raise ArgumentTypeError(
             'divergence must be "auto", "predicate", "compact" or a batchax.Compact(...), got '
             f"{brief(option)}."
@@ -56,8 +61,8 @@ def check_divergence(option: Any) -> None:
 
 
 def is_asked(option: Any) -> bool:
-    """Whether the user asks for lanes to part ways, and does not leave it to batchax."""
-    return is_word(option, "compact") or (isinstance(option, Compact) and option.asked)
+    """Whether the user asks for lanes to run apart, and does not leave it to batchax."""
+    return is_word(option, "compact") or isinstance(option, Compact)
 
 
 def resolved(option: Any) -> Any:
@@ -65,4 +70,4 @@ def resolved(option: Any) -> Any:
     return config.divergence if is_word(option, "auto") else option
 
 
-_NAMED = {"auto": Auto, "predicate": lambda: None, "compact": Compact}
+_WORDS = "auto", "predicate", "compact"

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from batchax.divergence.blocks import Blocks
+from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active
 from batchax.kernel.staged import staged_once, while_loop
@@ -30,14 +31,13 @@ class Together:
     Attributes:
       size: how many there are.
       left: how many may be left when they stop.
-      patience: how many steps of a lane cost as much as moving it to where it goes on; None: they
-        stop when so many are left.
+      waiting: when lanes that are done have waited enough; None: when so many are left.
       pause: how many steps are taken at least before lanes are counted; 1: they are after each.
     """
 
     size: int
     left: int
-    patience: float | None
+    waiting: SkiRental | None
     pause: int = 1
 
     def run(self, begins: Any, once: Callable[[Any], Any], state: Any) -> tuple[Any, Any]:
@@ -107,8 +107,8 @@ class Together:
 
         Who is done has waited for half of the steps, on average, if they were done one by one.
         """
-        if self.patience is None:
+        if self.waiting is None:
             return np.False_
         lanes, taken = (lax.convert_element_type(x, np.float32) for x in (count, taken))
         idle = lax.mul(lax.sub(np.float32(self.size), lanes), lax.mul(np.float32(0.5), taken))
-        return lax.lt(idle, lax.mul(np.float32(self.patience), lanes))
+        return self.waiting.waits(idle, lanes)

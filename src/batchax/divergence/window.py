@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,7 +30,9 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.blocks import Blocks, anyone
+from batchax.divergence.policy import Window
 from batchax.divergence.refill import InWindow, Queue, refill
+from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.together import Together
 from batchax.divergence.varying import alike
 from batchax.divergence.window_rows import put_back, rows_of
@@ -47,69 +49,8 @@ LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, 
 """One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How the lanes of a loop are run.
-
-    Attributes:
-      widths: the widths of the windows, from the widest down. If the first is that of all lanes,
-        it is the run of all lanes before the windows, and not refilled.
-      threshold: the share of the lanes of a window that must be done before it is refilled;
-        None to leave that to `patience`.
-      most_left: how many lanes may be left when they leave the run of all lanes, if there is
-        no threshold; or a turn of neighbours that are one function, 0: they wait for all.
-      patience: how many steps of a lane cost as much as moving it in and out of a window.
-      counts: whether lane-steps are counted.
-      why: why there is no window but that of all lanes; empty if there is.
-      neighbours: whether the lanes of a window are neighbours that stay in it until all of them are
-        done, and other neighbours are next: so no lane is moved.
-      one_function: whether these are one function of the compiler, which begins no operations.
-      last_in_one: whether the steps of the lanes that no others follow are one function.
-      pause: how many steps of all lanes are taken at least before those that are left are counted.
-    """
-
-    widths: tuple[int, ...]
-    threshold: float | None
-    most_left: int
-    patience: float
-    counts: bool
-    why: str = ""
-    neighbours: bool = False
-    one_function: bool = False
-    last_in_one: bool = False
-    pause: int = 1
-
-    @property
-    def of_operations(self) -> Plan:
-        """As this, with each operation left to the compiler, as what derives from it must be."""
-        return replace(self, last_in_one=False)
-
-    def is_in_one(self, width: int) -> bool:
-        """Whether steps of so many lanes may be in one function."""
-        return self.one_function or (self.last_in_one and width == self.widths[-1])
-
-    def refilled_at(self, width: int) -> int:
-        """How many active lanes a window of that width has at most when it is refilled, or left."""
-        return width - max(1, round(width * (self.threshold or 0)))
-
-    def bears(self, wasted: Any, moving: int) -> Any:
-        """Whether so many wasted lane-steps cost less than it costs to move so many lanes.
-
-        Nobody knows how many steps are to come. Whoever stays until waiting has cost as much as
-        moving does pays at most twice what the best choice would have cost that knew (Karlin,
-        Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988).
-        """
-        if self.threshold is not None:
-            return np.False_
-        return lax.lt(wasted, np.float32(self.patience) * np.float32(moving))
-
-    @property
-    def blank(self) -> Tally:
-        return (np.uint32(0),) * 3 if self.counts else ()
-
-
 def run_in_windows(
-    plan: Plan,
+    plan: Window,
     step: LaneStep,
     consts: Sequence[Value],
     positions: Sequence[Position],
@@ -133,11 +74,10 @@ def run_in_windows(
     tallies, some = [], anyone(active)
     if widths[0] == size:
         widths = widths[1:]
-        left = plan.most_left if plan.threshold is None else plan.refilled_at(size)
+        left = plan.leave_at if plan.share is None else _refilled_at(plan, size)
         left = max(left, widths[0]) if widths else 0
-        patience = plan.patience if plan.threshold is None else None
-        together = Together(size, left, patience, plan.pause)
-        state = alike((active, carry, plan.blank), varying)
+        together = Together(size, left, _waiting(plan), plan.pause)
+        state = alike((active, carry, _blank(plan)), varying)
         once = lambda state: step(size, consts, *state)
         (active, carry, tally), some = together.run(some, once, state)
         tallies = [tally]
@@ -194,7 +134,7 @@ class _GoesOn:
       left: how many may be active when nobody waits and they leave.
     """
 
-    plan: Plan
+    plan: Window
     width: int
     left: int
 
@@ -235,8 +175,10 @@ class _GoesOn:
     def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
         plan, some = self.plan, lax.gt(count, np.int32(0))
         many = some if self.left == 0 else lax.gt(count, np.int32(self.left))
-        bears = lax.bitwise_and(some, plan.bears(wasted, self.width))
-        full = lax.gt(count, np.int32(plan.refilled_at(self.width)))
+        rule = _waiting(plan)
+        waits = np.False_ if rule is None else rule.waits(wasted, self.width)
+        bears = lax.bitwise_and(some, waits)
+        full = lax.gt(count, np.int32(_refilled_at(plan, self.width)))
         return lax.select(waiting, lax.bitwise_or(full, bears), many)
 
 
@@ -253,7 +195,7 @@ class _Window:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Window,
         width: int,
         narrower: int,
         step: LaneStep,
@@ -285,7 +227,7 @@ class _Window:
         """As `run`, where the window has a place for each lane."""
 
         def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
-            if not self.plan.last_in_one:
+            if not self.plan.last_in_kernel:
                 return until_all_are_done(self.step, self.width, consts, state)
             active, carry, tally = state
             n_consts = len(consts)
@@ -304,7 +246,7 @@ class _Window:
 
     def _empty(self, everyone: list[Any], waiting: Any) -> tuple[list[Any], InWindow, Tally]:
         empty = InWindow.empty(everyone[0].shape[0], self.width)
-        return everyone, empty._replace(waiting=waiting), self.plan.blank
+        return everyone, empty._replace(waiting=waiting), _blank(self.plan)
 
     def _turn(self, queue: Queue, steps: Callable[..., Any], state: Any) -> Any:
         """Has those who wait take the places of lanes that are done, and runs `steps` of them."""
@@ -317,6 +259,20 @@ class _Window:
         active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
         everyone = put_back(everyone, carry, lanes.index)
         return everyone, lanes._replace(active=active), tally
+
+
+def _refilled_at(plan: Window, width: int) -> int:
+    """How many active lanes a window of that width has at most when it is refilled, or left."""
+    return width - max(1, round(width * (plan.share or 0)))
+
+
+def _waiting(plan: Window) -> SkiRental | None:
+    """When idle lanes have waited enough; None: as soon as the user's share of them is done."""
+    return SkiRental(plan.patience) if plan.share is None else None
+
+
+def _blank(plan: Window) -> Tally:
+    return (np.uint32(0),) * 3 if plan.counts else ()
 
 
 def counted(tally: Tally, count: Any) -> Tally:

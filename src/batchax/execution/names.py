@@ -178,7 +178,7 @@ def is_exposed(axis: Axis, eqn: Eqn) -> bool:
     """
     if uses_axis(axis, eqn):
         return True
-    apart = axis.divergence is not None and axis.divergence.asked
+    apart = axis.divergence is not None and axis.divergence.explicit
     return apart and _is_call_with_loop(eqn)
 
 

@@ -52,7 +52,7 @@ def in_parts(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
             return replace(call, way=replace(call.way, chunking=chunking))
         if not isinstance(call.way, AllAtOnce):
             return call
-        apart = call.axis.divergence is not None and call.axis.divergence.asked
+        apart = call.axis.divergence is not None and call.axis.divergence.explicit
         if where_types_say and (chunking is not None or apart):
             call = call.with_program()
             shards = find_shards(call.axis, call.values, call.positions, call.staged.jaxpr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from jax import lax
 from jax.extend.core.primitives import cond_p, scan_p, while_p
@@ -46,7 +46,7 @@ def run_cuts(
                 streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
             env[eqn.outvars[0]] = streamed, None
     if loops:
-        narrow = setting.axis.divergence.at_most(setting.lanes.batch_size)
+        narrow = setting.axis.divergence.with_max_width(setting.lanes.batch_size)
         run_whole(replace(setting.lanes.axis, divergence=narrow), loops, env)
     if setting.shards is None:
         run_whole(whole(None), held, env)
@@ -98,9 +98,12 @@ class LanesPart(Exception):
 class _Refusing:
     """In the place of a way to run lanes that part ways."""
 
-    asked: ClassVar[bool] = False
+    @property
+    def explicit(self) -> bool:
+        """Not asked for."""
+        return False
 
-    def concerns(self, axis: Axis, loop: Any) -> bool:
+    def may_diverge(self, axis: Axis, loop: Any) -> bool:
         """Always: whether lanes part ways in a loop is what it is asked for."""
         return True
 
@@ -111,7 +114,7 @@ class _Refusing:
         """Raises `LanesPart`."""
         raise LanesPart
 
-    def at_most(self, width: int) -> _Refusing:
+    def with_max_width(self, width: int) -> _Refusing:
         """Itself."""
         return self
 

@@ -127,7 +127,7 @@ def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
     more than the batch itself: chunks are there to save memory.
     """
     divergence = setting.axis.divergence
-    asked = divergence is not None and divergence.asked
+    asked = divergence is not None and divergence.explicit
     if not asked or isinstance(setting.lanes.batch_size, Auto):
         return set()
     return parting_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)

@@ -265,7 +265,7 @@ class StepCount:
       equation: the `number` of the equation in the listing.
       branch: which branch, of a `cond`; None of a loop.
       way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
-        "neighbours", together until the last of them is done; "flat", each at a place of its own;
+        "tiles", adjacent ones until the last of them is done; "flat", each at a step of its own;
         "grouped", a branch for the lanes that take it; "decided", the same, or for all if most of
         them do; "gathered", for those that take it, for which lanes of a loop around it wait;
         "once", for all lanes alike.

@@ -246,8 +246,8 @@ def _remarks(eqn: Equation) -> str:
         remarks.append("goes on while any lane does")
     if divergence == "compact":
         remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
-    if divergence == "neighbours":
-        remarks.append(f"{eqn.notes['widths'][0]} neighbours at a time")
+    if divergence == "tiles":
+        remarks.append(f"tiles of {eqn.notes['widths'][0]} lanes")
     if divergence == "flat":
         back = eqn.notes.get("back")
         both = "" if back is None else f", but lanes meet on the way back: {back}"

@@ -93,7 +93,7 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
         "together": "together",
         "masked": "masked",
         "compact": f"windows of {widths}",
-        "neighbours": f"{widths} neighbours at a time",
+        "tiles": f"tiles of {widths} lanes",
         "flat": f"at places of their own, {widths} at a time",
         "grouped": "those that take it",
         "decided": "those that take it, or all if most do",

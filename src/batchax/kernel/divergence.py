@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
@@ -95,16 +95,18 @@ class AnyLoop:
 
 
 class Divergence(Protocol):
-    """A way to run lanes that part ways. Hashable: programs batched with it are remembered.
+    """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached."""
 
-    Attributes:
-      asked: whether the user asked for it. If so loops draw lanes from all chunks, and each device
-        runs the lanes that it has; if not, all else is as it would be without.
-    """
+    @property
+    def explicit(self) -> bool:
+        """Whether the user asked for it.
 
-    asked: ClassVar[bool]
+        If so loops draw lanes from all chunks, and each device runs the lanes that it has. If not,
+        all else is as it would be without.
+        """
+        ...
 
-    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
+    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
         """Whether lanes may part ways in a loop, or in what is inside it.
 
         If not, it is batched as if there were no other way.
@@ -122,6 +124,6 @@ class Divergence(Protocol):
         """The results of all lanes; None to have lanes masked."""
         ...
 
-    def at_most(self, width: int) -> Divergence:
+    def with_max_width(self, width: int) -> Divergence:
         """As this, with no more than so many lanes at a time."""
         ...

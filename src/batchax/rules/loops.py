@@ -116,7 +116,7 @@ def _while(
         carry = match_carry(axis, carry, carry_at, front)
         loop = WhileLoop(cond_jaxpr, body_jaxpr, test_consts, test_at, body_consts, body_at, carry)
         masked = _every_step
-        if axis.divergence and cond_jaxpr is not asked_of_all and not axis.divergence.asked:
+        if axis.divergence and cond_jaxpr is not asked_of_all and not axis.divergence.explicit:
 
             def masked(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
                 # A loop that asks about all lanes masks its own, with less than it takes here.

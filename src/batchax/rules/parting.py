@@ -23,7 +23,7 @@ def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
     With one, programs are batched once to find out what differs between lanes, and then again.
     """
     # A listing says of each loop why lanes are masked in it, and so each is looked at.
-    if axis.divergence is None or recording.is_on() or axis.divergence.concerns(axis, loop):
+    if axis.divergence is None or recording.is_on() or axis.divergence.may_diverge(axis, loop):
         return axis
     return replace(axis, divergence=None)
 

@@ -10,9 +10,9 @@ import jax
 from jax.extend.core import Literal
 
 from batchax.config import config
-from batchax.divergence.auto import for_any_machine
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import rule_of_user
+from batchax.divergence.runner import Runner, for_any_machine
 from batchax.errors import UnsupportedError
 from batchax.explain.account import Equation, Finding, Work
 from batchax.explain.findings.draft import Draft, lanes_at_a_time, price, price_fused
@@ -67,7 +67,7 @@ def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
         "one branch runs then."
     )
-    answer = _ask(record, Compact())
+    answer = _ask(record, Runner.here(Compact()))
     masked = (
         f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
         "they have in common: to take lanes apart would cost more than masking does here."
@@ -153,7 +153,7 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
 
 def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
-    answer = _ask(record, Compact())
+    answer = _ask(record, Runner.here(Compact()))
     if answer is True and _masked_by_option(draft):
         return _apart(draft, record, "lanes that are done leave the loop, others take over.")
     if answer == "collective":
@@ -174,7 +174,7 @@ def _masked_by_option(draft: Draft) -> bool:
     return draft.options.get("divergence", "auto") in ("auto", "predicate")
 
 
-def _ask(record: Record, divergence: Compact) -> Any:
+def _ask(record: Record, divergence: Runner) -> Any:
     """Whether lanes would be taken apart; "collective" if something inside forbids it."""
     if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
         return False
@@ -204,14 +204,16 @@ def _ask(record: Record, divergence: Compact) -> Any:
 class _Asked(Divergence):
     """Another, which remembers whether it took anything that it was asked."""
 
-    asked = True
+    @property
+    def explicit(self) -> bool:
+        return True
 
-    def __init__(self, divergence: Compact) -> None:
+    def __init__(self, divergence: Runner) -> None:
         self.took = False
         self._divergence = divergence
 
-    def concerns(self, axis: Axis, loop: AnyLoop) -> bool:
-        return self._divergence.concerns(axis, loop)
+    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
+        return self._divergence.may_diverge(axis, loop)
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         return self._noted(self._divergence.run_nest(self._own(axis), loop))
@@ -219,8 +221,8 @@ class _Asked(Divergence):
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
         return self._noted(self._divergence.run(self._own(axis), parting))
 
-    def at_most(self, width: int) -> Divergence:
-        return self._divergence.at_most(width)
+    def with_max_width(self, width: int) -> Divergence:
+        return self._divergence.with_max_width(width)
 
     def _own(self, axis: Axis) -> Axis:
         return replace(axis, divergence=self._divergence)

@@ -1,9 +1,9 @@
-"""Loops whose steps are too cheap to move lanes: neighbours run together, and then the next ones.
+"""Loops whose steps are too cheap to move lanes: tiles of adjacent lanes, one after another.
 
-Nobody is moved, and neighbours run until the last of them is done. Where that is one function of
-the compiler, which begins no operations, to move a lane is cheap as well: there few of them are
-left behind, and when all neighbours have had their turn, those that are left run together, as many
-at a time, until again few are left.
+A tile is a window that is read by slices instead of gathers, so no lane is moved. Its lanes run
+until the last of them is done. Where a tile is a single kernel, which begins no operations, moving
+a lane is cheap as well: there a few lanes of each tile are left behind. After the last tile those
+that are left run together, as many at a time, until again few are left.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.blocks import anyone
+from batchax.divergence.policy import Tiles
+from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
-from batchax.divergence.window import LaneStep, Plan, Tally, until_all_are_done
+from batchax.divergence.window import LaneStep, until_all_are_done
 from batchax.divergence.window_rows import rows_of
 from batchax.execution.entries import entry_of, part_of, put_entry, put_part
 from batchax.execution.gathered_lanes import count_active
@@ -32,96 +34,90 @@ from batchax.kernel.staged import while_loop
 _SEARCHED = 2  # how many times as much as to move a lane it costs if it is to be searched, too
 
 
-def neighbours_in_turn(
-    plan: Plan,
+def run_in_tiles(
+    plan: Tiles,
     step: LaneStep,
     consts: Sequence[Value],
     positions: Sequence[Position],
     active: Any,
     carry: list[Value],
-) -> tuple[list[Any], list[Tally]]:
-    """As `run_in_windows`, for neighbours that run one after others."""
-    (width,) = plan.widths
-    turns = _Turns(plan, step, positions, active.shape[0], width)
-    run = turns.until_few_are_left if plan.one_function and plan.most_left else turns.one_by_one
+) -> list[Any]:
+    """The last carry of a loop; see `run_in_windows`."""
+    tiles = _Tiles(plan, step, positions, active.shape[0], plan.width)
+    run = tiles.until_few_are_left if plan.leave_at else tiles.until_all_are_done
 
     def whole(active: Any, *operands: Any) -> list[Any]:
-        consts, carry = operands[: len(positions)], operands[len(positions) :]
-        last, tally = run(consts, active, carry)
-        return [*last, *tally]
+        return run(operands[: len(positions)], active, operands[len(positions) :])
 
     operands = [active, *consts, *carry]
-    if plan.one_function:
-        operands = _compat.varying_alike(operands, like=operands)
-        types = [jax.typeof(x) for x in (*operands[1 + len(consts) :], *plan.blank)]
-        outs = _compat.in_one_function(whole, types, operands)
-    else:
-        outs = whole(*operands)
-    return outs[: len(carry)], [tuple(outs[len(carry) :])]
+    if not plan.kernel:
+        return whole(*operands)
+    operands = _compat.varying_alike(operands, like=operands)
+    types = list(map(jax.typeof, operands[1 + len(consts) :]))
+    return _compat.in_one_function(whole, types, operands)
 
 
 @dataclass(frozen=True, eq=False)
-class _Turns:
-    """The turns of neighbours.
+class _Tiles:
+    """The tiles of a loop.
 
     Attributes:
-      plan: how they are run.
+      plan: how they run.
       step: one step of some lanes.
       positions: where each constant has the batch axis.
       size: how many lanes there are.
-      width: how many have a turn together.
+      width: how many make a tile.
     """
 
-    plan: Plan
+    plan: Tiles
     step: LaneStep
     positions: Sequence[Position]
     size: int
     width: int
 
-    def one_by_one(
+    def until_all_are_done(
         self, consts: Sequence[Any], active: Any, carry: Sequence[Any]
-    ) -> tuple[list[Any], Tally]:
-        """The last carry, and the count of lane-steps, of neighbours that wait for each other."""
-        fewer = self.size % self.width  # with these are some that are done
+    ) -> list[Any]:
+        """The last carry, of lanes that wait for the others of their tile."""
+        fewer = self.size % self.width  # the last tile overlaps the one before it
 
         def turn(state: Any) -> Any:
-            first, everyone, tally = state
+            first, everyone = state
             start = self._within(first)
             own, (active, *rows) = self._slices(consts, everyone, start)
-            state = active, rows, tally
-            active, rows, tally = until_all_are_done(self.step, self.width, own, state)
+            active, rows, _ = until_all_are_done(self.step, self.width, own, (active, rows, ()))
             back = functools.partial(put_part, start=start)
             ended = back(everyone[0], active) if fewer else everyone[0]
             everyone = [ended, *map(back, everyone[1:], rows)]
-            return lax.add(first, np.int32(self.width)), everyone, tally
+            return lax.add(first, np.int32(self.width)), everyone
 
-        # If nobody takes a step, nothing is copied.
+        # If no lane takes a step, nothing is copied.
         first = lax.select(anyone(active), np.int32(0), np.int32(self.size))
-        state = alike((first, [active, *carry], self.plan.blank), [active, *consts, *carry])
+        state = alike((first, [active, *carry]), [active, *consts, *carry])
         goes_on = lambda state: lax.lt(state[0], np.int32(self.size))
-        _, (_, *last), tally = while_loop(goes_on, turn, state)
-        return last, tally
+        _, (_, *last) = while_loop(goes_on, turn, state)
+        return last
 
     def until_few_are_left(
         self, consts: Sequence[Any], active: Any, carry: Sequence[Any]
-    ) -> tuple[list[Any], Tally]:
-        """As `one_by_one`; few may be left at the end of a turn, and have another one later.
+    ) -> list[Any]:
+        """As `until_all_are_done`; few lanes may be left when a tile ends, and run again later.
 
-        The place where a turn begins counts on when all neighbours had theirs: its remainder by
-        the number of lanes is where those that were left are searched from.
+        The place where a tile begins counts on after the last one: its remainder by the number of
+        lanes is where lanes that were left are searched from.
         """
         size, width = np.int32(self.size), np.int32(self.width)
         varying = [active, *consts, *carry]
         lanes = lax.iota(np.int32, self.width)
 
         def turn(state: Any) -> Any:
-            place, left, everyone, tally = state
+            place, left, everyone = state
             again, start = lax.ge(place, size), self._within(place)
             own, (active, *rows) = self._slices(consts, everyone, start)
             before = [active, *rows]
             begins: Any = active
             begun: Any = width
-            if self.size % self.width:  # in the last turn may be some that had theirs
+            if self.size % self.width:  # the last tile overlaps the one before it
                 begins = lax.bitwise_and(active, lax.ge(lax.add(start, lanes), place))
                 begun = lax.min(width, lax.sub(size, place))
             enough = lax.select(again, lax.min(left, width), np.int32(0))
@@ -136,10 +132,10 @@ class _Turns:
             _, own, rows = while_loop(lambda state: state[0], gathered, first)
             here = lax.select(again, lax.lt(lanes, enough), begins)
             # The last ones run to their end.
-            most_left = np.int32(self.plan.most_left)
-            few = lax.select(lax.eq(left, enough), np.int32(0), most_left)
+            leave_at = np.int32(self.plan.leave_at)
+            few = lax.select(lax.eq(left, enough), np.int32(0), leave_at)
             begun = lax.select(again, enough, begun)
-            ended, rows, tally, stay = self._steps(few, own, begun, (here, rows, tally), varying)
+            ended, rows, stay = self._steps(few, own, begun, (here, rows), varying)
             kept: Any = ended
             if self.size % self.width:
                 kept = lax.bitwise_or(ended, lax.bitwise_xor(active, begins))
@@ -147,14 +143,14 @@ class _Turns:
             everyone = [put_part(x, r, start) for x, r in zip(everyone, new, strict=True)]
             everyone = self._each_back(everyone, enough, index, [ended, *rows])
             place = lax.select(again, ended_at, lax.add(place, width))
-            return place, lax.add(lax.sub(left, begun), stay), everyone, tally
+            return place, lax.add(lax.sub(left, begun), stay), everyone
 
-        # Who takes no step at all is counted until its turn is over.
+        # A lane that takes no step at all is counted until its tile is over.
         left = lax.select(anyone(active), size, np.int32(0))
-        state = alike((np.int32(0), left, [active, *carry], self.plan.blank), varying)
+        state = alike((np.int32(0), left, [active, *carry]), varying)
         goes_on = lambda state: lax.gt(state[1], np.int32(0))
-        _, _, (_, *last), tally = while_loop(goes_on, turn, state)
-        return last, tally
+        _, _, (_, *last) = while_loop(goes_on, turn, state)
+        return last
 
     def _searched(self, place: Any, enough: Any, active: Any, varying: Any) -> Any:
         """Where the search for so many lanes that were left ends, and their indices."""
@@ -175,23 +171,22 @@ class _Turns:
 
         Those wait until that has cost what it costs to move them.
         """
-        width, patience = np.int32(self.width), np.int32(math.ceil(_SEARCHED * self.plan.patience))
+        width, rule = np.int32(self.width), SkiRental(math.ceil(_SEARCHED * self.plan.patience))
 
         def once(state: Any) -> Any:
-            active, carry, tally, wasted, _ = state
-            active, carry, tally = self.step(self.width, consts, active, carry, tally)
+            active, carry, wasted, _ = state
+            active, carry, _ = self.step(self.width, consts, active, carry, ())
             count = count_active(active, one_function=True)
             idle = lax.select(lax.gt(count, few), np.int32(0), lax.sub(width, count))
-            return active, carry, tally, lax.add(wasted, idle), count
+            return active, carry, lax.add(wasted, idle), count
 
         def goes_on(state: Any) -> Any:
             *_, wasted, count = state
-            bears = lax.lt(wasted, lax.mul(patience, count))
-            return lax.bitwise_or(lax.gt(count, few), bears)
+            return lax.bitwise_or(lax.gt(count, few), rule.waits(wasted, count))
 
         start = alike((*state, np.int32(0), begun), varying)
-        active, carry, tally, _, count = while_loop(goes_on, once, start)
-        return active, carry, tally, count
+        active, carry, _, count = while_loop(goes_on, once, start)
+        return active, carry, count
 
     def _each_back(
         self, everyone: Sequence[Any], count: Any, index: Any, rows: Sequence[Any]
@@ -215,7 +210,7 @@ class _Turns:
     def _slices(
         self, consts: Sequence[Any], everyone: Sequence[Any], start: Any
     ) -> tuple[list[Any], list[Any]]:
-        """What neighbours have of constants, and of what all lanes carry."""
+        """What a tile has of constants, and of what all lanes carry."""
 
         def cut(x: Value, axis: Position) -> Any:
             return x if axis is None else part_of(x, start, axis, self.width)

@@ -1,0 +1,591 @@
+"""How lanes run that diverge: a pure function of what the control flow costs and of thresholds.
+
+`decide` looks at no device and runs nothing. What it is given is a `Loop`, a `NestedLoop` or a
+`BranchCost`; what it returns is one of these, each of which holds what its runner needs:
+
+| decision | lanes | runner |
+|---|---|---|
+| `Masked` | all take each step; those that are done keep what they have | `rules/masked_loops.py` |
+| `Window` | some at a time; waiting lanes refill the slots of those that are done | `window.py` |
+| `Tiles` | adjacent ones until all, or most, are done; then the next tile | `tiles.py` |
+| `Flattened` | each is at a step of its own of a nested loop | `flat.py` |
+| `Gathered` | those that take a branch, in blocks | `branches.py` |
+| `Serial` | those that take a branch, if they are few, one after another | `branches.py` |
+
+How many steps lanes take is not known before a loop runs. So what is chosen by default must cost
+next to nothing where all take as many, in time and in compiling:
+
+- Where a step is expensive, lanes are in a window from the first step on: the body is compiled
+  once, and a window is as wide as keeps a device as busy as all lanes do.
+- Where a step is many operations, which take as long for a window as for many lanes, all lanes run
+  first, and those that are left in a window. The body is compiled twice, beside which what moves
+  lanes is little. So do the lanes of a bounded loop whose step is a few expensive operations: what
+  ends it for `jax.vmap` takes about as long to compile as what moves lanes.
+- Where a step is too cheap to move lanes, tiles of adjacent lanes run: no lane is moved. A tile of
+  steps that a compiler can make a single kernel is narrow, and leaves its last lanes behind.
+- All other loops are masked.
+
+On a GPU a step takes as long for a few lanes as for thousands. So the second is what there is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from batchax.divergence.branch_cost import NOTHING, BranchCost
+from batchax.divergence.cut import price_inside
+from batchax.divergence.nest import Dear, Inner, Nest
+from batchax.divergence.price import price_of_moving
+from batchax.divergence.thresholds import Thresholds
+from batchax.divergence.widths import (
+    Step,
+    choose_widths,
+    different,
+    largest,
+    microseconds,
+    most_left,
+    power_of_two,
+)
+from batchax.jaxprs.words import ClosedJaxpr
+from batchax.programs.dear_branches import time_to_move
+from batchax.programs.one_function import fits_for_lanes
+from batchax.rules.many_lanes import least_lanes
+
+
+@dataclass(frozen=True)
+class Masked:
+    """All lanes take each step that some lane takes.
+
+    Attributes:
+      reason: why nothing else is done, for people.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """Lanes in windows of fixed width.
+
+    Attributes:
+      widths: the widths, from the widest down. If the first is that of all lanes, it is the run of
+        all lanes before the windows, and not refilled.
+      patience: how many steps of a lane cost as much as moving it in and out of a window.
+      leave_at: how many lanes may be left when they leave the run of all lanes.
+      pause: how many steps of all lanes are taken at least before those that are left are counted.
+      share: the share of the lanes of a window that must be done before it is refilled; None to
+        leave that to `patience`.
+      counts: whether lane-steps are counted.
+      last_in_kernel: whether steps of the last window are a single kernel.
+    """
+
+    widths: tuple[int, ...]
+    patience: float
+    leave_at: int = 0
+    pause: int = 1
+    share: float | None = None
+    counts: bool = False
+    last_in_kernel: bool = False
+
+    def in_kernel(self, width: int) -> bool:
+        """Whether steps of so many lanes are in a single kernel."""
+        return self.last_in_kernel and width == self.widths[-1]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Adjacent lanes, until the last of them is done; then the next ones: no lane is moved.
+
+    Attributes:
+      width: how many lanes make a tile.
+      patience: as of a `Window`.
+      kernel: whether a tile is a single kernel.
+      leave_at: how many lanes of a tile may be left when it ends, to run together with others that
+        are left; 0: none.
+    """
+
+    width: int
+    patience: float
+    kernel: bool = False
+    leave_at: int = 0
+
+    def in_kernel(self, width: int) -> bool:
+        """Whether steps of so many lanes are in a single kernel."""
+        return self.kernel
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The width, as of a `Window`."""
+        return (self.width,)
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """Lanes of a nested loop, each at a step of its own.
+
+    Attributes:
+      window: the lanes that run at a time: all, a window, or all first and then a window.
+      kernel: whether each loop inside is a single kernel.
+    """
+
+    window: Window
+    kernel: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Those of its window."""
+        return self.window.widths
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A branch that runs in blocks, for the lanes that take it.
+
+    Attributes:
+      all_from: the share of the lanes from which on all run, masked, as is decided while the
+        program runs; None: blocks run whatever their number.
+      all_from_back: that share for derivatives; None: all lanes run, masked.
+    """
+
+    all_from: float | None = None
+    all_from_back: float | None = None
+
+
+@dataclass(frozen=True)
+class Serial:
+    """A branch that runs for few lanes one after another, each by itself; for more all run, masked.
+
+    Attributes:
+      most: how many are few.
+    """
+
+    most: int
+
+
+Decision = Masked | Window | Tiles | Flattened | Gathered | Serial
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user, or the loop around, asks of how lanes run.
+
+    Attributes:
+      explicit: whether the user asked for lanes to run apart, whatever it costs.
+      width, share, counts: as `width`, `threshold` and `steps` of `batchax.Compact`.
+      nesting: inside how many loops or branches that lanes diverge in it is.
+      max_width: how many lanes may run at a time; None: any number.
+      recompiled: whether it is inside a branch that is compiled twice.
+      one_device: whether there is one device.
+    """
+
+    explicit: bool = False
+    width: int | None = None
+    share: float | None = None
+    counts: bool = False
+    nesting: int = 0
+    max_width: int | None = None
+    recompiled: bool = False
+    one_device: bool = True
+
+    def most(self, lanes: int) -> int:
+        """How many of these may run at a time."""
+        return lanes if self.max_width is None else min(lanes, self.max_width)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop whose lanes end at steps of their own.
+
+    Attributes:
+      lanes: how many there are.
+      test, body: the programs of a step; `test` may be None.
+      differs: which operands of the body each lane has its own of.
+      bounded: whether it is a bounded loop as a ``while``.
+    """
+
+    lanes: int
+    test: ClosedJaxpr | None
+    body: ClosedJaxpr
+    differs: tuple[bool, ...]
+    bounded: bool = False
+
+    @property
+    def jaxprs(self) -> list[ClosedJaxpr]:
+        """Its programs."""
+        return [self.body] if self.test is None else [self.test, self.body]
+
+    @property
+    def step(self) -> Step:
+        """What a step costs."""
+        return Step.of(self.test, self.body, self.differs)
+
+
+@dataclass(frozen=True)
+class NestedLoop:
+    """A loop that holds loops which lanes leave one by one.
+
+    Attributes:
+      lanes: how many there are.
+      nest: the loop, cut at those.
+      length: how many steps it has, if all lanes take as many.
+    """
+
+    lanes: int
+    nest: Nest
+    length: int | None
+
+
+def decide(
+    control_flow: Loop | NestedLoop | BranchCost, thresholds: Thresholds, asked: Asked
+) -> Decision:
+    """How the lanes of a loop, a nested loop, or a branch run."""
+    match control_flow:
+        case Loop() if asked.explicit:
+            return _asked_loop(control_flow, thresholds, asked)
+        case Loop():
+            return _loop(control_flow, thresholds)
+        case NestedLoop() if asked.explicit:
+            return _asked_nest(control_flow, asked)
+        case NestedLoop():
+            return _nest(control_flow, thresholds, asked)
+        case BranchCost() if asked.explicit:
+            return _asked_branch(control_flow, asked)
+        case BranchCost():
+            return _branch(control_flow, thresholds, asked.recompiled)
+
+
+def worth_batching_twice(t: Thresholds) -> float:
+    """Time of a step of all lanes below which no loop, and no branch, is run apart for its work."""
+    return min(t.min_window_work, t.min_decided_work, t.min_counted_work)
+
+
+# Loops that the user asks for.
+
+
+def _asked_loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Masked:
+    step, size = loop.step, loop.lanes
+    widths, why = choose_widths(size, asked.most(size), step, asked.nesting, asked.width)
+    if widths == (size,) and not asked.counts:
+        return Masked(why)
+    # A single kernel runs on one core of one device.
+    kernel = len(widths) > 2 and asked.one_device and not asked.counts
+    kernel = kernel and min(widths) * step.work <= t.max_kernel_work
+    kernel = kernel and all(fits_for_lanes(p.jaxpr) for p in loop.jaxprs)
+    left = most_left(widths, step.overhead)
+    return Window(widths, step.moving, left, 1, asked.share, asked.counts, last_in_kernel=kernel)
+
+
+def _asked_nest(nested: NestedLoop, asked: Asked) -> Flattened:
+    size = nested.lanes
+    long = nested.length is not None and nested.length > _MANY
+    width = asked.width or (size if long else _width_of_nest(size, nested.nest))
+    return _flattened(min(width, asked.most(size)), nested.nest, asked)
+
+
+def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
+    moving = price_of_moving(nest.slots, nest.slots).lane / max(price_inside(nest).lane, 1.0)
+    return Flattened(Window((width,), moving, share=asked.share, counts=asked.counts))
+
+
+def _width_of_nest(size: int, nest: Nest) -> int:
+    """In a window only the slowest lanes in sum have no others in their places at the end."""
+    width, price = _LEAST_OF_NESTS, price_inside(nest)
+    while width * price.lane < _WORTH * price.begin and width < size:
+        width *= 2
+    return width if width * _WINDOWS_OF_NESTS <= size else size
+
+
+_LEAST_OF_NESTS = 64  # lanes in a window of a nested loop
+_WORTH = 4.0  # how many times as long as it takes to begin its operations such a window works
+_WINDOWS_OF_NESTS = 4  # how many of them all lanes fill
+_MANY = 32  # outer steps, over which what lanes need in all evens out
+
+
+# What is chosen by default.
+
+
+def _loop(loop: Loop, t: Thresholds) -> Window | Tiles | Masked:
+    step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
+    why = CHEAP
+    if step.moving <= (t.max_move_steps_bounded if loop.bounded else t.max_move_steps):
+        width, last = _from_the_start(t, size, step, alike), _of_the_last(t, loop, step)
+        if width < size and loop.bounded:
+            widths = (size, width)
+            return Window(widths, step.moving, most_left(widths, step.overhead))
+        if width < size:
+            return Window((width,), step.moving)
+        if alike <= last < size:
+            widths = (size, last)
+            left = most_left(widths, step.overhead) if t.serial_slowdown == 1 else last
+            return Window(widths, step.moving, left, t.count_interval)
+    else:
+        why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
+    width = _of_a_kernel(t, loop, step)
+    if width < size:
+        many = step.work * size >= t.min_leave_work
+        return Tiles(width, step.moving, kernel=True, leave_at=width // _LEFT if many else 0)
+    if step.moving > t.max_move_steps:
+        width = _of_a_tile(t, size, step, alike)
+        if width < size:
+            return Tiles(width, step.moving)
+    return Masked(_LIBRARY if alike > size // min(t.window_shares) else why)
+
+
+def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
+    """The width of a window that keeps a device as busy as all lanes do; all for none.
+
+    It has `alike` lanes, of which fewer would run some operation otherwise.
+    """
+    begun = max(t.min_work_per_launch * step.overhead, alike)
+    width = _fitting(t, size, max(begun, t.min_window_work / step.work))
+    if width < size and t.narrow_share and step.begun >= step.work / 2:
+        # One core takes no longer for these than two take for all lanes, which are masked.
+        width = min(width, max(1, size // t.narrow_share, math.ceil(begun)))
+    return width
+
+
+def _of_the_last(t: Thresholds, loop: Loop, step: Step) -> int:
+    """The width of a window for the lanes that others have left behind; all for none.
+
+    They must save much alone, and their step be most of what is compiled then, or what ends a
+    bounded loop, of which there is no other copy.
+    """
+    size, body = loop.lanes, loop.body
+    few = loop.bounded and len(body.out_avals) <= t.max_tail_arrays
+    few = few and step.work * size >= t.min_counted_work
+    long = different(body.jaxpr) >= t.min_operations
+    width = power_of_two(step.overhead) * (1 if long else t.tail_work_per_launch)
+    width = min(width, size // 2) or size
+    saves = size + step.overhead >= t.min_tail_gain * (width + step.overhead)
+    return width if saves and (few or long) else size
+
+
+def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
+    """How many adjacent lanes run as a single kernel, on one core; all if none do."""
+    size = loop.lanes
+    if size < t.kernel_lanes or not _fits_kernel(t, step.work * size, loop.jaxprs):
+        return size
+    numbers = largest(loop.jaxprs)
+    if step.staying > t.max_tile_copy and numbers > 1:
+        return size
+    return min(_that_fill_a_core(t, numbers), max(1, size // 2))
+
+
+def _fits_kernel(t: Thresholds, work: float, programs: Sequence[ClosedJaxpr] | None) -> bool:
+    """Whether what takes so long for all lanes can be a single kernel, on one core."""
+    if programs is None or work > t.max_work_on_a_core:
+        return False
+    return all(fits_for_lanes(p.jaxpr) for p in programs)
+
+
+def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
+    """How many lanes fill what a core computes at once in a kernel."""
+    most = 2 * t.kernel_lanes
+    if numbers * _VECTOR > most:  # one lane does
+        return 1
+    return max(min(t.kernel_lanes, most // numbers) // _VECTOR * _VECTOR, _VECTOR)
+
+
+def _of_a_tile(t: Thresholds, size: int, step: Step, alike: int) -> int:
+    """How many lanes are copied to where they are computed, which a cache holds; all for none."""
+    if step.staying > t.max_tile_copy:
+        return size
+    begun = t.min_work_per_launch * step.overhead * t.serial_slowdown
+    return _fitting(t, size, max(begun, alike))
+
+
+def _fitting(t: Thresholds, size: int, enough: float) -> int:
+    every = (max(1, size // n) for n in t.window_shares)
+    return next((width for width in every if enough <= width < size), size)
+
+
+def tail_of_bounded(
+    step: Step, steps: Sequence[ClosedJaxpr], size: int, t: Thresholds
+) -> tuple[int, float]:
+    """How lanes run that others leave behind in a bounded loop that is differentiated.
+
+    Args:
+      step: what a step costs, without its derivative.
+      steps: the programs of a step; of a sweep, and that of going back over one.
+      size: number of lanes.
+      t: the thresholds.
+
+    Returns:
+      How many lanes make a block, that of all for none; and how many steps of a lane, with their
+      derivatives, cost as much as moving it.
+    """
+    work, begun = WITH_DERIVATIVE * step.work, WITH_DERIVATIVE * step.begun
+    step = replace(step, work=work, begun=begun, moving=step.moving / WITH_DERIVATIVE)
+    alike = least_lanes(size, steps)
+    width = _from_the_start(t, size, step, alike)
+    if width == size and step.work * size >= t.min_counted_work:
+        begun = step.overhead * t.serial_slowdown
+        width = _fitting(t, size, max(t.min_block_fill * begun, alike))
+        width = width if size + begun >= t.min_tail_gain * (width + begun) else size
+    return width, step.moving
+
+
+def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked:
+    size, nest, length = nested.lanes, nested.nest, nested.length
+    price = price_inside(nest)
+    width = size if length is not None and length > _MANY else _width_on(t, size, nest)
+    flat = _flattened(min(width, asked.most(size)), nest, asked)
+    width = flat.window.widths[0]
+    if width == size and _fits_kernel(t, price.lane * size, nest.inside):
+        loops = (part for part in nest.parts if isinstance(part, Inner))
+        long = price.lane * size >= t.min_leave_work
+        if long and all(_is_tiled_in_a_kernel(t, size, inner) for inner in loops):
+            return Masked(_IN_TILES)
+        return replace(flat, kernel=True)
+    if price.of(size) < t.min_entered_work:
+        return Masked(_CHEAP_INSIDE)
+    around = price.lane * (length or _STEPS_AROUND)
+    moving = time_to_move([*nest.own, *nest.slots])
+    if width < size and moving > t.max_move_steps_nested * around:
+        if moving > t.max_move_steps_tail * around:  # a window saves half, and compiles long
+            window = replace(flat.window, widths=(size,))
+        else:  # all lanes run first, and the step is compiled once more for the last of them
+            last = max(width, size // _LEFT)
+            window = replace(flat.window, widths=(size, last), leave_at=last)
+        flat = Flattened(window)
+    blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
+    return Masked(_SOON_OVER) if min(blocks, default=math.inf) < t.min_wait_work else flat
+
+
+def _width_on(t: Thresholds, size: int, nest: Nest) -> int:
+    width, lane = _width_of_nest(size, nest), price_inside(nest).lane
+    kernels = nest.inside is not None and all(fits_for_lanes(p.jaxpr) for p in nest.inside)
+    if kernels and math.isfinite(t.min_window_work):
+        # The compiler divides them among cores, and in a narrow window these would wait for each
+        # other.
+        while width * lane < t.min_window_work and width < size:
+            width *= 2
+    return width if width * _WINDOWS_OF_NESTS <= size else size
+
+
+def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
+    """Whether tiles take a loop inside in a single kernel, on one core.
+
+    Of so many lanes, these wait at each step of the loop around it for the work of others, of
+    which little is in vain. At steps of their own all lanes do each step, most in vain.
+    """
+    test, body = (inner.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+    differs = (*inner.differs, *[True] * len(body.out_avals))
+    chosen = _loop(Loop(size, test, body, differs), t)
+    return isinstance(chosen, Tiles) and chosen.kernel
+
+
+def _branch(cost: BranchCost, t: Thresholds, recompiled: bool) -> Gathered | Serial | Masked:
+    if cost.cannot:
+        return Masked(cost.cannot)
+    if _decides(cost, t, recompiled):
+        share = t.max_share_gathered / t.serial_slowdown
+        # In blocks and decided, derivatives compute the branch once more, which takes no longer
+        # than the copies of what all share that `jax.vmap` makes.
+        copies = cost.copied >= t.min_copy_cost * cost.work
+        return Gathered(share, share * cost.work / cost.apart if copies else None)
+    if in_blocks(cost, t):
+        return Gathered()
+    few = _few(cost, t) if cost.may_be_serial else 0
+    return Serial(few) if few else Masked(_why_masked(cost, t, recompiled))
+
+
+def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
+    """Whether a branch is to run for the lanes that take it, even if all of them do."""
+    if not cost.held and cost.others >= cost.begun and not _why_not(cost, t):
+        return True  # all lanes that take it save the others
+    if cost.work < t.min_gain * cost.moving or cost.begun < t.min_unfused_share * cost.work:
+        return False
+    if cost.copied >= t.min_copy_cost * cost.apart:  # even if all lanes take it
+        return cost.work * cost.lanes >= t.min_window_work
+    if 0 < cost.held < t.min_residual_bytes:  # to recompute it takes longer than to read it
+        return False
+    return cost.work * cost.chunk >= t.min_window_work
+
+
+def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
+    """Whether it is decided while the program runs for which lanes a branch does."""
+    if recompiled or cost.others >= cost.begun or _why_not(cost, t):
+        return False
+    of_all = cost.work >= t.min_gain_of_all * cost.moving
+    # A short branch that mostly copies what lanes share, which blocks do not: where all lanes take
+    # it, blocks may take longer than masked lanes, but not than copies. To compile it twice would
+    # be most of what it compiles for.
+    short = cost.operations < t.min_operations
+    copies = cost.copied >= t.min_copy_cost_once * cost.apart * t.serial_slowdown
+    once = cost.alike <= cost.chunk and (of_all or (short and copies))
+    if once and in_blocks(cost, t):
+        return False  # as fast in blocks, and compiled once
+    return cost.work * cost.lanes >= t.min_work_per_operation * cost.operations
+
+
+def _why_not(cost: BranchCost, t: Thresholds) -> str:
+    """Why a branch does not run for the lanes that take it, if they are few; empty if it does."""
+    every = cost.work * cost.lanes
+    if cost.work < t.min_gain_decided * cost.moving:
+        return _moves(cost, t.min_gain_decided)
+    if cost.begun < t.min_unfused_share * cost.work:
+        return "what selects results is one loop with most of it, for no lane but its own"
+    return _too_short(every, t.min_decided_work) if every < t.min_decided_work else ""
+
+
+def _few(cost: BranchCost, t: Thresholds) -> int:
+    """Of how many lanes that take a branch each runs by itself; of more all run, masked."""
+    masked = cost.beginning + cost.lanes * cost.work
+    if masked < t.min_serial_work or cost.begun < t.min_unfused_share * cost.work:
+        return 0
+    few = int(masked / (t.min_serial_gain * cost.alone))
+    return min(few, cost.lanes) if few * t.serial_share >= cost.lanes else 0
+
+
+def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
+    if not cost.work:
+        return NOTHING
+    why = _why_not(cost, t)
+    if why or recompiled:
+        return why or "it is in a branch that is compiled twice"
+    compiled = microseconds(t.min_work_per_operation * cost.operations)
+    every = microseconds(cost.work * cost.lanes)
+    return f"{every} for all lanes, limit {compiled} for compiling its operations twice"
+
+
+def _asked_branch(cost: BranchCost, asked: Asked) -> Gathered | Masked:
+    if cost.cannot:
+        return Masked(cost.cannot)
+    # A loop of unknown length may cost anything. A callback is made for lanes that take the branch
+    # only.
+    if cost.is_unknown:
+        return Gathered()
+    if not cost.work:
+        return Masked(NOTHING)
+    if cost.work <= _ASKED_GAIN * cost.moving:
+        return Masked(_moves(cost, _ASKED_GAIN))
+    every = cost.work * cost.lanes
+    if asked.width is None and every < _ASKED_WORK:
+        return Masked(_too_short(every, _ASKED_WORK))
+    return Gathered()
+
+
+def _moves(cost: BranchCost, limit: float) -> str:
+    return f"costs {cost.work / cost.moving:.2g} of moving a lane, limit {limit:.2g}"
+
+
+def _too_short(every: float, limit: float) -> str:
+    return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
+
+
+WITH_DERIVATIVE = 4
+"""How many times as long a step takes together with the step back over it, at least."""
+
+CHEAP = "a step costs too little, or lanes are too few, for a window"
+_IN_TILES = "neighbours take the loops inside in turn, and wait for few others at each step"
+_CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
+_SOON_OVER = "the branch is over sooner than who waits before it is told from others"
+_LIBRARY = "fewer lanes would run its operations one after another, by a library"
+_LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
+_VECTOR = 8  # lanes that a core computes at once
+_STEPS_AROUND = 8  # of a loop around others, if their number is not known
+_ASKED_GAIN = 4.0  # as `Thresholds.min_gain`, where the user asks
+_ASKED_WORK = 50_000.0  # and as `Thresholds.min_decided_work`

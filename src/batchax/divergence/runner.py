@@ -1,0 +1,320 @@
+"""Runs lanes that diverge as the policy decides: what an axis carries, and rules ask.
+
+A loop, a nested loop or branches come in from the rules; what must keep lanes together is looked
+for; `decide` chooses; and the module of the decision runs it. Where lanes are masked the rules do
+that, as without any of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from batchax.divergence.bounded import run_bounded_loop
+from batchax.divergence.bounded_apart import Apart
+from batchax.divergence.bounded_parting import bounded_parting, run_apart
+from batchax.divergence.branches import run_branches
+from batchax.divergence.compact import Compact
+from batchax.divergence.flatten import run_flat
+from batchax.divergence.limits import (
+    CANNOT_MOVE,
+    HOST,
+    NAME,
+    VARYING,
+    calls_back,
+    can_move,
+    refuse_collectives,
+    why_together,
+)
+from batchax.divergence.loop_primitive import bind
+from batchax.divergence.loops import parting_loop
+from batchax.divergence.most import (
+    dearest_step,
+    may_be_one_function,
+    price_of_branches,
+    price_of_loops,
+)
+from batchax.divergence.nest import Nest
+from batchax.divergence.policy import (
+    CHEAP,
+    Asked,
+    Decision,
+    Flattened,
+    Gathered,
+    Loop,
+    Masked,
+    NestedLoop,
+    Serial,
+    Tiles,
+    Window,
+    decide,
+    tail_of_bounded,
+    worth_batching_twice,
+)
+from batchax.divergence.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
+from batchax.divergence.waiting import VARIES_LESS, Waiting
+from batchax.divergence.widths import Step
+from batchax.execution.bounded_as_while import as_while
+from batchax.execution.bounded_forms import Form
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.varying import may_be_spread, varying_of
+from batchax.programs.cost import STEPS
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached.
+
+    Attributes:
+      option: what the user asked for; None for the default, by which nothing is refused.
+      thresholds: the row by which it is chosen; None where nothing was measured.
+      nesting: inside how many loops or branches that lanes diverge in it is.
+      max_width: how many lanes may run at a time; None: any number.
+      lockstep: whether lanes take each step of a nested loop together.
+      recompiled: whether it is inside a branch that is compiled twice.
+    """
+
+    option: Compact | None = None
+    thresholds: Thresholds | None = None
+    nesting: int = 0
+    max_width: int | None = None
+    lockstep: bool = False
+    recompiled: bool = False
+
+    @classmethod
+    def here(cls, option: Compact | None) -> Runner:
+        """That of an option, for the default device."""
+        return cls(option, thresholds_here() or (TABLE["gpu"] if option else None))
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the user asked for lanes to run apart, whatever it costs."""
+        return self.option is not None
+
+    @property
+    def steps(self) -> Any:
+        """The `LaneSteps` that lane-steps are added to, if any."""
+        return self.option and self.option.steps
+
+    def leaves(self, values: Sequence[Any]) -> bool:
+        """Whether lanes may be spread over devices: to move one would be to send it."""
+        return self.thresholds is not None and may_be_spread(values, self.thresholds.max_devices)
+
+    def inside(self, recompiled: bool = False) -> Runner:
+        """How lanes run inside a loop or a branch that lanes diverge in."""
+        recompiled |= self.recompiled
+        return replace(self, nesting=self.nesting + 1, max_width=None, recompiled=recompiled)
+
+    def in_lockstep(self) -> Runner:
+        """As this, with lanes that take each step of a nested loop together."""
+        return replace(self, lockstep=True)
+
+    def with_max_width(self, width: int) -> Runner:
+        """As this, with no more than so many lanes at a time."""
+        return replace(self, max_width=width)
+
+    def decide(self, control_flow: Any) -> Decision:
+        """How the lanes of a loop, a nested loop, or a branch run."""
+        option, thresholds = self.option or _NOTHING_ASKED, self.thresholds
+        assert thresholds is not None
+        asked = Asked(
+            explicit=self.explicit,
+            width=option.width,
+            share=option.threshold,
+            counts=option.steps is not None,
+            nesting=self.nesting,
+            max_width=self.max_width,
+            recompiled=self.recompiled,
+            one_device=jax.device_count() <= _DEVICES,
+        )
+        return decide(control_flow, thresholds, asked)
+
+    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
+        """Whether lanes may run apart in a loop, or in what is inside it.
+
+        An estimate, before anything is batched: it is never below what is decided later.
+        """
+        if self.explicit:  # and what cannot be done is refused
+            return True
+        t = self.thresholds
+        if t is None or not isinstance(axis.size, int):
+            return False
+        expensive = dearest_step(loop) * axis.size >= worth_batching_twice(t)
+        serial = price_of_branches(loop).of(axis.size) >= t.min_serial_work
+        kernel = axis.size >= t.kernel_lanes and may_be_one_function(loop)
+        return expensive or serial or kernel or self._may_be_flattened(axis, loop)
+
+    def _may_be_flattened(self, axis: Axis, loop: AnyLoop) -> bool:
+        assert self.thresholds is not None
+        least = self.thresholds.min_nested_work
+        # The most expensive of loops that take several steps is soon found, and mostly is enough.
+        surely = dearest_step(loop) * axis.size >= STEPS * least
+        return surely or price_of_loops(loop).of(axis.size) >= least
+
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        """The results of a nested loop, in which each lane is at a step of its own."""
+        if self.lockstep or self.thresholds is None:
+            return None
+        if self.explicit:
+            return run_flat(axis, loop, _ASKED_NEST)
+        if not (recording.is_on() or self._may_be_flattened(axis, loop)):
+            return None  # a listing shows what it would cost
+        return run_flat(axis, loop, self.thresholds.min_nested_work)
+
+    def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Flattened | Masked:
+        """How so many lanes of a nested loop run."""
+        chosen = self.decide(NestedLoop(size, nest, length))
+        assert isinstance(chosen, Flattened | Masked)
+        return chosen
+
+    def plan(
+        self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
+    ) -> Window | Tiles | Masked:
+        """How so many lanes of a loop run; see `Loop`."""
+        chosen = self.decide(Loop(size, test, body, tuple(differs), bounded))
+        assert isinstance(chosen, Window | Tiles | Masked)
+        return chosen
+
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+        """The results of all lanes; None where they are to be masked."""
+        match parting:
+            case WhileLoop(test, body):
+                programs = [test, body]
+            case Branches(programs):
+                pass
+            case BoundedLoop():
+                programs = [p for p in (parting.test, *parting.steps) if p is not None]
+        why = self._why_together(programs, parting)
+        if why:
+            recording.note(why=why)
+            return None
+        match parting:
+            case WhileLoop():
+                return self._run_loop(axis, parting)
+            case BoundedLoop():
+                run = self._run_bounded_loop if self.explicit else self._run_bounded_by_default
+                return run(axis, parting)
+            case Branches():
+                return run_branches(axis, parting)
+
+    def _why_together(self, programs: Sequence[Any], parting: Any) -> str:
+        """Why lanes stay together, whatever it costs; empty if they need not."""
+        if self.explicit:
+            refuse_collectives(programs, _WHERE[type(parting)])
+            nested = self.nesting and isinstance(parting, BoundedLoop)
+            calls = calls_back(programs) and not isinstance(parting, Branches)
+            return HOST if calls else _AROUND if nested else ""
+        if self.thresholds is None:
+            return "what pays is measured on CPUs and GPUs alone"
+        # Lanes that leave the loop around it leave this one, too, and a second window would have
+        # to be compiled.
+        nested = self.nesting and not isinstance(parting, Branches)
+        return why_together(programs) or (_AROUND if nested else "")
+
+    def _run_loop(self, axis: Axis, loop: WhileLoop) -> PlacedOutputs | None:
+        given = (*loop.test_consts, *loop.body_consts, *loop.carry)
+        if not can_move(axis, given):
+            recording.note(why=CANNOT_MOVE)
+            return None
+        differs = [a is not None for a in (*loop.body_at, *[0] * len(loop.carry))]
+        plan = self.plan(axis.size, loop.test, loop.body, differs)
+        if isinstance(plan, Masked):
+            recording.note(why=plan.reason)
+            return None
+        results = range(len(loop.carry))
+        if any(varying_of(given)) and Waiting.of(axis, loop).varies_less(results):
+            recording.note(why=VARIES_LESS)
+            return None
+        recording.note(divergence=_SHOWN[type(plan)], widths=plan.widths)
+        outs = bind(*parting_loop(axis, loop, plan))
+        return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
+
+    def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
+        if not can_move(axis, loop.args):
+            recording.note(why=CANNOT_MOVE)
+            return None
+        step, form = loop.steps[-1], loop.form
+        others = len(step.in_avals) - form.n_consts
+        consts_at = form.split(loop.axes).consts
+        differs = [*(a is not None for a in consts_at), *[True] * others]
+        plan = self.plan(axis.size, loop.test, step, differs)
+        if isinstance(plan, Masked) or len(plan.widths) < 2:
+            recording.note(why=plan.reason if isinstance(plan, Masked) else "")
+            return None
+        placed = run_bounded_loop(axis, loop, plan.widths[1])
+        if placed is None:
+            recording.note(why="the name of the axis is used, or lanes are spread over devices")
+        else:
+            recording.note(divergence="compact", widths=plan.widths[:2])
+        return placed
+
+    def _run_bounded_by_default(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
+        programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
+        form, size = loop.form, axis.size
+        why = NAME if any_uses_axis(axis, *programs) else ""
+        why = why or "its steps are shown as they are taken" * (form.steps.told is not None)
+        why = why or CANNOT_MOVE * (not can_move(axis, loop.args))
+        why = why or VARYING * any(varying_of(loop.args))
+        if why:
+            recording.note(why=why)
+            return None
+        axis, apart = replace(axis, name=None), self._apart(axis, loop)
+        if loop.test is None or form.kept is not None:  # an example is differentiated
+            counts_and_records = loop.test is None and isinstance(form, Form) and form.kept
+            if apart is None or counts_and_records:
+                recording.note(why=CHEAP if apart is None else "it keeps each of its steps")
+                return None
+            placed = run_apart(apart, loop)
+            recording.note(divergence="compact", widths=(size, apart.width))
+            return placed
+        body = loop.steps[0]
+        whole, finish = as_while(axis, loop.args, loop.axes, test=loop.test, body=body, form=form)
+        differs = [a is not None for a in (*whole.body_at, *[0] * len(whole.carry))]
+        plan = self.plan(size, whole.test, whole.body, differs, bounded=True)
+        if isinstance(plan, Masked):
+            recording.note(why=plan.reason, divergence="masked")
+            if apart is None:
+                return None
+        else:
+            recording.note(divergence=_SHOWN[type(plan)], widths=plan.widths)
+        return finish(bounded_parting(axis, loop, whole, plan, apart))
+
+    def _apart(self, axis: Axis, loop: BoundedLoop) -> Apart | None:
+        """How lanes are run that others leave behind in what is differentiated; None: masked."""
+        assert self.thresholds is not None
+        at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
+        differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
+        step = Step.of(None, loop.steps[0], differs)
+        width, patience = tail_of_bounded(step, loop.steps, axis.size, self.thresholds)
+        return Apart(replace(axis, name=None), width, patience) if width < axis.size else None
+
+    def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
+        """How a branch runs."""
+        chosen = self.decide(cost)
+        assert isinstance(chosen, Gathered | Serial | Masked)
+        return chosen
+
+
+def for_any_machine(option: Any) -> Any:
+    """`option`, with "auto" as what decides alike wherever a job resumes."""
+    if not (isinstance(option, str) and option == "auto"):
+        return option
+    return Runner(None, TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
+
+
+_NOTHING_ASKED = Compact()
+_DEVICES = 1  # over more than one, how traced lanes are spread is not known
+_ASKED_NEST = 10_000.0  # as `Thresholds.min_nested_work`, where the user asks
+_AROUND = "a loop around it has a window"
+_SHOWN = {Window: "compact", Tiles: "tiles"}
+_WHERE = {
+    WhileLoop: "a loop that ends at its own step in each lane",
+    BoundedLoop: "a bounded loop that ends at its own step in each lane",
+    Branches: "a branch that not every lane takes",
+}
