@@ -136,8 +136,9 @@ def vmap(
         ``batchax.Reduce("sum", unmapped="keep")`` says the same.
       batch_size: how many lanes run at a time. None: all. An int: at most so many,
         in a loop that needs memory for the intermediate values of one chunk, in
-        reverse mode too. "auto": as many as fit `memory_limit`, by the compiler's
-        account, for the program as it is used: forward or as a derivative.
+        reverse mode too. "auto": of those that fit `memory_limit`, by the compiler's account, as
+        many as the cost model predicts to be fastest, for the program as it is used: forward or
+        as a derivative.
       memory_limit: bytes, or a string such as "2GiB", for "auto"; if not given, what
         the device has free. `batch_size_choices` says what was chosen and why.
       residuals: what reverse mode does in chunks. "recompute" computes each chunk

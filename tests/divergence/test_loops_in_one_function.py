@@ -351,3 +351,23 @@ def test_branches_of_the_last_lanes_of_compact(monkeypatch):
     lanes = bx.vmap(steps, divergence="compact")
     assert functions(lanes, counts, points) == 1
     same(jax.jit(lanes)(counts, points), jax.jit(jax.vmap(steps))(counts, points), None)
+
+
+def test_loops_that_make_references():
+    """Random programs found it: JAX knew no way to turn the references of a window into values."""
+
+    def f(count, x):
+        def step(c):
+            i, x = c
+            ref = jax.new_ref(x * 1.0)
+            ref[i % 3] = 2.0
+            return i + 1, jnp.tanh(x + ref[...])
+
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
+
+    run = lambda way: jax.jvp(lambda x: bx.vmap(f, divergence=way)(COUNTS, x), (POINTS,), (POINTS,))
+    values = lambda way: bx.vmap(f, divergence=way)(COUNTS, POINTS)
+    both = jax.jit(lambda: [(run(way), values(way)) for way in (FORCED, ONE_FUNCTION, "predicate")])
+    windows, single, masked = both()
+    same(windows, masked, None)
+    same(single, masked, None)

@@ -5,6 +5,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import batchax as bx
@@ -141,6 +142,44 @@ def test_few_accounts_find_about_the_largest(fixed, per_lane, size):
         assert choice.tried[choice.batch_size] <= limit
         assert choice.batch_size == size or choice.batch_size >= best / 2
         assert len(asked) == len(set(asked)) <= 5
+
+
+@pytest.mark.parametrize(
+    ("fixed", "per_lane", "least", "lanes"),
+    [
+        (0, 10_000, 1, 400),  # what a cache holds
+        (3_000_000, 10_000, 1, 400),  # beside what does not grow
+        (0, 10_000, 1000, 1000),  # few lanes do little beside beginning a chunk
+        (0, 1_000_000, 1, 8),  # the first that is tried
+        (0, 0, 1, 8192),
+        (0, 600, 1, 8192),  # all at once is about as fast, and no loop
+        (0, 10_000, None, 8192),  # on a GPU
+    ],
+)
+def test_few_accounts_find_about_the_fastest(fixed, per_lane, least, lanes):
+    tried = []
+
+    def account(chunk):
+        tried.append(chunk)
+        return memory.CompilersAccount(1000, 1000, fixed + chunk * per_lane, 0, 0)
+
+    choice = memory._search("f", 10**9, 8192, account, least=least)
+    assert 0.5 * lanes <= choice.batch_size <= 1.3 * lanes
+    assert len(tried) <= 4
+    if lanes > 100:  # and what fits is less
+        choice = memory._search("f", fixed + 100 * per_lane + 2000, 8192, account, least=least)
+        assert choice.batch_size <= 100 or not per_lane
+
+
+def test_the_fastest_chunk_is_no_larger_than_a_cache_holds():
+    def pairs(x):
+        r = jnp.sqrt(jnp.sum((x[:, None] - x) ** 2, -1) + 1)
+        return jnp.sum(jnp.sort(r, axis=0))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4096, 32, 3)), "float32")
+    bx.vmap(pairs, batch_size="auto", memory_limit="8GiB")(x)
+    choice = last_choice("pairs")
+    assert 32 <= choice.batch_size <= 1024
 
 
 def test_what_does_not_grow_as_foreseen():

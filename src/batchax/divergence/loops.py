@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from batchax.divergence.varying import with_varying_values
 from batchax.divergence.window import Tally, counted, run_in_windows
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
+from batchax.execution.references import without_references
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.derivatives import with_values
@@ -200,6 +202,9 @@ def parting_loop(
 
     Its carry may begin with more values than that of `loop` has.
     """
+    # A primitive may hold no reference: JAX asks it for a rule, to turn what it makes into values.
+    plain = functools.partial(without_references, name=axis.name, size=axis.size)
+    loop = replace(loop, test=plain(loop.test), body=plain(loop.body))
     loop = with_varying_values(with_index(axis, _with_onepredicate(axis, loop)))
     positions = (*loop.test_at, *loop.body_at)
     inside = replace(axis, name=None, divergence=axis.divergence.inside())

@@ -37,6 +37,8 @@ from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.inner import written_into
 from batchax.kernel.staged import while_loop
+from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.in_turn import zero_after
 
 
@@ -261,7 +263,23 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Aval]) -> int:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return compile_for_account(candidate, avals)
 
-    return fitting_chunk(auto, loop.size, _key(loop, avals, 1), compiled)
+    key = _key(loop, avals, 1)
+    return fitting_chunk(auto, loop.size, key, compiled, least=_least_lanes(loop, avals))
+
+
+def _least_lanes(loop: ChunkLoop, avals: Sequence[Aval]) -> float | None:
+    """How many lanes do so much that it costs little to begin a chunk; None: on a device of which
+    few lanes never fill all of it.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    program = loop.program(avals, 1)
+    cost = cost_of_program(program, steps=STEPS)
+    begun = cost.launches + len(loop.operands) + len(loop.results)  # cut, and written
+    return _WORTH * LAUNCH * begun / max(TOGETHER.time(cost), 1.0)
+
+
+_WORTH = 16  # how many times as long as to begin a chunk its lanes take at least
 
 
 def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
