@@ -200,7 +200,7 @@ def test_what_is_missing_is_damaged(tmp_path):
     out = tmp_path / "y"
     with opened(out) as job:
         computed(job, range(3))
-    (out / "part-00000001.parquet").unlink()
+    (out.with_name("y.partial") / "part-00000001.parquet").unlink()
     found = verify(out)
     assert found.rows == 12
     assert "part-00000001.parquet" in found.damaged[0].reason

@@ -44,6 +44,7 @@ def written(out, leaves, plan=PLAN):
     for number in reversed(range(len(plan))):
         unit = plan.unit(number)
         store.write(unit, [rows_of(each, unit) for each in leaves])
+    store.end(plan.rows)
     return store
 
 

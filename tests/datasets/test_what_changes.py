@@ -24,7 +24,7 @@ import tensorstore
 import zarr
 
 import batchax as bx
-from batchax.datasets import disk, known_files, mapped_file, pipeline
+from batchax.datasets import disk, known_files, mapped_file, objects, pipeline
 from batchax.datasets.addresses import address
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
@@ -380,14 +380,69 @@ def stopped(before_write):
     return stopped
 
 
+def here(out):
+    """Where an output is: until it is whole, it may have another name."""
+    return JobFiles(address(out, "out")).here
+
+
 @pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
 def test_an_output_that_is_not_finished_is_no_input(out, stopped):
-    source = f"{out}:value" if out.endswith("parquet") else out
-    stopped(jnp.sum, out)
-    arrays = [source] + ([zarr.open_array(out, mode="r")] if out == "y.zarr" else [])
-    for x in arrays:
-        with pytest.raises(bx.StorageError, match=rf"{out} is the output of a job that is not fin"):
-            bx.map(double, x, out="z.npy", **UNIT)
+    """With the folder of its job, and without: then others find no whole array there either."""
+    stopped(double, out)
+    now = str(here(out))
+    shutil.copytree(now, f"copy/{now}") if os.path.isdir(now) else shutil.copy(now, "copy")
+    if out == "y.npy":
+        os.makedirs("folder")
+        shutil.move("copy", f"folder/{now}")
+        shutil.move("folder", "copy")
+    member = ":result" if "parquet" in out else ""
+    says = r"is the output of a job that is not fin|no Zarr array|of what kind this is|no such file"
+    for path in (out, now, f"copy/{now}", os.path.abspath(f"copy/{now}")):
+        with pytest.raises((bx.StorageError, bx.ArgumentTypeError), match=says):
+            bx.map(double, f"{path}{member}", out="z.npy", **UNIT)
+    if out == "y.zarr":
+        for path in (out, f"copy/{out}"):
+            with pytest.raises(FileNotFoundError):
+                zarr.open(path, mode="r")
+    else:
+        assert not os.path.lexists(out)
+    bx.map(double, X, out=out, **UNIT)
+    assert here(out) == Path(out)
+    np.testing.assert_array_equal(
+        bx.map(lambda x: x, f"{out}{member}", progress=False).outputs, X * 2
+    )
+
+
+def test_a_copy_of_objects_that_are_not_all_there_is_no_input(before_write, tmp_path):
+    out = f"memory://{uuid.uuid4()}/y.parquet"
+
+    def stop():
+        raise RuntimeError("stopped")
+
+    before_write(3, stop)
+    with pytest.raises(RuntimeError, match="stopped"):
+        bx.map(double, X, out=out, **{**UNIT, "retries": 0})
+    root = address(out, "out")
+    copy = address(f"memory://{uuid.uuid4()}/y.parquet", "out")
+    for path, _ in list(objects.below(root)):
+        objects.put(copy / path.name, objects.read(path))
+        (tmp_path / "y.parquet").mkdir(exist_ok=True)
+        (tmp_path / "y.parquet" / path.name).write_bytes(objects.read(path))
+    for place in (copy, "y.parquet"):
+        with pytest.raises(bx.StorageError, match="had not finished when it was copied"):
+            bx.map(double, f"{place}:result", progress=False)
+    bx.map(double, X, out=out, **UNIT)
+    np.testing.assert_array_equal(bx.map(double, f"{out}:result", progress=False).outputs, X * 4)
+
+
+@pytest.mark.parametrize("out", ["y.npy", "y.parquet"])
+def test_what_somebody_puts_in_the_place_of_an_output_is_not_written_over(out, before_write):
+    before_write(4, lambda: Path(out).write_text("precious"))
+    with pytest.raises(bx.JobError, match=rf"{out} was made by something else while its results"):
+        bx.map(double, X, out=out, **UNIT)
+    assert Path(out).read_text() == "precious"
+    Path(out).unlink()
+    assert bx.map(double, X, out=out, **UNIT).reused == ROWS
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -398,8 +453,9 @@ def test_an_output_that_was_replaced(out, finished, stopped):
         bx.map(double, X, out=out, **UNIT)
     else:
         stopped(double, out)
-    shutil.rmtree(out) if Path(out).is_dir() else Path(out).unlink()
-    Path(f"other{out[1:]}").rename(out)
+    now = here(out)
+    shutil.rmtree(now) if now.is_dir() else now.unlink()
+    Path(f"other{out[1:]}").rename(now)
     with pytest.raises(bx.JobError, match=rf"{out} does not hold what was written to it: rows \d"):
         bx.map(double, X, out=out, **UNIT)
     if out == "y.zarr":  # what is damaged is computed again
@@ -413,8 +469,9 @@ def written_over(out):
     if out.endswith(".zarr"):
         return save_zarr(out, -X)  # which deletes the folder, and makes another
     if out.endswith(".npy"):
-        return np.save(out, -X)
-    file = min(Path(out).glob("*.parquet"), key=os.path.getmtime)
+        with open(here(out), "wb") as file:
+            return np.save(file, -X)
+    file = min(here(out).glob("*.parquet"), key=os.path.getmtime)
     table = pyarrow.parquet.read_table(file)
     column = pyarrow.array(list(-X[:2]), table.column(0).type)
     pyarrow.parquet.write_table(pyarrow.table({"result": column}), file)
@@ -422,12 +479,13 @@ def written_over(out):
 
 def moved_away(out):
     """And another one of this shape is put there."""
-    shutil.move(out, "aside")
-    (shutil.copytree if Path("aside").is_dir() else shutil.copy)("aside", out)
+    now = here(out)
+    shutil.move(now, "aside")
+    (shutil.copytree if Path("aside").is_dir() else shutil.copy)("aside", now)
 
 
 def deleted(out):
-    os.rename(out, "gone")  # at once, whoever writes to it
+    os.rename(here(out), "gone")  # at once, whoever writes to it
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -455,6 +513,7 @@ def test_an_output_that_somebody_changes_in_mid_run(out, change, late, before_wr
 def a_file_of(out, number=3):
     """The file of a unit of an output."""
     place = place_of(address(out, "out"))
+    out = str(here(out))
     name = f"c.{number}.0" if ".zarr" in out else f"part-{number:08d}.parquet"
     return place, address(out, "out") / name
 
@@ -481,8 +540,7 @@ def test_a_file_of_a_stopped_job_that_is_gone_is_computed_again(out, before_writ
     before_write(5, stop)
     with pytest.raises(RuntimeError, match="stopped"):
         bx.map(double, X, out=out, **{**UNIT, "retries": 0})
-    done = JobFiles(address(out, "out"))
-    (number, *_) = read_journal(done.journal)
+    number = min(read_journal(JobFiles(address(out, "out")).journal))
     remove_a_file(out, number)
     report = bx.map(double, X, out=out, **UNIT)
     assert report.rows == ROWS
@@ -721,7 +779,7 @@ def test_a_worker_that_finds_something_else(what, module):
     with Disturbed(work) as pool, pytest.raises(bx.JobError, match=says):
         bx.map(fun, *args, in_axes=in_axes, out="y.npy", executor=pool, **UNIT)
     with Disturbed(None) as pool:  # nothing was done yet
-        Path("y.npy").unlink()
+        here("y.npy").unlink()
         shutil.rmtree("y.npy.job")
         report = bx.map(fun, *args, in_axes=in_axes, out="y.npy", executor=pool, **UNIT)
     assert report.rows == ROWS

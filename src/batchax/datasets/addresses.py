@@ -21,6 +21,8 @@ SCHEMES = {
     "memory": "memory of this process",
 }
 
+PARTIAL = ".partial"  # after the name of an output that is renamed once it is whole
+
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
 
 

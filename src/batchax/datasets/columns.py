@@ -26,6 +26,9 @@ from batchax.rows.arrow import dense, is_lists, rows_of
 _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
 
 
+BEGUN = "_begun"
+"""In a folder of a store of objects, whose name cannot change: says something until all is done."""
+
 SHAPES = b"batchax.shapes"
 """In a schema's metadata: of rows of a column, by number in the file, lengths along each axis."""
 
@@ -102,6 +105,14 @@ class ArrowColumn(Column):
         return self._array.slice(start, stop - start)
 
 
+def refuse_begun(size: int, path: Any, name: str) -> None:
+    if size:
+        raise StorageError(
+            f"{name}: {path} is the output of a job that had not finished when it was copied. "
+            "Copy it again once the job has."
+        )
+
+
 class ParquetColumn(Column):
     """A column of a Parquet file, or of all such files in a folder, by name one after another.
 
@@ -149,6 +160,9 @@ class ParquetColumn(Column):
 
     def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
         """The files, and what is known of each."""
+        begun = path / BEGUN
+        if begun.is_file():
+            refuse_begun(begun.stat().st_size, path, name)
         paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         files = [Files(part, name) for part in paths]
         for one in files:

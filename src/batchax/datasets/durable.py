@@ -24,7 +24,7 @@ from batchax.datasets.steps import (
     IN_WRITE,
     reached,
 )
-from batchax.errors import StorageError
+from batchax.errors import JobError, StorageError
 
 _UNFINISHED = ".{}.{}.unfinished"
 
@@ -81,6 +81,27 @@ def replace_file(path: Path, content: bytes) -> None:
         file.flush()
         reached(IN_WRITE)
         file.write(content[len(content) // 2 :])
+
+
+def give_name(partial: Path, path: Path) -> None:
+    """Gives a file or folder that is whole its name, durably; who finds it done has nothing to do.
+
+    Raises:
+      JobError: something else has that name.
+    """
+    with writing(path):
+        if not os.path.lexists(partial):
+            return
+        if os.path.lexists(path):
+            raise JobError(
+                f"{path} was made by something else while its results were computed, in {partial}. "
+                "Move it away, and make the call again."
+            )
+        reached(BEFORE_RENAME)
+        with contextlib.suppress(FileNotFoundError):  # somebody else gave it its name
+            os.rename(partial, path)
+        _sync(path.parent)
+    reached(AFTER_WRITE)
 
 
 def append(path: Path, file: int, content: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,19 @@ class Held:
     of which is written once, what they were then is compared in the end.
 
     Args:
-      path: of it.
+      path: of it, for messages.
+      at: returns where it is now: others may give it its name.
 
     Raises:
       StorageError: it cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._written: dict[int, tuple[Sequence[Path], int | None]] = {}  # there may be millions
+    def __init__(self, path: Path, at: Callable[[], Path]) -> None:
+        self._path, self._at = path, at
+        self._written: dict[int, tuple[Sequence[str], int | None]] = {}  # there may be millions
         self._lock = threading.Lock()
         try:
-            self._file: int | None = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file: int | None = os.open(at(), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path} could not be opened: {error.strerror}.") from error
 
@@ -38,7 +39,7 @@ class Held:
         if self._file is None:
             return
         try:
-            same = os.path.samestat(os.fstat(self._file), os.stat(self._path))
+            same = os.path.samestat(os.fstat(self._file), os.stat(self._at()))
         except OSError:
             same = False
         if not same:
@@ -51,15 +52,17 @@ class Held:
     def written(self, number: int, files: Sequence[Path]) -> None:
         """The files of a unit are written, and are to be what they are."""
         if files:
-            stamp = _stamp(files)
+            at = self._at()
+            names = [str(file.relative_to(at)) for file in files]
+            stamp = _stamp(at, names)
             with self._lock:
-                self._written[number] = files, stamp
+                self._written[number] = names, stamp
 
     def check_written(self) -> None:
         """Raises a JobError if such files were changed since."""
-        for files, stamp in self._written.values():
-            if stamp is None or _stamp(files) != stamp:
-                raise written_over(self._path, files[0].name)
+        for names, stamp in self._written.values():
+            if stamp is None or _stamp(self._at(), names) != stamp:
+                raise written_over(self._path, names[0])
 
     def close(self) -> None:
         """From now on it may be anything."""
@@ -77,10 +80,10 @@ def written_over(out: Any, what: str) -> JobError:
     )
 
 
-def _stamp(files: Sequence[Path]) -> int | None:
+def _stamp(at: Path, names: Sequence[str]) -> int | None:
     """What tells files from what they are once somebody wrote to them; None if one is gone."""
     try:
-        told = [os.stat(file) for file in files]
+        told = [os.stat(at / name) for name in names]
     except OSError:
         return None
     return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in told))

@@ -262,7 +262,8 @@ def verify(out: str | Address) -> Verified:
             for each in damaged:
                 journal.withdraw([records[each.unit.number]], each.reason)
         if not damaged:
-            store.check()  # what says what is where, without which nobody reads the rest
+            # What says what is where, without which nobody reads the rest.
+            (store.check_ended if files.read_end() is not None else store.check)()
     rows = sum(r.unit.rows for r in records.values())
     return Verified(files.out, rows, damaged, journal is not None)
 

@@ -86,7 +86,7 @@ class Job:
                 raise JobError(
                     f"{self._files.journal} is not the journal of this job: it has a unit of rows "
                     f"{record.unit.start} to {record.unit.stop}, of which there is none. Put the "
-                    f"right one back, or delete {self._files.out} and {self._files.folder} to "
+                    f"right one back, or delete {self._files.here} and {self._files.folder} to "
                     "compute it again."
                 )
         return done
@@ -161,8 +161,8 @@ class Job:
         self._render_quarantine()
         reached(BEFORE_END)
         first, more = next(iter(self._with_sums), None), dict[str, Any]()
+        self._end_store()
         if self._counts_rows:
-            self._end_store()
             more["rows"] = self.plan.rows
         unit = first and [first.unit.number, list(first.checksums)]
         self._files.write_end(**summary, **more, unit=unit)

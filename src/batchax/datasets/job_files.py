@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from batchax.datasets import partials
-from batchax.datasets.addresses import Address, ObjectPath
+from batchax.datasets.addresses import PARTIAL, Address, ObjectPath
 from batchax.datasets.checksums import foreign, is_whole, sealed, unsealed
 from batchax.datasets.journal import sizes
 from batchax.datasets.parts import Bad, packed, unpacked
@@ -59,6 +60,14 @@ class JobFiles:
     def folder(self) -> Address:
         """The folder of the job."""
         return self.out.with_name(f"{self.out.name}{JOB}")
+
+    @property
+    def here(self) -> Address:
+        """Where the output is: on a disk it may have another name until it is whole."""
+        if not isinstance(self.out, Path):
+            return self.out
+        partial = self.out.with_name(f"{self.out.name}{PARTIAL}")
+        return partial if self.place.exists(partial) else self.out
 
     @property
     def _own(self) -> Address:
@@ -144,7 +153,7 @@ class JobFiles:
         if content is None:
             raise JobError(
                 f"{self._description} is damaged, and so nobody knows how {self.out} was made. Put "
-                f"a copy back, or delete {self.out} and {self.folder} to compute it again."
+                f"a copy back, or delete {self.here} and {self.folder} to compute it again."
             )
         if content.get("format") != _FORMAT:
             raise JobError(

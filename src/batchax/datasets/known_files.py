@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from batchax.datasets.addresses import Address
+from batchax.datasets.addresses import PARTIAL, Address
 from batchax.datasets.failures import reading
 from batchax.datasets.job_files import JobFiles
 from batchax.errors import StorageError
@@ -130,6 +130,11 @@ def refuse_unfinished(address: Address, name: str) -> None:
     from batchax.datasets.stores import reopen_store  # which imports sources
 
     for path in (address, *address.parents):
+        if path.name.endswith(PARTIAL) and path in (address, address.parent):
+            raise StorageError(
+                f"{name}: {path} is the output of a job that is not finished, or a copy of it. The "
+                "call that began it goes on with it. Rename it if it is something else."
+            )
         job = JobFiles(path) if path.name else None
         if job is None or not job.is_begun:
             continue

@@ -33,7 +33,7 @@ class NpyStore(Store):
     NumPy leaves room in the header for a larger number of rows, and so a file can grow.
     """
 
-    can_grow = stays = True
+    can_grow = stays = renamed = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -60,18 +60,24 @@ class NpyStore(Store):
 
     def prepare(self) -> None:
         make_place(self.out, self.leaves)
-        with replacing(self.out) as beside, open(beside, "xb") as file:
+        make_place(self.partial)
+        with replacing(self.partial) as beside, open(beside, "xb") as file:
             file.write(self._header(self._leaf.shape))
             file.flush()
             size = Layout(self._leaf.shape, self._leaf.dtype, file.tell()).size
             _take_space(file.fileno(), size)
 
     def end(self, rows: int) -> None:
+        if self._leaf.grows:
+            self._end_growing(rows)
+        super().end(rows)
+
+    def _end_growing(self, rows: int) -> None:
         header, shape = self._header(self._leaf.of_rows(rows)), self._leaf.of_rows(rows)
-        offset = self._layout().offset
+        offset, at = self._layout().offset, self.at
         if len(header) != offset:
-            raise StorageError(f"{self.out} has no room in its header for {rows} rows.")
-        with writing(self.out), open(self.out, "r+b", buffering=0) as file:
+            raise StorageError(f"{at} has no room in its header for {rows} rows.")
+        with writing(at), open(at, "r+b", buffering=0) as file:
             os.ftruncate(file.fileno(), Layout(shape, self._leaf.dtype, offset).size)
             os.fsync(file.fileno())
             reached(BEFORE_WRITE)
@@ -94,14 +100,14 @@ class NpyStore(Store):
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         layout, picked = self._layout(), slice(unit.start, unit.stop)
         rows = f"{self.out}: rows {unit.start} to {unit.stop}"
-        with reading(rows), open(self.out, "rb", buffering=0) as file:
+        with reading(rows), open(self.at, "rb", buffering=0) as file:
             return [layout.read(file, self._leaf.axis, picked)]
 
     def put(self, unit: Unit, results: Results) -> None:
         layout = self._layout()
         pieces = layout.pieces(np.asarray(results[0]), self._leaf.axis, unit.start)
         reached(BEFORE_WRITE)
-        with writing(self.out), open(self.out, "r+b", buffering=0) as file:
+        with writing(self.out), open(self.at, "r+b", buffering=0) as file:
             for i, (offset, piece) in enumerate(pieces):
                 if i == 1:
                     reached(IN_WRITE)
@@ -110,9 +116,9 @@ class NpyStore(Store):
         reached(AFTER_WRITE)
 
     def _layout(self) -> Layout:
-        if not self.out.exists():
+        if not self.at.exists():
             raise StorageError(f"{self.out} is missing.")
-        with reading(str(self.out)), open(self.out, "rb") as file:
+        with reading(str(self.out)), open(self.at, "rb") as file:
             layout = Layout.of(file)
         expected = self._leaf.shape, self._leaf.dtype, False
         # Of one that grows, any number of rows will do: none, or all that there were in the end.

@@ -17,7 +17,7 @@ import numpy as np
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, address
-from batchax.datasets.columns import ParquetColumn
+from batchax.datasets.columns import BEGUN, ParquetColumn, refuse_begun
 from batchax.datasets.failures import needed, reading
 from batchax.datasets.joined import Joined, fits_objects, matching_objects
 from batchax.datasets.known_files import refuse_unfinished
@@ -221,7 +221,8 @@ class ParquetObjects(ParquetColumn):
         super().__init__(files, column, name)
 
     def _parts(self, path: ObjectFiles, name: str) -> tuple[list[Any], list[Any]]:
-        files = path
+        files, begun = path, path.seen.get(path.path / BEGUN)
+        refuse_begun(begun.size if begun else 0, path.path, name)
         paths = sorted(p for p in files.seen if p.suffix == ".parquet" or p == files.path)
         self._all = files
         return paths, [_One(files, part) for part in paths]

@@ -17,6 +17,7 @@ import numpy as np
 
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath
+from batchax.datasets.columns import BEGUN
 from batchax.datasets.failures import reading
 from batchax.datasets.held import written_over
 from batchax.datasets.objects import Version
@@ -26,7 +27,7 @@ from batchax.datasets.place import OvertakenError
 from batchax.datasets.steps import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, reached
 from batchax.datasets.store import Results, part_of
 from batchax.datasets.tensorstores import InMemory
-from batchax.datasets.zarr_store import GROUP, ZarrStore
+from batchax.datasets.zarr_store import ZarrStore
 from batchax.errors import JobError, StorageError
 
 
@@ -82,16 +83,10 @@ class ObjectZarr(ZarrStore):
         return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
-        for path, content in self._documents().items():
-            _create(path, content)
+        """Nothing: there are no folders, and the documents come last."""
 
     def check(self) -> None:
-        for group in self._groups():
-            _read(self.out / str(group) / "zarr.json")
-        for path, leaf in zip(self._paths, self.leaves, strict=True):
-            memory, document = InMemory(), path / "zarr.json"
-            memory.put(document.key, _read(document))
-            self._check_array(path, leaf, _read(document), memory.context)
+        self._check_documents(ended=False)
 
     def _put_document(self, path: Any, document: bytes) -> None:
         reached(BEFORE_WRITE)
@@ -126,23 +121,14 @@ class ObjectZarr(ZarrStore):
     def clean(self) -> None:
         """What is put is whole."""
 
-    def _documents(self) -> dict[ObjectPath, bytes]:
-        """What says what is where, the outer ones first."""
-        documents: dict[ObjectPath, bytes] = {}
-        documents |= {self.out / str(group) / "zarr.json": GROUP for group in self._groups()}
-        memory = InMemory()
-        for path, leaf in zip(self._paths, self.leaves, strict=True):
-            self._open(path, leaf, context=memory.context, create=True)
-        for key, content in memory.all().items():
-            documents[ObjectPath(self.out.scheme, self.out.bucket, key)] = content
-        return documents
-
 
 class ObjectParquet(ParquetStore):
-    """As `ParquetStore`. There are no folders: an object says that there is an output."""
+    """As `ParquetStore`. There are no folders, and no names that change: an object says that there
+    is an output, and as long as that object is not empty, that the output is not whole.
+    """
 
     out: Any
-    stays = False
+    stays = renamed = False
 
     def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -156,8 +142,11 @@ class ObjectParquet(ParquetStore):
         return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
-        _create(self._begun, b"")
+        _create(self._begun, b"not all of these rows are done\n")
+
+    def end(self, rows: int) -> None:
         self._put_columns()
+        self._putting.put(self._begun, b"")
 
     def check(self) -> None:
         _read(self._begun)
@@ -167,7 +156,7 @@ class ObjectParquet(ParquetStore):
 
     @property
     def _begun(self) -> Any:
-        return self.out / "_begun"  # readers of such folders pass over what begins so
+        return self.out / BEGUN
 
     def _replace(self, part: Any, content: bytes) -> None:
         reached(BEFORE_WRITE)

@@ -167,13 +167,13 @@ def _check(
     if resume == "never":
         raise JobError(
             f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
-            f"Use another out=, or delete {files.out} and {files.folder} to begin again."
+            f"Use another out=, or delete {files.here} and {files.folder} to begin again."
         )
     changed = differences(description.call, fingerprint(description.plan))
     if changed:
         raise JobError(
             f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
-            f"never mixed. Use another out=, or delete {files.out} and {files.folder} to compute "
+            f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
             "it again."
         )
 
@@ -190,13 +190,15 @@ def _end(
 
 
 def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
-    if not files.place.exists(files.out):
+    ended = files.read_end() is not None
+    # In a store of objects there is no folder, so until something is written there is nothing.
+    if (ended or isinstance(files.out, Path)) and not files.place.exists(files.here):
         raise JobError(
             f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
             "that folder, too, to compute it again."
         )
     kept = store(description.plan)
-    kept.check()
+    (kept.check_ended if ended else kept.check)()
     return kept
 
 
@@ -204,11 +206,11 @@ def _check_not_foreign(files: JobFiles) -> None:
     if files.place.exists(files.journal):
         raise JobError(
             f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
-            f"it back, or delete {files.out} and {files.folder} to compute it again."
+            f"it back, or delete {files.here} and {files.folder} to compute it again."
         )
-    if files.place.exists(files.out) and not files.place.exists(files.preparing):
+    if files.place.exists(files.here) and not files.place.exists(files.preparing):
         raise JobError(
-            f"{files.out} is there already, and is the output of something else: there is no job "
+            f"{files.here} is there already, and is the output of something else: there is no job "
             f"in {files.folder}. Use another out=, or delete it."
         )
     out = files.out.resolve() if isinstance(files.out, Path) else files.out
@@ -224,17 +226,17 @@ def _check_not_foreign(files: JobFiles) -> None:
 def _prepare(files: JobFiles, store: Store) -> None:
     """Makes the output. Who was killed in the middle of it may have left a part."""
     files.place.replace(files.preparing, b"")
-    if files.place.exists(files.out):
+    if files.place.exists(files.here):
         try:
             return store.check()
         except UnreachableError:
             raise
         except (JobError, StorageError):
             # Nothing is ever deleted: whoever has a use for it finds it here.
-            files.place.set_aside(files.out, files.folder)
+            files.place.set_aside(files.here, files.folder)
     try:
         store.prepare()
     except BaseException:
-        if not files.place.exists(files.out):
+        if not files.place.exists(files.here):
             files.place.remove(files.preparing)
         raise

@@ -28,7 +28,7 @@ class ParquetStore(Store):
     The same results make the same bytes.
     """
 
-    can_grow = stays = True
+    can_grow = stays = renamed = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
         super().__init__(out, leaves, unit_rows)
@@ -44,10 +44,13 @@ class ParquetStore(Store):
         self._columns = [leaf.name or "result" for leaf in self.leaves]
 
     def prepare(self) -> None:
-        if not (self.out.is_dir() and not any(self.out.iterdir())):
-            make_place(self.out)
-            make_folder(self.out)
+        make_place(self.out)
+        make_place(self.partial)
+        make_folder(self.partial)
+
+    def end(self, rows: int) -> None:
         self._put_columns()
+        super().end(rows)
 
     def _put_columns(self) -> None:
         """Of no rows, a file that has the columns."""
@@ -56,14 +59,14 @@ class ParquetStore(Store):
             self.put(Unit(0, 0, 0), nothing)
 
     def check(self) -> None:
-        if not self.out.is_dir():
+        if not self.at.is_dir():
             raise StorageError(f"{self.out} is missing.")
 
     def files_of(self, unit: Unit) -> list[Path]:
         return [self._part(unit)]
 
     def clean(self) -> None:
-        remove_unfinished(self.out)
+        remove_unfinished(self.at)
 
     def result(self) -> Any:
         return self.each([f"{self.out}:{column}" for column in self._columns])
@@ -114,7 +117,7 @@ class ParquetStore(Store):
         return part
 
     def _part(self, unit: Unit) -> Any:
-        return self.out / f"part-{unit.number:08d}.parquet"
+        return self.at / f"part-{unit.number:08d}.parquet"
 
 
 def _of_no_rows(leaf: Leaf) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as bfloat16)
 import numpy as np
 
-from batchax.datasets.durable import make_folder, remove_unfinished
+from batchax.datasets.addresses import PARTIAL
+from batchax.datasets.durable import give_name, make_folder, remove_unfinished
 from batchax.datasets.held import Held
 from batchax.datasets.parts import Leaf, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError
@@ -37,13 +38,15 @@ class Store:
       kind: under which it was found.
       lasts: whether what it keeps outlives the process, and so has checksums in the journal.
       can_grow: whether results may have rows that are counted as they come.
-      stays: whether `out` is one file or folder from `prepare` on, on a disk.
+      stays: whether it is one file or folder from `prepare` on, on a disk.
+      renamed: whether that is called `partial` until it is whole.
     """
 
     kind = ""
     lasts = True
     can_grow = False
     stays = False
+    renamed = False
     _held: Held | None = None
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
@@ -65,6 +68,16 @@ class Store:
                     f"{called(leaf)}: two results have this name. Give one of them another."
                 )
 
+    @property
+    def partial(self) -> Path:
+        """Where it is until it is whole, if it is `renamed`."""
+        return self.out.with_name(f"{self.out.name}{PARTIAL}")
+
+    @property
+    def at(self) -> Path:
+        """Where it is now."""
+        return self.partial if self.renamed and os.path.lexists(self.partial) else self.out
+
     def prepare(self) -> None:
         """Of a new job: makes what units are written to, all of it or, if killed, nothing.
 
@@ -83,13 +96,17 @@ class Store:
         """
         raise NotImplementedError
 
+    def check_ended(self) -> None:
+        """The same of a job that has ended, of what `end` made, too."""
+        self.check()
+
     def clean(self) -> None:
         """Removes what writers that were killed left unfinished."""
 
     def hold(self) -> None:
         """Of who writes: from now on it is to be what it is."""
         if self.stays:
-            self._held = Held(self.out)
+            self._held = Held(self.out, lambda: self.at)
 
     def check_held(self, at_end: bool = False) -> None:
         """Whether it is what it was, as far as that can be told at once.
@@ -116,7 +133,12 @@ class Store:
         return any(leaf.grows for leaf in self.leaves)
 
     def end(self, rows: int) -> None:
-        """Of results that grow: from now on they have so many rows, all of which were written."""
+        """All rows were written, and are so many: from now on it is a whole output for everyone.
+
+        Until then nobody takes it, or a copy, for one. This may be called again, if it was killed.
+        """
+        if self.renamed:
+            give_name(self.partial, self.out)
 
     def put(self, unit: Unit, results: Results) -> None:
         """Writes the results of a unit over whatever is there, which may be damaged or half a one.
@@ -151,7 +173,7 @@ class Store:
     def names(self) -> Container[Any]:
         """The paths of all files of the output, by one listing."""
         return {
-            Path(at, name) for at, _, names in os.walk(self.out, followlinks=True) for name in names
+            Path(at, name) for at, _, names in os.walk(self.at, followlinks=True) for name in names
         }
 
     def missing(self, units: Iterable[Unit]) -> dict[int, Any]:

@@ -23,19 +23,22 @@ from batchax.datasets.durable import (
 )
 from batchax.datasets.failures import needed, reading, reason
 from batchax.datasets.parts import ENDLESS, Leaf, Rows, Unit
+from batchax.datasets.places import place_of
 from batchax.datasets.steps import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, reached
 from batchax.datasets.store import Results, Store, called, make_place, part_of, refuse_ragged
 from batchax.datasets.tensorstores import InMemory, in_folder, limited_context
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
+_ANYWHERE = ObjectPath("memory", "any", "array")
 GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 
 
 class ZarrStore(Store):
     """An array, or a group of them. A chunk is what one unit has of an array, with its crc32c.
 
-    TensorStore writes a chunk beside the one that it is to be, syncs it, renames it and syncs the
-    folder. A chunk that is not there was not written: those of zeros are, too.
+    The documents that say what is where (``zarr.json``) are written last, so nobody takes a part of
+    an array for one. TensorStore writes a chunk beside the one that it is to be, syncs it, renames
+    it and syncs the folder. A chunk that is not there was not written: those of zeros are, too.
     """
 
     can_grow = stays = True
@@ -52,33 +55,47 @@ class ZarrStore(Store):
         make_place(self.out, self.leaves)
         with replacing(self.out) as beside:
             try:
-                make_folder(beside)
-                for group in self._groups():
-                    make_folder(beside / group)
-                    replace_file(beside / group / "zarr.json", GROUP)
-                for leaf in self.leaves:
-                    make_folder(beside / leaf.name)
-                    with _writing(self.out):
-                        self._open(beside / leaf.name, leaf, create=True)
+                for folder in (*self._groups(), *(leaf.name for leaf in self.leaves)):
+                    make_folder(beside / folder)
             except BaseException:
                 shutil.rmtree(beside, ignore_errors=True)
                 raise
 
     def check(self) -> None:
-        for group in self._groups():
-            if not (self.out / group / "zarr.json").exists():
-                raise StorageError(f"{self.out / group / 'zarr.json'} is missing.")
-        for path, leaf in zip(self._paths, self.leaves, strict=True):
-            if not (path / "zarr.json").exists():
-                raise StorageError(f"{path / 'zarr.json'} is missing.")
-            self._check_array(path, leaf, (path / "zarr.json").read_bytes())
+        for path in (self.out, *self._paths):
+            if not path.is_dir():
+                raise StorageError(f"{path} is missing.")
+        self._check_documents(ended=False)
 
-    def _check_array(self, path: Any, leaf: Leaf, document: bytes, context: Any = None) -> None:
+    def check_ended(self) -> None:
+        self._check_documents(ended=True)
+
+    def _check_documents(self, ended: bool) -> None:
+        """Documents are there once the job has ended, and say what this job made."""
+        for path in self._groups():
+            self._read_document(self.out / str(path), ended)
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            document = self._read_document(path, ended)
+            if document is not None:
+                self._check_array(path, leaf, document)
+
+    def _read_document(self, folder: Any, ended: bool) -> bytes | None:
+        path = folder / "zarr.json"
+        try:
+            return place_of(path).read(path)
+        except FileNotFoundError:
+            if ended:
+                raise StorageError(f"{path} is missing.") from None
+            return None
+
+    def _check_array(self, path: Any, leaf: Leaf, document: bytes) -> None:
+        memory = InMemory()
+        memory.put(f"{_ANYWHERE.key}/zarr.json", document)
         try:
             shape = None
-            if leaf.grows:  # none, or all that there were in the end
+            if leaf.grows:  # whatever there were in the end
                 shape = leaf.of_rows(json.loads(document)["shape"][leaf.axis])
-            self._open(path, leaf, shape, context, open=True)
+            self._open(_ANYWHERE, leaf, shape, memory.context, open=True)
         except Exception as error:
             raise JobError(
                 f"{path} is not the array that this job made: {reason(error)} Choose another out=."
@@ -87,16 +104,17 @@ class ZarrStore(Store):
     def end(self, rows: int) -> None:
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             self._put_document(path / "zarr.json", self._document(leaf, rows))
+        for group in reversed(self._groups()):  # the outermost last
+            self._put_document(self.out / str(group) / "zarr.json", GROUP)
 
     def clean(self) -> None:
-        for path in self._paths:
-            remove_unfinished(path)  # of a document that was to say how many rows there are
+        for path in (*self._paths, *(self.out / group for group in self._groups())):
+            remove_unfinished(path)  # of a document
 
     def _document(self, leaf: Leaf, rows: int) -> bytes:
         """What says what is where, of an array with so many rows."""
         memory = InMemory()
-        anywhere = ObjectPath("memory", "any", "array")
-        self._open(anywhere, leaf, leaf.of_rows(rows), memory.context, create=True)
+        self._open(_ANYWHERE, leaf, leaf.of_rows(rows), memory.context, create=True)
         (document,) = memory.all().values()
         return document
 

@@ -189,13 +189,14 @@ class StoreTests:
         for left in range(killed + 1):
             place = tmp_path / str(left) / out.name
             store = self._store(place, [leaf])
-            if os.path.lexists(place):
+            if os.path.lexists(store.at):
                 store.check()
             else:
                 store.prepare()
             store.clean()
             for unit in UNITS:
                 store.write(unit, [_rows(leaf, unit)])
+            store.end(UNITS[-1].stop)
             assert _files(place.parent) == _files(out.parent)
 
     def _needs_files(self) -> None:
@@ -212,6 +213,7 @@ class StoreTests:
         store.prepare()
         for unit in reversed(units):
             store.write(unit, [_rows(leaf, unit) for leaf in leaves])
+        store.end(max((unit.stop for unit in units), default=0))
         return store
 
     def _check(self, store: Store, leaves: Sequence[Leaf], units: Sequence[Unit] = UNITS) -> None:
@@ -247,6 +249,7 @@ for left in range(30):
         steps.watch(at_step)
         store.prepare()
         store.write(UNITS[0], [_rows(_leaf(), UNITS[0])])
+        store.end(UNITS[-1].stop)
         os._exit(0)
     ended = os.waitpid(child, 0)[1]
     print(ended)
