@@ -177,6 +177,7 @@ _doubled.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
 
 
 @pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.compiles(80)  # outside of `jit`, where alone it works
 def test_branching_in_python_on_an_unmapped_value_that_is_differentiated(way):
     """As in `jax.vmap`, where a gradient around the call is computed at once, not traced."""
     xs = example((3,))
