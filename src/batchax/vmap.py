@@ -249,10 +249,11 @@ def vmap(
         size = find_axis_size(flat.mapped, axis_size)
         values = [m.value for m in flat.mapped]
         shards = None if on_mesh is None else on_mesh.shards(size, values, own)
-        mesh_axis = None if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
+        no_mesh = None, None
+        mesh_axis, mesh = no_mesh if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         parting = parted(divergence, values, spread=shards is not None)
-        axis = Axis(size, axis_name, spmd, mesh_axis, parting, small_matrices=small_matrices)
+        axis = Axis(size, axis_name, spmd, mesh_axis, parting, None, small_matrices, mesh=mesh)
         mapped = with_lane_indices(flat.mapped, axis)
 
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:

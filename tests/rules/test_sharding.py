@@ -1,5 +1,6 @@
 """Sharding annotations and shard_map, on four devices."""
 
+import contextlib
 import functools
 
 import jax
@@ -304,6 +305,47 @@ def test_shardings_in_types(name):
             outside |= name == "collective"  # under `jit` jax.vmap of JAX 0.12 raises
             options = dict(in_axes=(0, None), axis_name="i", jit=not outside)
             both(PROGRAMS[name], x, w, **options)
+
+
+# On the batch of a mesh, jax.vmap refuses these.
+REFUSED_BY_JAX = {
+    "constants": lambda x, w: (
+        lax.cond(x.sum() > 1, lambda: 2.0, lambda: 1.0)
+        + lax.while_loop(
+            lambda c: c[0] < x.max() * 3, lambda c: (c[0] + 1, c[1] * 2 + x[0]), (0.0, 0.0)
+        )[1]
+    ),
+    "gradient of a scan": lambda x, w: jax.grad(
+        lambda x: lax.scan(lambda c, y: (jnp.sin(c) + y, None), 0.0, x)[0]
+    )(x),
+    "table": lambda x, w: jax.grad(lambda w: (w[jnp.argmax(x)] * x[0]).sum())(w),
+    "inverse": lambda x, w: jnp.linalg.inv(x.reshape(2, 2) + 4 * jnp.eye(2)),
+    "random": lambda x, w: jax.random.gamma(jax.random.key(x[0].astype(int)), 2.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "set_mesh"),
+    [
+        *((name, True) for name in REFUSED_BY_JAX),
+        ("constants", False),
+        ("gradient of a scan", False),
+    ],
+)
+def test_values_without_a_mesh_meet_a_batch_that_names_one(name, set_mesh):
+    # The type of a constant names no mesh: once it differs by lane, it is sharded as lanes are.
+    fun, x, w = REFUSED_BY_JAX[name], example((4, 4), seed=7), example((4, 3), seed=8)
+    want = jax.vmap(fun, in_axes=(0, None))(x, w)
+    with jax.set_mesh(EXPLICIT) if set_mesh else contextlib.nullcontext():
+        sharded = explicit((4, 4), P("a", None))
+        got = jax.jit(bx.vmap(fun, in_axes=(0, None)))(sharded, jnp.asarray(w))
+    same(got, want)
+    assert jax.typeof(got).sharding.spec[0] == "a"
+
+
+def test_an_output_that_is_a_constant_of_a_batch_that_names_a_mesh():
+    x = explicit((4, 4), P("a", None))
+    assert jax.jit(bx.vmap(lambda x: 1.0))(x).shape == (4,)
 
 
 def test_shardings_in_types_of_examples():

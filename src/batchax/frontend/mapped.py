@@ -93,8 +93,8 @@ class OwnRows(Mapped):
     typed: ClassVar[bool] = False
 
 
-def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
-    """The mesh axis that the types of the arguments say the mapped axis is sharded over.
+def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, Any]:
+    """The mesh axis that types of arguments say the mapped axis is sharded over, and its mesh.
 
     Raises:
       AxisError: the arguments say different things, or not what `spmd_axis_name` says.
@@ -113,7 +113,10 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> Any:
             f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
             f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
         )
-    return mesh_axis
+    if mesh_axis is None:
+        return None, None
+    sharded = next(m for m in mapped if m.sharded_over())
+    return mesh_axis, jax.typeof(sharded.value).sharding.mesh
 
 
 def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:

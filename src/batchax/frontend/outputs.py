@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -388,4 +388,6 @@ def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> 
         return value
     if isinstance(spec, _Auto):
         return value if position is None else move_axis(value, position, 0)
+    if position is None:  # as under jax.vmap, it names a mesh only if its value does
+        axis = replace(axis, mesh=None)
     return match_axis(axis, value, position, int(spec))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -35,6 +35,7 @@ class Axis:
       spmd_name: mesh axis names that sharding annotations inside gain, or None.
       mesh_axis: mesh axis names that the types of batched values say the axis is
         sharded over (meshes with axes of type Explicit), or None.
+      mesh: the mesh of `mesh_axis`, as types have it, or None.
       divergence: how lanes that part ways are run (`kernel.divergence`), or None to have
         them masked.
       bodies: what runs the programs inside loops and branches in which lanes meet: an object with
@@ -66,6 +67,7 @@ class Axis:
     small_matrices: str = "auto"
     in_loop: bool = False
     columns: bool = False
+    mesh: Any = None
 
 
 def move_axis(x: Value, source: int, destination: int) -> Any:
@@ -232,13 +234,22 @@ def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> 
 
     None where types do not say how arrays are sharded.
     """
-    if axis.mesh_axis is None or jax.typeof(x).sharding.mesh.empty:
+    if axis.mesh_axis is None:
         return None
-    sharding = jax.typeof(x).sharding
+    sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
+    entry = axis.mesh_axis if is_in_types(sharding, axis.mesh_axis) else None  # None in `auto_axes`
     entries = [*sharding.spec, *[None] * (jax.numpy.ndim(x) - len(sharding.spec))]
     if source is not None:
         del entries[source]
-    return sharding.update(spec=PartitionSpec(*inserted(entries, destination, axis.mesh_axis)))
+    return sharding.update(spec=PartitionSpec(*inserted(entries, destination, entry)))
+
+
+def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
+    """A sharding in a type, on the mesh of the lanes: that of a constant is on none."""
+    if axis.mesh is None or not sharding.mesh.empty:
+        return sharding
+    here = jax.sharding.get_abstract_mesh()
+    return NamedSharding(axis.mesh if here.empty else here, sharding.spec)
 
 
 def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
@@ -20,7 +20,7 @@ from batchax.jaxprs.evaluate import bind_equation
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.axis import Axis, Position, move_axis, sharding_on_mesh
 
 # Where the warning was given: by default once for each line of the user's.
 _warned: dict[Any, Any] = {}
@@ -109,7 +109,6 @@ def lanes_spread(axis: Axis, x: Value) -> Any:
     """`x`, with lanes along axis 0, of the type that values batched over `axis` have."""
     if axis.mesh_axis is None:
         return x
-    sharding: Any = jax.typeof(x).sharding
+    sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
     spec = PartitionSpec(axis.mesh_axis, *sharding.spec[1:])
-    mesh = jax.sharding.get_abstract_mesh() if sharding.mesh.empty else sharding.mesh
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return jax.sharding.reshard(x, sharding.update(spec=spec))

@@ -20,7 +20,15 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis, names_in
+from batchax.kernel.axis import (
+    Axis,
+    Position,
+    is_in_types,
+    lanes_vary_over,
+    match_axis,
+    names_in,
+    sharding_on_mesh,
+)
 from batchax.kernel.captured import may_be_differentiated
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.looking import looks_here
@@ -225,7 +233,11 @@ def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
     """The type of a value with the batch axis at `position`, from that of one example."""
     if position is None:
         return aval
-    aval = unmapped_aval(axis.size, position, aval, axis.mesh_axis)
+    entry = axis.mesh_axis
+    if entry is not None and type(aval) is ShapedArray:
+        aval = aval.update(sharding=sharding_on_mesh(axis, aval.sharding))
+        entry = entry if is_in_types(aval.sharding, entry) else None
+    aval = unmapped_aval(axis.size, position, aval, entry)
     over = lanes_vary_over(axis)
     return _compat.type_varying_over(aval, over) if over else aval
 

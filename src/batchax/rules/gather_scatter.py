@@ -15,11 +15,14 @@ dimensions leaves no other way.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
@@ -30,6 +33,7 @@ from batchax.kernel.axis import (
     inserted,
     match_axis,
     move_axis,
+    sharding_on_mesh,
     shift_dims,
     slot_after,
 )
@@ -73,16 +77,24 @@ def gather(
             slice_sizes = inserted(slice_sizes, position, 0 if axis.size == 0 else 1)
         unique_indices = unique_indices and position is not None
         indices_are_sorted = indices_are_sorted and position == index_position == 0
-    out = lax.gather_p.bind(
-        operand,
-        indices,
+    emit = functools.partial(
+        lax.gather_p.bind,
         dimension_numbers=dnums,
         slice_sizes=slice_sizes,
         unique_indices=unique_indices,
         indices_are_sorted=indices_are_sorted,
         **params,
     )
-    return out, out_position
+    spec = jax.typeof(operand).sharding.spec
+    if axis.mesh_axis is not None and position is None and not any(spec):
+        # JAX wants to be told how the result is sharded, as the derivative adds up over devices.
+        entries: list[Any] = [None] * (len(window) + np.ndim(indices) - 1)
+        entries[out_position] = axis.mesh_axis
+        out_sharding = sharding_on_mesh(axis, jax.typeof(indices).sharding)
+        out_sharding = out_sharding.update(spec=PartitionSpec(*entries))
+        auto_axes: Any = jax.sharding.auto_axes
+        emit = auto_axes(emit, out_sharding=out_sharding)
+    return emit(operand, indices), out_position
 
 
 def _scatter(primitive: _compat.Primitive) -> Rule:
