@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Value
+from batchax.programs.for_lanes import from_zero
 
 _MOST_SLICES = 49  # they are written out in the program
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough
@@ -127,7 +128,9 @@ def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
         there = _of_kernel(lhs, spatial, place, places, params)
         weights = lax.squeeze(_sliced(rhs, window, place, ones, ones), window)
         terms.append(_product(there, weights, ([channels], [contracted]), params))
-    return _of_sum(functools.reduce(jnp.add, terms), images, channels, spatial, params)
+    total = functools.reduce(jnp.add, terms)
+    total = total if len(terms) == 1 else from_zero(total)
+    return _of_sum(total, images, channels, spatial, params)
 
 
 def _together(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
+from batchax.programs.for_lanes import from_zero
 from batchax.small.pays import pays_back
 
 
@@ -43,7 +44,7 @@ def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any
     for k in range(1, a.shape[0]):
         out = out + a[k] * b[k]
     # Kept, for whoever needs it: else each computes it again.
-    return [lax.optimization_barrier(out)]
+    return [lax.optimization_barrier(out if a.shape[0] == 1 else from_zero(out))]
 
 
 def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool) -> bool:
