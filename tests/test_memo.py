@@ -294,7 +294,6 @@ NO_CACHES = {
     },
     "datasets/leases.py": {"_held": "leases that are held, to renew and to let go of"},
     "datasets/lock.py": {"_held": "locks that are held, to let go of"},
-    "datasets/mapped_file.py": {"_held": "files that are mapped, to let others write to"},
     "datasets/objects.py": {"_opened": "clients of stores, with their connections"},
     "datasets/tensorstores.py": {"limited_context": "the one context, of no program"},
     "execution/loop_progress.py": {"_running": "what is shown of loops that run now"},

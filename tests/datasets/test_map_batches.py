@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import mapped_file
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 X = np.random.default_rng(0).standard_normal((11, 3)).astype(FLOAT)
@@ -273,28 +272,11 @@ def test_python_ends_in_the_middle_of_it(tmp_path):
     """Nothing waits, and nothing is said."""
     # No thread of the user's runs a map meanwhile: what ends Python in one that computes, ends it
     # in the compiled program, and the process aborts, with JAX alone as well.
-    np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))  # large enough to be mapped
+    np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))
     env = {**os.environ, "PYTHONPATH": str(Path(bx.__file__).parents[1])}
     command = [sys.executable, "-W", "error", "-c", ENDS, str(tmp_path / "x.npy")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_thread_that_cannot_begin(tmp_path, monkeypatch):
-    """As when Python ends: then a file is read and not mapped."""
-    np.save(tmp_path / "x.npy", np.ones((100_000, 4), np.float32))
-    begin = threading.Thread.start
-
-    def start(self):
-        if self.name == "batchax-leases":
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-        begin(self)
-
-    until(lambda: not mapped_file._held)  # of tests before
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with bx.map_batches(lambda x: x * 2, tmp_path / "x.npy", batch_size=50_000) as batches:
-        assert [x.shape for x in batches] == [(50_000, 4)] * 2
-    assert not mapped_file._held
 
 
 def test_errors_come_where_they_arise():
@@ -326,12 +308,11 @@ def test_a_row_that_fails_is_named():
         next(batches)
 
 
-def test_a_file_that_is_changed_between_batches(monkeypatch):
-    monkeypatch.setattr(mapped_file, "_LEAST", 0)
+def test_a_file_that_is_changed_between_batches():
     np.save("x.npy", np.tile(X, (100, 1)))
     batches = bx.map_batches(jnp.sum, "x.npy", batch_size=4)
     next(batches)
-    np.save("x.npy", X)  # which waits for nobody who waits for this
+    np.save("x.npy", X)
     with pytest.raises(bx.StorageError, match=r"x\.npy was changed since"):
         list(batches)
 

@@ -14,7 +14,6 @@ import zarr
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import mapped_file
 from batchax.datasets.sources import as_source
 
 X = np.arange(36, dtype=np.float32).reshape(12, 3)
@@ -24,7 +23,6 @@ CUTS = (0, 5, 5, 6, 12)  # one of the parts has no rows
 @pytest.fixture(autouse=True)
 def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mapped_file, "_LEAST", 0)
 
 
 def parts():
@@ -95,7 +93,6 @@ def test_the_rows_of_all_files_in_the_order_of_their_names(kind):
                 np.testing.assert_array_equal(got, X[start:stop])
             got[:] = 0  # a fresh one is nobody else's
     np.testing.assert_array_equal(source.read(0, 0, len(X)), X)
-    source.release()
 
 
 def test_rows_of_different_lengths_in_files():
@@ -150,16 +147,6 @@ def test_what_cannot_be_joined_is_told():
     np.save("9.npy", 1.0)
     with pytest.raises(bx.StorageError, match=r"9\.npy\) is a number, and has no rows"):
         as_source(pattern, "x")
-
-
-def test_many_files_are_not_held():
-    for i in range(64):
-        np.save(f"many{i:03}.npy", X)
-    source = as_source("many*.npy", "x")
-    for start in range(0, 64 * 12, 12):
-        source.read(0, start, start + 12, fresh=False)
-        assert sum(file._map is not None for file in list(mapped_file._held)) < 20
-    source.release()
 
 
 def test_from_a_shell(capsys):

@@ -403,3 +403,10 @@ def test_nothing_of_storage_is_imported_with_the_package():
 
 def test_a_checksum_is_of_more_than_crc32():
     assert crc32c(X) != zlib.crc32(X.tobytes())
+
+
+def test_what_is_in_memory_is_not_copied():
+    x = np.arange(12.0)
+    source = as_source(x, "x")
+    assert np.shares_memory(source.read(0, 2, 4, fresh=False), x)
+    assert not np.shares_memory(source.read(0, 2, 4), x)

@@ -1,13 +1,12 @@
 """Inputs, outputs, code and folders that change under a map: seen, and never mixed in silence."""
 
-import fcntl
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 import types
 import uuid
@@ -24,7 +23,7 @@ import tensorstore
 import zarr
 
 import batchax as bx
-from batchax.datasets import disk, known_files, mapped_file, objects, pipeline
+from batchax.datasets import disk, known_files, objects, pipeline
 from batchax.datasets.addresses import address
 from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
@@ -33,7 +32,6 @@ from batchax.datasets.journal import read_journal
 from batchax.datasets.known_files import _SMALL, Files
 from batchax.datasets.places import place_of
 from batchax.datasets.store import Store
-from batchax.datasets.work import Work
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 ROWS, UNIT = 12, dict(batch_size=2, commit_rows=2, progress=False)
@@ -171,41 +169,42 @@ def test_an_input_that_somebody_writes_through_a_memory_map(
         shutil.rmtree(folder)
 
 
-def test_a_process_that_was_stopped_for_longer_than_a_lease(monkeypatch):
-    """The system takes the lease, and somebody writes: rows computed of that are not kept."""
-    x = np.tile(X, (40000, 1))
-    np.save("x.npy", x)
-    begin, files, stopped = Work.begin, [], []
-    make = mapped_file.MappedFile.__init__
+def test_who_is_told_of_progress_may_write_to_an_input():
+    np.save("x.npy", np.ones((64, 3), np.float32))
+    told = []
 
-    def made(self, *args):
-        make(self, *args)
-        files.append(self)
+    def write(done, total):
+        if not told:
+            np.save("x.npy", np.zeros((64, 3), np.float32))
+        told.append(done)
 
-    def begun(self, unit, data, *args):
-        wait = begin(self, unit, data, *args)
+    with contextlib.suppress(bx.StorageError):  # if there was something left to read
+        report = bx.map(jnp.sum, "x.npy", **{**UNIT, "progress": write})
+        np.testing.assert_array_equal(report.outputs, 3)
+    assert told
+    np.testing.assert_array_equal(np.load("x.npy"), 0)
 
-        def waited():
-            if unit.number == 1 and files and not stopped:
-                stopped.append(fcntl.fcntl(files[0]._file, fcntl.F_SETLEASE, fcntl.F_UNLCK))
-                time.sleep(0.02)
-                written_in_place(-x)
-            return wait()
 
-        return waited
+@pytest.mark.parametrize("write", ["append", "cut"])
+def test_the_function_itself_may_write_to_an_input(write):
+    """What it is computed of is a copy."""
+    np.save("x.npy", np.tile(X, (100, 1)))
 
-    def look(self, check=Files.check):  # at least before results are kept
-        if threading.current_thread().name != "batchax-read":
-            check(self)
+    def on_host(x):
+        if write == "cut":
+            os.truncate("x.npy", 200)
+        else:
+            with open("x.npy", "ab") as file:
+                file.write(b" ")
+        return x
 
-    monkeypatch.setattr(mapped_file.MappedFile, "__init__", made)
-    monkeypatch.setattr(Work, "begin", begun)
-    monkeypatch.setattr(Files, "check", look)
-    how = dict(batch_size=40000, commit_rows=40000, progress=False)
-    with pytest.raises(bx.StorageError, match=r"x\.npy was changed since it was opened"):
-        bx.map(double, "x.npy", out="y.npy", **how)
-    assert stopped
-    assert set(read_journal(Path("y.npy.job/journal"))) <= {0}
+    def fun(x):
+        return jax.pure_callback(on_host, x, x, vmap_method="sequential")
+
+    for source in ("x.npy", np.load("x.npy", mmap_mode="r")):
+        with pytest.raises(bx.StorageError, match="was changed since it was opened"):
+            bx.map(fun, source, **UNIT)
+        np.save("x.npy", np.tile(X, (100, 1)))
 
 
 def save_h5(path, x, name="x"):

@@ -144,20 +144,15 @@ def of_sources(
 ) -> Iterator[_Read]:
     """Batches of rows that can be read in any order."""
     rows, stop = function.inputs.rows, Stop()
-    try:
-        for number, first in enumerate(range(start, rows, batch_size)):
-            unit = Unit(number, first, min(first + batch_size, rows))
-            if unit.rows < batch_size and last == "drop":
-                return
-            # Copied: who writes to a file, or an array, between two batches, need not wait for us.
-            parts: list[np.ndarray | Rows] = []
-            for m in function.inputs.mapped:
-                one = lambda m=m: m.source.read(m.axis, unit.start, unit.stop)
-                parts.append(trying(one, retries, stop))
-            yield unit, parts
-    finally:
+    for number, first in enumerate(range(start, rows, batch_size)):
+        unit = Unit(number, first, min(first + batch_size, rows))
+        if unit.rows < batch_size and last == "drop":
+            return
+        parts: list[np.ndarray | Rows] = []
         for m in function.inputs.mapped:
-            m.source.release()
+            one = lambda m=m: m.source.read(m.axis, unit.start, unit.stop)
+            parts.append(trying(one, retries, stop))
+        yield unit, parts
 
 
 def of_streams(function: RowFunction, batch_size: int, start: int, last: str) -> Iterator[_Read]:

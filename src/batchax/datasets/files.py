@@ -12,7 +12,6 @@ import numpy as np
 from batchax.datasets.failures import needed, reading
 from batchax.datasets.hdf5_files import linked_files
 from batchax.datasets.known_files import Files
-from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.memory import InMemory
 from batchax.datasets.npy_layout import Layout
 from batchax.datasets.source import Index, Source, check_shape
@@ -21,17 +20,14 @@ from batchax.errors import ArgumentTypeError, StorageError
 
 
 class NpyFile(Source):
-    """A .npy file, mapped while nobody can cut it short, and read where that cannot be known."""
+    """A .npy file, of which parts are read: whoever maps it is killed if somebody cuts it short."""
 
     gives_fresh = True
-    lends = True
-    maps = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
         self.files = Files(path, name)
         with reading(name), open(path, "rb") as file:
             self._layout = Layout.of(file)
-        self._mapped = MappedArray(self.files.path, self._layout)
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
     def origin(self) -> dict[str, Any]:
@@ -39,14 +35,8 @@ class NpyFile(Source):
 
     def get(self, index: Index) -> np.ndarray:
         axis, picked = len(index) - 1, index[-1] if index else slice(0, 1)
-        mapped = self._mapped.part(axis, picked)
-        if mapped is not None:
-            return mapped
         with open(self.files.path, "rb", buffering=0) as file:
             return self._layout.read(file, axis, picked)
-
-    def release(self) -> None:
-        self._mapped.release()
 
 
 class NpzArray(InMemory):

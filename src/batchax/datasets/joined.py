@@ -7,8 +7,7 @@ import glob
 import itertools
 import os
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from batchax.datasets.source import Index, Source
 from batchax.errors import AxisError, StorageError
 
 Fits = Callable[[Any], bool]
-
-_HELD = 8  # files that are not let go of
 
 
 def is_pattern(path: str) -> bool:
@@ -118,8 +115,6 @@ class Joined(Source):
         self.ragged, self.axes = first.ragged, first.axes
         self.in_process = any(part.in_process for part in parts)
         self._parts, self._fits = parts, fits
-        self.maps = all(part.maps for part in parts)
-        self._held: deque[int] = deque()
         self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
         self._files = [files for part in parts for files in part.all_files]
         for files in self._files:
@@ -148,10 +143,15 @@ class Joined(Source):
                 f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
                 f"along axis {len(index) - 1}."
             )
-        got = []
-        for i, start, stop in self._parts_of(index[0].start, index[0].stop):
+        got, picked = [], index[0]
+        first = bisect_right(self._ends, picked.start)
+        for i in range(first, len(self._parts)):
+            begin = self._ends[i] - self._parts[i].shape[0]
+            if i > first and begin >= picked.stop:
+                break
+            start = max(picked.start - begin, 0)
+            stop = max(start, min(picked.stop, self._ends[i]) - begin)
             got.append(self._parts[i].read(0, start, stop, fresh=False))
-            self._let_go(i)
         if not got:
             return self._parts[-1].read(0, self._parts[-1].shape[0], self._parts[-1].shape[0])
         if len(got) == 1:
@@ -159,31 +159,6 @@ class Joined(Source):
         if isinstance(got[0], Rows):
             return Rows(*map(np.concatenate, zip(*got, strict=True)))
         return np.concatenate(got)
-
-    def check(self, axis: int, start: int, stop: int) -> None:
-        for i, begin, end in self._parts_of(start, stop):
-            self._parts[i].check(0, begin, end)
-
-    def _parts_of(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The numbers of the parts with these rows, and which of their rows these are."""
-        first = bisect_right(self._ends, start)
-        for i in range(first, len(self._parts)):
-            begin = self._ends[i] - self._parts[i].shape[0]
-            if i > first and begin >= stop:
-                return
-            own = max(start - begin, 0)
-            yield i, own, max(own, min(stop, self._ends[i]) - begin)
-
-    def _let_go(self, latest: int) -> None:
-        """Of many files few are held: the latest, of which rows may still be in use."""
-        if latest not in self._held:
-            self._held.append(latest)
-        while len(self._held) > _HELD:
-            self._parts[self._held.popleft()].release()
-
-    def release(self) -> None:
-        for part in self._parts:
-            part.release()
 
 
 def _row_of(part: Source) -> str:

@@ -15,7 +15,6 @@ from batchax.datasets.failures import reading
 from batchax.datasets.hdf5_files import linked_files
 from batchax.datasets.known_files import Files
 from batchax.datasets.labels import Labels, labels_of
-from batchax.datasets.mapped_file import MappedArray
 from batchax.datasets.npy_layout import Layout
 from batchax.datasets.parts import Rows, elements_in
 from batchax.datasets.ragged_parts import kept
@@ -45,14 +44,13 @@ class InMemory(Source):
 
 
 class Mapped(Source):
-    """An array that maps a file, which is mapped once more where nobody can cut that short, else
-    copied. What was read does not stay in this process's memory.
+    """An array that maps a file, of which parts are read, or copied where they do not lie one after
+    another. What was read does not stay in this process's memory.
 
     Its identity is the file with size and time, and where in it the array lies.
     """
 
     gives_fresh = True
-    lends = True
     in_process = True  # who pickles it, pickles what is mapped
 
     def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
@@ -62,10 +60,9 @@ class Mapped(Source):
         self._at = x.ctypes.data - whole.ctypes.data + whole.offset
         self.files = Files(Path(str(x.filename)), name)
         fortran = x.flags.f_contiguous and not x.flags.c_contiguous
-        self._layout = self._mapped = None
+        self._layout = None
         if fortran or x.flags.c_contiguous:
             self._layout = Layout(x.shape, x.dtype, self._at, fortran)
-            self._mapped = MappedArray(self.files.path, self._layout)
         super().__init__(name, x.shape, x.dtype)
 
     def origin(self) -> dict[str, Any]:
@@ -73,10 +70,6 @@ class Mapped(Source):
         return {**self.files.identity(), **place}
 
     def get(self, index: Index) -> np.ndarray:
-        if self._mapped is not None and index:
-            mapped = self._mapped.part(len(index) - 1, index[-1])
-            if mapped is not None:
-                return mapped
         self.files.check()
         if self._layout is not None:
             # Whoever reads through a mapping what the file does not have any more is killed, and
@@ -89,10 +82,6 @@ class Mapped(Source):
             # Pages of the file count as this process's memory until they are given back.
             self._mapping.madvise(mmap.MADV_DONTNEED)
         return got
-
-    def release(self) -> None:
-        if self._mapped is not None:
-            self._mapped.release()
 
 
 def refuse_masked(x: Any, name: str) -> None:

@@ -90,24 +90,6 @@ class Layout:
         part = *self.shape[:axis], count, *self.shape[axis + 1 :]
         return out.reshape(-1).view(self.dtype).reshape(part)
 
-    def run(self, axis: int, picked: slice) -> tuple[int, int, tuple[int, ...]] | None:
-        """Where the indices that a slice picks along an axis lie in one piece, if they do.
-
-        Returns:
-          the first byte of them in the file, how many there are, and in which shape they lie there.
-        """
-        if self.fortran:
-            flipped = Layout(self.shape[::-1], self.dtype, self.offset)
-            return flipped.run(len(self.shape) - 1 - axis, picked)
-        if not self.shape:
-            return None
-        outer, inner, _ = self._runs(axis)
-        count = picked.stop - picked.start
-        if outer != 1 or not inner * count:
-            return None
-        part = *self.shape[:axis], count, *self.shape[axis + 1 :]
-        return self.offset + picked.start * inner, count * inner, part
-
     def pieces(self, part: np.ndarray, axis: int, start: int) -> Iterator[tuple[int, memoryview]]:
         """Where the bytes of a part, which begins at `start` along an axis, go in the file."""
         outer, inner, stride = self._runs(axis)

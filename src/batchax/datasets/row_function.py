@@ -18,7 +18,6 @@ from batchax.divergence.runner import for_any_machine
 from batchax.errors import UnsupportedError
 from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
-from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.spoken import name_of
 from batchax.programs.cost import cost_of_program
 from batchax.programs.weights import PLANS
@@ -26,7 +25,6 @@ from batchax.rows.arrow import by_axis
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
-_MAPPED = 8  # times as many bytes of a mapped file as others are in a unit: less is handed over
 _FEW = 8  # rows, by whose program it is seen what a row takes
 _COUNTS = "counts in sums"  # no name that an argument may have
 
@@ -203,12 +201,6 @@ class RowFunction:
         """The program of a few rows, and what it returns."""
         return jax.make_jaxpr(self._lanes, return_shape=True)(*self.types(_FEW))
 
-    @functools.cached_property
-    def runs_python(self) -> bool:
-        """Whether a row calls Python on the host, which may do anything."""
-        program, _ = self._staged
-        return any(e.primitive.name.endswith("callback") for e in with_inside(program.eqns))
-
     @property
     def _returned(self) -> Any:
         return self._staged[1]
@@ -241,12 +233,6 @@ class RowFunction:
     def row_bytes(self) -> int:
         """What a row takes, read and written."""
         return sum(m.row_bytes for m in self.inputs.mapped) + sum(o.row_bytes for o in self.outputs)
-
-    @property
-    def held_bytes(self) -> float:
-        """Of these what a unit holds: parts of mapped files are the system's, but not free."""
-        maps = sum(m.row_bytes for m in self.inputs.mapped if m.source.maps)
-        return self.row_bytes - maps + maps / _MAPPED
 
 
 def takes_key_by_name(fun: Callable[..., Any]) -> bool:

@@ -112,8 +112,6 @@ def _run(function: RowFunction, how: How) -> Report:
         return _report(function, how, job, reused)
     finally:
         job.close()
-        for mapped in function.inputs.mapped:
-            mapped.source.release()
         for stream in function.inputs.streams:
             stream.close()
 
@@ -201,7 +199,7 @@ def plan_of(
         if size > rows:
             commit_rows = max(1, rows)  # they are one batch
     size = max(1, min(size, rows))
-    plan = Plan.of(rows, size, function.held_bytes, function.row_seconds, commit_rows)
+    plan = Plan.of(rows, size, function.row_bytes, function.row_seconds, commit_rows)
     if function.inputs.streams:
         return replace(plan, open=True)
     lengths = [m.source.lengths for m in function.inputs.mapped]
@@ -214,8 +212,7 @@ def plan_of(
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     """Runs the units that are not done."""
     stop = Stop()
-    watched = callable(how.progress)
-    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check, watched)
+    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check)
     taken = _taken(function, how, job) if function.inputs.streams else None
     left: Iterable[int] = ()
     if taken is None:

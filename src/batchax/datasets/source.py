@@ -38,7 +38,6 @@ class Source:
       has_members: whether a file holds several arrays, one of which is named after a colon.
       gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
       lends: whether what `get` returned stays as it is, so that who only looks at it needs no copy.
-      maps: whether the rows that `get` returns mostly take no memory of this process's.
       in_process: whether its rows are handed to another process by a copy of them all.
       files: what it reads, if that is known. After each reading it is looked whether these are what
         they were.
@@ -49,7 +48,6 @@ class Source:
     has_members = False
     gives_fresh = False
     lends = False
-    maps = False
     in_process = False
     files: Any = None  # `Files`, or none: a subclass that has some need not ask
 
@@ -79,7 +77,7 @@ class Source:
           axis: along which the rows lie.
           start, stop: which.
           fresh: whether nobody else may have the array. If not, it is not to be written to, and may
-            be a part of what is in memory, or of a file that is mapped.
+            be a part of what is in memory.
 
         Returns:
           a contiguous array, or `Rows` where rows have different lengths.
@@ -94,18 +92,6 @@ class Source:
         index = *(slice(0, size) for size in self.shape[:axis]), slice(start, stop)
         part = f"{self.name}: rows {start} to {stop} along axis {axis}"
         return self._read(index, part, fresh)
-
-    def check(self, axis: int, start: int, stop: int) -> None:
-        """Raises a StorageError if rows that `read` lent are not what they were.
-
-        A lease on a mapped file keeps writers away, but from a process that was stopped the system
-        takes it.
-        """
-        if self.lends and self.files is not None:
-            self.files.check()
-
-    def release(self) -> None:
-        """Is told that for now nothing more is read: what was held for that is let go of."""
 
     def whole(self) -> Any:
         """All of it, for what all rows share."""

@@ -33,8 +33,6 @@ class Work:
       retries: how many times reading and writing are tried again.
       stop: may say that nothing is to be tried again.
       check: raises an error if nothing may be written.
-      watched: whether a function of the user's is told of what is done. It may wait for a file that
-        this process lets go of once it has computed what it holds, so it gets a thread of its own.
     """
 
     function: RowFunction
@@ -44,7 +42,6 @@ class Work:
     retries: int
     stop: Stop = field(default_factory=Stop)
     check: Callable[[], None] = lambda: None
-    watched: bool = False
     _compiling: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -59,9 +56,7 @@ class Work:
         """The rows of a unit, of each mapped argument."""
         parts = []
         for m in self.function.inputs.mapped:
-            # What is mapped nobody can write to while it is computed: the function itself might.
-            fresh = m.source.maps and self.function.runs_python
-            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=fresh)
+            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
             parts.append(trying(read, self.retries, self.stop))
         return parts
 
@@ -72,13 +67,7 @@ class Work:
         return begin_unit(self.program, unit, data, self.policy, left_out)
 
     def write(self, computed: Computed) -> Record:
-        """Keeps results; says of them what the journal is to say.
-
-        Raises:
-          StorageError: the rows that they were computed of are not what they were.
-        """
-        for m in self.function.inputs.mapped:
-            m.source.check(m.axis, *computed.unit[1:])
+        """Keeps results; says of them what the journal is to say."""
         trying(functools.partial(self._write, computed), self.retries, self.stop)
         return Record(
             computed.unit,
