@@ -85,12 +85,12 @@ def find_nonfinite(
                         return find_whole(whole, args, kwargs, names(args), not jitted)
                 raise
             return find(*call)
-        known = not inside.jitted
+        lengths_known = not inside.jitted
         if inside.alone:
             given = {k: v for k, v in inside.options.items() if k not in ("in_axes", "progress")}
             call = inside.fun, inside.options["in_axes"], given, args, kwargs
             check_fits(*call)
-            return find(*call, known)
-        return find_whole(inside.whole, args, kwargs, names(args), known)
+            return find(*call, lengths_known)
+        return find_whole(inside.whole, args, kwargs, names(args), lengths_known)
 
     return cast(Any, of_batch)

@@ -138,8 +138,8 @@ def _of_batched(
         if time_limit is not None:
             check_values(batched, args, kwargs)
         start = time.monotonic()
-        known = not ways.jitted
-        staged = stage(batched, args, kwargs, _parameters(batched), lengths_known=known)
+        lengths_known = not ways.jitted
+        staged = stage(batched, args, kwargs, _parameters(batched), lengths_known=lengths_known)
         staged.check_vmap("explain")
         name = name_of(ways.fun)
         around = _compat.named_axes(staged.traced.jaxpr.effects)
@@ -162,7 +162,7 @@ def _of_batched(
         if ways.alone:
             steps = steps_unknown(listed, "it is not the batched function alone")
         elif _PROGRAMS * (made + first_call(way)) < time_limit:
-            steps = count_steps(batched, args, kwargs, listed, size is not None, known)
+            steps = count_steps(batched, args, kwargs, listed, size is not None, lengths_known)
         else:
             steps = steps_unknown(listed, "no time was left")
         time_left = time_limit - (time.monotonic() - start)
@@ -171,7 +171,7 @@ def _of_batched(
         else:
             how = ways.fun, ways.in_axes, ways.out_axes, ways.options
             advised = [f.advice for f in explanation.findings if f.advice]
-            given = args, kwargs, advised, time_left, known
+            given = args, kwargs, advised, time_left, lengths_known
             timings, left, tried = measure_ways(way, *how, *given)
         findings = find_findings(replace(draft, timings=timings, tried=tried, steps=steps))
         return replace(
