@@ -141,6 +141,22 @@ def test_derivatives(fun, jit):
             np.testing.assert_allclose(outside, want, rtol=1e-5)
 
 
+def test_the_derivative_of_a_loop_with_checks():
+    def step(x):
+        checkify.check(x > 0, "x is {}", x)
+        return lax.cond(x > 5, lambda x: x + 0 * f(x), lambda x: x, 2 * x + 1)
+
+    def checked(x):
+        error, out = checkify.checkify(lambda x: bx.bounded_while(lambda x: x < 9, step, x, 7))(x)
+        return out, error
+
+    for loss in (checked, jax.jit(checked)):
+        slope, error = jax.grad(loss, has_aux=True)(2.0)
+        assert error.get() is None
+        assert slope == 4
+        assert "x is -20.0" in jax.grad(loss, has_aux=True)(-20.0)[1].get()
+
+
 @pytest.mark.compiles(80)
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
 def test_an_error_for_each_lane(options):

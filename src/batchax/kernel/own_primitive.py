@@ -155,7 +155,7 @@ def own_primitive(
         held = lambda params: held_programs(params, programs)
         describe_bodies(primitive, programs)
         _compat.lower_early(primitive, held, operations, compute)
-        report_errors(primitive, held, checked or operations)
+        report_errors(primitive, programs, checked or operations)
     enter(f"{facts}: {primitive.name}")
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
     flat = _flat(operations, primitive.multiple_results)
