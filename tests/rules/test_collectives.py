@@ -490,3 +490,22 @@ def test_operations():
             ours = jax.make_jaxpr(bx.vmap(one, in_axis, axis_name="i"))(moved)
             jaxs = jax.make_jaxpr(jax.vmap(one, in_axis, axis_name="i"))(moved)
             assert len(ours.eqns) <= len(jaxs.eqns), (name, in_axis, ours, jaxs)
+
+
+def test_a_collective_of_a_shared_argument_in_an_operation_of_hijax():
+    # With this option of JAX a custom_vjp function is an object, which holds what it traced.
+    before = jax.config.jax_custom_vjp3
+    jax.config.update("jax_custom_vjp3", True)
+    try:
+
+        @jax.custom_vjp
+        def total(x):
+            return lax.psum(x, "i")
+
+        total.defvjp(lambda x: (lax.psum(x, "i"), None), lambda _, ct: (ct,))
+        for function in total, jax.jit(total):
+            one = lambda x, y, f=function: f(y) + x
+            got = bx.vmap(one, in_axes=(0, None), axis_name="i")(jnp.arange(4.0), 2.0)
+            np.testing.assert_array_equal(got, [8, 9, 10, 11])
+    finally:
+        jax.config.update("jax_custom_vjp3", before)

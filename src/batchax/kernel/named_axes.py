@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import jax
+
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
@@ -78,6 +80,11 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     holder = facts_of(eqn.primitive).names
     if holder:
         return frozenset(as_names(eqn.params[holder]))
+    if eqn.primitive.name == "call_hi_primitive":  # an object, which may hold what it traced
+        traced = [x for x in vars(eqn.params["_prim"]).values() if isinstance(x, jax.stages.Traced)]
+        programs = [x.jaxpr.jaxpr for x in traced]
+        used = frozenset(name for jaxpr in programs for name in _compat.named_axes(jaxpr.effects))
+        return used.union(*(_unmarked_inside(jaxpr, registrations()) for jaxpr in programs))
     if getattr(eqn.params.get("rule"), "told_name", False):
         return frozenset([ANY_NAME])
     # Which names count depends on whose rule a primitive has.
