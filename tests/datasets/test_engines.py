@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.engines import alone, submitting
 from batchax.datasets.engines import call as engines_call
+from batchax.datasets.engines import submitting
 from batchax.datasets.engines.attempts import Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.inspect import status, verify
@@ -318,42 +318,44 @@ def test_workers_that_end_while_they_start_are_started_again(x, threads, error, 
     assert_whole(x, [6, 50])
 
 
-@pytest.mark.each_commit(1)
-@pytest.mark.parametrize("times", [2, 100])
-def test_a_process_of_a_unit_that_ends_while_it_starts(x, times, monkeypatch):
-    """And no row is blamed for it."""
-    begun, real = itertools.count(), alone._CHILD
-    die = "import os; os.kill(os.getpid(), 9)  # {!r}"
-    child = type(
-        "Child", (), {"format": lambda _, x: (die if next(begun) < times else real).format(x)}
-    )
-    monkeypatch.setattr(alone, "_CHILD", child())
-    with alone._Child() as process:
-        if times == 2:
-            assert process.does(os.getppid) == os.getpid()
-            return
-        with pytest.raises(bx.JobError, match=r"ends while it starts \(signal SIGKILL\), 5 times"):
-            process.does(os.getppid)
-
-
-@pytest.mark.nightly
-def test_rows_that_end_their_process(x):
+def test_units_that_end_their_process(x):
+    """They are named, and with quarantine given up: no others, though these were there, too."""
+    with pytest.raises(bx.RowError, match=r"rows 40 to 43 of .* ends the process .*smaller batch"):
+        call(engine_calls.fatally_at_41, "processes:2")
     report = call(engine_calls.fatally_at_41, "processes:2", on_error="quarantine")
-    assert [b.row for b in report.bad] == [41]  # and nobody who was there
-    assert "SIGKILL" in report.bad[0].error
-    assert_whole(x, [41])
+    assert [b.row for b in report.bad] == [40, 41, 42, 43]
+    assert "rows 40 to 43, ends the process" in report.bad[0].error
+    assert_whole(x, range(40, 44))
+    assert np.isnan(np.load("y.npy")[40:44]).all()
 
 
 @pytest.mark.nightly
-def test_rows_that_end_workers_of_dask(x, dask):
+def test_units_that_end_workers_of_dask(x, dask):
     before = set(dask.run(os.getpid).values())
-    with pytest.raises(bx.RowError, match=r"row (9|41) ends the process .* SIGKILL"):
+    with pytest.raises(bx.RowError, match=r"rows (8 to 11|40 to 43) of .* ends the process"):
         call(engine_calls.fatally, dask)
     report = call(engine_calls.fatally, dask, on_error="quarantine")
-    assert [b.row for b in report.bad] == [9, 41]
-    assert_whole(x, [9, 41])
+    assert [b.row for b in report.bad] == [8, 9, 10, 11, 40, 41, 42, 43]
+    assert_whole(x, [b.row for b in report.bad])
     wait_for(lambda: len(dask.nthreads()) == 2)  # the cluster is as it was
     assert set(dask.run(os.getpid).values()) != before
+
+
+@pytest.mark.nightly
+def test_a_unit_that_is_given_up_leaves_reductions_and_lists_as_they_were(x):
+    """Of each kind of output."""
+    fun = engine_calls.on_host(engine_calls.fatally_at_41)
+    i, axes = np.arange(ROWS, dtype=np.int32), {"y": 0, "sum": bx.Reduce("sum"), "n": 0}
+    rows = bx.Ragged.from_rows([np.ones(k % 3, np.float32) for k in range(ROWS)])
+    report = bx.map(
+        lambda i, x, n: {"y": fun(i, x), "sum": jnp.ones(()), "n": n * 2},
+        i, "x.npy", rows, out="y.parquet", out_axes=axes, executor="processes:2",
+        on_error="quarantine", progress=False, **engine_calls.SIZES,
+    )  # fmt: skip
+    assert (report.quarantined, report.reduced["sum"]) == (4, ROWS - 4)
+    lengths = np.where(np.arange(ROWS) // 4 == 10, 0, np.arange(ROWS) % 3)
+    read = bx.map(lambda n: n.size, report.outputs["n"], progress=False)
+    np.testing.assert_array_equal(read.outputs, lengths)
 
 
 @pytest.mark.nightly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax import _compat
-from batchax.datasets.halving import fail_alone
 from batchax.datasets.one_batch import Batch, begun, last_line, recomputed, tried
 from batchax.datasets.parts import NOT_FINITE, Bad, Rows, alike
 from batchax.errors import MemoryLimitError, RowError
@@ -189,7 +188,34 @@ def _not_finite_in_sums(
     error = error_of(states)
     if error is None or not good or tried(good) is None:
         return {}
-    return fail_alone(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
+    return _fail_alone(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
+
+
+def _fail_alone(
+    rows: Sequence[int],
+    error: Exception,
+    tried: Callable[[Sequence[int]], Exception | None],
+    most: int,
+) -> dict[int, Exception]:
+    """Of rows that fail together those that fail by themselves, each with its error, by halves.
+
+    Args:
+      rows: the rows.
+      error: what they fail with.
+      tried: runs some of them; returns what they fail with, or None.
+      most: how many to look for.
+    """
+    if len(rows) == 1:
+        return {rows[0]: error}
+    alone: dict[int, Exception] = {}
+    half = len(rows) // 2
+    for part in (rows[:half], rows[half:]):
+        again = tried(part)
+        if again is not None:
+            alone |= _fail_alone(part, again, tried, most - len(alone))
+        if len(alone) >= most:
+            break
+    return alone
 
 
 def _is_finite(x: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,13 +101,11 @@ def batches_of(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[Ba
         yield Batch(program, unit, data, first, min(program.batch_size, unit.rows - first))
 
 
-def ahead(batches: Iterator[Batch], left_out: set[int]) -> Iterator[Waiting]:
+def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
     """Each batch, and its results once they are there; the next is begun before they are read."""
     waiting: list[Waiting] = []
     for batch in batches:
-        gone = dict.fromkeys(batch.places_of(left_out))
-        get = functools.partial(recomputed, batch, gone) if gone else begun(batch)
-        waiting.append((batch, get))
+        waiting.append((batch, begun(batch)))
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
@@ -142,7 +139,7 @@ def recomputed(batch: Batch, failing: dict[int, Any]) -> list[Any]:
     """The results of a batch, and in place of failing rows those of one that does not fail."""
     outputs, good = batch.program.function.outputs, set(range(batch.count)) - set(failing)
     if not good:
-        return [_of_no_rows(o, batch) for o in outputs]
+        return [without_rows(o, batch.count) for o in outputs]
     instead = dict.fromkeys(failing, min(good))
     arrays = _with_reduced(batch, batch.start(instead), instead)
     results = fetched(outputs, arrays, batch.count)
@@ -164,14 +161,15 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
     return x
 
 
-def _of_no_rows(output: Any, batch: Batch) -> Any:
+def without_rows(output: Any, rows: int) -> Any:
+    """The results of so many rows, none of which has one."""
     leaf = output.leaf
     if output.reduces:
         return of_no_rows(output)
     if leaf.ragged is not None:
-        return leaf.without_elements(batch.count)
+        return leaf.without_elements(rows)
     shape = list(leaf.shape)
-    shape[leaf.axis] = batch.count
+    shape[leaf.axis] = rows
     return np.full(shape, nothing(leaf.dtype))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from batchax.datasets.bad_rows import (
     without_failing,
     without_nonfinite,
 )
-from batchax.datasets.one_batch import Waiting, ahead, batches_of, tried
+from batchax.datasets.one_batch import Waiting, ahead, batches_of, tried, without_rows
 from batchax.datasets.outputs import combined, named_parts
 from batchax.datasets.parts import Bad, Rows, Unit
 from batchax.datasets.program import Program
@@ -49,7 +49,6 @@ def begin_unit(
     unit: Unit,
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
-    left_out: Sequence[Bad] = (),
 ) -> Callable[[], Computed]:
     """Begins to compute the rows of a unit, so that the device has something to do meanwhile.
 
@@ -58,16 +57,15 @@ def begin_unit(
       unit: which rows.
       data: these rows of each mapped argument.
       policy: what becomes of rows that fail.
-      left_out: rows that are not to be computed.
 
     Returns:
       A function that waits for the results, and returns them. It raises a RowError if a row fails,
       and `policy` does not say to go on without it.
     """
     begun = time.monotonic()
-    batches = ahead(batches_of(program, unit, data), {b.row for b in left_out})
+    batches = ahead(batches_of(program, unit, data))
     first = next(batches, None)
-    return lambda: _computed(program, unit, first, batches, policy, left_out, begun)
+    return lambda: _computed(program, unit, first, batches, policy, begun)
 
 
 def _computed(
@@ -76,12 +74,11 @@ def _computed(
     first: Waiting | None,
     batches: Iterator[Waiting],
     policy: Policy,
-    left_out: Sequence[Bad],
     begun: float,
 ) -> Computed:
     outputs = program.function.outputs
     of_batches: list[list[Any]] = []
-    bad = list(left_out)
+    bad: list[Bad] = []
     for batch, arrays in itertools.chain([] if first is None else [first], batches):
         results, error = tried(arrays)
         if error is not None:
@@ -95,18 +92,23 @@ def _computed(
         of_batches.append(results)
     columns = list(zip(*of_batches, strict=True))
     joined = [_joined(o, column) for o, column in zip(outputs, columns, strict=True)]
-    return Computed(
-        unit,
-        [x for o, x in zip(outputs, joined, strict=True) if not o.reduces],
-        {
-            name: part
-            for o, x in zip(outputs, joined, strict=True)
-            if o.reduces
-            for name, part in named_parts(o, x).items()
-        },
-        sorted(bad, key=lambda b: b.row),
-        time.monotonic() - begun,
-    )
+    bad.sort(key=lambda b: b.row)
+    return _unit_of(outputs, unit, joined, bad, time.monotonic() - begun)
+
+
+def not_computed(outputs: Sequence[Any], unit: Unit, why: str) -> Computed:
+    """A unit of which no row has a result."""
+    bad = [Bad(row, why) for row in range(unit.start, unit.stop)]
+    return _unit_of(outputs, unit, [without_rows(o, unit.rows) for o in outputs], bad, 0.0)
+
+
+def _unit_of(
+    outputs: Sequence[Any], unit: Unit, results: list[Any], bad: list[Bad], seconds: float
+) -> Computed:
+    both = list(zip(outputs, results, strict=True))
+    parts = [named_parts(o, x) for o, x in both if o.reduces]
+    reduced = {name: part for each in parts for name, part in each.items()}
+    return Computed(unit, [x for o, x in both if not o.reduces], reduced, bad, seconds)
 
 
 def begin_batch(
@@ -139,17 +141,6 @@ def _first(output: Any, x: Any, rows: int) -> Any:
         return Ragged(x.data, [n[:rows] for n in x.each_length], x.each_bound, axis=x.axes)
     axis = output.leaf.axis
     return x if x.shape[axis] == rows else x[(slice(None),) * axis + (slice(rows),)]
-
-
-def probe(
-    program: Program, unit: Unit, data: Sequence[np.ndarray | Rows], rows: Iterable[int]
-) -> None:
-    """Computes these rows of a unit, and none of its others."""
-    for batch in batches_of(program, unit, data):
-        places = batch.places_of(rows)
-        if places:
-            others = set(range(batch.count)) - set(places)
-            jax.block_until_ready(batch.start(dict.fromkeys(others, places[0])))
 
 
 def _joined(output: Any, parts: Sequence[Any]) -> Any:

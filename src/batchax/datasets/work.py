@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.datasets.bad_rows import Policy
 from batchax.datasets.checksums import checksum
-from batchax.datasets.parts import Bad, Record, Rows, Unit
+from batchax.datasets.parts import Record, Rows, Unit
 from batchax.datasets.pipeline import Stop, trying
 from batchax.datasets.place import OvertakenError
 from batchax.datasets.plan import Plan
@@ -60,11 +60,9 @@ class Work:
             parts.append(trying(read, self.retries, self.stop))
         return parts
 
-    def begin(
-        self, unit: Unit, data: Sequence[np.ndarray | Rows], left_out: Sequence[Bad] = ()
-    ) -> Callable[[], Computed]:
-        """Begins to compute them, but for those `left_out`; returns what waits for the results."""
-        return begin_unit(self.program, unit, data, self.policy, left_out)
+    def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
+        """Begins to compute them; returns what waits for the results."""
+        return begin_unit(self.program, unit, data, self.policy)
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""

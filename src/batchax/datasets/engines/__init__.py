@@ -3,5 +3,5 @@
 A worker gets the path of a file that says what is to be done (`call.py`) and the number of a unit.
 It reads the rows, computes them, writes the results and says in a journal of its own that they are
 durable (`worker.py`): nothing large goes through an engine. Who submits units keeps a few in flight
-(`submitting.py`), and finds out what is wrong with those that end their workers (`alone.py`).
+(`submitting.py`), and gives those up that end their workers.
 """

@@ -1,9 +1,10 @@
 """Units submitted to workers, a few at a time, until all are done.
 
 Twice as many as there are workers are in flight: enough that none waits for the next, and few, so
-that little is lost with whoever ends. A unit whose worker ended is run again in a process of its
-own, and if that ends, too, while nothing else runs (`alone.py`). One that takes far longer than
-others is begun a second time, and whichever is done first stands.
+that little is lost with whoever ends. A unit whose worker ended is run again, and if that ends,
+too, while nothing else runs: so it is not blamed for what another one did, or for memory that both
+took. If its workers end even so, the unit is given up. One that takes far longer than others is
+begun a second time, and whichever is done first stands.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
-from batchax.datasets.engines.alone import run_alone, run_apart
 from batchax.datasets.engines.attempts import UNGUARDED, Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.engines.worker import Done, run_unit
 from batchax.datasets.parts import Unit
 from batchax.datasets.pipeline import Stop
-from batchax.errors import JobError
+from batchax.errors import JobError, RowError
 
 _LOOK = 0.2  # seconds after which it is looked who is slow, and whether somebody asked to stop
 _SLOW = 10.0  # times the median, after which a unit is begun a second time
@@ -37,7 +37,13 @@ _ENDING = (
     "the system ends them, memory may be short: take fewer workers. What they print may say more."
 )
 
-_WITH_OTHERS, _APART, _ALONE = range(3)  # how carefully a unit is run
+_DEATHS = 2  # of workers with a unit: beside others, and as many while nothing else runs
+_ALONE, _GIVEN_UP = _DEATHS, 2 * _DEATHS  # after so many
+_ENDS = f"ends the process that computes it, {_DEATHS} times with nothing else beside it"
+
+
+def _rows(unit: Unit) -> str:
+    return f"rows {unit.start} to {unit.stop - 1}"
 
 
 @dataclass(eq=False)
@@ -47,7 +53,7 @@ class _Tried:
     Attributes:
       unit: the unit.
       attempt: which attempt at it this is.
-      care: one of the three above.
+      care: how carefully: how many workers ended with it.
       generation: of the pool that has it.
       submitted: when.
       seen: when it was first seen to run.
@@ -72,7 +78,7 @@ class Submitting:
       pool: to whom.
       attempts: at the units of the call.
       name: of what is done, for people.
-      quarantine: whether rows that end their worker are left out.
+      quarantine: whether rows of units that end their workers are left out.
       done: is told of each unit that is done, once.
       stop: may be told to stop by others.
     """
@@ -91,7 +97,7 @@ class Submitting:
         self._running: dict[Any, _Tried] = {}
         self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
-        self._suspects: deque[Unit] = deque()  # to be run alone
+        self._suspects: deque[tuple[Unit, int]] = deque()  # to be run alone, and how carefully
         self._tries: Counter[int] = Counter()  # of units that were tried more than once
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._examining = False  # these
@@ -129,7 +135,7 @@ class Submitting:
 
         Suspects are run one at a time when there is nothing else, or when they have become many.
         """
-        if any(t.care == _ALONE for t in self._running.values()):
+        if any(t.care >= _ALONE for t in self._running.values()):
             return
         room = 2 * self._pool.workers
         self._examining = bool(self._suspects) and (self._examining or len(self._suspects) >= room)
@@ -138,23 +144,21 @@ class Submitting:
                 unit = next(self._left, None)
                 if unit is None:
                     break
-                self._again.append((unit, _WITH_OTHERS))
+                self._again.append((unit, 0))
             self._submit(*self._again.popleft())
         if self._suspects and all(t.over for t in self._running.values()):
             self._examining = True
-            self._submit(self._suspects.popleft(), _ALONE)
+            self._submit(*self._suspects.popleft())
 
     def _submit(self, unit: Unit, care: int) -> None:
         attempt = self._tries[unit.number]
-        fun, *args = [
-            (run_unit, self._attempts, unit.number, attempt),
-            (run_apart, self._attempts, unit, attempt),
-            (run_alone, self._attempts, unit, attempt, self._quarantine),
-        ][care]
+        args = [self._attempts, unit.number, attempt]
+        if care == _GIVEN_UP:
+            args.append(f"its unit, {_rows(unit)}, {_ENDS}")
         name = f"{self._name}-unit-{unit.number}"
         while True:
             try:
-                future = self._pool.submit(name, fun, *args)
+                future = self._pool.submit(name, run_unit, *args)
                 break
             except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
                 if self._ends_in_vain(2 * self._pool.workers):
@@ -200,14 +204,13 @@ class Submitting:
             for other in self._running.values():
                 other.over = other.over or other.unit == tried.unit
             self._again = deque(x for x in self._again if x[0] != tried.unit)
-            self._suspects = deque(x for x in self._suspects if x != tried.unit)
+            self._suspects = deque(x for x in self._suspects if x[0] != tried.unit)
             self._cancel(lambda other: other.over and self._is_waiting(other))
         self._tell(done)
 
     def _after_death(self, tried: _Tried) -> None:
         """Its worker ended: of this unit, or of another that was in it or in its pool."""
-        waiting = tried.care == _WITH_OTHERS and self._is_waiting(tried)
-        in_vain = waiting or tried.care == _ALONE
+        in_vain = self._is_waiting(tried)
         if not in_vain:
             self._in_vain = 0
         if tried.generation == self._pool.generation:
@@ -217,10 +220,19 @@ class Submitting:
                 self._stop.because(error)
         if self._stop.now or tried.over:
             return
+        care = tried.care if in_vain else tried.care + 1
         if in_vain and self._ends_in_vain(1):
             self._stop.because(JobError(_ENDING))
-            return
-        self._try_again(tried, tried.care if waiting else min(tried.care + 1, _ALONE))
+        elif care > _GIVEN_UP or (care == _GIVEN_UP and not self._quarantine):
+            self._stop.because(
+                RowError(
+                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS}. What was done is "
+                    "kept. Its rows may need more memory than there is: pass a smaller batch_size "
+                    'and another out=. Or pass on_error="quarantine" to go on without them.'
+                )
+            )
+        else:
+            self._try_again(tried, care)
 
     def _ends_in_vain(self, attempts: int) -> bool:
         """Notes attempts that ended before they had begun; whether these are too many."""
@@ -237,10 +249,7 @@ class Submitting:
 
     def _try_again(self, tried: _Tried, care: int) -> None:
         self._tries[tried.unit.number] += 1
-        if care == _ALONE:
-            self._suspects.append(tried.unit)
-        else:
-            self._again.append((tried.unit, care))
+        (self._again if care < _ALONE else self._suspects).append((tried.unit, care))
 
     def _cancel(self, which: Callable[[_Tried], bool]) -> None:
         self._pool.cancel([future for future, tried in self._running.items() if which(tried)])
@@ -260,4 +269,4 @@ class Submitting:
                 tried.seen = now  # it may have begun just now: clocks of workers may be wrong
             if tried.seen is not None and now - tried.seen > most:
                 tried.twice = True
-                self._try_again(tried, _WITH_OTHERS)
+                self._try_again(tried, 0)

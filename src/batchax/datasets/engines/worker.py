@@ -14,13 +14,12 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from batchax.datasets.engines.attempts import Attempts
-from batchax.datasets.parts import Bad
-from batchax.datasets.units import probe
+from batchax.datasets.units import not_computed
 from batchax.datasets.work import Work
 from batchax.errors import JobError
 
@@ -52,16 +51,14 @@ class _Job:
     journal: Any
 
 
-def run_unit(
-    attempts: Attempts, number: int, attempt: int = 0, left_out: Sequence[Bad] = ()
-) -> Done | None:
+def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = "") -> Done | None:
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
       attempts: at the units of the call.
       number: of the unit.
       attempt: which attempt at it this is.
-      left_out: rows that are not to be computed.
+      given_up: why none of its rows is to be read and computed, if so.
 
     Returns:
       None if the unit is over, and what was computed dropped.
@@ -77,19 +74,15 @@ def run_unit(
     with _here(attempts) as job, attempts.running(number, attempt):
         begun, work = time.monotonic(), job.work
         unit = work.plan.unit(number)
-        computed = work.begin(unit, work.read(unit), left_out)()
+        if given_up:
+            computed = not_computed(work.function.outputs, unit, given_up)
+        else:
+            computed = work.begin(unit, work.read(unit))()
         if attempts.is_over(number):
             return None
         record = work.write(computed)
         job.journal.append(replace(record, attempt=attempt))
         return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
-
-
-def probe_rows(attempts: Attempts, number: int, rows: Sequence[int]) -> None:
-    """Computes these rows of a unit, and none of its others, and drops the results."""
-    with _here(attempts) as job:
-        unit = job.work.plan.unit(number)
-        probe(job.work.program, unit, job.work.read(unit), rows)
 
 
 @contextlib.contextmanager
