@@ -19,6 +19,7 @@ from batchax.execution.watched import Steps
 from batchax.kernel.axis import Axis
 
 from support.compiled import compilations
+from support.forced import FORCED
 from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
 
 MOST = 12
@@ -559,7 +560,7 @@ def test_a_sweep_makes_do_with_any_checkpoints(given):
             same((ct, ct_xs, total), (of_x, of_xs, 2 * of_xs.sum()), LOOSE)
 
 
-@pytest.mark.parametrize("divergence", ["predicate", bx.Compact(width=2)])
+@pytest.mark.parametrize("divergence", ["predicate", bx.Compact(width=2), FORCED])
 def test_a_lane_goes_back_with_what_all_lanes_recorded(divergence):
     """A function that goes back is taken out of a `vmap`, and used for one lane; and into one."""
     f = scalar(bx.bounded_while)

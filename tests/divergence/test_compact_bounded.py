@@ -67,20 +67,6 @@ def test_steps_follow_the_lanes():
     assert steps.run < 15 * N
 
 
-def test_gradients_hold_no_more_than_a_block():
-    counts, xs = jnp.arange(256) % 50, jnp.ones((256, 64))
-
-    def loss(divergence):
-        def f(n, x):
-            step = lambda c: (c[0] + 1, jnp.sin(c[1]))
-            return bx.bounded_while(lambda c: c[0] < n, step, (0, x), max_steps=400)[1]
-
-        gradient = jax.grad(lambda x: bx.vmap(f, divergence=divergence)(counts, x).sum())
-        return jax.jit(gradient).lower(xs).compile().memory_analysis().temp_size_in_bytes
-
-    assert loss(bx.Compact(width=8)) < loss("predicate") / 4
-
-
 def test_nested_and_inside_a_mesh():
     counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
     inner = bx.vmap(settled, (0, 0, None), divergence=bx.Compact(2))

@@ -1,154 +1,389 @@
-"""Bounded loops whose lanes take different numbers of steps, and the sweeps back over them.
+"""Bounded loops whose lanes end at different steps, and the sweeps back over them.
 
-Values are computed as in any loop that lanes leave when they are done. That has no derivative in
-reverse, so derivatives are taken of the same loop run in blocks of lanes. How many steps each
-lane takes is known by then, and lanes of about as many make a block: it goes on until the last
-of them is done. A block is a bounded loop or a sweep, which can be differentiated, inside a chunk
-loop, which computes it again for that.
+Values are those of a ``while`` that lanes leave (`BoundedParting`). That has no derivative in
+reverse, so derivatives are taken of the same loop run in blocks of lanes: a block is a bounded loop
+or a sweep, which has a derivative, inside a chunk loop, which recomputes it for that. How many
+steps each lane takes must be known before, so each step of a block is computed once more: where
+all lanes take as many, for nothing. So all lanes run first, masked, as they would without any of
+this, until few of them are left (`TailCompaction`). Only these go on in windows, which count the
+steps that each takes, and their derivatives are those of blocks that begin where all lanes ended.
 
-Checkpoints are not recorded on the way: those of all lanes would take more memory than a block
-does, and a sweep without any makes its own.
+The sweep back over such a loop goes the other way: first the blocks, to where all lanes ended, and
+from there all lanes, with the checkpoints that were recorded on their way. Its last checkpoint says
+where that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.divergence.loop_primitive import bind
+from batchax.divergence.loops import PartingLoop, as_weak_as, parting_loop
+from batchax.divergence.policy import Masked, Tiles, Window
+from batchax.divergence.ski_rental import SkiRental
 from batchax.execution.bounded_as_while import as_while
-from batchax.execution.bounded_batching import batch_bounded_loop
-from batchax.execution.bounded_forms import Form
+from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
+from batchax.execution.bounded_derivatives import parts, take
+from batchax.execution.bounded_forms import Form, Operands, SweepForm
 from batchax.execution.bounded_loop import no_checkpoints
+from batchax.execution.checkpoints import UNUSED
 from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.operand_specs import WHOLE, Lanes
+from batchax.execution.entries import entry_of
+from batchax.execution.gathered_lanes import count_active
+from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.execution.slices import with_derivative_of
-from batchax.execution.watched import Steps
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, Position, match_axis, move_axis
-from batchax.kernel.divergence import BoundedLoop, PlacedOutputs
-from batchax.kernel.inner import remembered
-from batchax.kernel.named_axes import any_uses_axis
-from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.derivatives import with_values
+from batchax.kernel.divergence import BoundedLoop, PlacedOutputs, WhileLoop
+from batchax.kernel.inner import remembered, written_into
+from batchax.rules.in_turn import in_turn
+from batchax.rules.masking import is_inexact, select_lanes
 
+_LEFT = 2
+"""All lanes run until one in so many is left, or fewer."""
 
-def run_bounded_loop(axis: Axis, loop: BoundedLoop, width: int) -> PlacedOutputs | None:
-    """The results of all lanes, at the front; None where lanes are to be masked.
-
-    Args:
-      axis: the axis being mapped.
-      loop: the loop, or the sweep.
-      width: how many lanes make a block.
-    """
-    programs = (loop.test, *loop.steps, *loop.guarded)
-    if any_uses_axis(axis, *filter(None, programs)):
-        return None
-    if any(_compat.varying_axes(jax.typeof(x)) for x in loop.args):
-        return None
-    form = loop.form
-    recorded = isinstance(form, Form) and form.kept is not None
-    # Lanes at steps of their own have a common count at the end only. And in blocks a call of the
-    # host would keep what only derivatives need.
-    loop = replace(loop, form=replace(form, steps=Steps(form.steps.most)))
-    if recorded:
-        loop = replace(loop, form=replace(loop.form, kept=None))
-    blocks = _Blocks(replace(axis, name=None, divergence=None), replace(loop, args=()), width)
-
-    def build() -> Any:
-        def run(args: Sequence[Value]) -> list[Any] | None:
-            if loop.test is None:
-                return blocks.run(lax.neg(args[0]), args)
-            whole, finish = as_while(
-                axis, args, loop.axes, test=loop.test, body=loop.steps[0], form=loop.form
-            )
-            last = axis.divergence.run(axis, whole)
-            if last is None:
-                return None
-            outs, _ = finish(last[0])
-            form.steps.end(lax.reduce_max(outs[-1], (0,)), results=outs)
-            other = blocks.run(lax.neg(outs[-1]), args)
-            return [
-                with_derivative_of(x, y) if is_inexact(x) else x
-                for x, y in zip(outs, other, strict=True)
-            ]
-
-        # Compiled as one program, in which what only derivatives need is dropped.
-        return jax.jit(run)
-
-    key = (
-        axis,
-        loop.test,
-        *loop.guarded,
-        loop.form,
-        form.steps,
-        tuple(loop.axes),
-        width,
-        "bounded",
-    )
-    outs = remembered(loop.steps[-1], key, build)(list(loop.args))
-    if outs is None or not recorded:
-        return None if outs is None else (outs, [0] * len(outs))
-    none = no_checkpoints(loop.steps[0], form)
-    return [*outs[:-1], *none, outs[-1]], [*[0] * len(outs[:-1]), *[None] * len(none), 0]
+Windows = Callable[[Sequence[Value]], Sequence[Value]]
+"""From steps taken, carry and ys of all lanes to what these are in the end."""
 
 
 @dataclass(frozen=True)
-class _Blocks:
-    """A bounded loop, or a sweep, for blocks of lanes that take about as many steps.
+class TailCompaction:
+    """How lanes are run that others have left behind.
 
     Attributes:
-      axis: the axis of all lanes.
-      loop: what each lane does; it has no operands.
+      axis: the axis being mapped.
       width: how many lanes make a block.
+      patience: how many steps of a lane cost as much as moving it to where it runs.
     """
 
     axis: Axis
-    loop: BoundedLoop
     width: int
+    patience: float
 
-    def run(self, order: Any, args: Sequence[Value]) -> list[Any]:
-        """The results of all lanes, at the front; blocks are formed by `order`."""
-        places = jnp.argsort(order)
-        back = jnp.zeros_like(places).at[places].set(lax.iota(places.dtype, places.shape[0]))
-        axes = self.loop.axes
-        args = [
-            x if a is None else _permuted(move_axis(x, a, 0), places, back)
-            for x, a in zip(args, axes, strict=True)
+    def loop(self, loop: BoundedLoop, windows: Windows) -> PlacedOutputs:
+        """The results of a loop with a predicate; `windows` runs those that are left."""
+        form: Form = loop.form
+        outs, at = run_while(self.axis, loop, self._many)
+        steps, n = outs[-1], form.n_carry + len(form.y_axes)
+        last = windows([steps, *outs[:n]])
+        apart = self._from(loop, outs[:n], last[0] - steps, lax.reduce_max(steps, (0,)))
+        values = [
+            with_derivative_of(x, y) if is_inexact(x) else x
+            for x, y in zip(last[1:], apart, strict=True)
         ]
-        specs = tuple(WHOLE if a is None else Lanes(0) for a in axes)
-        body, results = ChunkBody(self._of_width), (Lanes(0),) * self.loop.form.n_results
-        whole = ChunkLoop(body, specs, results, self.axis.size, self.width)
-        return [_permuted(x, back, places) for x in chunk_loop(whole, args)]
+        return [*values, *outs[n:-1], last[0]], at
 
-    def _of_width(self, width: int) -> Any:
-        axis = replace(self.axis, size=width)
-        positions: list[Position] = [None if a is None else 0 for a in self.loop.axes]
+    def counted(self, loop: BoundedLoop) -> PlacedOutputs:
+        """The results of a loop whose lanes' numbers of steps are known."""
+        count = self._count(loop)
+        together = self._together(count)
+        outs, at = every_step(self.axis, _with_count(loop, lax.min(count, together)))
+        outs = self._from(loop, outs[:-1], lax.max(count - together, np.int32(0)), together)
+        return [*outs, count], at
 
-        def run(start: Any, *xs: Any) -> list[Any]:
-            outs, at = batch_bounded_loop(axis, replace(self.loop, args=xs, axes=positions))
-            return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
+    def sweep(self, loop: BoundedLoop) -> PlacedOutputs:
+        """The results of a sweep."""
+        form: SweepForm = loop.form
+        lanes = of_lanes(self.axis, loop)
+        numbers, *kept = lanes.checkpoints
+        numbers = jnp.where(numbers == UNUSED, np.int32(0), numbers)
+        place = lax.argmax(numbers, 0, np.int32)
+        together = entry_of(numbers, place, 0)
+        count = self._count(loop)
+        first = [lanes.carry[i] for i in form.kept]
+        there = [
+            lax.select_n(together > 0, x, entry_of(k, place, 0))
+            for k, x in zip(kept, first, strict=True)
+        ]
+        begun = lanes._replace(count=lax.min(count, together))
+        there = [
+            with_derivative_of(x, y) if is_inexact(x) else x
+            for x, y in zip(there, self._followed(loop, begun), strict=True)
+        ]
+        # Were checkpoints written before these are read, they would be copied.
+        there, first = in_turn(there, first)
+        rest = lax.max(count - together, np.int32(0))
+        blank = no_checkpoints(loop.steps[0], form)
+        apart = lanes._replace(count=rest, carry=with_values(lanes.carry, form.kept, there))
+        at = form.split(loop.axes)
+        carried = [0] * len(lanes.carry), [None] * len(blank), [0] * len(lanes.returning)
+        axes = at._replace(count=0, carry=carried[0], checkpoints=carried[1], returning=carried[2])
+        apart = replace(loop, args=apart._replace(checkpoints=blank).flat, axes=axes.flat)
+        outs = self._in_blocks(apart, together)
+        returning = [
+            select_lanes(rest > 0, 0, x, old) for x, old in zip(outs, lanes.returning, strict=False)
+        ]
+        axes = axes._replace(checkpoints=[None, *[1] * len(kept)])
+        both = begun._replace(carry=with_values(lanes.carry, form.kept, first), returning=returning)
+        loop, n = replace(loop, args=both.flat, axes=axes.flat), form.n_back
+        last, at = every_step(self.axis, loop)
+        last = [*last[:n], *map(lax.add, last[n:], outs[n:])]
+        return self._added_up(loop, last, outs[n:]), at
 
-        return run
+    def _added_up(self, loop: BoundedLoop, last: Sequence[Value], ys: Sequence[Value]) -> list[Any]:
+        """The results `last` of a sweep to which `ys` were added, or sums that begin with these.
+
+        Nothing is added then where no lane was left. Derivatives are those of `last`: what is
+        carried would be kept for them.
+        """
+        form: SweepForm = loop.form
+        sums = [i for i, a in enumerate(form.y_axes) if a is None]
+        if not sums:
+            return list(last)
+        given, at, n = form.split(loop.args), form.split(loop.axes), form.n_back
+        args = given._replace(returning=[*given.returning, *take(ys, sums)])
+        axes = at._replace(returning=[*at.returning, *[0] * len(sums)])
+        (forth, back), (forth_guarded, guarded) = loop.steps, loop.guarded
+        back, guarded = (
+            remembered(p, ("sums", form), functools.partial(_with_sums, p, form))
+            for p in (back, guarded)
+        )
+        others = [i for i, a in enumerate(form.y_axes) if a is not None]
+        summed = BoundedLoop(
+            None,
+            [forth, back],
+            [forth_guarded, guarded],
+            replace(form, n_back=n + len(sums), y_axes=tuple(take(form.y_axes, others))),
+            args.flat,
+            axes.flat,
+        )
+        outs, _ = every_step(self.axis, summed)
+        done, rest = parts(outs, n + len(sums))
+        places = [*range(n), *(n + i for i in (*sums, *others))]
+        values = [*done, *map(lax.add, rest, take(ys, others))]
+        return list(map(with_derivative_of, with_values(last, places, values), last))
+
+    def _followed(self, loop: BoundedLoop, lanes: Operands) -> list[Any]:
+        """What is kept of the carry where a sweep is to end: checkpoints have no derivatives."""
+        form: SweepForm = loop.form
+        at, n = form.split(loop.axes), form.n_carry
+        at = at._replace(count=0, carry=[0] * n, checkpoints=[], returning=[])
+        forth = Form(0, form.n_consts, n, form.steps, form.x_axes, (), None)
+        args = lanes._replace(checkpoints=[], returning=[]).flat
+        programs = [loop.steps[0]], [loop.guarded[0]]
+        with recording.uncounted():  # what a sweep computes again are no steps of it
+            outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
+        return [outs[i] for i in form.kept]
+
+    def _many(self, active: Any, steps: Any) -> Any:
+        """Whether lanes are to go on together."""
+        count = count_active(active)
+        taken = lax.convert_element_type(steps, np.float32)
+        wasted = lax.reduce_max(taken, (0,)) * np.float32(len(active)) - jnp.sum(taken)
+        waits = SkiRental(self.patience).waits(wasted, count)
+        return (count > len(active) // _LEFT) | (waits & (count > 0))
+
+    def _together(self, count: Any) -> Any:
+        """How many steps all lanes take together, of these."""
+        most = lax.reduce_max(count, (0,))
+        ranked = lambda: lax.sort(count)[-1 - len(count) // _LEFT]
+        return lax.cond(most > lax.reduce_min(count, (0,)), ranked, lambda: most)
+
+    def _count(self, loop: BoundedLoop) -> Any:
+        count, at = loop.form.split(loop.args).count, loop.form.split(loop.axes).count
+        count = match_axis(self.axis, count, at, 0)
+        return lax.clamp(np.int32(0), count, np.int32(loop.form.steps.most))
+
+    def _from(self, loop: BoundedLoop, outs: Sequence[Value], rest: Any, start: Any) -> list[Any]:
+        """The carry and ys, after as many more steps as `rest` says of each lane."""
+        given, at, n = loop.form.split(loop.args), loop.form.split(loop.axes), loop.form.n_carry
+        loop = replace(
+            loop,
+            test=None,
+            form=replace(loop.form, n_test=0, kept=None, again=True),
+            args=given._replace(count=rest, test=[], carry=outs[:n]).flat,
+            axes=at._replace(count=0, test=[], carry=[0] * n).flat,
+        )
+        apart = self._in_blocks(loop, start)
+        carry = [select_lanes(rest > 0, 0, x, old) for x, old in zip(apart, outs[:n], strict=False)]
+        later = lax.iota(np.int32, loop.form.steps.most) >= start
+        ys = zip(apart[n:-1], outs[n:], loop.form.y_axes, strict=True)
+        return [*carry, *(select_lanes(later, s + 1, y, old) for y, old, s in ys)]
+
+    def _in_blocks(self, loop: BoundedLoop, start: Any) -> list[Any]:
+        """The results of a counted loop or a sweep that begins at step `start`, and zeros."""
+        axes, form, width = loop.axes, loop.form, self.width
+        bare = replace(loop, args=(), axes=[None if a is None else 0 for a in axes])
+        lanes = replace(self.axis, name=None, divergence=None)
+
+        def of_width(width: int) -> Callable[..., list[Any]]:
+            block = replace(lanes, size=width)
+
+            def run(first: Any, counts: Any, start: Any, *xs: Any) -> list[Any]:
+                args = form.split(
+                    [
+                        x if a is None else match_axis(block, x, a, 0)
+                        for x, a in zip(xs, axes, strict=True)
+                    ]
+                )
+                at = form.split(bare.axes)
+                shifted = [
+                    _moved(x, -start, s + (a is not None))
+                    for x, s, a in zip(args.xs, form.x_axes, at.xs, strict=True)
+                ]
+                block_loop = replace(bare, args=args._replace(xs=shifted).flat)
+                outs, outs_at = batch_bounded_loop(block, block_loop)
+                outs = [match_axis(block, x, a, 0) for x, a in zip(outs, outs_at, strict=True)]
+                n = form.n_back if isinstance(form, SweepForm) else form.n_carry
+                ys = [
+                    y if s is None else _moved(y, start, s + 1)
+                    for y, s in zip(outs[n:], form.y_axes, strict=False)
+                ]
+                return [*outs[:n], *ys, *outs[n + len(ys) :]]
+
+            return run
+
+        specs = ActiveMask(), WHOLE, *(WHOLE if a is None else Gathered(a) for a in axes)
+        results = (Gathered(0),) * form.n_results
+        whole = ChunkLoop(ChunkBody(of_width), specs, results, self.axis.size, width)
+        count = loop.form.split(loop.args).count
+        return chunk_loop(whole, [count, start, *loop.args])
 
 
-def _permuted(x: Value, places: Any, back: Any) -> Any:
-    """The entries of `x` at `places`; `back` is the inverse permutation.
+def _with_sums(program: ClosedJaxpr, form: SweepForm) -> ClosedJaxpr:
+    """A program of a step back that is given the sums so far after what it carries back."""
+    n, first = form.n_back, form.n_consts + form.n_back
+    sums = [n + i for i, a in enumerate(form.y_axes) if a is None]
+    types = [a.strip_weak_type() for a in take(program.out_avals, sums)]
 
-    With it the transpose is a gather, too. JAX's own transpose of a gather is a scatter.
+    def back(*operands: Any) -> list[Any]:
+        before, so_far, x = parts(operands, first, len(sums))
+        outs = written_into(program, [*before, *x])
+        rest = [y for i, y in enumerate(outs) if i >= n and i not in sums]
+        return [*outs[:n], *map(lax.add, so_far, take(outs, sums)), *rest]
+
+    return _compat.stage(back, [*program.in_avals[:first], *types, *program.in_avals[first:]])
+
+
+def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:
+    """`loop` with another number of steps for each lane, along axis 0."""
+    given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
+    args, axes = given._replace(count=count), at._replace(count=0)
+    return replace(loop, args=args.flat, axes=axes.flat)
+
+
+def _moved(x: Value, by: Any, axis: int) -> Any:
+    """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
+    return jnp.roll(x, by, axis)
+
+
+@dataclass(frozen=True)
+class BoundedParting(PartingLoop):
+    """A bounded loop as the ``while`` that it is in each lane.
+
+    Attributes:
+      bounded: its predicate, its body, and the body that is differentiated in place of that.
+      form: what its operands are.
+      apart: how lanes that are left behind are run where it is differentiated; None: masked.
     """
-    if not is_inexact(x):
-        return x.at[places].get(mode="promise_in_bounds")
 
-    def take(indices: Sequence[Any], xs: Sequence[Value]) -> list[Any]:
-        return [xs[0].at[indices[0]].get(mode="promise_in_bounds")]
+    bounded: tuple[ClosedJaxpr | None, ClosedJaxpr, ClosedJaxpr]
+    form: Form
+    apart: TailCompaction | None
+    is_bounded: ClassVar[bool] = True
 
-    def put_back(indices: Sequence[Any], xs: Sequence[Value]) -> list[Any]:
-        return [xs[0].at[indices[1]].get(mode="promise_in_bounds")]
+    @property
+    def but_for_body(self) -> tuple[Any, ...]:
+        """As that of any loop. The body of the ``while`` was made of the bounded one."""
+        _, body, guarded = self.bounded
+        return *super().but_for_body, None if guarded is body else guarded, self.apart
 
-    return linear_with_transpose(take, put_back, [places, back], [x], key="permuted")[0]
+    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+        """The bounded loop, in which lanes begin together."""
+        loop = self._bounded_loop(operands)
+        if self.apart is None:
+            return self._placed(every_step(self._around, loop))
+        return self._placed(run_with_tail(replace(self.apart, axis=self._around), loop))
+
+    def masked(self, *operands: Any) -> list[Any]:
+        """As `run`, with lanes that are masked until all are done."""
+        return self._placed(every_step(self._around, self._bounded_loop(operands)))
+
+    @property
+    def _around(self) -> Axis:
+        divergence = None if self.apart is None else self.apart.axis.divergence
+        return replace(self.axis, divergence=divergence)
+
+    def _bounded_loop(self, operands: Sequence[Value]) -> BoundedLoop:
+        form, (test, body, guarded) = self.form, self.bounded
+        n_consts = len(self.positions)
+        at = [*self.positions, *[0] * (len(operands) - n_consts)]
+
+        def arguments(xs: Sequence[Any]) -> list[Any]:
+            count, *tested = xs[: self.n_test]
+            _, *given = xs[self.n_test : n_consts]
+            _, *carry = xs[n_consts : n_consts + 1 + form.n_carry]
+            return [count, *tested, *given[: form.n_consts], *carry, *given[form.n_consts :]]
+
+        return BoundedLoop(test, [body], [guarded], form, arguments(operands), arguments(at))
+
+    def _placed(self, placed: PlacedOutputs) -> list[Any]:
+        (*outs, steps), _ = placed
+        types = self.body.out_avals
+        return [as_weak_as(t, x) for t, x in zip(types, [steps, *outs], strict=True)]
+
+
+def bounded_parting(
+    axis: Axis,
+    loop: BoundedLoop,
+    whole: WhileLoop,
+    plan: Window | Tiles | Masked,
+    apart: TailCompaction | None,
+) -> list[Any]:
+    """The carry of the ``while`` that a bounded loop is, of all lanes in the end."""
+    parting, operands = parting_loop(axis, whole, plan)
+    of_while = {f.name: getattr(parting, f.name) for f in fields(PartingLoop)}
+    programs = loop.test, loop.steps[0], loop.guarded[0]
+    return bind(BoundedParting(**of_while, bounded=programs, form=loop.form, apart=apart), operands)
+
+
+def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
+    """The results of a bounded loop or a sweep whose lanes begin together, and end apart."""
+    bare = replace(loop, args=())
+
+    def build() -> Any:
+        def run(args: Sequence[Value]) -> list[Any]:
+            given = replace(bare, args=args)
+            if isinstance(loop.form, SweepForm):
+                placed = apart.sweep(given)
+            elif loop.test is None:
+                placed = apart.counted(given)
+            else:
+                placed = apart.loop(given, _windows(apart, given))
+            outs, at = placed
+            positions[:] = at
+            return outs
+
+        # Compiled as one program, in which what only derivatives need is dropped.
+        positions: list[Any] = []
+        return jax.jit(run), positions
+
+    key = (apart, loop.test, *loop.guarded, loop.form, tuple(loop.axes), "apart")
+    run, positions = remembered(loop.steps[-1], key, build)
+    outs = run(list(loop.args))
+    return outs, list(positions)
+
+
+def _windows(apart: TailCompaction, loop: BoundedLoop) -> Any:
+    form = replace(loop.form, kept=None)
+    args = [lax.stop_gradient(x) for x in loop.args]
+    whole, _ = as_while(apart.axis, args, loop.axes, test=loop.test, body=loop.steps[0], form=form)
+
+    def run(state: Sequence[Value]) -> Sequence[Value]:
+        begun = replace(whole, carry=[lax.stop_gradient(x) for x in state])
+        plan = Window((apart.width,), apart.patience)
+        outs = bind(*parting_loop(apart.axis, begun, plan))
+        return outs[len(outs) - len(state) :]
+
+    return run

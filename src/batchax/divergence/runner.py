@@ -13,9 +13,7 @@ from typing import Any
 
 import jax
 
-from batchax.divergence.bounded import run_bounded_loop
-from batchax.divergence.bounded_apart import Apart
-from batchax.divergence.bounded_parting import bounded_parting, run_apart
+from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.flatten import run_flat
@@ -198,8 +196,7 @@ class Runner:
             case WhileLoop():
                 return self._run_loop(axis, parting)
             case BoundedLoop():
-                run = self._run_bounded_loop if self.explicit else self._run_bounded_by_default
-                return run(axis, parting)
+                return self._run_bounded_loop(axis, parting)
             case Branches():
                 return run_branches(axis, parting)
 
@@ -236,25 +233,6 @@ class Runner:
         return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
-        if not can_move(axis, loop.args):
-            recording.note(why=CANNOT_MOVE)
-            return None
-        step, form = loop.steps[-1], loop.form
-        others = len(step.in_avals) - form.n_consts
-        consts_at = form.split(loop.axes).consts
-        differs = [*(a is not None for a in consts_at), *[True] * others]
-        plan = self.plan(axis.size, loop.test, step, differs)
-        if isinstance(plan, Masked) or len(plan.widths) < 2:
-            recording.note(why=plan.reason if isinstance(plan, Masked) else "")
-            return None
-        placed = run_bounded_loop(axis, loop, plan.widths[1])
-        if placed is None:
-            recording.note(why="the name of the axis is used, or lanes are spread over devices")
-        else:
-            recording.note(divergence="compact", widths=plan.widths[:2])
-        return placed
-
-    def _run_bounded_by_default(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
         programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
         form, size = loop.form, axis.size
         why = NAME if any_uses_axis(axis, *programs) else ""
@@ -270,7 +248,7 @@ class Runner:
             if apart is None or counts_and_records:
                 recording.note(why=CHEAP if apart is None else "it keeps each of its steps")
                 return None
-            placed = run_apart(apart, loop)
+            placed = run_with_tail(apart, loop)
             recording.note(divergence="compact", widths=(size, apart.width))
             return placed
         body = loop.steps[0]
@@ -285,14 +263,19 @@ class Runner:
             recording.note(divergence=_SHOWN[type(plan)], widths=plan.widths)
         return finish(bounded_parting(axis, loop, whole, plan, apart))
 
-    def _apart(self, axis: Axis, loop: BoundedLoop) -> Apart | None:
+    def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | None:
         """How lanes are run that others leave behind in what is differentiated; None: masked."""
         assert self.thresholds is not None
         at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
         differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
         step = Step.of(None, loop.steps[0], differs)
         width, patience = tail_of_bounded(step, loop.steps, axis.size, self.thresholds)
-        return Apart(replace(axis, name=None), width, patience) if width < axis.size else None
+        if self.explicit:
+            plan = self.plan(axis.size, loop.test, loop.steps[0], differs)
+            width = axis.size if isinstance(plan, Masked) else plan.widths[-1]
+        return (
+            TailCompaction(replace(axis, name=None), width, patience) if width < axis.size else None
+        )
 
     def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
         """How a branch runs."""

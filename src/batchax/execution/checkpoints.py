@@ -104,14 +104,21 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Any) -> Stack:
-        """Those after fewer than `count` steps; `first` is the first carry."""
+        """Those after fewer than `count` steps; `first` is the first carry.
+
+        A loop that recorded fewer steps may leave no place free for those that are missing. Of its
+        checkpoints only the first is taken: with all other places free any number of steps fits.
+        """
         numbers, *places = checkpoints
         zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
         numbers = put_entry(numbers, zero, zero, 0)
         places = [put_entry(x, y, zero, 0) for x, y in zip(places, first, strict=True)]
         numbers, order = lax.sort(_compat.varying_alike([numbers, order]), num_keys=1)
         height = jnp.sum(numbers < count, dtype=np.int32)
-        return cls(numbers, order, places, lax.max(height, _ONE))
+        # The carry before the last step is always recorded (`Round`).
+        latest = jnp.max(jnp.where(numbers == UNUSED, zero, numbers))
+        height = lax.select(latest < count - _ONE, _ONE, lax.max(height, _ONE))
+        return cls(numbers, order, places, height)
 
     @property
     def last(self) -> Any:
