@@ -30,6 +30,8 @@
 #   make package    the wheel and the source distribution, built and tried, in dist/
 #   make bench      against jax.vmap, lax.map and others: tables of time and memory
 #                   and plots in docs/ (half an hour); with DEVICE=gpu of a GPU
+#   make search     240 drafted programs with bx.vmap against jax.vmap, in search of what is slower;
+#                   ONLY="sort:" for those whose name has that
 #   make bench-history  the same as a line of out/benchmarks/history.jsonl, and a chart over
 #                   commits of all lines there; BENCH="vmap --quick" for a part
 
@@ -53,7 +55,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
-    style browser azurite fake-gcs loaders decisions docs notebooks site changes package bench bench-history constraints clean
+    style browser azurite fake-gcs loaders decisions docs notebooks site changes package bench bench-history search constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -212,6 +214,9 @@ HISTORY ?= out/benchmarks/history.jsonl
 bench-history: .venv/ready
 	.venv/bin/python -m benchmarks $(BENCH) --history $(HISTORY)
 	.venv/bin/python -m benchmarks.history $(HISTORY)
+
+search: .venv/ready
+	.venv/bin/python -m benchmarks search $(if $(ONLY),--only "$(ONLY)")
 
 # An environment is ready when everything in it has the version that the
 # constraints name. The build backend is installed first, under the same

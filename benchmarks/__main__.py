@@ -42,6 +42,9 @@ from benchmarks.rows.workloads import WORKLOADS as WITH_ROWS
 from benchmarks.rules import report as rules_report
 from benchmarks.rules.measure import measured as measured_with_rule
 from benchmarks.rules.workloads import WORKLOADS as WITH_RULE
+from benchmarks.search import report as search_report
+from benchmarks.search.drafted import PROGRAMS as DRAFTED
+from benchmarks.search.measure import measured as measured_draft
 from benchmarks.slow import report as slow_report
 from benchmarks.slow.measure import WORKLOADS as SLOW
 from benchmarks.slow.measure import measured as measured_slow
@@ -61,6 +64,7 @@ class Part:
       write: ``(results, folder) -> files``.
       of_a_device: whether it is measured with ``--device``, too: the others are of what a CPU does,
         or of disks and processes.
+      by_itself: whether it is measured only where it is named.
     """
 
     title: str
@@ -70,6 +74,7 @@ class Part:
     summary: Callable[[Sequence[Any]], str]
     write: Callable[[Sequence[Any], Path], Sequence[Path]]
     of_a_device: bool = False
+    by_itself: bool = False
 
 
 PARTS = {
@@ -179,6 +184,15 @@ PARTS = {
         bounded.summary,
         bounded.write,
     ),
+    "search": Part(
+        search_report.TITLE,
+        {f"search: {name}": program for name, program in DRAFTED.items()},
+        measured_draft,
+        search_report.line,
+        search_report.summary,
+        search_report.write,
+        by_itself=True,
+    ),
 }
 
 
@@ -188,7 +202,9 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         prog="python -m benchmarks",
         description="; ".join(f"{name}: {part.title}" for name, part in PARTS.items()) + ".",
     )
-    parser.add_argument("part", nargs="?", choices=list(PARTS), help="default: all of them")
+    parser.add_argument(
+        "part", nargs="?", choices=list(PARTS), help="default: all of them but search"
+    )
     parser.add_argument("--quick", action="store_true", help="few lanes, few repetitions")
     parser.add_argument(
         "--only", metavar="NAME", action="append", help="workloads whose name or family has this"
@@ -235,7 +251,11 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         out = Path("docs/benchmarks") / (options.device if elsewhere else "")
 
     results, known, ratios = [], [], {}
-    every = [name for name, part in PARTS.items() if part.of_a_device or not elsewhere]
+    every = [
+        name
+        for name, part in PARTS.items()
+        if (part.of_a_device or not elsewhere) and not part.by_itself
+    ]
     for name in [options.part] if options.part else every:
         part = PARTS[name]
         known += part.workloads

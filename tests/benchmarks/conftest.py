@@ -14,6 +14,7 @@ from benchmarks.nests import measure as of_nests
 from benchmarks.ranks import measure as of_ranks
 from benchmarks.rows import measure as of_rows
 from benchmarks.rules import measure as of_rules
+from benchmarks.search import measure as of_search
 from benchmarks.slow import measure as of_slow
 
 HURRY = measure.Effort(traces=2, runs=2, seconds_per_run=0.0, most_lanes=4)
@@ -31,6 +32,7 @@ def _in_a_hurry(monkeypatch):
         of_ranks,
         of_rows,
         of_rules,
+        of_search,
         of_slow,
     ):
         monkeypatch.setattr(module, "QUICK", HURRY)

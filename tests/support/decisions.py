@@ -6,39 +6,81 @@ thresholds that were read. So a changed threshold shows as changed lines.
 """
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from unittest import mock
 
 import jax
 
+import batchax as bx
 from batchax.divergence import policy, runner
 from batchax.divergence.cut import price_inside
 from batchax.divergence.thresholds import TABLE
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS
+from benchmarks.search.measure import PROGRAMS as DRAFTED
 
 FILE = Path(__file__).parents[1] / "divergence" / "decisions.txt"
 KINDS = "cpu-small", "cpu", "gpu"
 
+# Of each kind of drafted program the last: of the most lanes, with the heaviest tail.
+KINDS_DRAFTED = """
+cond: a product with itself, 20 sines, ten products, a loop of products, a sort, a pseudoinverse
+images: crop and flip, one of six augmentations
+integers: Collatz, gcd
+loop: a scalar, a sine, 32 sines, 32x32 of state, product 16, product 64, own product 16, a sort of
+  64, Cholesky 8, a lookup
+nest: halving while in a while, while of products in a scan, scan in a while, cond around a while,
+  insertion sort
+ODE: adaptive Heun
+root: Newton, Kepler
+sampling: rejection, slices
+scan: cond, environment
+search: binary, down a tree
+solver: conjugate gradients, Sinkhorn, Newton for a system
+switch: ten cheap, products, experts
+"""
 
+
+def drafted():
+    """The names of 40 drafted programs."""
+    kinds = KINDS_DRAFTED.replace("\n ", "").strip().splitlines()
+    for family, names in (line.split(": ") for line in kinds):
+        yield from (
+            [p for p in DRAFTED if p.startswith(f"{family}: {name},")][-1]
+            for name in names.split(", ")
+        )
+
+
+@functools.cache
 def programs():
-    """The functions of one example, each with `in_axes` and the arguments of all lanes, by name."""
+    """What makes a function of one example, and the arguments of all lanes, by name.
+
+    Arguments take as long to make as all is traced, and functions are traced anew for each kind.
+    """
+    made = {}
     for name, workload in DIVERGING.items():
         args = workload.arguments(workload.lanes)
-        for use, ways in workload.uses().items():
+        for use in workload.uses():
             if use == "values" or "bounded" in name:
-                yield f"divergence: {name}, {use}", ways["auto"], args
+                auto = lambda w=workload, use=use: w.uses()[use]["auto"]
+                made[f"divergence: {name}, {use}"] = auto, args
     for name, nest in NESTS.items():
         if not nest.missing():
-            yield f"nests: {name}", nest.ways()["auto"], nest.data(nest.lanes, nest.steps)
+            auto = lambda nest=nest: nest.ways()["auto"]
+            made[f"nests: {name}"] = auto, nest.data(nest.lanes, nest.steps)
+    for name in drafted():
+        program = DRAFTED[name]
+        made[name] = functools.partial(program.batched_by, bx.vmap), program.data(program.lanes)
+    return made
 
 
 def lines(kind):
     """All lines of a kind of device."""
-    for name, fun, args in programs():
+    for name, (make, args) in programs().items():
         with _noted(kind) as notes:
-            jax.make_jaxpr(fun)(*args)
+            jax.make_jaxpr(make())(*args)
         yield f"{name} | {kind}"
         yield from (f"  {note}" for note in dict.fromkeys(notes))
 
