@@ -19,8 +19,7 @@ from batchax.check_rule import check_rule
 from batchax.clipped_grad import ClippedSum, clipped_grad
 from batchax.config import config
 from batchax.custom_vmap import custom_vmap
-from batchax.divergence.compact import Compact
-from batchax.divergence.lane_steps import LaneSteps
+from batchax.divergence.compact import Compact, LaneSteps
 from batchax.errors import (
     ArgumentTypeError,
     AxisError,

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
-from batchax.divergence import branch_derivatives
+from batchax.divergence import branches
 from batchax.divergence.runner import Runner
 
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
@@ -82,7 +82,7 @@ def everything(vmap):
 @pytest.mark.parametrize("worth", [0.0, float("inf")], ids=["kept", "again"])
 @pytest.mark.parametrize("way", WAYS)
 def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
-    monkeypatch.setattr(branch_derivatives, "_WORTH", worth)
+    monkeypatch.setattr(branches, "_WORTH", worth)
     # A width makes branches of any price run apart.
     monkeypatch.setattr("batchax.divergence.policy._ASKED_GAIN", 0.0)
     ours = everything(functools.partial(bx.vmap, divergence=WAYS[way]))

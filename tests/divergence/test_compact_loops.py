@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.widths import Step
+from batchax.divergence.costs import Step
 
 from support import oracle
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import cut, flat
+from batchax.divergence import flat, nest
 
 from support import forced, oracle
 
@@ -20,7 +20,7 @@ MATRIX = np.random.default_rng(2).normal(size=(2, 2))
 @pytest.fixture(autouse=True)
 def cuts_cheap_loops(monkeypatch):
     """Programs of tests are small: they are cut whatever that costs."""
-    monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
+    monkeypatch.setattr(nest, "FEW_STEPS", float("inf"))
 
 
 @pytest.fixture

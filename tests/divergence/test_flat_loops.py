@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import cut, flat, runner, segments
+from batchax.divergence import flat, nest, runner
+from batchax.divergence.nest import nest_of
+from batchax.divergence.opening import while_of_scan
 from batchax.divergence.runner import Runner
-from batchax.divergence.scan_as_while import while_of_scan
 from batchax.kernel.axis import Axis
 
 from support import forced, oracle
@@ -23,11 +24,11 @@ FLAT = "each lane is at a place of its own"
 @pytest.fixture(autouse=True, params=["masked", "in blocks"])
 def cuts_cheap_loops(request, monkeypatch):
     """Programs of tests are small: they are cut whatever that costs."""
-    monkeypatch.setattr(cut, "FEW_STEPS", float("inf"))
+    monkeypatch.setattr(nest, "FEW_STEPS", float("inf"))
     monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)
     if request.param == "in blocks":
-        monkeypatch.setattr(segments, "NARROWEST", 2)
-        monkeypatch.setattr(segments, "MASKED", float("inf"))
+        monkeypatch.setattr(flat, "NARROWEST", 2)
+        monkeypatch.setattr(flat, "MASKED", float("inf"))
 
 
 def halve(x, most):
@@ -588,7 +589,7 @@ def test_what_lanes_share_at_a_step_is_not_copied_for_each():
 
 
 def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypatch):
-    monkeypatch.setattr(cut, "FEW_STEPS", 4)
+    monkeypatch.setattr(nest, "FEW_STEPS", 4)
 
     def fun(x, entries, size, kept):
         def step(carry, entry):
@@ -612,7 +613,7 @@ def test_what_a_loop_inside_carries_stays_where_the_loop_around_it_keeps_it():
     def nest(fun):
         (scan,) = jax.make_jaxpr(fun)(1.5, ENTRIES).eqns
         test, body = while_of_scan(axis, scan.params)
-        return cut.nest_of(axis, test, body, (True,) * len(body.in_avals))
+        return nest_of(axis, test, body, (True,) * len(body.in_avals))
 
     def handing_on(x, entries):
         return lax.scan(lambda x, entry: (halve(x, 9)[1], ()), x, entries)[0]

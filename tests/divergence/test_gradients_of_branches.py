@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import flat_derivatives, gathering
+from batchax.divergence import flat, flat_derivatives
 
 from support import forced, oracle
 
@@ -124,10 +124,8 @@ def gradient(vmap, fun, which: Any = 0):
 @pytest.fixture
 def waited(monkeypatch):
     """How many blocks of lanes were staged, of branches that they wait before."""
-    count, call = [], gathering.Gathering.__call__
-    monkeypatch.setattr(
-        gathering.Gathering, "__call__", lambda *xs: (count.append(1), call(*xs))[1]
-    )
+    count, call = [], flat.Gathering.__call__
+    monkeypatch.setattr(flat.Gathering, "__call__", lambda *xs: (count.append(1), call(*xs))[1])
     return count
 
 

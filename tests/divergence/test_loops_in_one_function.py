@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import cut, runner
+from batchax.divergence import nest, runner
 from batchax.divergence.policy import Tiles
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import TABLE
@@ -237,7 +237,7 @@ def nests(x, entries):
 @pytest.fixture
 def of_nests(monkeypatch):
     """The function of all lanes, `jax.vmap`'s, and arguments, of which one is not a number."""
-    monkeypatch.setattr(cut, "FEW_STEPS", np.inf)
+    monkeypatch.setattr(nest, "FEW_STEPS", np.inf)
     xs = np.random.default_rng(0).exponential(9, size=N).astype(np.float32)
     xs[[4, 20]] = np.nan, 300.0
     entries = np.array([0.5, 3.0, 0.1], np.float32)

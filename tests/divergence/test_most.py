@@ -8,11 +8,10 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import flatten, policy, runner
-from batchax.divergence.cut import price_inside
-from batchax.divergence.most import dearest_step, price_of_loops
+from batchax.divergence.costs import Step, dearest_step, price_of_loops
+from batchax.divergence.nest import price_inside
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import TABLE
-from batchax.divergence.widths import Step
 
 SIZE = 6  # of the vectors that lanes carry
 LANES = 1, 16, 100, 4_096

@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from batchax.divergence import window
+from batchax.divergence import windows
 from batchax.divergence.policy import Window
-from batchax.divergence.refill import InWindow, Queue, refill
 from batchax.divergence.ski_rental import SkiRental
-from batchax.divergence.together import Together
+from batchax.divergence.windows import InWindow, Queue, Together, refill
 
 
 def first_come(queue, active, size, width):
@@ -61,7 +60,7 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
         for wasted in (0.0, width + 3.0, 3.0 * width):
             now = wasted + width - count
             for waiting in (True, False):
-                cases.append((window._GoesOn(plan, width, left), active, waiting, wasted))
+                cases.append((windows._GoesOn(plan, width, left), active, waiting, wasted))
                 bears = count > 0 and now < 2 * width
                 goes_on = bears or count == width if waiting else count > left
                 expected.append((np.float32(now), goes_on))

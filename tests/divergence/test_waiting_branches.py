@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import flat, segments
+from batchax.divergence import flat
 from batchax.divergence.runner import Runner
 
 from support import forced, oracle
@@ -172,7 +172,7 @@ def test_who_waits_comes_through(cost, monkeypatch):
 
 def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
     for limit, value in {"CHEAPER": 0.0, "COMPILING": 0.0, "MOST": 0.5}.items():
-        monkeypatch.setattr(segments, limit, value)
+        monkeypatch.setattr(flat, limit, value)
     compact = functools.partial(bx.vmap, divergence="compact")
     oracle.same(jax.jit(compact(in_turn, (0, None)))(XS, ENTRIES), expected_of(in_turn))
 

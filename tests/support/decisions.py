@@ -15,7 +15,7 @@ import jax
 
 import batchax as bx
 from batchax.divergence import policy, runner
-from batchax.divergence.cut import price_inside
+from batchax.divergence.nest import price_inside
 from batchax.divergence.thresholds import TABLE
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS

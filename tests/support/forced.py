@@ -2,7 +2,7 @@
 
 from math import inf
 
-from batchax.divergence import cut, price, runner
+from batchax.divergence import costs, nest, runner
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import Thresholds
 from batchax.programs import dear_branches
@@ -85,7 +85,7 @@ def wait_before_branches(monkeypatch):
     """Every branch counts as dear: lanes wait before it whatever that costs, for blocks of two."""
     for limit in ("LEAST", "GAIN", "BEGUN"):
         monkeypatch.setattr(dear_branches, limit, 0.0)
-    monkeypatch.setattr(price, "NARROWEST", 2)
-    monkeypatch.setattr(price, "_ENOUGH", 0.0)
-    monkeypatch.setattr(cut, "FEW_STEPS", inf)
+    monkeypatch.setattr(costs, "NARROWEST", 2)
+    monkeypatch.setattr(costs, "_ENOUGH", 0.0)
+    monkeypatch.setattr(nest, "FEW_STEPS", inf)
     monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)

@@ -26,8 +26,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.divergence.loop_primitive import bind
-from batchax.divergence.loops import PartingLoop, as_weak_as, parting_loop
+from batchax.divergence.loops import PartingLoop, as_weak_as, bind, parting_loop
 from batchax.divergence.policy import Masked, Tiles, Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.execution.bounded_as_while import as_while

@@ -1,12 +1,17 @@
-"""Branches that run for the lanes that take them.
+"""Branches that run for the lanes that take them, and their derivatives.
 
-A branch that costs much more than moving its operands and results is run *apart*: as a loop
-over chunks of the lanes that take it (`execution.chunk_loop`). Nothing is computed for lanes
-that do not, and if there are none that do, no chunk runs. Its derivatives run for the same
-lanes. Where chunks cost more than masked lanes if most take it, both are compiled, and while the
-program runs the lanes that take it are counted: by their number all run, masked, or these in
-chunks, or nobody. Where what takes time is to begin its operations, few lanes that take it run one
-after another (`execution.chunk_singly`). Other branches run for all lanes, masked.
+A branch that costs much more than moving its operands and results is a loop over chunks of the
+lanes that take it (`execution.chunk_loop`). Nothing is computed for lanes that do not, and if there
+are none that do, no chunk runs. Where chunks cost more than masked lanes if most take it, both are
+compiled, and while the program runs the lanes that take it are counted: by their number all run,
+masked, or these in chunks, or none. Where what takes time is to begin its operations, few lanes
+that take it run sequentially (`execution.chunk_singly`). Other branches run for all lanes, masked.
+
+A chunk loop recomputes each chunk in its derivative. That is right where it takes longer to write
+and read what a derivative needs than to recompute it. Of a sort, say, it does not: there it is
+saved, of each lane that takes the branch, and what is left of the derivative is linear. That is the
+choice of what to save in reverse mode (Griewank and Walther, "Revolve", 2000), made once for each
+branch: all of it, or nothing. Where neither is never slower, all lanes run, masked.
 """
 
 from __future__ import annotations
@@ -14,27 +19,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.divergence import policy
-from batchax.divergence.branch_cost import BranchCost
-from batchax.divergence.branch_derivatives import Derivative, run_differentiable
+from batchax.divergence.costs import BranchCost, launch_time, length
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
 from batchax.divergence.policy import Masked, Serial, in_blocks
-from batchax.divergence.widths import launch_time, length
 from batchax.errors import UnsupportedError
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
 from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.jaxprs.evaluate import variables_in, variables_read
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
@@ -51,6 +56,146 @@ from batchax.programs.weights import ALONE, TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 from batchax.rules.many_lanes import least_lanes
+from batchax.rules.masking import is_inexact
+
+RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], list[Any]]
+"""Runs a program for active lanes, of where operands have the batch axis, a mask, and operands."""
+
+# How many times as long as to write and read it, it must take to compute what is kept.
+_WORTH = 8.0
+
+
+class Derivative(NamedTuple):
+    """How a branch and its derivatives are run.
+
+    Attributes:
+      run: for the lanes that take it.
+      masked: for all lanes.
+      pays: whether derivatives are for those that take it, or it is decided while the program runs
+        whether they are, by how many bytes they keep of a lane.
+      work: nanoseconds that the branch takes for a lane.
+    """
+
+    run: RunLanes
+    masked: RunLanes
+    pays: Callable[[int], bool]
+    work: float
+
+
+def run_differentiable(
+    way: Derivative,
+    program: ClosedJaxpr,
+    positions: Sequence[Position],
+    active: Any,
+    operands: Sequence[Value],
+) -> list[Any]:
+    """The results of a program for the lanes that are active, at the front.
+
+    Of a function whose derivative in reverse is a rule nothing can be kept: there is no other.
+
+    Args:
+      way: how it is run.
+      program: what one example does, without effects.
+      positions: where operands have the batch axis.
+      active: which lanes run it.
+      operands: its operands.
+    """
+    run = way.run
+    if only_in_reverse.in_program(program):
+        return run(program, positions, active, operands)
+
+    @jax.custom_jvp
+    def branch(active: Any, *xs: Any) -> list[Any]:
+        return run(program, positions, active, xs)
+
+    @functools.partial(branch.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        active, *xs = primals
+        moving = [i for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)]
+        dots = [tangents[1 + i] for i in moving]
+        kept = _kept(program, moving)
+        pays = way.pays(0 if kept is None else bytes_of(kept.types))
+        if kept is None or not pays or time_to_move(kept.types) * _WORTH > way.work:
+            of_all = run if pays else way.masked
+            some = lambda *ms: of_all(program, positions, active, with_values(xs, moving, ms))
+            return jax.jvp(some, [xs[i] for i in moving], dots)
+        outs = run(kept.forward, positions, active, xs)
+        count = len(program.out_avals)
+        outs, residuals = outs[:count], outs[count:]
+        operands = [*(xs[i] for i in kept.reads), *residuals, *dots]
+        at = [*(positions[i] for i in kept.reads), *[0] * len(residuals)]
+        at += [positions[i] for i in moving]
+        of_some = dict(zip(kept.of, run(kept.linear, at, active, operands), strict=True))
+        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return outs, [of_some[k] if k in of_some else none(x) for k, x in enumerate(outs)]
+
+    return branch(active, *operands)
+
+
+only_in_reverse = Anywhere(
+    lambda eqn: eqn.primitive.name in ("custom_vjp_call", "custom_vjp_call_jaxpr")
+)
+"""Whether a program calls a function whose derivative is a rule for cotangents."""
+
+
+class _Kept(NamedTuple):
+    """A program, and its derivative as a program of what is kept.
+
+    Attributes:
+      forward: returns what the program does, and what is kept.
+      linear: of operands that the derivative `reads`, what is kept, and tangents.
+      reads: which operands of the program these are.
+      types: of what is kept.
+      of: the results that have tangents.
+    """
+
+    forward: ClosedJaxpr
+    linear: ClosedJaxpr
+    reads: Sequence[int]
+    types: Sequence[Aval]
+    of: Sequence[int]
+
+
+def _kept(program: ClosedJaxpr, moving: Sequence[int]) -> _Kept | None:
+    """A program in two parts; None if it has none, which has no derivative in reverse either.
+
+    Of ``lax.reduce_window`` with a function JAX computes values and tangents together.
+    """
+    names = _compat.names_in_scope()
+    of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
+    made: list[tuple[ClosedJaxpr, list[int]]] = []
+
+    def forward(*xs: Any) -> list[Any]:
+        def some(*ms: Any) -> tuple[list[Any], list[Any]]:
+            outs = eval_jaxpr(program.jaxpr, program.consts, *with_values(xs, moving, ms))
+            return [outs[k] for k in of], outs
+
+        _, derivative, outs = jax.linearize(some, *(xs[i] for i in moving), has_aux=True)
+        dots = [jax.typeof(xs[i]).to_tangent_aval() for i in moving]
+        linear = _compat.stage(derivative, dots)
+        residuals = [i for i, c in enumerate(linear.consts) if isinstance(c, Tracer)]
+        given = [
+            next((k for k, x in enumerate(xs) if x is linear.consts[i]), None) for i in residuals
+        ]
+        read = [(i, k) for i, k in zip(residuals, given, strict=True) if k is not None]
+        computed = [i for i, k in zip(residuals, given, strict=True) if k is None]
+        places, consts = [*(i for i, _ in read), *computed], linear.consts
+
+        def of_kept(*ys: Any) -> list[Any]:
+            held = with_values(consts, places, ys[: len(places)])
+            return eval_jaxpr(linear.jaxpr, held, *ys[len(places) :])
+
+        types = [*(jax.typeof(consts[i]) for i in places), *dots]
+        made.append((_compat.stage(of_kept, types, names), [k for _, k in read]))
+        return [*outs, *(consts[i] for i in computed)]
+
+    try:
+        whole = _compat.stage(forward, program.in_avals, names)
+    except ValueError:  # of `jax.linearize`: the program itself was staged before
+        return None
+    ((linear, reads),) = made
+    return _Kept(whole, linear, reads, whole.out_avals[len(program.out_avals) :], of)
+
 
 _NARROWEST = 16  # lanes in a chunk
 # Nanoseconds of work that make a chunk wide enough, beside which to begin it weighs little, and the
@@ -232,8 +377,9 @@ class _Part:
         share = plan.all_from if isinstance(plan, policy.Gathered) else None
         back = plan.all_from_back if isinstance(plan, policy.Gathered) else None
         inside = self.axis.divergence.inside(recompiled=share is not None)
-        axis = replace(self.axis, name=None, divergence=inside)
+        axis, explicit = replace(self.axis, name=None, divergence=inside), inside.explicit
 
+        # It outlives this trace, and so does not close over `self`, which holds operands.
         def run(
             program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
         ) -> list[Any]:
@@ -256,7 +402,7 @@ class _Part:
             how: dict[str, Any] = {"singly": singly}
             if share is not None:
                 how["all_at_once"] = AllAtOnce(every, share, back)
-            if not (self.axis.divergence.explicit or _compat.calls_back(program.effects)):
+            if not (explicit or _compat.calls_back(program.effects)):
                 plain = replace(axis, divergence=None)
                 how["masked"] = ChunkBody(functools.partial(of_all, False, plain))
             loop = ChunkLoop(ChunkBody(of_width), specs, results, size, chunk, **how)

@@ -1,39 +1,119 @@
-"""A ``scan`` or ``while`` that holds loops which lanes leave one by one, as a `FlatLoop`."""
+"""Loops that hold loops which lanes leave one by one, run as a `FlatLoop`.
+
+A bounded loop, or the sweep back over one, is run as the ``while`` that it stands for.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
-from batchax.divergence.cut import nest_of, price_inside
+from batchax.divergence.costs import may_wait
 from batchax.divergence.flat import FlatLoop
-from batchax.divergence.flat_bounded import run_flat_bounded
-from batchax.divergence.flat_derivatives import why_meeting_back
-from batchax.divergence.limits import HOST, can_move, why_together
-from batchax.divergence.loop_primitive import bind
-from batchax.divergence.loops import as_weak_as, with_index
-from batchax.divergence.most import may_wait
-from batchax.divergence.policy import Masked
-from batchax.divergence.scan_as_while import scan_as_while, while_of_scan
-from batchax.divergence.waiting import VARIES_LESS, Waiting
+from batchax.divergence.flat_derivatives import tangents_of_lanes, why_meeting_back
+from batchax.divergence.limits import HOST, NAME, can_move, why_together
+from batchax.divergence.loops import VARIES_LESS, Waiting, as_weak_as, bind, with_index
+from batchax.divergence.nest import nest_of, price_inside
+from batchax.divergence.opening import scan_as_while, while_of_scan
+from batchax.divergence.policy import Flattened, Masked
 from batchax.execution.names import index_as_input
-from batchax.jaxprs.words import Aval, ClosedJaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.captured import closed_over
+from batchax.kernel.derivatives import with_values
 from batchax.kernel.differing import differing_in_steps, differing_in_while
 from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
-from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_function
+from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.written_out import LOOPS
+from batchax.kernel.varying import varying_of
+from batchax.kernel.written_out import LOOPS, written_out
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.lane_calls import is_seen
+
+
+def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+    """The results of a bounded loop or a sweep for all lanes, each at a place of its own.
+
+    None if lanes take its steps together.
+    """
+    types = [
+        example_aval(axis, jax.typeof(x), a) for x, a in zip(loop.args, loop.axes, strict=True)
+    ]
+    program = stage_function(axis, lambda *xs: loop.primitive.bind(*xs, **loop.params), types)
+    (eqn,) = program.jaxpr.eqns
+    operations = written_out(eqn)
+    if operations is None:
+        recording.note(why=NAME)
+        return None
+    at = tuple(loop.axes)
+    front: list[Position] = [0] * len(program.out_avals)
+    with recording.paused(axis):
+        flat, _ = batch_inner(axis, operations, at, front, varying_of(loop.args))
+    loops = [eqn.params["loop"] for eqn in flat.jaxpr.eqns if "loop" in eqn.params]
+    flat_loops = [inner for inner in loops if isinstance(inner, FlatLoop)]
+    if not flat_loops:
+        return None
+    plan = flat_loops[0].plan
+    assert isinstance(plan, Flattened)
+    recording.note(divergence="flat", widths=plan.widths)
+    if recording.is_on():
+        recording.note(back=why_meeting_back(program, at))
+    only_branches = all(inner.nest.only_branches for inner in flat_loops)
+    return _with_derivatives(axis, flat, program, at, only_branches)(*loop.args), front
+
+
+def _with_derivatives(
+    axis: Axis,
+    flat: ClosedJaxpr,
+    program: ClosedJaxpr,
+    at: Sequence[Position],
+    only_branches: bool,
+) -> Any:
+    """`flat`, which does what `program` does for one example, with the derivatives of that.
+
+    Where they are taken of lanes that meet at each step, branches, if there are `only_branches` to
+    wait before, run for the lanes that take them.
+    """
+    way: Any = axis.divergence
+    inside = replace(axis, divergence=way.inside())
+    meeting = replace(axis, divergence=way.in_lockstep() if only_branches else None)
+
+    @jax.custom_jvp
+    def run(*xs: Any) -> list[Any]:
+        return eval_jaxpr(flat.jaxpr, flat.consts, *xs)
+
+    def together(*xs: Any) -> list[Any]:
+        with recording.paused(axis):
+            outs, out_axes = interpret(meeting, program.jaxpr, program.consts, xs, at)
+        return [match_axis(meeting, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        both = None
+        if not any(varying_of(primals)):  # inside ``shard_map`` what is shared would need a cast
+            moved = [tangents[i] for i in moving]
+            both = tangents_of_lanes(inside, program, primals, at, moving, moved)
+        if both is None:
+            some = lambda *ms: together(*with_values(primals, moving, ms))
+            return jax.jvp(some, [primals[i] for i in moving], [tangents[i] for i in moving])
+        outs, dots = both
+        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
+        return outs, [none(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
+
+    return run
+
 
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "bounded_loop": "body", "reverse_sweep": "back"}
 

@@ -1,9 +1,14 @@
-"""A ``while`` of one example in the form that windows run: with one predicate for each lane."""
+"""A ``while`` of one example in the form that windows run, as a primitive.
+
+It has one predicate for each lane. It is a primitive for one reason: batched once more, its lanes
+and those of the outer axis become one set of lanes, which share one window. Were its operations
+batched instead, each by its rule, outer lanes would be masked, and would wait for the slowest.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,24 +16,104 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.divergence.policy import Flattened, Masked, Tiles, Window
 from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import with_varying_values
-from batchax.divergence.window import Tally, counted, run_in_windows
+from batchax.divergence.windows import Tally, counted, run_in_windows
+from batchax.execution.bounded_derivatives import moves, no_tangent
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.references import without_references
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, Position, match_axis, move_axis
 from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import WhileLoop
-from batchax.kernel.inner import remembered
+from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.inner import batch_inner, remembered, stage_function, written_into
+from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive
+from batchax.kernel.varying import Varying, types_varying, varying_of
 from batchax.programs.for_lanes import for_lanes
+from batchax.programs.shapes import bytes_of
 from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
+
+VARIES_LESS = "a result would vary over more axes of the mesh than it does"
+"""Why lanes wait for each other where `Waiting.varies_less`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """A loop whose lanes wait for each other.
+
+    Attributes:
+      axis: the axis of the lanes.
+      program: that of the loop for one example.
+      operands, positions: what it is given, and where that has the batch axis.
+    """
+
+    axis: Axis
+    program: ClosedJaxpr
+    operands: Sequence[Value]
+    positions: Sequence[Position]
+
+    @classmethod
+    def of(cls, axis: Axis, loop: WhileLoop) -> Waiting:
+        """Of a ``while``."""
+        n_test, n_body = len(loop.test_consts), len(loop.body_consts)
+
+        def run(*operands: Value) -> list[Value]:
+            return while_p.bind(
+                *operands,
+                cond_nconsts=n_test,
+                cond_jaxpr=loop.test,
+                body_nconsts=n_body,
+                body_jaxpr=loop.body,
+            )
+
+        types = [*loop.test.in_avals[:n_test], *loop.body.in_avals]
+        stage = lambda: stage_function(axis, run, types)
+        program = remembered(loop.body, ("while", loop.test, axis), stage)
+        operands = [*loop.test_consts, *loop.body_consts, *loop.carry]
+        return cls(axis, program, operands, [*loop.test_at, *loop.body_at, *[0] * len(loop.carry)])
+
+    def results(self, which: Sequence[int]) -> PlacedOutputs:
+        """These results, from what of the loop they need."""
+        return self._run(which, self.operands) if which else ([], [])
+
+    def varies_less(self, which: Sequence[int]) -> bool:
+        """Whether one of these results varies over fewer axes of a mesh than some operand.
+
+        Inside ``shard_map`` a count that starts from zero differs between devices once lanes have
+        counts of their own, and so does what is computed from it: it would vary over all of them.
+        """
+        over = frozenset().union(*varying_of(self.operands))
+        return bool(over) and any(varies != over for varies in self._varying(which))
+
+    def _varying(self, which: Sequence[int]) -> Varying:
+        types = tuple(map(jax.typeof, self.operands))
+        key = "varying", self.axis, tuple(which), tuple(self.positions), types
+        stage = lambda: _compat.stage(lambda *xs: self._run(which, xs)[0], types)
+        return types_varying(remembered(self.program, key, stage).out_avals)
+
+    def _run(self, which: Sequence[int], operands: Sequence[Value]) -> PlacedOutputs:
+        program, axis = self._of(tuple(which)), replace(self.axis, divergence=None)
+        with recording.paused(axis):
+            return interpret(axis, program.jaxpr, program.consts, operands, self.positions)
+
+    def _of(self, which: tuple[int, ...]) -> ClosedJaxpr:
+        def run(*xs: Value) -> list[Value]:
+            outs = eval_jaxpr(self.program.jaxpr, self.program.consts, *xs)
+            return [outs[k] for k in which]
+
+        def build() -> ClosedJaxpr:
+            return _compat.without_dead(stage_function(self.axis, run, self.program.in_avals))
+
+        return remembered(self.program, ("results", self.axis, which), build)
 
 
 @_compat.held_weakly
@@ -267,3 +352,140 @@ def with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
         body_consts=[lanes, *loop.body_consts],
         body_at=[0, *loop.body_at],
     )
+
+
+# To be one set, lanes of one axis that share an operand get copies of it. These may take so many
+# times the bytes of what the lanes carry.
+_MOST_REPEATED = 4
+
+
+def bind(loop: PartingLoop, operands: Sequence[Value]) -> list[Any]:
+    """Runs the loop; it may be batched, and differentiated in forward mode."""
+    types = tuple(map(jax.typeof, operands))
+    stage = lambda: _compat.stage(loop.run, types)
+    program = remembered(loop.body, (loop.but_for_body, types), stage)
+    return parting_loop_p.bind(*operands, loop=loop, program=program)
+
+
+def _compiled(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
+    return compiled(*operands)
+
+
+def _function(program: Any) -> Any:
+    # What is returned is remembered under `program` as a weak key, and must not hold it alive.
+    jaxpr, consts = program.jaxpr, program.consts
+    return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
+
+
+def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    return written_into(program, operands)
+
+
+def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] | None:
+    """What runs on a platform for which nobody decided: masked lanes, unless the user asked.
+
+    ``jax.export`` lowers a program for platforms of which the machine that traces has none.
+    """
+    return None if loop.axis.divergence.explicit else loop.masked
+
+
+def _masked(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user's.
+    return loop.masked(*operands)
+
+
+def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+    return loop.differentiated(program, operands)
+
+
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Any], *, loop: PartingLoop, program: Any
+) -> tuple[list[Any], list[Any]]:
+    which = [i for i, t in enumerate(tangents) if moves(t)]
+    both = loop.tangents(primals, which, [tangents[i] for i in which])
+    if both is None:
+        of_operations = jvp_of(_differentiated, parting_loop_p)
+        return of_operations(primals, tangents, loop=loop, program=program)
+    outs, dots = both
+    return outs, [no_tangent(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
+
+
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, loop: PartingLoop, program: Any
+) -> tuple[list[Any], Sequence[Position]]:
+    merged = _merged(axis, loop, args, axes)
+    if merged is None:
+        # In a window lanes of the outer axis would wait; and one function is made of its lanes.
+        explicit, kernels = loop.axis.divergence.explicit, loop.without_kernels()
+        run = kernels.run if explicit else loop.masked
+        if not explicit or kernels is not loop:
+            types = tuple(program.in_avals)
+            key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
+
+            def stage() -> Any:
+                with _compat.named_scope(axis.name, axis.size):
+                    return _compat.stage(run, types)
+
+            program = remembered(loop.body, key, stage)
+        batched, out_axes = batch_inner(axis, program, axes)
+        return written_into(batched, args), out_axes
+    both = (axis.size, loop.axis.size)
+    outs = bind(*merged)
+    return [lax.reshape(x, (*both, *x.shape[1:])) for x in outs], [0] * len(outs)
+
+
+def _merged(
+    axis: Axis, loop: PartingLoop, args: Any, axes: Any
+) -> tuple[PartingLoop, list[Any]] | None:
+    """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
+    together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
+    if not together or any_uses_axis(axis, loop.test, loop.body):
+        return None
+    count = len(loop.positions)
+    lanes = axis.size * loop.axis.size
+
+    def flat(x: Value, outer: Position, inner: Position) -> Any:
+        """All lanes of `x` in a row, inner ones together."""
+        if inner is not None:
+            inner += outer is not None and outer <= inner
+            outer = outer if outer is None else outer + (outer < inner)
+            x = match_axis(axis, move_axis(x, inner, 0), outer, 0)
+        else:
+            x = match_axis(axis, x, outer, 0)
+            x = match_axis(loop.axis, x, None, 1)
+        return lax.reshape(x, (lanes, *x.shape[2:]))
+
+    carry = [flat(x, a, 0) for x, a in zip(args[count:], axes[count:], strict=True)]
+    consts = list(zip(args[:count], axes[:count], loop.positions, strict=True))
+    repeated = sum(
+        bytes_of([jax.typeof(x)]) * (loop.axis.size if inner is None else axis.size)
+        for x, outer, inner in consts
+        if (outer is None) != (inner is None)
+    )
+    if repeated > _MOST_REPEATED * bytes_of(map(jax.typeof, carry)):
+        return None
+    same = [outer is None and inner is None for _, outer, inner in consts]
+    operands = [
+        x if s else flat(x, outer, inner) for s, (x, outer, inner) in zip(same, consts, strict=True)
+    ]
+    plan = loop.replanned(lanes, loop.positions)
+    wide = replace(loop.axis, size=lanes)
+    positions = tuple(None if s else 0 for s in same)
+    return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]
+
+
+parting_loop_p = own_primitive(
+    "parting_loop",
+    called="while",
+    operations=_run,
+    compute=_compiled,
+    elsewhere=_elsewhere,
+    checked=_masked,
+    types=lambda *avals, loop, program: list(program.out_avals),
+    programs=("program",),
+    facts="nests",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=OF_OPERATIONS,
+)

@@ -1,26 +1,294 @@
-"""How the body of a loop is opened, so that all where lanes may wait are loops in it."""
+"""How the body of a loop is opened, so that all where lanes may wait are loops in it.
+
+A call is replaced by what it calls, a ``scan`` by a ``while``, and an expensive branch by a
+``while`` of one step at most.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import DropVar, Literal, unmapped_aval
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.divergence.branch_as_while import DearBranch, opened_branches
-from batchax.divergence.scan_as_while import opened_scan
+from batchax.execution.buffers import blank
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.joined import called, copy_of, joined, named_inputs, renamed
+from batchax.jaxprs.evaluate import plan, variables_read
+from batchax.jaxprs.joined import called, copied, copy_of, fresh, joined, named_inputs, renamed
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import Differs, differing_in, differs_of
+from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.unvmap import asked_of_each_lane
 from batchax.kernel.written_out import written_out
 from batchax.programs.dear_branches import dear_branches
+from batchax.programs.marks import without_branches
+from batchax.rules.carried_axes import split_operands
+
+_COUNT = jax.typeof(np.int32(0))
+
+
+def opened_scan(axis: Axis, eqn: Eqn, constants: dict[Any, Any]) -> list[Any]:
+    """A ``scan`` of one example, an equation, as a ``while``, with equations before it.
+
+    Constants of these join `constants`.
+    """
+    params = eqn.params
+    n_consts, n_carry = _compat.scan_counts(params)
+    test, body = while_of_scan(axis, params)
+    consts, carry, xs = split_operands(eqn.invars, n_consts, n_carry)
+    make = lambda: stage_function(axis, lambda: _arrays(body, n_carry), [])
+    blanks = remembered(body, ("arrays of ys", axis), make)
+    before, arrays = copied(blanks, [], constants)
+    loop = eqn.replace(
+        primitive=while_p,
+        invars=[*consts, *xs, Literal(np.int32(0), _COUNT), *carry, *arrays],
+        outvars=[fresh(_COUNT), *eqn.outvars],
+        params={
+            "cond_nconsts": 0,
+            "cond_jaxpr": test,
+            "body_nconsts": n_consts + len(xs),
+            "body_jaxpr": body,
+        },
+    )
+    return [*before, loop]
+
+
+def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Predicate and body of a ``while`` that does what a ``scan`` of one example does.
+
+    It carries how many steps were taken, what the scan carries, and arrays of the ys; the xs are
+    its last constants.
+    """
+    jaxpr, length, reverse = params["jaxpr"], params["length"], params["reverse"]
+    n_consts, n_carry = _compat.scan_counts(params)
+
+    def goes_on(step: Any, *_: Any) -> list[Any]:
+        return [lax.lt(step, np.int32(length))]
+
+    def build() -> tuple[ClosedJaxpr, ClosedJaxpr]:
+        once = _step(axis, jaxpr, n_consts, n_carry, length, reverse)
+        state = once.in_avals[len(once.in_avals) - len(once.out_avals) :]
+        return stage_function(axis, goes_on, state), once
+
+    return remembered(jaxpr, ("as while", axis, length, reverse, n_consts, n_carry), build)
+
+
+def _step(
+    axis: Axis, program: ClosedJaxpr, n_consts: int, n_carry: int, length: int, reverse: bool
+) -> ClosedJaxpr:
+    """The body of the ``while``: takes entries of the xs, does what `program` does, puts the ys."""
+    within: Any = {"allow_negative_indices": False}
+
+    def place(step: Any) -> Any:
+        return np.int32(length - 1) - step if reverse else step
+
+    def take(step: Any, *xs: Any) -> list[Any]:
+        at = place(step)
+        return [
+            lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
+            for x in xs
+        ]
+
+    def put(step: Any, *values: Any) -> list[Any]:
+        at, count = place(step), len(values) // 2
+        ys = [
+            lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
+            for y, e in zip(values[:count], values[count:], strict=True)
+        ]
+        return [step + np.int32(1), *ys]
+
+    jaxpr = program.jaxpr
+    consts, carry, entries = split_operands(jaxpr.invars, n_consts, n_carry)
+    new, results = jaxpr.outvars[:n_carry], jaxpr.outvars[n_carry:]
+    stacked = lambda v: unmapped_aval(length, 0, v.aval)
+    step, xs, ys = fresh(_COUNT), *([fresh(stacked(v)) for v in vs] for vs in (entries, results))
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+
+    def part(fun: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        staged = stage_function(axis, fun, [v.aval for v in operands])
+        return copied(staged, operands, constants)
+
+    before, taken = part(take, [step, *xs])
+    after, last = part(put, [step, *ys, *results])
+    names = dict(zip(taken, entries, strict=True))
+    before = [e.replace(outvars=[called(v, names) for v in e.outvars]) for e in before]
+    outputs = [last[0], *new, *last[1:]]
+    inputs = [*consts, *xs, step, *carry, *ys]
+    return joined(jaxpr, inputs, [*before, *jaxpr.eqns, *after], outputs, constants)
+
+
+def _place(x: Any, at: Any) -> list[Any]:
+    return [at] + [np.int32(0)] * (x.ndim - 1)
+
+
+def scan_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The constants and the first carry of `while_of_scan`, of one example."""
+    n_consts, n_carry = _compat.scan_counts(params)
+    _, body = while_of_scan(axis, params)
+    consts, carry, xs = split_operands(operands, n_consts, n_carry)
+    return [*consts, *xs], [np.int32(0), *carry, *_arrays(body, n_carry)]
+
+
+def _arrays(body: ClosedJaxpr, n_carry: int) -> list[Any]:
+    """The ys, before there are any."""
+    ys = body.out_avals[1 + n_carry :]
+    return [_compat.varying_as(blank(y, k), y) for k, y in enumerate(ys)]
+
+
+TODO = jax.typeof(np.False_)
+
+
+class DearBranch(NamedTuple):
+    """A branch that is a ``while``: of this ``cond``, this one; and all of it that are."""
+
+    eqn: Eqn
+    number: int
+    dear: tuple[int, ...]
+
+
+def opened_branches(
+    axis: Axis,
+    eqn: Eqn,
+    dear: Sequence[int],
+    constants: dict[Any, Any],
+    places: dict[Any, DearBranch],
+) -> list[Any]:
+    """The equations that do what a ``cond`` of one example does.
+
+    Args:
+      axis: the axis of the lanes.
+      eqn: the equation.
+      dear: which of its branches are to be loops.
+      constants: the values of constants of these equations join it.
+      places: the loops join it, each by the first variable that it returns.
+    """
+    index, *operands = [*eqn.invars]
+    branches = eqn.params["branches"]
+    made = {d: _made(branches[d], eqn.outvars) for d in dear}
+    dear = [d for d in dear if made[d]]  # of others nobody reads anything
+    made = {d: made[d] for d in dear}
+    others = [
+        _doing_nothing(axis, branches, d, made) if d in made else b for d, b in enumerate(branches)
+    ]
+    results = {
+        k: fresh(v.aval) for k, v in enumerate(eqn.outvars) if any(k in m for m in made.values())
+    }
+    first = eqn.replace(
+        outvars=[results.get(k, v) for k, v in enumerate(eqn.outvars)],
+        params={**eqn.params, "branches": tuple(others)},
+    )
+    eqns = [without_branches(first, dear)]
+    for d in dear:
+        asked = remembered(
+            branches[d], ("is taken", d, index.aval), lambda: _is_taken(axis, d, index.aval)
+        )
+        more, (todo,) = copied(asked, [index], constants)
+        test, body, used = _while_of_branch(branches[d], made[d])
+        last = {k: all(k not in made[e] for e in dear if e > d) for k in made[d]}
+        after = {k: eqn.outvars[k] if last[k] else fresh(eqn.outvars[k].aval) for k in made[d]}
+        taken = fresh(TODO)
+        loop = eqn.replace(
+            primitive=while_p,
+            invars=[*(operands[k] for k in used), todo, *(results[k] for k in made[d])],
+            outvars=[taken, *after.values()],
+            params={
+                "cond_nconsts": 0,
+                "cond_jaxpr": test,
+                "body_nconsts": len(used),
+                "body_jaxpr": body,
+            },
+            effects=body.effects,
+        )
+        results.update(after)
+        places[taken] = DearBranch(eqn, d, tuple(dear))
+        eqns += [*more, loop]
+    return eqns
+
+
+def _made(branch: ClosedJaxpr, results: Sequence[Any]) -> tuple[int, ...]:
+    """Which results a branch computes, of those that anybody reads: others it hands on."""
+    computed = {v for eqn in branch.jaxpr.eqns for v in eqn.outvars}
+    outs = zip(branch.jaxpr.outvars, results, strict=True)
+    return tuple(
+        k
+        for k, (v, result) in enumerate(outs)
+        if not isinstance(v, Literal) and v in computed and not isinstance(result, DropVar)
+    )
+
+
+def _doing_nothing(
+    axis: Axis,
+    branches: Sequence[ClosedJaxpr],
+    number: int,
+    made: dict[int, tuple[int, ...]],
+) -> ClosedJaxpr:
+    """A branch that hands on what that one hands on, and returns anything for what it computes."""
+    branch = branches[number]
+    others = tuple(b.jaxpr for i, b in enumerate(branches) if i not in made)
+
+    def build() -> ClosedJaxpr:
+        jaxpr = branch.jaxpr
+        constants = dict(zip(jaxpr.constvars, branch.consts, strict=True))
+        computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
+        eqns, outs = [], []
+        for k, v in enumerate(jaxpr.outvars):
+            if not isinstance(v, Literal) and v in computed:
+                more, v = _anything(axis, jaxpr, others, k, constants)
+                eqns += more
+            outs.append(v)
+        return joined(jaxpr, jaxpr.invars, eqns, outs, constants)
+
+    return remembered(branch, ("doing nothing", axis, others), build)
+
+
+def _anything(
+    axis: Axis, jaxpr: Jaxpr, others: Sequence[Jaxpr], k: int, constants: dict[Any, Any]
+) -> tuple[list[Any], Any]:
+    """What may be returned as result `k`: what another branch hands on, so that all agree."""
+    for other in others:
+        if isinstance(other.outvars[k], Literal):
+            return [], other.outvars[k]
+        if other.outvars[k] in other.invars:
+            return [], jaxpr.invars[other.invars.index(other.outvars[k])]
+    aval = jaxpr.outvars[k].aval
+    made = stage_function(axis, lambda: [_compat.varying_as(blank(aval, k), aval)], [])
+    eqns, (v,) = copied(made, [], constants)
+    return eqns, v
+
+
+def _is_taken(axis: Axis, number: int, index: Any) -> ClosedJaxpr:
+    return stage_function(axis, lambda i: [lax.eq(i, np.asarray(number, i.dtype))], [index])
+
+
+def _while_of_branch(
+    branch: ClosedJaxpr, made: Sequence[int]
+) -> tuple[ClosedJaxpr, ClosedJaxpr, list[int]]:
+    """The predicate and the body of the loop, and which operands of the branch are its constants.
+
+    It carries whether the step is still to be taken, and the results that are `made`.
+    """
+
+    def build() -> tuple[ClosedJaxpr, ClosedJaxpr, list[int]]:
+        jaxpr = branch.jaxpr
+        read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
+        used = [k for k, v in enumerate(jaxpr.invars) if v in read]
+        constants = dict(zip(jaxpr.constvars, branch.consts, strict=True))
+        outs = [jaxpr.outvars[k] for k in made]
+        carry = [fresh(TODO), *(fresh(v.aval) for v in outs)]
+        inputs = [*(jaxpr.invars[k] for k in used), *carry]
+        body = joined(jaxpr, inputs, jaxpr.eqns, [Literal(np.False_, TODO), *outs], constants)
+        carry = [fresh(v.aval) for v in carry]
+        return joined(jaxpr, carry, [], carry[:1], {}), body, used
+
+    return remembered(branch, ("as while", tuple(made)), build)
 
 
 def opened_places(

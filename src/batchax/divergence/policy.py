@@ -34,12 +34,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from batchax.divergence.branch_cost import NOTHING, BranchCost
-from batchax.divergence.cut import price_inside
-from batchax.divergence.nest import Dear, Inner, Nest
-from batchax.divergence.price import price_of_moving
-from batchax.divergence.thresholds import Thresholds
-from batchax.divergence.widths import (
+from batchax.divergence.costs import (
+    NOTHING,
+    BranchCost,
     Step,
     choose_widths,
     different,
@@ -47,7 +44,10 @@ from batchax.divergence.widths import (
     microseconds,
     most_left,
     power_of_two,
+    price_of_moving,
 )
+from batchax.divergence.nest import Dear, Inner, Nest, price_inside
+from batchax.divergence.thresholds import Thresholds
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.dear_branches import time_to_move
 from batchax.programs.one_function import fits_for_lanes

@@ -16,6 +16,13 @@ import jax
 from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
+from batchax.divergence.costs import (
+    Step,
+    dearest_step,
+    may_be_one_function,
+    price_of_branches,
+    price_of_loops,
+)
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import (
     CANNOT_MOVE,
@@ -27,14 +34,7 @@ from batchax.divergence.limits import (
     refuse_collectives,
     why_together,
 )
-from batchax.divergence.loop_primitive import bind
-from batchax.divergence.loops import parting_loop
-from batchax.divergence.most import (
-    dearest_step,
-    may_be_one_function,
-    price_of_branches,
-    price_of_loops,
-)
+from batchax.divergence.loops import VARIES_LESS, Waiting, bind, parting_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     CHEAP,
@@ -53,8 +53,6 @@ from batchax.divergence.policy import (
     worth_batching_twice,
 )
 from batchax.divergence.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
-from batchax.divergence.waiting import VARIES_LESS, Waiting
-from batchax.divergence.widths import Step
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
 from batchax.kernel import recording

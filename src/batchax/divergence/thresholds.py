@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from batchax.divergence.widths import launch_time
+from batchax.divergence.costs import launch_time
 
 
 class Thresholds(NamedTuple):

@@ -19,12 +19,10 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.divergence.blocks import anyone
 from batchax.divergence.policy import Tiles
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
-from batchax.divergence.window import LaneStep, until_all_are_done
-from batchax.divergence.window_rows import rows_of
+from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
 from batchax.execution.entries import entry_of, part_of, put_entry, put_part
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.words import Value

@@ -1,0 +1,481 @@
+"""What loops and branches cost, in nanoseconds of the work of lanes: what the policy decides by.
+
+`Step` is a step of a loop, `Price` a program that some lanes run, and `BranchCost` a branch. What
+is estimated before anything is batched, at the end, is never below what these say later: lanes
+would stay together and no one would notice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core.primitives import cond_p, scan_p, while_p
+
+from batchax.divergence.opening import TODO
+from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.kernel.divergence import AnyLoop
+from batchax.kernel.written_out import LOOPS, written_out
+from batchax.memo import kept_with
+from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
+from batchax.programs.dear_branches import NARROWEST, may_be_dear, time_begun, time_to_move
+from batchax.programs.inner import integers_in
+from batchax.programs.one_function import fits_for_lanes
+from batchax.programs.shapes import bytes_of, size_of
+from batchax.programs.weights import LAUNCH, TOGETHER
+from batchax.rules.aliases import kept_carries
+
+# The benchmark `divergence` times loops with windows of these widths.
+_NARROWING = 4  # the second window is this many times narrower than the first
+_FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
+_FEWEST = 4  # the same where windows narrower than that would be mostly overhead
+_ROOMY = 16  # how many times as long as its overhead a step of the first window takes
+_LONE = 4  # the same of a window alone: with it the slowest lanes run until the end
+_LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
+_MOST_WINDOWS = 2  # each is a program of its own to compile
+# A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
+# it is entered often, and mostly for few steps.
+_MOST_STEPS_INSIDE = 8
+# Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
+# is not free.
+_MOST_TO_MOVE = 16.0
+
+_SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
+
+_LEAST = 0.1  # the time taken for a program that does nothing: it is divided by
+
+
+class _Device(NamedTuple):
+    """What the width of a window is weighed by."""
+
+    begin: float
+    """what it takes to begin an operation, in nanoseconds of the work of lanes"""
+    memory: float
+    """bytes that a window may take: what lies in a cache is worked on several times as fast"""
+    speed: float
+    """how many times as fast as a core it does the work of many lanes"""
+
+
+_DEVICES = {"cpu": _Device(LAUNCH, 4e5, 1.0)}
+# An H100 begins an operation in 3 us, and does in 0.5 ns what a core does in 0.1 us.
+_OTHER_DEVICES = _Device(2_000 * LAUNCH, 1e9, 200.0)
+
+
+def _device(kind: str | None = None) -> _Device:
+    return _DEVICES.get(kind or jax.default_backend(), _OTHER_DEVICES)
+
+
+def launch_time(count: float, device: str | None = None) -> float:
+    """Nanoseconds that it takes to begin so many operations, on the default device or another."""
+    return count * _device(device).begin
+
+
+def microseconds(time: float) -> str:
+    """So many nanoseconds of the work of lanes, for people."""
+    return f"{float(f'{time / _device().speed / 1000:.2g}'):g} us"
+
+
+def length(jaxpr: Jaxpr) -> int:
+    """How many operations a program has, to be compiled: each counts once, in loops too."""
+    return sum(1 for _ in with_inside(jaxpr.eqns))
+
+
+def different(jaxpr: Jaxpr) -> int:
+    """How many operations a program has that differ: a compiler makes one of those that do not."""
+    types = lambda variables: tuple((v.aval.shape, v.aval.dtype) for v in variables)
+    alone = (e for e in with_inside(jaxpr.eqns) if not programs_inside(e))
+    return len({(e.primitive, types(e.invars), types(e.outvars)) for e in alone})
+
+
+def largest(programs: Sequence[ClosedJaxpr]) -> int:
+    """How many numbers the largest array has that programs compute; one at least."""
+    eqns = itertools.chain(*(with_inside(p.jaxpr.eqns) for p in programs))
+    return max((size_of(v.aval) for e in eqns for v in e.outvars), default=0) or 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a loop, as far as the widths of its windows depend on it.
+
+    Attributes:
+      length: operations in its programs, to be compiled.
+      work: nanoseconds that a lane takes, of many that run at once, with its predicate.
+      begun: the part of it that is not one loop with what selects what lanes keep.
+      overhead: how many lanes have as much work as it takes to begin its operations.
+      moving: how many steps of a lane cost as much as moving it in and out of a window.
+      held: bytes of what a lane carries.
+      staying: how many steps of a lane cost as much as copying it together with its neighbours.
+    """
+
+    length: int
+    work: float
+    begun: float
+    overhead: float
+    moving: float
+    held: int
+    staying: float
+
+    @classmethod
+    def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
+        """From its programs, and which operands of the body each lane has its own of."""
+        tests = [test.jaxpr] if test is not None else []
+        asked = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
+        cost = sum(asked, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
+        held = bytes_of(body.out_avals)
+        # What is carried is read and written, but for arrays that stay in place, updated or not.
+        kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
+        written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
+        work = max(TOGETHER.time(cost + Cost(bytes=2 * written)), _LEAST)
+        moving = time_to_move(itertools.compress(body.in_avals, differs))
+        n_consts = len(body.in_avals) - len(body.out_avals)
+        own = itertools.compress(body.in_avals[:n_consts], differs)
+        copied = Cost(bytes=2 * bytes_of(own) + 4 * held)  # both are read, and back go carries
+        return cls(
+            length=sum(map(length, [*tests, body.jaxpr])),
+            work=work,
+            begun=time_begun(body.jaxpr, differs),
+            # What is fused is one operation more, in each of the programs.
+            overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
+            moving=min(moving / work, _MOST_TO_MOVE),
+            held=held,
+            staying=TOGETHER.time(copied) / work,
+        )
+
+
+def choose_widths(
+    size: int, most: int, step: Step, nesting: int, width: int | None
+) -> tuple[tuple[int, ...], str]:
+    """The widths of the windows of a loop, from the widest down; why, if there is but one.
+
+    The first is that of all lanes, if they may run at once.
+
+    Args:
+      size: number of lanes.
+      most: how many may run at once.
+      step: a step of the loop.
+      nesting: inside how many loops or branches it is that lanes part ways in.
+      width: the width of the first window after that of all lanes; None to choose.
+    """
+    # Each window is one more copy of the program of a step to compile.
+    windows = min(_MOST_WINDOWS, max(1, _LONGEST // max(1, step.length)))
+    if nesting:
+        windows = 1
+        if nesting > 1 or 4 * step.length > _LONGEST:
+            return (most,), "inside another, a step is too long to be compiled again"
+        if step.moving > _MOST_STEPS_INSIDE and width is None:
+            return (most,), "inside another, to move a lane costs more than the steps saved"
+    narrow = power_of_two(step.overhead)
+    if width is None:
+        memory = power_of_two(_device().memory / (step.held + 1))
+        wide = min((_ROOMY if windows > 1 else _LONE) * narrow, max(narrow, memory))
+        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
+    else:
+        wide, narrow = width, min(width, narrow)
+    wide = min(wide, most)
+    every = (wide // _NARROWING**k for k in range(wide.bit_length()))
+    widths = [w for w in every if narrow <= w < size][:windows]
+    if not widths:
+        return (most,), f"a step of fewer than {narrow:,} lanes would be mostly overhead"
+    return ((size, *widths) if most == size else tuple(widths)), ""
+
+
+def most_left(widths: Sequence[int], overhead: float) -> int:
+    """How many lanes may be left when they leave the run of all lanes for the first window.
+
+    A step of all lanes costs ``_SHARED * (size + overhead)``, however few are active (several
+    cores may share it), and a lane in a full window ``(width + overhead) / width``. Lanes leave
+    when that is cheaper.
+    """
+    if len(widths) == 1:
+        return 0
+    size, width = widths[:2]
+    share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
+    return max(min(size - 1, round(share * size)), width)
+
+
+def power_of_two(lanes: float) -> int:
+    """The nearest one."""
+    return 1 << round(math.log2(max(1.0, lanes)))
+
+
+_KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
+_MOVED = 0.03
+_ROW = 2.0  # for an entry, whatever its size
+# A block of a dear branch works so many times as long as it takes to begin, or has the most lanes;
+# all lanes fill so many blocks at most.
+_ENOUGH, _WIDEST = 2.0, 256
+_BLOCKS = 8
+STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
+
+
+class Price(NamedTuple):
+    """The price of a program, in nanoseconds: roughly."""
+
+    begin: float
+    """however many lanes there are"""
+    lane: float
+    """for each lane"""
+
+    def of(self, lanes: float) -> float:
+        """For so many lanes."""
+        return self.begin + lanes * self.lane
+
+
+def price_of(program: Any, differs: Sequence[bool]) -> Price:
+    """The price of a program; lanes have some operands of their own."""
+    cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=STEPS_INSIDE)
+    return price_of_cost(cost + Cost(launches=1))
+
+
+def price_of_cost(cost: Cost) -> Price:
+    """The price of what costs so much for each lane."""
+    return Price(launch_time(cost.launches), TOGETHER.time(cost))
+
+
+def price_of_keeping(avals: Sequence[Any]) -> Price:
+    """The price of keeping what lanes hold that are elsewhere, where others compute."""
+    return Price(0.0, _KEPT * bytes_of(avals))
+
+
+def price_of_copying(avals: Sequence[Any]) -> Price:
+    """The price of keeping what is updated in place elsewhere: two are read, one is written."""
+    return Price(0.0, TOGETHER.time(Cost(bytes=3 * bytes_of(avals))))
+
+
+def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
+    """The price of moving what some lanes read and write to where they run, and back."""
+    rows = len(read) + 2 * len(written)
+    moved = bytes_of(read) + bytes_of(written)
+    return Price(launch_time(rows), _ROW * rows + _MOVED * moved)
+
+
+def width_of_block(work: Price, moves: Price, lanes: int) -> int:
+    """How many lanes make a block of a dear branch, so that to begin it is little beside them."""
+    width, lane = NARROWEST, work.lane + moves.lane
+    while width < _WIDEST and width * lane < _ENOUGH * (work.begin + moves.begin):
+        width *= 2
+    return min(max(width, lanes // _BLOCKS), max(1, lanes // 2))
+
+
+def dearest_block(work: Price, moves: Price) -> Price:
+    """The price of a block of some of the lanes, if no lane costs more than this."""
+    begin, lane = work.begin + moves.begin, work.lane + moves.lane
+    return Price(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
+
+
+def total(prices: Sequence[Price]) -> Price:
+    """The price of programs one after another."""
+    return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))
+
+
+def dearest_of(prices: Sequence[Price]) -> Price:
+    """The price of the dearest of several programs, or a little more."""
+    return Price(max(p.begin for p in prices), max(p.lane for p in prices))
+
+
+NOTHING = "computes nothing"
+
+
+class BranchCost(NamedTuple):
+    """What a branch costs, in nanoseconds for each lane.
+
+    Attributes:
+      work: to run it.
+      copied: to run it where each lane has a copy of what all lanes share, as under ``jax.vmap``.
+      alone: to run it for one lane, in a loop that is one function.
+      beginning: to begin its operations, not divided among lanes.
+      begun: the part of it that is not one loop with what selects the results. Whatever is in that
+        loop a processor computes for the lanes that take the branch, and for no others.
+      moving: to move what it reads and returns.
+      starting: to begin its operations, however many lanes run at a time.
+      chunk: how many lanes run at a time.
+      lanes: how many there are.
+      others: what the other branches take that is begun likewise.
+      operations: how many it has, to be compiled.
+      alike: how many lanes at least run each of them in the way that all do.
+      cannot: why it cannot run for some lanes only; empty if it can.
+      may_be_serial: whether it may run for one lane after another, as a single kernel.
+      is_unknown: whether it holds a loop of unknown length, or calls the host.
+      held: bytes that its derivative would keep if all lanes ran at once, with what the branch
+        reads of its own; 0 where no derivative is taken.
+    """
+
+    work: float
+    copied: float
+    alone: float
+    beginning: float
+    begun: float
+    moving: float
+    starting: float
+    chunk: int
+    lanes: int
+    others: float
+    operations: int
+    alike: int
+    cannot: str = ""
+    may_be_serial: bool = False
+    is_unknown: bool = False
+    held: int = 0
+
+    @property
+    def apart(self) -> float:
+        """To move what it reads and returns, and run it in a chunk that is full."""
+        return self.work + self.moving + self.starting / self.chunk
+
+
+WITH_DERIVATIVE = 4
+"""How many times as long a step takes together with the step back over it, at least."""
+
+_NOTHING = Price(0.0, 0.0)
+_BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
+
+
+def dearest_step(loop: AnyLoop) -> float:
+    """Nanoseconds that a step of the dearest loop, or the dearest branch, takes for a lane."""
+    programs = _programs(loop)
+    dearest = _dearest_of(loop.primitive, programs)
+    if loop.primitive.name in LOOPS:
+        dearest = max(dearest, WITH_DERIVATIVE * sum(map(_time, programs)))
+    return dearest
+
+
+def may_be_one_function(loop: AnyLoop) -> bool:
+    """Whether neighbours may run a loop in one function, or one inside it."""
+    programs = _programs(loop)
+    return _all_fit(loop.primitive, programs) or any(map(_cheap.in_program, programs))
+
+
+def price_of_loops(loop: AnyLoop) -> Price:
+    """The price of a step of each loop inside, as `nest_of` may cut them."""
+    return total(list(map(_loops, _programs(loop))))
+
+
+def price_of_branches(loop: AnyLoop) -> Price:
+    """The price of the dearest branch in it, for lanes that run it together."""
+    return dearest_of([_NOTHING, *map(_branches, _programs(loop))])
+
+
+@kept_with("what the dearest branch in programs costs")
+def _branches(jaxpr: Jaxpr) -> Price:
+    inside = [(eqn, program) for eqn in jaxpr.eqns for program in _inside(eqn)]
+    costs = (cost_of_program(p, steps=STEPS) for eqn, p in inside if eqn.primitive is cond_p)
+    return dearest_of([_NOTHING, *map(price_of_cost, costs), *(_branches(p) for _, p in inside)])
+
+
+def _programs(loop: AnyLoop) -> list[Jaxpr]:
+    return [p.jaxpr for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
+
+
+def _dearest_of(primitive: object, programs: list[Jaxpr]) -> float:
+    dearest = max(map(_dearest, programs), default=0.0)
+    if primitive is while_p or primitive is cond_p:
+        times = list(map(_time, programs))
+        # A step is asked for, too; of branches a lane takes one.
+        dearest = max(dearest, sum(times) if primitive is while_p else max(times))
+    if getattr(primitive, "name", None) in LOOPS:
+        dearest *= WITH_DERIVATIVE
+    return dearest
+
+
+def _time(jaxpr: Jaxpr) -> float:
+    return TOGETHER.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
+
+
+@kept_with("what a step of the dearest loop in programs costs")
+def _dearest(jaxpr: Jaxpr) -> float:
+    each = (_dearest_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
+    return max(each, default=0.0)
+
+
+def _kept(jaxpr: Jaxpr) -> Cost:
+    """What it costs at most that lanes which are done keep what they have."""
+    return Cost(bytes=3 * bytes_of(v.aval for v in jaxpr.outvars))
+
+
+@kept_with("what a step of each loop in programs costs")
+def _loops(jaxpr: Jaxpr) -> Price:
+    return total([_loops_of(eqn) for eqn in jaxpr.eqns if may_wait.in_equation(eqn)])
+
+
+def _loops_of(eqn: Eqn) -> Price:
+    if eqn.primitive is while_p or eqn.primitive is scan_p:
+        return _step(eqn)
+    if eqn.primitive is cond_p:  # of which no loops are cut out
+        return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_dear(jaxpr)])
+    return total(list(map(_loops, _inside(eqn))))
+
+
+def _block(branch: Jaxpr) -> Price:
+    """The price of a block of lanes that take a branch, whatever they have of their own."""
+    work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + Cost(launches=1))
+    read, written = ([v.aval for v in some] for some in (branch.invars, branch.outvars))
+    return dearest_block(work, price_of_moving([*read, *written], [*written, TODO]))
+
+
+def _step(loop: Eqn) -> Price:
+    """The price of a step: of the whole body, or of what it is cut into."""
+    kept = [v.aval for v in loop.outvars]
+    price = total([price_of_cost(Cost(launches=_BEGUN)), price_of_keeping(kept)])
+    if loop.primitive is scan_p:  # as a `while` it takes its entries, and puts them
+        (body,) = bodies_of(loop)
+        taken = [v.aval for v in body.jaxpr.invars[body.same + body.carried :]]
+        put = [v.aval for v in body.jaxpr.outvars[body.carried :]]
+        entries = Cost(
+            bytes=2 * bytes_of([*taken, *put]),
+            places=len(taken) + 2 * len(put),
+            launches=len(taken) + len(put),
+        )
+        price = total([price, price_of_cost(entries)])
+    return total([price, *map(_once, programs_inside(loop))])
+
+
+@kept_with("what programs cost in which each loop takes a step")
+def _once(jaxpr: Jaxpr) -> Price:
+    integers = integers_in(jaxpr)
+    return total([_once_of(eqn, integers) for eqn in jaxpr.eqns])
+
+
+def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
+    whole = price_of_cost(cost_of_equation(eqn, integers, steps=STEPS_INSIDE))
+    if not may_wait.in_equation(eqn):
+        return whole
+    if eqn.primitive is cond_p:  # the others, what asks who takes a dear one, and a block of that
+        asked = price_of_cost(Cost(bytes=8, launches=2))
+        return dearest_of([whole, total([whole, asked, _loops_of(eqn)])])
+    if eqn.primitive is while_p or eqn.primitive is scan_p:
+        # Cut out, it has a segment before it, in which what it updates in place is copied.
+        kept = [v.aval for v in eqn.outvars]
+        segment = price_of_cost(Cost(launches=1)), price_of_copying(kept)
+        return dearest_of([whole, total([_step(eqn), *segment])])
+    return dearest_of([whole, total(list(map(_once, _inside(eqn))))])
+
+
+def _inside(eqn: Eqn) -> list[Jaxpr]:
+    """The programs of an equation; of a bounded loop the one that it stands for."""
+    operations = written_out(eqn)
+    return programs_inside(eqn) if operations is None else [operations.jaxpr]
+
+
+def _may_wait_at(eqn: Eqn) -> bool:
+    if eqn.primitive is cond_p:
+        return any(may_be_dear(branch.jaxpr) for branch in eqn.params["branches"])
+    return eqn.primitive is while_p or eqn.primitive.name in LOOPS
+
+
+may_wait = Anywhere(_may_wait_at)
+"""Whether a program holds a loop that lanes may leave one by one, or a dear branch."""
+
+
+def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:
+    """Whether that is a loop whose programs neighbours may run in one function."""
+    loop = primitive is while_p or primitive.name in LOOPS
+    return loop and all(map(fits_for_lanes, programs))
+
+
+_cheap = Anywhere(lambda eqn: _all_fit(eqn.primitive, _inside(eqn)))

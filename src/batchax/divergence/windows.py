@@ -1,0 +1,586 @@
+"""Loops that lanes leave when they are done, in windows of fixed width.
+
+A loop batched by ``jax.vmap`` runs all lanes until the slowest is done (see JAX #8409). Here all
+lanes run first, as they do where lanes are masked, until a share of them is done (`Together`).
+Those that are left queue for a window of fixed width. When some in it are done, those that wait
+take their slots (`refill`). When none waits, those that are left run in a narrower window, so that
+the last slow lanes do not run in a window full of lanes that are done.
+
+A window holds the indices of its lanes: what belongs to a lane is read from, and written to, the
+arrays of all lanes by index (`rows_of`, `put_back`). That is the same program for all widths, of
+which only steps are compiled once more for each. A CPU is given each operation as a kernel of its
+own, which takes longer to compile than most loops of numbers: `Together`, `refill`, `_GoesOn` and
+`put_back` make such loops, each a single kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from batchax import _compat
+from batchax.divergence.policy import Window
+from batchax.divergence.ski_rental import SkiRental
+from batchax.divergence.varying import alike
+from batchax.execution.entries import entry_of, part_of, put_entry
+from batchax.execution.gathered_lanes import count_active, put, taken_at
+from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Position
+from batchax.kernel.staged import staged_once, while_loop
+from batchax.programs.shapes import bytes_of
+
+_ROW = 32
+_ROWS = 16
+_MOST = 256  # blocks: more take longer than the sum of all
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a mask.
+
+    Attributes:
+      mask: the mask, or rows of rows of it.
+      step: how many entries of its first dimension make a block.
+      end: how many there are.
+      lanes: how many lanes are in a block.
+    """
+
+    mask: Any
+    step: np.int32
+    end: np.int32
+    lanes: int
+
+    @classmethod
+    def of(cls, mask: Any) -> Blocks | None:
+        """Of a mask of lanes: two at least, if it has as many; None where it is best left whole."""
+        if jax.default_backend() != "cpu":
+            return None
+        size = mask.shape[0]
+        row = _divisor(size, min(_ROW, max(1, size // 2)))
+        rows = size // row
+        if rows <= _MOST:  # to reshape a mask is to compute it once more
+            return cls(mask, np.int32(row), np.int32(size), row)
+        many = _divisor(rows, _ROWS)
+        if rows // many > _MOST:
+            return None
+        mask = lax.reshape(mask, (rows // many, many, row))
+        return cls(mask, np.int32(1), np.int32(rows // many), many * row)
+
+    def at(self, place: Any) -> Any:
+        """The block that begins there."""
+        return part_of(self.mask, place, 0, int(self.step))
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest that is not above `most`."""
+    return next(n for n in range(most, 0, -1) if number % n == 0)
+
+
+def anyone(active: Any) -> Any:
+    """Whether any lane is active."""
+    return staged_once("anyone", lambda active: [_anyone(active)], active)[0]
+
+
+def _anyone(active: Any) -> Any:
+    blocks = Blocks.of(active)
+    if blocks is None:
+        return lax.reduce_or(active, (0,))
+
+    def once(state: Any) -> Any:
+        place, _ = state
+        block = blocks.at(place)
+        return lax.add(place, blocks.step), lax.reduce_or(block, tuple(range(block.ndim)))
+
+    def goes_on(state: Any) -> Any:
+        place, hit = state
+        return lax.bitwise_and(lax.lt(place, blocks.end), lax.bitwise_not(hit))
+
+    return while_loop(goes_on, once, alike((np.int32(0), np.False_), [active]))[1]
+
+
+_SMALL = 1024  # bytes that a step of a loop over lanes touches at most, to be one function
+
+
+def put_back(everyone: Sequence[Any], rows: Sequence[Any], lanes: Any) -> list[Any]:
+    """The arrays of all lanes with the rows of a window; places where nobody is are the last.
+
+    A processor is given a scatter as a function for each array, and a small loop as one for all.
+    """
+    moved = sum(2 * bytes_of([jax.typeof(x)]) // x.shape[0] for x in rows)
+    if jax.default_backend() != "cpu" or moved > _SMALL:
+        return [with_rows(x, r, lanes) for x, r in zip(everyone, rows, strict=True)]
+    size, width = np.int32(everyone[0].shape[0]), np.int32(lanes.shape[0])
+
+    def goes_on(state: Any) -> Any:
+        place, _ = state
+        here = lax.lt(entry_of(lanes, lax.min(place, lax.sub(width, np.int32(1)))), size)
+        return lax.bitwise_and(lax.lt(place, width), here)
+
+    def once(state: Any) -> Any:
+        place, now = state
+        lane = entry_of(lanes, place)
+        now = [put_entry(x, entry_of(r, place), lane) for x, r in zip(now, rows, strict=True)]
+        return lax.add(place, np.int32(1)), now
+
+    start = alike((np.int32(0), list(everyone)), [lanes, *everyone, *rows])
+    return while_loop(goes_on, once, start)[1]
+
+
+def rows_of(x: Value, position: Position, lanes: Any) -> Any:
+    """What these lanes have of an array of all lanes; `lanes` may repeat some."""
+    if position is None:
+        return x
+    return taken_at(x, lanes, position)
+
+
+def with_rows(x: Value, rows: Any, target: Any) -> Any:
+    """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
+    return put(x, rows, target, 0)
+
+
+_MORE = 4  # the share of the steps taken that are taken before lanes are counted again
+
+
+@dataclass(frozen=True)
+class Together:
+    """When all lanes stop to run at once.
+
+    Attributes:
+      size: how many there are.
+      left: how many may be left when they stop.
+      waiting: when lanes that are done have waited enough; None: when so many are left.
+      pause: how many steps are taken at least before lanes are counted; 1: they are after each.
+    """
+
+    size: int
+    left: int
+    waiting: SkiRental | None
+    pause: int = 1
+
+    def run(self, begins: Any, once: Callable[[Any], Any], state: Any) -> tuple[Any, Any]:
+        """The state after some steps, and whether any lane is left.
+
+        Args:
+          begins: whether any lane is active.
+          once: a step, from a state to the next.
+          state: begins with which lanes are active.
+        """
+
+        def step(whole: Any) -> Any:
+            state, taken, asked, *_ = whole
+            state = once(state)
+            return state, *staged_once(self, self._judged, state[0], taken, asked)
+
+        whole = state, np.int32(0), np.int32(self.pause), begins, begins
+        whole = alike(whole, jax.tree.leaves(state))
+        state, _, _, left, _ = while_loop(lambda whole: whole[-1], step, whole)
+        return state, left
+
+    def _judged(self, active: Any, taken: Any, asked: Any) -> tuple[Any, ...]:
+        """The steps taken, when lanes are counted, whether any are left, whether all go on.
+
+        Args:
+          active: which lanes are active after one step more.
+          taken: how many steps were taken before.
+          asked: after how many lanes are counted.
+        """
+        blocks = Blocks.of(active)
+        if blocks is None:
+            return self._of_count(np.True_, np.True_, count_active(active), taken, asked)
+
+        # All is in the loop: what is not would be compiled as functions of their own.
+        def once(state: Any) -> Any:
+            place, count, taken, asked, *_ = state
+            new = lax.convert_element_type(blocks.at(place), np.int32)
+            count = lax.add(count, lax.reduce_sum(new, tuple(range(new.ndim))))
+            first, place = lax.eq(place, np.int32(0)), lax.add(place, blocks.step)
+            last = lax.ge(place, blocks.end)
+            return place, count, *self._of_count(first, last, count, taken, asked)
+
+        def goes_on(state: Any) -> Any:
+            place, count, taken, asked, *_ = state
+            more = lax.bitwise_or(lax.eq(count, np.int32(0)), lax.ge(taken, asked))
+            return lax.bitwise_and(lax.lt(place, blocks.end), more)
+
+        start = np.int32(0), np.int32(0), taken, asked, np.False_, np.False_
+        return while_loop(goes_on, once, alike(start, [active]))[2:]
+
+    def _of_count(self, first: Any, last: Any, count: Any, taken: Any, asked: Any) -> tuple:
+        """As `_judged`, from the count of some lanes, which may be the first, and the last."""
+        taken = lax.add(taken, lax.convert_element_type(first, np.int32))
+        some, many = lax.gt(count, np.int32(0)), lax.gt(count, np.int32(self.left))
+        waits = lax.bitwise_or(many, lax.bitwise_and(some, self._bears(count, taken)))
+        counts = lax.ge(taken, asked)
+        goes_on = lax.bitwise_and(some, lax.bitwise_or(lax.bitwise_not(counts), waits))
+        pause = lax.select(lax.bitwise_and(counts, last), self._pause(taken), np.int32(0))
+        return taken, lax.add(asked, pause), some, goes_on
+
+    def _pause(self, taken: Any) -> Any:
+        least = np.int32(self.pause)
+        return least if least == 1 else lax.max(least, lax.div(taken, np.int32(_MORE)))
+
+    def _bears(self, count: Any, taken: Any) -> Any:
+        """Whether what was lost by waiting costs less than to move those that are left.
+
+        Who is done has waited for half of the steps, on average, if they were done one by one.
+        """
+        if self.waiting is None:
+            return np.False_
+        lanes, taken = (lax.convert_element_type(x, np.float32) for x in (count, taken))
+        idle = lax.mul(lax.sub(np.float32(self.size), lanes), lax.mul(np.float32(0.5), taken))
+        return self.waiting.waits(idle, lanes)
+
+
+class Queue(NamedTuple):
+    """Lanes in the order in which they come.
+
+    Attributes:
+      lanes: their indices; None for all lanes in their order.
+      active: which of them are not done: the others never come.
+    """
+
+    lanes: Any
+    active: Any
+
+    @classmethod
+    def of_all(cls, active: Any) -> Queue:
+        """All lanes."""
+        return cls(None, active)
+
+
+class InWindow(NamedTuple):
+    """Who is in a window.
+
+    Attributes:
+      index: the lane at each place. Where nobody was ever, it is out of bounds, and differs.
+      active: whether the lane is not done.
+      first: the place in the queue of the first who waits.
+      waiting: whether somebody may wait.
+      any_active: whether any lane is active.
+    """
+
+    index: Any
+    active: Any
+    first: Any
+    waiting: Any
+    any_active: Any
+
+    @classmethod
+    def empty(cls, size: int, width: int) -> InWindow:
+        """A window of that width for that many lanes, before anybody has come."""
+        index = np.arange(size, size + width, dtype=np.int32)
+        return cls(index, np.zeros(width, bool), np.int32(0), np.True_, np.False_)
+
+
+def refill(queue: Queue, window: InWindow) -> InWindow:
+    """The window with those who wait where lanes are done."""
+    of_all = queue.lanes is None
+
+    def run(*operands: Any) -> InWindow:
+        asked = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
+        how = _one_by_one if jax.default_backend() == "cpu" else _at_once
+        return how(asked, InWindow(*operands[len(queue) - of_all :]))
+
+    return InWindow(*staged_once("refill", run, *queue[of_all:], *window))
+
+
+def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
+    """As `refill`: on a processor that is one function to compile, and takes less time."""
+    size, width = np.int32(queue.active.shape[0]), np.int32(window.index.shape[0])
+
+    def once(state: Any) -> Any:
+        place, (index, active, first, _, any_active) = state
+        # What is read and written in one step would be copied in each.
+        stays = entry_of(window.active, place)
+        asked = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
+        comes = lax.bitwise_and(asked, entry_of(queue.active, first))
+        lane = first if queue.lanes is None else entry_of(queue.lanes, first)
+        old = entry_of(window.index, place)
+        index = put_entry(index, lax.select(comes, lane, old), place)
+        here = lax.bitwise_or(stays, comes)
+        active = put_entry(active, here, place)
+        first = lax.add(first, lax.convert_element_type(asked, np.int32))
+        taken = lax.bitwise_or(comes, lax.bitwise_not(asked))
+        place = lax.add(place, lax.convert_element_type(taken, np.int32))
+        waiting, any_active = lax.lt(first, size), lax.bitwise_or(any_active, here)
+        return place, InWindow(index, active, first, waiting, any_active)
+
+    start = np.int32(0), window._replace(waiting=np.True_, any_active=np.False_)
+    start = alike(start, [*window, queue.active])
+    return while_loop(lambda state: lax.lt(state[0], width), once, start)[1]
+
+
+def _at_once(queue: Queue, window: InWindow) -> InWindow:
+    """As `refill`: most devices take longer for a loop of numbers than for sums and scatters."""
+    size, width = queue.active.shape[0], window.index.shape[0]
+    order, places = lax.iota(np.int32, size), lax.iota(np.int32, width)
+    waits = queue.active & (order >= window.first)
+    rank, free = _rank(waits), _rank(~window.active)
+    count = free[-1] + lax.convert_element_type(~window.active[-1], np.int32)
+    # Whoever goes nowhere is written out of bounds, each to another index.
+    place_of = put(places, places, lax.select(window.active, width + places, free), 0)
+    place = taken_at(place_of, lax.min(rank, np.int32(width - 1)), 0)
+    comes = waits & (rank < count)
+    target = lax.select(comes, place, width + order)
+    index = put(window.index, order if queue.lanes is None else queue.lanes, target, 0)
+    active = put(window.active, comes, target, 0)
+    last = lax.reduce_max(lax.select(comes, order + 1, lax.full_like(order, 0)), (0,))
+    first = lax.max(window.first, last)
+    waiting = lax.reduce_or(waits & ~comes, (0,))
+    return InWindow(index, active, first, waiting, lax.reduce_or(active, (0,)))
+
+
+def _rank(chosen: Any) -> Any:
+    """How many are chosen before each."""
+    ones = lax.convert_element_type(chosen, np.int32)
+    return lax.cumsum(ones) - ones
+
+
+Tally = tuple[Any, ...]
+"""Iterations, and lane-steps of active lanes in two halves of 32 bits, the high one first: in
+single precision JAX has no integers of 64 bits. Empty where nothing is counted."""
+
+LaneStep = Callable[[int, Sequence[Any], Any, Sequence[Any], Tally], tuple[Any, list[Any], Tally]]
+"""One step of some lanes: (width, consts, active, carry, tally) -> (active, carry, tally)."""
+
+
+def run_in_windows(
+    plan: Window,
+    step: LaneStep,
+    consts: Sequence[Value],
+    positions: Sequence[Position],
+    active: Any,
+    carry: list[Value],
+) -> tuple[list[Any], list[Tally]]:
+    """Runs a loop.
+
+    Args:
+      plan: how the lanes are run.
+      step: one step of some lanes.
+      consts: what it is given beside the carry; `positions` says where each has the batch axis.
+      active: whether each lane takes a first step.
+      carry: the first carry of all lanes, at the front.
+
+    Returns:
+      The last carry, and for each window the count of its lane-steps.
+    """
+    varying = [active, *carry, *consts]
+    size, widths = active.shape[0], plan.widths
+    tallies, some = [], anyone(active)
+    if widths[0] == size:
+        widths = widths[1:]
+        left = plan.leave_at if plan.share is None else _refilled_at(plan, size)
+        left = max(left, widths[0]) if widths else 0
+        together = Together(size, left, _waiting(plan), plan.pause)
+        state = alike((active, carry, _blank(plan)), varying)
+        once = lambda state: step(size, consts, *state)
+        (active, carry, tally), some = together.run(some, once, state)
+        tallies = [tally]
+    queue = Queue.of_all(active)
+    for k, (width, narrower) in enumerate(itertools.pairwise([*widths, 0])):
+        window = _Window(plan, width, narrower, step, consts, positions)
+        # All that a window leaves fit the next one: who is in the last one stays there.
+        if k and not narrower:
+            carry, lanes, tally = window.run_to_the_end(queue, carry, varying)
+        else:
+            some = anyone(queue.active) if k else some
+            carry, lanes, tally = window.run(queue, some, carry, varying)
+        queue = Queue(lanes.index, lanes.active)
+        tallies.append(tally)
+    return carry, tallies
+
+
+def until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:
+    """Steps of `width` lanes, while any of them is active."""
+
+    def once(state: Any) -> Any:
+        active, carry, tally = state
+        return step(width, consts, active, carry, tally)
+
+    return while_loop(lambda state: lax.reduce_or(state[0], (0,)), once, state)
+
+
+def _steps(
+    step: LaneStep,
+    consts: Sequence[Value],
+    begins: Any,
+    goes_on: _GoesOn,
+    waiting: Any,
+    state: Any,
+) -> Any:
+    """Steps of the lanes of a window: one if they `begin`, and more while they `go on`."""
+
+    def once(state: Any) -> Any:
+        active, carry, tally, wasted, _ = state
+        active, carry, tally = step(goes_on.width, consts, active, carry, tally)
+        return active, carry, tally, *goes_on.judged(active, waiting, wasted)
+
+    start = alike((*state, np.float32(0), begins), [begins])
+    return while_loop(lambda state: state[-1], once, start)[:3]
+
+
+@dataclass(frozen=True)
+class _GoesOn:
+    """Whether the lanes of a window go on together.
+
+    Attributes:
+      plan: how they are run.
+      width: how many there are.
+      left: how many may be active when nobody waits and they leave.
+    """
+
+    plan: Window
+    width: int
+    left: int
+
+    def judged(self, active: Any, waiting: Any, wasted: Any) -> list[Any]:
+        """The lane-steps wasted after one more, and whether lanes go on.
+
+        Args:
+          active: which of them are active.
+          waiting: whether others wait.
+          wasted: the lane-steps wasted before.
+        """
+        return staged_once(self, self._judged, waiting, active, wasted)
+
+    def _judged(self, waiting: Any, active: Any, wasted: Any) -> tuple[Any, Any]:
+        blocks = Blocks.of(active)
+        if blocks is None:
+            count = count_active(active)
+            wasted = self._wasted(wasted, self.width, count)
+            return wasted, self._of_count(waiting, count, wasted)
+
+        def once(state: Any) -> Any:
+            place, count, wasted, _ = state
+            new = lax.convert_element_type(blocks.at(place), np.int32)
+            new = lax.reduce_sum(new, tuple(range(new.ndim)))
+            count, wasted = lax.add(count, new), self._wasted(wasted, blocks.lanes, new)
+            place = lax.add(place, blocks.step)
+            return place, count, wasted, self._of_count(waiting, count, wasted)
+
+        start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
+        return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
+
+    def _wasted(self, wasted: Any, lanes: int, active: Any) -> Any:
+        """The lane-steps wasted after one more of so many lanes, some of which are active."""
+        return lax.add(
+            wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)
+        )
+
+    def _of_count(self, waiting: Any, count: Any, wasted: Any) -> Any:
+        plan, some = self.plan, lax.gt(count, np.int32(0))
+        many = some if self.left == 0 else lax.gt(count, np.int32(self.left))
+        rule = _waiting(plan)
+        waits = np.False_ if rule is None else rule.waits(wasted, self.width)
+        bears = lax.bitwise_and(some, waits)
+        full = lax.gt(count, np.int32(_refilled_at(plan, self.width)))
+        return lax.select(waiting, lax.bitwise_or(full, bears), many)
+
+
+class _Window:
+    """A window of so many lanes, until nobody waits for it and they fit the `narrower` one.
+
+    Attributes:
+      plan: how the lanes are run.
+      width: how many lanes it holds.
+      narrower: the width of the next one; zero if there is none.
+      step: one step of some lanes.
+      consts, positions: what it is given beside the carry, and where each has the batch axis.
+    """
+
+    def __init__(
+        self,
+        plan: Window,
+        width: int,
+        narrower: int,
+        step: LaneStep,
+        consts: Sequence[Value],
+        positions: Sequence[Position],
+    ) -> None:
+        self.plan, self.width, self.narrower, self.step = plan, width, narrower, step
+        self.consts, self.positions = consts, positions
+
+    def run(
+        self, queue: Queue, waiting: Any, everyone: list[Any], varying: Any
+    ) -> tuple[list[Any], InWindow, Tally]:
+        """The carries of all lanes, who is left in the window, and the count of lane-steps.
+
+        `waiting` is whether any lane of the queue is active.
+        """
+        goes_on = _GoesOn(self.plan, self.width, self.narrower)
+
+        def steps(lanes: InWindow, consts: Sequence[Any], state: Any) -> Any:
+            return _steps(self.step, consts, lanes.any_active, goes_on, lanes.waiting, state)
+
+        turn = functools.partial(self._turn, queue, steps)
+        state = alike(self._empty(everyone, waiting), varying)
+        return while_loop(lambda state: state[1].waiting, turn, state)
+
+    def run_to_the_end(
+        self, queue: Queue, everyone: list[Any], varying: Any
+    ) -> tuple[list[Any], InWindow, Tally]:
+        """As `run`, where the window has a place for each lane."""
+
+        def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
+            if not self.plan.last_in_kernel:
+                return until_all_are_done(self.step, self.width, consts, state)
+            active, carry, tally = state
+            n_consts = len(consts)
+
+            def run(active: Any, *xs: Any) -> list[Any]:
+                state = active, xs[n_consts:], tally
+                active, rows, _ = until_all_are_done(self.step, self.width, xs[:n_consts], state)
+                return [active, *rows]
+
+            operands = _compat.varying_alike([active, *consts, *carry], like=[active])
+            types = list(map(jax.typeof, [active, *operands[1 + n_consts :]]))
+            active, *carry = _compat.in_one_function(run, types, operands)
+            return active, carry, tally
+
+        return self._turn(queue, steps, alike(self._empty(everyone, np.True_), varying))
+
+    def _empty(self, everyone: list[Any], waiting: Any) -> tuple[list[Any], InWindow, Tally]:
+        empty = InWindow.empty(everyone[0].shape[0], self.width)
+        return everyone, empty._replace(waiting=waiting), _blank(self.plan)
+
+    def _turn(self, queue: Queue, steps: Callable[..., Any], state: Any) -> Any:
+        """Has those who wait take the places of lanes that are done, and runs `steps` of them."""
+        everyone, lanes, tally = state
+        lanes = refill(queue, lanes)
+        last = np.int32(everyone[0].shape[0] - 1)
+        here = lax.min(lanes.index, last)  # of places where nobody is, someone
+        carry = [rows_of(x, 0, here) for x in everyone]
+        consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
+        active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
+        everyone = put_back(everyone, carry, lanes.index)
+        return everyone, lanes._replace(active=active), tally
+
+
+def _refilled_at(plan: Window, width: int) -> int:
+    """How many active lanes a window of that width has at most when it is refilled, or left."""
+    return width - max(1, round(width * (plan.share or 0)))
+
+
+def _waiting(plan: Window) -> SkiRental | None:
+    """When idle lanes have waited enough; None: as soon as the user's share of them is done."""
+    return SkiRental(plan.patience) if plan.share is None else None
+
+
+def _blank(plan: Window) -> Tally:
+    return (np.uint32(0),) * 3 if plan.counts else ()
+
+
+def counted(tally: Tally, count: Any) -> Tally:
+    """A tally of one more iteration, in which so many lanes are active."""
+    if not tally:
+        return tally
+    iterations, high, low = tally
+    total = low + lax.convert_element_type(count, np.uint32)
+    return iterations + np.uint32(1), high + lax.convert_element_type(total < low, np.uint32), total
