@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.datasets.engines import apart, submitting
 from batchax.datasets.engines import call as engines_call
-from batchax.datasets.engines import submitting
-from batchax.datasets.engines.attempts import Attempts
+from batchax.datasets.engines.attempts import Attempts, EndedError
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.journal import read_journal
@@ -318,9 +318,21 @@ def test_workers_that_end_while_they_start_are_started_again(x, threads, error, 
     assert_whole(x, [6, 50])
 
 
+@pytest.mark.parametrize(
+    ("end", "how"), [("kill(os.getpid(), 9)", "SIGKILL"), ("_exit(3)", "status 3")]
+)
+def test_a_process_of_a_unit_that_ends_while_it_starts(tmp_path, monkeypatch, end, how):
+    """The unit is not to blame: nobody sees that it began."""
+    monkeypatch.setattr(apart, "_CHILD", f"import os; os.{end}  # {{!r}}")
+    attempts = Attempts.of_new_call(tmp_path, b"")
+    with pytest.raises(EndedError, match=how):
+        apart.run_apart(attempts, 0, 0)
+    assert not attempts.is_running(0, 0)
+
+
 def test_units_that_end_their_process(x):
     """They are named, and with quarantine given up: no others, though these were there, too."""
-    with pytest.raises(bx.RowError, match=r"rows 40 to 43 of .* ends the process .*smaller batch"):
+    with pytest.raises(bx.RowError, match=r"rows 40 to 43 of .* SIGKILL.*smaller batch"):
         call(engine_calls.fatally_at_41, "processes:2")
     report = call(engine_calls.fatally_at_41, "processes:2", on_error="quarantine")
     assert [b.row for b in report.bad] == [40, 41, 42, 43]
@@ -332,7 +344,7 @@ def test_units_that_end_their_process(x):
 @pytest.mark.nightly
 def test_units_that_end_workers_of_dask(x, dask):
     before = set(dask.run(os.getpid).values())
-    with pytest.raises(bx.RowError, match=r"rows (8 to 11|40 to 43) of .* ends the process"):
+    with pytest.raises(bx.RowError, match=r"rows (8 to 11|40 to 43) of .* SIGKILL"):
         call(engine_calls.fatally, dask)
     report = call(engine_calls.fatally, dask, on_error="quarantine")
     assert [b.row for b in report.bad] == [8, 9, 10, 11, 40, 41, 42, 43]

@@ -1,10 +1,10 @@
 """Units submitted to workers, a few at a time, until all are done.
 
 Twice as many as there are workers are in flight: enough that none waits for the next, and few, so
-that little is lost with whoever ends. A unit whose worker ended is run again, and if that ends,
-too, while nothing else runs: so it is not blamed for what another one did, or for memory that both
-took. If its workers end even so, the unit is given up. One that takes far longer than others is
-begun a second time, and whichever is done first stands.
+that little is lost with whoever ends. A unit whose worker ended is run again in a process of its
+own (`apart.py`), and if that ends, too, while nothing else runs: so it is not blamed for what
+another one did, or for memory that both took. If that ends, the unit is given up. One that takes
+far longer than others is begun a second time, and whichever is done first stands.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
+from batchax.datasets.engines.apart import run_apart
 from batchax.datasets.engines.attempts import UNGUARDED, Attempts
 from batchax.datasets.engines.pools import Pool
 from batchax.datasets.engines.worker import Done, run_unit
@@ -37,9 +38,8 @@ _ENDING = (
     "the system ends them, memory may be short: take fewer workers. What they print may say more."
 )
 
-_DEATHS = 2  # of workers with a unit: beside others, and as many while nothing else runs
-_ALONE, _GIVEN_UP = _DEATHS, 2 * _DEATHS  # after so many
-_ENDS = f"ends the process that computes it, {_DEATHS} times with nothing else beside it"
+_IN_WORKERS, _APART, _ALONE, _GIVEN_UP = range(4)  # how carefully a unit is run
+_ENDS = "ends the process that computes it, at last with nothing else beside it"
 
 
 def _rows(unit: Unit) -> str:
@@ -53,7 +53,7 @@ class _Tried:
     Attributes:
       unit: the unit.
       attempt: which attempt at it this is.
-      care: how carefully: how many workers ended with it.
+      care: how carefully: how many processes ended with it.
       generation: of the pool that has it.
       submitted: when.
       seen: when it was first seen to run.
@@ -144,7 +144,7 @@ class Submitting:
                 unit = next(self._left, None)
                 if unit is None:
                     break
-                self._again.append((unit, 0))
+                self._again.append((unit, _IN_WORKERS))
             self._submit(*self._again.popleft())
         if self._suspects and all(t.over for t in self._running.values()):
             self._examining = True
@@ -152,13 +152,14 @@ class Submitting:
 
     def _submit(self, unit: Unit, care: int) -> None:
         attempt = self._tries[unit.number]
+        fun = run_apart if care in (_APART, _ALONE) else run_unit
         args = [self._attempts, unit.number, attempt]
         if care == _GIVEN_UP:
             args.append(f"its unit, {_rows(unit)}, {_ENDS}")
         name = f"{self._name}-unit-{unit.number}"
         while True:
             try:
-                future = self._pool.submit(name, run_unit, *args)
+                future = self._pool.submit(name, fun, *args)
                 break
             except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
                 if self._ends_in_vain(2 * self._pool.workers):
@@ -183,8 +184,8 @@ class Submitting:
         tried = self._running.pop(future)
         try:
             done = future.result()
-        except self._pool.deaths:
-            self._after_death(tried)
+        except self._pool.deaths as error:
+            self._after_death(tried, error)
         except CancelledError:
             if not self._stop.now and not tried.over:
                 self._pool.wait_until_there()
@@ -208,7 +209,7 @@ class Submitting:
             self._cancel(lambda other: other.over and self._is_waiting(other))
         self._tell(done)
 
-    def _after_death(self, tried: _Tried) -> None:
+    def _after_death(self, tried: _Tried, how: BaseException) -> None:
         """Its worker ended: of this unit, or of another that was in it or in its pool."""
         in_vain = self._is_waiting(tried)
         if not in_vain:
@@ -226,9 +227,10 @@ class Submitting:
         elif care > _GIVEN_UP or (care == _GIVEN_UP and not self._quarantine):
             self._stop.because(
                 RowError(
-                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS}. What was done is "
-                    "kept. Its rows may need more memory than there is: pass a smaller batch_size "
-                    'and another out=. Or pass on_error="quarantine" to go on without them.'
+                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS} ({how}). What was "
+                    "done is kept. Its rows may need more memory than there is: pass a smaller "
+                    'batch_size and another out=. Or pass on_error="quarantine" to go on without '
+                    "them."
                 )
             )
         else:
@@ -249,7 +251,7 @@ class Submitting:
 
     def _try_again(self, tried: _Tried, care: int) -> None:
         self._tries[tried.unit.number] += 1
-        (self._again if care < _ALONE else self._suspects).append((tried.unit, care))
+        (self._again if care <= _APART else self._suspects).append((tried.unit, care))
 
     def _cancel(self, which: Callable[[_Tried], bool]) -> None:
         self._pool.cancel([future for future, tried in self._running.items() if which(tried)])
@@ -269,4 +271,4 @@ class Submitting:
                 tried.seen = now  # it may have begun just now: clocks of workers may be wrong
             if tried.seen is not None and now - tried.seen > most:
                 tried.twice = True
-                self._try_again(tried, 0)
+                self._try_again(tried, _IN_WORKERS)
