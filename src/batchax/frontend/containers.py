@@ -56,6 +56,10 @@ class BatchOfRows:
         raise NotImplementedError
 
 
+class DictOfBatches(dict[Any, Any]):
+    """Base of a dict that is more than one to JAX, and a plain one to `vmap`."""
+
+
 _containers: dict[type, Container] = {}
 
 

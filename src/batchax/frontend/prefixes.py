@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import AxisError
-from batchax.frontend.containers import is_container, is_container_spec
+from batchax.frontend.containers import DictOfBatches, is_container, is_container_spec
 from batchax.jaxprs.spoken import listed
 from batchax.jaxprs.words import Value
 
@@ -95,6 +95,7 @@ def spread_specs(
             f"{what} gives a {name} for {path}: a batch of those has one batch axis, not one for "
             f"each array that it is made of. Give the {unit} of {path} itself, such as 0."
         )
+    tree = dict(tree) if isinstance(tree, DictOfBatches) else tree
     children, treedef = _one_level(tree)
     child_specs = _by_name(spec, tree, children, path, what) if by_name else None
     if child_specs is None:

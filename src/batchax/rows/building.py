@@ -31,6 +31,7 @@ from batchax.rows.checks import (
 )
 from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.rows.joining import check_same_lengths, join, leaves_of_rows
+from batchax.rows.ragged_dict import RaggedDict
 
 B = TypeVar("B", bound="Building")
 
@@ -69,7 +70,8 @@ class Building:
         Returns:
           A `Ragged` of these rows. Of trees: a tree like them with a `Ragged` for each leaf, all
           of the same lengths, of which `vmap` takes rows; `unstack` makes the list of rows of it
-          again.
+          again. Of dicts: a dict whose entries share their lengths under ``jax.jit``, too. It is a
+          subclass of dict, and for JAX a pytree of another type.
 
         Raises:
           AxisError: there is no row; two differ in structure or in another axis; a leaf has
@@ -100,8 +102,11 @@ class Building:
         first, _, lengths, _ = joined[0]
         for path, _, others, _ in joined[1:]:
             check_same_lengths((first, lengths), (path, others))
-        batches = [cls(data, lengths, max_length, axis=at) for _, data, _, at in joined]
-        return jax.tree.unflatten(structure, batches)
+        batches: list[Any] = [cls(data, lengths, max_length, axis=at) for _, data, _, at in joined]
+        for batch in batches:
+            batch.lengths = batches[0].lengths
+        tree = jax.tree.unflatten(structure, batches)
+        return RaggedDict(tree) if type(tree) is dict else tree
 
     @classmethod
     def from_padded(

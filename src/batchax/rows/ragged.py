@@ -89,6 +89,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
     lengths: Any
     max_length: Any
     axis: Any
+    shared: tuple[int, ...] | None = (
+        None  # which lengths of a `RaggedDict` these are, if it is one's
+    )
+    rebuilt: bool = False  # whether JAX made it from the leaves of one in a `RaggedDict`
 
     def __init__(
         self,
@@ -252,7 +256,11 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
           >>> print(x.with_data(g.data)[1])
           [2. 4. 6.]
         """
-        return Ragged(data, self.lengths, self.max_length, axis=self.axis)
+        return self._with_own_lengths(Ragged(data, self.lengths, self.max_length, axis=self.axis))
+
+    def _with_own_lengths(self, other: Ragged) -> Ragged:
+        other.lengths = self.lengths  # the array itself, which tells that they are the same
+        return other
 
     def astype(self, dtype: Any) -> Ragged:
         """The same rows with elements of another dtype.
@@ -319,7 +327,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
           >>> x.to_padded().shape
           (3, 16)
         """
-        return Ragged(self.data, self.lengths, max_length, axis=self.axis)
+        return self._with_own_lengths(Ragged(self.data, self.lengths, max_length, axis=self.axis))
 
     def tree_flatten_with_keys(self) -> Any:
         leaves, static = self.tree_flatten()
@@ -327,14 +335,15 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self) -> Any:
-        return (self.data, self.lengths), (self.max_length, self.axis)
+        return (self.data, self.lengths), (self.max_length, self.axis, self.shared)
 
     @classmethod
     def tree_unflatten(cls, static: Any, leaves: Any) -> Ragged:
         # Leaves may be anything here: transformations put placeholders into pytrees.
         ragged = object.__new__(cls)
         ragged.data, ragged.lengths = leaves
-        ragged.max_length, ragged.axis = static
+        ragged.max_length, ragged.axis, ragged.shared = static
+        ragged.rebuilt = ragged.shared is not None
         return ragged
 
     def __repr__(self) -> str:

@@ -1,0 +1,186 @@
+"""A dict from `Ragged.from_rows`, whose entries share their lengths under ``jax.jit``, too."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.rows.ragged_dict import RaggedDict
+
+from support.oracle import example
+
+LENGTHS = (3, 1, 0, 2)
+is_rows = lambda x: isinstance(x, bx.Ragged)
+
+
+def rows_of(lengths=LENGTHS, seed=0):
+    return [
+        {"x": example((n, 2), seed=seed + i), "w": example((n,), seed=seed + i + 50)}
+        for i, n in enumerate(lengths)
+    ]
+
+
+def moment(row):  # fails where the two have sizes of their own
+    return jnp.tanh(row["w"][:, None] * row["x"]).sum(0)
+
+
+ROWS = rows_of()
+EXPECTED = np.stack([moment(row) for row in ROWS])
+
+MADE = {
+    "from_rows": lambda b: b,
+    "in a list": lambda b: [b],
+    "on the device": jax.device_put,
+    "result of jit": jax.jit(lambda b: b),
+    "pickled": lambda b: pickle.loads(pickle.dumps(b)),
+    "copied": lambda b: copy.deepcopy(copy.copy(b.copy())),
+    "with more room": lambda b: jax.tree.map(lambda r: r.with_capacity(9), b, is_leaf=is_rows),
+    "another bound": lambda b: b | {k: r.with_max_length(5) for k, r in b.items()},
+    "some rows": lambda b: jax.tree.map(lambda r: r[[0, 1, 2, 3]], b, is_leaf=is_rows),
+    "beside labels": lambda b: {"label": jnp.arange(4)} | b,
+    "from its leaves": lambda b: jax.tree.unflatten(jax.tree.structure(b), jax.tree.leaves(b)),
+    "of nothing and back": lambda b: jax.tree.map(
+        lambda _, x: x, jax.tree.map(lambda x: str(x.shape), b), b
+    ),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_lengths_are_one_under_jit(made):
+    batch = MADE[made](bx.Ragged.from_rows(ROWS))
+    run = lambda batch: bx.vmap(lambda row: moment(row[0] if type(row) is list else row))(batch)
+    np.testing.assert_allclose(jax.jit(run)(batch), EXPECTED, rtol=1e-5)
+
+
+def test_nested_rows_and_two_axes():
+    nested = bx.Ragged.from_rows([{"a": row, "b": (row["w"], None)} for row in ROWS])
+    run = jax.jit(bx.vmap(lambda row: (row["a"]["w"] * row["b"][0]).sum()))
+    np.testing.assert_allclose(run(nested), [(r["w"] ** 2).sum() for r in ROWS], rtol=1e-5)
+
+    pictures = [{"r": example((h, w)), "g": example((h, w), seed=9)} for h, w in [(2, 3), (1, 2)]]
+    batch = bx.Ragged.from_rows(pictures, axis=(0, 1))
+    run = jax.jit(bx.vmap(lambda p: (p["r"] * p["g"]).sum()))
+    expected = [(p["r"] * p["g"]).sum() for p in pictures]
+    np.testing.assert_allclose(run(batch), expected, rtol=1e-5)
+
+
+def test_a_number_of_programs_for_one_size():
+    """A function that needs lengths as numbers is traced for each length, not for each pair."""
+    lengths = []
+
+    def dot(row):
+        lengths.append((row["x"].shape[0], row["w"].shape[0]))
+        return sum((row["w"][i] * row["x"][i] for i in range(len(row["x"]))), jnp.zeros(2))
+
+    batch, expected = bx.Ragged.from_rows(ROWS), np.stack([r["w"] @ r["x"] for r in ROWS])
+    np.testing.assert_allclose(jax.jit(bx.vmap(dot))(batch), expected, rtol=1e-5)
+    assert sorted(lengths[1:]) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    lengths.clear()
+    np.testing.assert_allclose(jax.jit(bx.vmap(dot))(dict(batch)), expected, rtol=1e-5)
+    assert len(lengths) == 17  # the entries of a plain dict may differ
+
+
+OPTIONS = {
+    "batch_size": {"batch_size": 3},
+    "mesh": {"mesh": "all"},
+    "buckets": {"buckets": 2},
+    "packed": {"layout": "packed"},
+    "padded": {"layout": "padded"},
+    "each entry's axis": {"in_axes": ({"x": 0, "w": 0},)},
+    "a callable": {"in_axes": lambda leaf: 0},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_and_gradients(option):
+    batch, run = bx.Ragged.from_rows(ROWS), bx.vmap(moment, **OPTIONS[option])
+    np.testing.assert_allclose(jax.jit(run)(batch), EXPECTED, rtol=1e-5)
+    gradient = jax.jit(jax.grad(lambda b: run(b).sum(), allow_int=True))(batch)
+    expected = bx.Ragged.from_rows([jax.grad(lambda r: moment(r).sum())(row) for row in ROWS])
+    for key in batch:
+        np.testing.assert_allclose(gradient[key].data, expected[key].data, rtol=1e-5)
+    assert jax.tree.structure(gradient) == jax.tree.structure(batch)
+
+
+def test_around_jax_transformations():
+    batch = bx.Ragged.from_rows(ROWS)
+    data = {k: r.data for k, r in batch.items()}
+    run = lambda d: bx.vmap(moment)({k: batch[k].with_data(x) for k, x in d.items()})
+    tangents = jax.tree.map(jnp.ones_like, data)
+    zeros = jax.tree.map(
+        lambda x: jnp.ones_like(x) if x.dtype.kind == "f" else np.zeros(x.shape, jax.dtypes.float0),
+        batch,
+    )
+    _, got = jax.jvp(jax.jit(bx.vmap(moment)), (batch,), (zeros,))
+    np.testing.assert_allclose(got, jax.jvp(run, (data,), (tangents,))[1], rtol=1e-5)
+
+    two = jax.tree.map(lambda *x: jnp.stack(x), batch, bx.Ragged.from_rows(rows_of(seed=7)))
+    both = jax.jit(jax.vmap(bx.vmap(moment)))(two)
+    np.testing.assert_allclose(both[0], EXPECTED, rtol=1e-5)
+    assert jax.eval_shape(bx.vmap(moment), batch).shape == (4, 2)
+
+
+def test_entries_that_another_batch_gave_keep_their_sizes():
+    one, other = (jax.device_put(bx.Ragged.from_rows(rows_of(n))) for n in [(3, 1), (1, 2)])
+    outer = lambda row: (row["x"][:, None] * row["w"][None, :, None]).sum((0, 1))
+    expected = [
+        np.outer(a["x"].sum(0), b["w"].sum())[:, 0]
+        for a, b in zip(rows_of((3, 1)), rows_of((1, 2)), strict=True)
+    ]
+    of_two = {
+        "merged": one | {"w": other["w"]},
+        "picked": jax.tree.map(
+            lambda a, b: a if a.data.ndim == 2 else b, one, other, is_leaf=is_rows
+        ),
+        "a leaf elsewhere": one | {"w": jax.tree.leaves(other, is_leaf=is_rows)[0]},
+    }
+    for mixed in of_two.values():
+        assert isinstance(mixed, RaggedDict)
+        np.testing.assert_allclose(jax.jit(bx.vmap(outer))(mixed), expected, rtol=1e-5)
+
+    def sorted_apart(batch):  # each entry by itself, where lengths are traced
+        order = {k: jnp.argsort(batch[k].lengths * s) for k, s in [("x", 1), ("w", -1)]}
+        permuted = lambda r: bx.Ragged(r.data, r.lengths[order["x" if r.data.ndim == 2 else "w"]])
+        each = [
+            jax.tree.map(function, batch, is_leaf=is_rows)
+            for function in (permuted, jax.jit(permuted))
+        ]
+        return each, jax.tree.map(lambda leaf: leaf, each)
+
+    for found in jax.tree.leaves(
+        jax.jit(sorted_apart)(one), is_leaf=lambda x: type(x) is RaggedDict
+    ):
+        assert (found["x"].lengths.tolist(), found["w"].lengths.tolist()) == ([1, 3], [3, 1])
+
+
+def test_functions_and_results_are_plain_dicts():
+    batch = bx.Ragged.from_rows(ROWS)
+    kinds = []
+
+    def twice(row):
+        kinds.append(type(row))
+        return jax.tree.map(lambda x: 2 * x, row)
+
+    for run in (bx.vmap(twice), bx.vmap(twice, in_axes=({"x": 0, "w": 0},))):
+        assert type(run(batch)) is dict
+    assert set(kinds) == {dict}
+    assert type(jax.tree.map(lambda r: r.data, batch, is_leaf=is_rows)) is dict
+    assert type(batch | {}) is type({} | batch) is type(batch.copy()) is RaggedDict
+
+
+def test_a_wrong_prefix_speaks_of_a_dict():
+    with pytest.raises(bx.AxisError, match=r"row is a dict with keys \['w', 'x'\]"):
+        bx.vmap(lambda row: 0.0, in_axes=({"x": 0},))(bx.Ragged.from_rows(ROWS))
+
+
+def test_changed_lengths_on_the_host_are_not_overwritten():
+    """Lengths that a transformation changed in one entry stay, where their values are at hand."""
+    batch = bx.Ragged.from_rows([{"x": np.ones(2), "w": np.ones(2)}] * 2)
+    change = lambda path, x: x - 1 if str(path) == str(changed) else x
+    changed = jax.tree_util.tree_flatten_with_path(batch)[0][3][0]
+    again = jax.tree_util.tree_map_with_path(change, batch)
+    assert (again["w"].lengths.tolist(), again["x"].lengths.tolist()) == ([2, 2], [1, 1])
