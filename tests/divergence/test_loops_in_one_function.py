@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import nest, runner
+from batchax.divergence import nest
 from batchax.divergence.policy import Tiles
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import TABLE
@@ -309,8 +309,7 @@ def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():
     assert FLAT in told(100, 2000)  # too few for a turn
 
 
-def test_the_last_lanes_of_compact(monkeypatch):
-    monkeypatch.setattr(runner, "_DEVICES", jax.device_count())
+def test_windows_of_compact_are_no_kernels():
     counts = np.asarray(np.random.default_rng(1).pareto(1.0, 512) * 3).clip(0, 60)
     counts = jnp.asarray(counts, jnp.int32).at[5].set(90)
     points = np.random.default_rng(2).normal(size=(512, 64))
@@ -320,10 +319,7 @@ def test_the_last_lanes_of_compact(monkeypatch):
         step = lambda c: (c[0] + 1, jnp.sin(c[1]) + lax.axis_index("outer"))
         return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
 
-    lanes = bx.vmap(power, divergence="compact")
-    assert functions(lanes, counts, points) == 1
-    counted = bx.vmap(power, divergence=bx.Compact(steps=bx.LaneSteps()))
-    assert functions(counted, counts, points) == 0  # a count is a product
+    assert functions(bx.vmap(power, divergence="compact"), counts, points) == 0
 
     def all_of(vmap):
         moved = lambda x: vmap(power)(counts, x)[1]
@@ -336,21 +332,6 @@ def test_the_last_lanes_of_compact(monkeypatch):
         return all_of(lambda f: bx.vmap(f, divergence="compact")), all_of(jax.vmap)
 
     same(*both())
-
-
-def test_branches_of_the_last_lanes_of_compact(monkeypatch):
-    monkeypatch.setattr(runner, "_DEVICES", jax.device_count())
-    counts = (np.arange(1024) % 7 == 0).astype(np.int32)
-    counts[5] = 8
-    points = np.random.default_rng(2).normal(size=(1024, 512)).astype(np.float32)
-
-    def steps(count, x):
-        step = lambda c: (c[0] + 1, halved(jnp.sin(c[1]) * 2))
-        return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
-
-    lanes = bx.vmap(steps, divergence="compact")
-    assert functions(lanes, counts, points) == 1
-    same(jax.jit(lanes)(counts, points), jax.jit(jax.vmap(steps))(counts, points), None)
 
 
 def test_loops_that_make_references():

@@ -158,15 +158,7 @@ class PartingLoop:
         """
         if isinstance(self.plan, Tiles) and self.plan.kernel:
             return self.masked(*operands)
-        if isinstance(self.plan, Window) and self.plan.last_in_kernel:
-            return self.without_kernels().run(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
-
-    def without_kernels(self) -> PartingLoop:
-        """As this, with each operation left to the compiler."""
-        if not (isinstance(self.plan, Window) and self.plan.last_in_kernel):
-            return self
-        return replace(self, plan=replace(self.plan, last_in_kernel=False))
 
     def tangents(
         self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
@@ -240,11 +232,8 @@ class PartingLoop:
         if tally:
             tally = counted(tally, count_active(active))
         axis, test, body = replace(self.axis, size=width), self.test, self.body
-        assert isinstance(self.plan, Window | Tiles)
         if self._for_kernel:
-            test, body = for_lanes(test), for_lanes(body)
-        if self.plan.in_kernel(width):
-            axis = masked_inside(axis)
+            axis, test, body = masked_inside(axis), for_lanes(test), for_lanes(body)
         body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
@@ -256,13 +245,8 @@ class PartingLoop:
 
     @property
     def _for_kernel(self) -> bool:
-        """Whether some steps are in a single kernel: programs are as these must be, for all."""
-        match self.plan:
-            case Tiles(kernel=kernel) | Flattened(kernel=kernel):
-                return kernel
-            case Window(last_in_kernel=kernel):
-                return kernel
-        return False
+        """Whether steps are in a single kernel; of a nested loop, those of the loops inside."""
+        return isinstance(self.plan, Tiles | Flattened) and self.plan.kernel
 
 
 def masked_inside(axis: Axis) -> Axis:
@@ -416,16 +400,14 @@ def _batched(
 ) -> tuple[list[Any], Sequence[Position]]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
-        # In a window lanes of the outer axis would wait; and one function is made of its lanes.
-        explicit, kernels = loop.axis.divergence.explicit, loop.without_kernels()
-        run = kernels.run if explicit else loop.masked
-        if not explicit or kernels is not loop:
+        # In a window lanes of the outer axis would wait, and a kernel is made of its lanes alone.
+        if not loop.axis.divergence.explicit:
             types = tuple(program.in_avals)
             key = (*loop.but_for_body, types, "batched", axis.name, axis.size)
 
             def stage() -> Any:
                 with _compat.named_scope(axis.name, axis.size):
-                    return _compat.stage(run, types)
+                    return _compat.stage(loop.masked, types)
 
             program = remembered(loop.body, key, stage)
         batched, out_axes = batch_inner(axis, program, axes)

@@ -78,7 +78,6 @@ class Window:
       share: the share of the lanes of a window that must be done before it is refilled; None to
         leave that to `patience`.
       counts: whether lane-steps are counted.
-      last_in_kernel: whether steps of the last window are a single kernel.
     """
 
     widths: tuple[int, ...]
@@ -87,11 +86,6 @@ class Window:
     pause: int = 1
     share: float | None = None
     counts: bool = False
-    last_in_kernel: bool = False
-
-    def in_kernel(self, width: int) -> bool:
-        """Whether steps of so many lanes are in a single kernel."""
-        return self.last_in_kernel and width == self.widths[-1]
 
 
 @dataclass(frozen=True)
@@ -110,10 +104,6 @@ class Tiles:
     patience: float
     kernel: bool = False
     leave_at: int = 0
-
-    def in_kernel(self, width: int) -> bool:
-        """Whether steps of so many lanes are in a single kernel."""
-        return self.kernel
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -177,7 +167,6 @@ class Asked:
       nesting: inside how many loops or branches that lanes diverge in it is.
       max_width: how many lanes may run at a time; None: any number.
       recompiled: whether it is inside a branch that is compiled twice.
-      one_device: whether there is one device.
     """
 
     explicit: bool = False
@@ -187,7 +176,6 @@ class Asked:
     nesting: int = 0
     max_width: int | None = None
     recompiled: bool = False
-    one_device: bool = True
 
     def most(self, lanes: int) -> int:
         """How many of these may run at a time."""
@@ -243,7 +231,7 @@ def decide(
     """How the lanes of a loop, a nested loop, or a branch run."""
     match control_flow:
         case Loop() if asked.explicit:
-            return _asked_loop(control_flow, thresholds, asked)
+            return _asked_loop(control_flow, asked)
         case Loop():
             return _loop(control_flow, thresholds)
         case NestedLoop() if asked.explicit:
@@ -264,17 +252,13 @@ def worth_batching_twice(t: Thresholds) -> float:
 # Loops that the user asks for.
 
 
-def _asked_loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Masked:
+def _asked_loop(loop: Loop, asked: Asked) -> Window | Masked:
     step, size = loop.step, loop.lanes
     widths, why = choose_widths(size, asked.most(size), step, asked.nesting, asked.width)
     if widths == (size,) and not asked.counts:
         return Masked(why)
-    # A single kernel runs on one core of one device.
-    kernel = len(widths) > 2 and asked.one_device and not asked.counts
-    kernel = kernel and min(widths) * step.work <= t.max_kernel_work
-    kernel = kernel and all(fits_for_lanes(p.jaxpr) for p in loop.jaxprs)
     left = most_left(widths, step.overhead)
-    return Window(widths, step.moving, left, 1, asked.share, asked.counts, last_in_kernel=kernel)
+    return Window(widths, step.moving, left, 1, asked.share, asked.counts)
 
 
 def _asked_nest(nested: NestedLoop, asked: Asked) -> Flattened:

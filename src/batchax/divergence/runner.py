@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
 from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
@@ -127,7 +125,6 @@ class Runner:
             nesting=self.nesting,
             max_width=self.max_width,
             recompiled=self.recompiled,
-            one_device=jax.device_count() <= _DEVICES,
         )
         return decide(control_flow, thresholds, asked)
 
@@ -290,7 +287,6 @@ def for_any_machine(option: Any) -> Any:
 
 
 _NOTHING_ASKED = Compact()
-_DEVICES = 1  # over more than one, how traced lanes are spread is not known
 _ASKED_NEST = 10_000.0  # as `Thresholds.min_nested_work`, where the user asks
 _AROUND = "a loop around it has a window"
 _SHOWN = {Window: "compact", Tiles: "tiles"}

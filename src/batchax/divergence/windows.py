@@ -25,7 +25,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax import _compat
 from batchax.divergence.policy import Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
@@ -529,20 +528,7 @@ class _Window:
         """As `run`, where the window has a place for each lane."""
 
         def steps(_: InWindow, consts: Sequence[Any], state: Any) -> Any:
-            if not self.plan.last_in_kernel:
-                return until_all_are_done(self.step, self.width, consts, state)
-            active, carry, tally = state
-            n_consts = len(consts)
-
-            def run(active: Any, *xs: Any) -> list[Any]:
-                state = active, xs[n_consts:], tally
-                active, rows, _ = until_all_are_done(self.step, self.width, xs[:n_consts], state)
-                return [active, *rows]
-
-            operands = _compat.varying_alike([active, *consts, *carry], like=[active])
-            types = list(map(jax.typeof, [active, *operands[1 + n_consts :]]))
-            active, *carry = _compat.in_one_function(run, types, operands)
-            return active, carry, tally
+            return until_all_are_done(self.step, self.width, consts, state)
 
         return self._turn(queue, steps, alike(self._empty(everyone, np.True_), varying))
 
