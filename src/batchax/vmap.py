@@ -253,7 +253,10 @@ def vmap(
         mesh_axis, mesh = no_mesh if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
         parting = parted(divergence, values, spread=shards is not None)
-        axis = Axis(size, axis_name, spmd, mesh_axis, parting, None, small_matrices, mesh=mesh)
+        columns = any(m.axis for m in flat.mapped)
+        axis = Axis(
+            size, axis_name, spmd, mesh_axis, parting, None, small_matrices, False, columns, mesh
+        )
         mapped = with_lane_indices(flat.mapped, axis)
 
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:

@@ -52,11 +52,20 @@ def gradient(fun):
     return jax.grad(lambda index, x, weights: jnp.sum(fun(index, x, weights) ** 2), 1)
 
 
+def derivative(of):
+    two = lambda x, weights: jnp.tanh(weights @ jnp.tanh(weights @ x))
+    return lambda index, x, weights: of(two)(x, weights)
+
+
 FUNCTIONS = {
     "branches": branches,
     "long branches": fifty,
     "products with short vectors": products,
     "layers of short vectors": layers,
+    # Lanes come last out of a product of a shared matrix with a short vector of each.
+    "jacfwd of layers": derivative(jax.jacfwd),
+    "jacrev of layers": derivative(jax.jacrev),
+    "Hessian of layers": derivative(jax.hessian),
 }
 
 

@@ -45,7 +45,8 @@ class Axis:
         where the results that are read are unique.
       in_loop: whether operations are emitted into a loop, as far as batchax can know: compilers
         do less there.
-      columns: whether vectors in which lanes are last keep them there, as a loop hands them on.
+      columns: whether values keep lanes where they are, last for vectors: a loop hands them on, or
+        the user gives them, so. Otherwise they move to the front where they would in ``jax.vmap``.
 
     Example:
       >>> from jax.extend.core import Primitive

@@ -64,6 +64,10 @@ def broadcast_in_dim(
     axis: Axis, args: Any, axes: Any, /, *, shape: Any, broadcast_dimensions: Any, sharding: Any
 ) -> tuple[Any, Any]:
     (x,), (position,) = args, axes
+    if position and not axis.columns:
+        # As in jax.vmap. Products of a shared matrix with vectors leave lanes last; with dimensions
+        # in front of the vector's, later products would have to move what they contract.
+        x, position = move_axis(x, position, 0), 0
     out_position = 1 + max(broadcast_dimensions[:position], default=-1)
     dims = shift_dims(broadcast_dimensions, out_position)
     out = lax.broadcast_in_dim_p.bind(
