@@ -113,6 +113,28 @@ def test_moving_lanes_is_no_error(batch_size):
     assert check(x)[0].get() is None
 
 
+MOVING = {
+    "reversed": (lambda x: x[::-1], {}),
+    "differences": (lambda x: x[1:] - x[:-1], {}),
+    "rolled": (lambda x: jnp.roll(x, 1), {}),
+    "concatenated": (lambda x: jnp.concatenate([x, x[:1]]), {}),
+    "pairs": (lambda x: x[:, None] * x, {}),
+    "buckets": (lambda x: (x[:, None] * x).sum(1), {"buckets": 2}),
+    "its gradient": (jax.grad(lambda x: (x[:, None] * x).sum()), {"buckets": 2}),
+}
+
+
+@pytest.mark.compiles(80)
+@pytest.mark.parametrize(("what", "jit"), [("reversed", False), *((what, True) for what in MOVING)])
+def test_moving_elements_of_rows_is_no_error(what, jit):
+    fun, options = MOVING[what]
+    batch = bx.Ragged.from_rows([np.arange(1.0, n + 1) for n in (3, 1, 5, 2)])
+    batched = bx.vmap(fun, **options)
+    checked = lambda fun: checkify.checkify(fun, errors=checkify.index_checks)
+    error, _ = jax.jit(checked(batched))(batch) if jit else checked(lambda: batched(batch))()
+    assert error.get() is None
+
+
 LOOP = lambda x: bx.bounded_while(lambda s: s < 10, lambda s: jnp.log(s) + s + 1, x, 9)
 
 

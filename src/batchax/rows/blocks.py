@@ -18,6 +18,7 @@ from jax import lax
 
 from batchax.jaxprs.words import Value
 from batchax.rows.block_places import PlacesOfElements, find_blocks, find_elements
+from batchax.rows.index import take_clipped
 from batchax.rows.sizes import Sizes
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -179,7 +180,7 @@ def moved(x: Value, there: Any, back: Any) -> Any:
 def _take_or_zero(x: Value, index: Any) -> Any:
     if not x.shape[0]:  # there is nothing that an index could be clipped to
         return jnp.zeros((len(index), *x.shape[1:]), x.dtype)
-    taken = jnp.take(x, index, axis=0, mode="clip")
+    taken = take_clipped(x, index, 0)
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
         return taken
     hit = lax.broadcast_in_dim(index >= 0, taken.shape, (0,))

@@ -25,6 +25,7 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
 from batchax.programs.canonical_values import Table
 from batchax.rows.checks import elements_of
+from batchax.rows.index import take_clipped
 from batchax.rows.ragged import Ragged
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
@@ -325,7 +326,7 @@ def _take(x: Value, index: np.ndarray, axis: int) -> Any:
         if not len(index):
             return lax.slice_in_dim(x, 0, 0, axis=axis)
         return jnp.zeros(shape, x.dtype)
-    taken = jnp.take(x, jnp.asarray(index, jnp.int32), axis=axis, mode="clip")
+    taken = take_clipped(x, index.astype(np.int32), axis)
     if (index >= 0).all():
         return taken
     belongs = lax.broadcast_in_dim(jnp.asarray(index >= 0), shape, (axis,))

@@ -201,11 +201,23 @@ def _pack(
         return jnp.zeros(shape, padded.dtype)
     together = jnp.moveaxis(padded, axis + 1, 1)
     flat = together.reshape(rows * bound, *together.shape[2:])
-    packed = jnp.moveaxis(jnp.take(flat, places, axis=0, mode="clip"), 0, axis)
+    packed = jnp.moveaxis(take_clipped(flat, places, 0), 0, axis)
     if exact:
         return packed
     belongs = jnp.arange(capacity, dtype=jnp.int32) < starts[-1] + lengths[-1]
     return _zero_unless(packed, belongs, (axis,))
+
+
+def take_clipped(x: Value, places: Any, axis: int, **options: Any) -> Any:
+    """The elements of `x` at these places along `axis`; of those out of bounds the nearest.
+
+    The gather itself has places in bounds: ``checkify`` reports the others, though no result
+    depends on what is taken there.
+    """
+    least, most = places.dtype.type(0), places.dtype.type(max(x.shape[axis] - 1, 0))
+    known = isinstance(places, np.ndarray)
+    places = np.clip(places, least, most) if known else lax.clamp(least, places, most)
+    return jnp.take(x, places, axis=axis, mode="clip", **options)
 
 
 def _mask(lengths: Any, bound: int) -> Any:

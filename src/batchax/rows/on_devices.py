@@ -41,7 +41,7 @@ from batchax.rows.blocks import moved
 from batchax.rows.call import RowCall
 from batchax.rows.groups import in_front
 from batchax.rows.host_calls import refuse_calls
-from batchax.rows.index import RowIndex
+from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.ragged import Ragged
 
 
@@ -114,7 +114,7 @@ class _Elements:
         self._there = there.reshape(-1)
         self._real = jnp.where(real, there, -1).reshape(-1)
         row = jnp.asarray(packed.row_of(capacity))
-        slot = jnp.take(dealt.slot, row, mode="clip")
+        slot = take_clipped(dealt.slot, row, 0)
         place = slot // count * room + starts.reshape(-1)[slot] + packed.place_of(capacity)
         self._back = jnp.where(row < packed.starts.shape[0], place, -1)
 

@@ -27,7 +27,7 @@ from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
-from batchax.rows.index import RowIndex
+from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.merged import Names, can_hold, has_several, merge, merged_shape, names_of
 from batchax.rows.packing import REDUCED
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
@@ -313,9 +313,7 @@ def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any
     assert spread[at] == 1
     del spread[at]
     value = move_axis(lax.reshape(value, (value.shape[0], *spread)), 0, at)
-    value = jnp.take(
-        value, jnp.asarray(segments.rows), axis=at, mode="clip", indices_are_sorted=True
-    )
+    value = take_clipped(value, segments.rows, at, indices_are_sorted=True)
     bounds = rows.sizes.bounds_of(shape)
     value = lax.broadcast_in_dim(value, bounds, tuple(range(len(bounds))))
     return Row(Operation(eqn, rows.sizes).cut(value, shape), tuple(shape))

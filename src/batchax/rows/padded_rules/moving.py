@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax.jaxprs.words import Value
+from batchax.rows.index import take_clipped
 from batchax.rows.padded import Operation
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
@@ -47,7 +48,7 @@ def _pick(x: Value, axis: int, places: Any) -> Any:
     shape = (*x.shape[:axis], places.shape[0], *x.shape[axis + 1 :])
     if x.shape[axis] == 0:
         return jnp.zeros(shape, x.dtype)
-    taken = jnp.take(x, places, axis, mode="clip")
+    taken = take_clipped(x, places, axis)
     return lax.select(_along(places >= 0, shape, axis), taken, lax.full_like(taken, 0))
 
 
