@@ -97,3 +97,29 @@ def test_sums_of_rows_begin_with_zero():
     for options in ({}, {"batch_size": 3}, {"layout": "padded"}):
         run = jax.jit(bx.vmap(lambda v: (v.sum(), v @ v), **options))
         assert not np.signbit(run(bx.Ragged.from_rows(rows))).any()
+
+
+def summing(v):
+    """Sums that are 0 for some examples, whose derivatives are not."""
+    rows, around = v.reshape(2, 4), jnp.outer(v[:4] + 1, v[4:])
+    image, kernel = around[None, None], jnp.stack([v[:4], 1 - v[4:]]).reshape(2, 1, 2, 2)
+    total = v.sum() + (rows @ (v[:4] - 1)).sum() + (around @ around).sum() + (rows.T @ rows).sum()
+    return total + lax.conv(image, kernel, (1, 1), "SAME").sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"divergence": "compact"}], ids=str)
+def test_sums_of_zero_have_derivatives(options):
+    """A sum that is selected to be 0 has the derivative of its terms, not that of a constant."""
+    x = np.concatenate([examples()[:2], np.eye(8, dtype="float32"), examples()]).astype("float32")
+    both = lambda f: (
+        lambda x: (
+            f(jax.grad(summing))(x),
+            jax.grad(lambda x: f(summing)(x).sum())(x),
+            jax.jvp(f(summing), (x,), (jnp.cos(x),))[1],
+            jax.jvp(jax.grad(lambda x: f(summing)(x).sum()), (x,), (jnp.cos(x),))[1],
+        )
+    )
+    got = jax.jit(both(lambda f: bx.vmap(f, **options)))(x)
+    expected = jax.jit(both(jax.vmap))(x)
+    for k, (a, b) in enumerate(zip(got, expected, strict=True)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=str(k))

@@ -71,12 +71,14 @@ def _is_short(eqn: Eqn) -> bool:
 def from_zero(total: Any) -> Any:
     """A sum of two terms or more, as if they were added to 0: there is no -0 in it.
 
-    XLA's own sums begin with 0, but it takes a 0 away that is written out.
+    XLA's own sums begin with 0, but it takes a 0 away that is written out. Its derivative is that
+    of `total`, where `total` is 0, too.
     """
     if np.issubdtype(total.dtype, np.complexfloating):
         return lax.complex(from_zero(lax.real(total)), from_zero(lax.imag(total)))
     zero = lax.full_like(total, 0)
-    return lax.select(lax.eq(total, zero), zero, total)
+    # -0 - (-0) is 0. A constant here would have no derivative.
+    return lax.select(lax.eq(total, zero), total - lax.stop_gradient(total), total)
 
 
 def _sum(params: Any, x: Any) -> Any:
