@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+# There is a public setting, but no public context of it.
+from jax._src.config import custom_vjp3 as _with_vjp3
 from jax.extend import linear_util
 
 
@@ -67,3 +71,50 @@ def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
     if isinstance(result, tuple) and len(result) == 2:
         return list(result[0]), result[1]
     return list(result), None
+
+
+def as_custom_vjp(prim: Any) -> Callable[..., list[Any]] | None:
+    """A ``custom_vjp`` function as JAX makes it without ``jax_custom_vjp3``, or None.
+
+    With that option, JAX 0.10 turns a call into an object of a private class. JAX 0.12 hides the
+    rules of the caller in the object, and raises where 0.10 returns wrong gradients.
+
+    Args:
+      prim: the object of a ``call_hi_primitive``.
+
+    Returns:
+      A function of flat arguments. None for all other objects.
+    """
+    if type(prim).__name__ != "CustomVJPTraced" or not hasattr(prim, "static_argnums"):
+        return None
+    static = {i: prim.in_avals[i].val for i in sorted(prim.static_argnums)}
+
+    def forward(*args: Any) -> Any:
+        rest = iter(args)
+        return prim.fwd(*(static[i] if i in static else next(rest) for i in range(n)))
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        return prim.bwd(*static.values(), residuals, cotangents)
+
+    n = len(prim.in_avals)
+    with _with_vjp3(False):
+        function: Any = jax.custom_vjp(lambda *args: prim.traced(*args))
+    function.__name__ = prim.traced.fun_name
+    function.defvjp(
+        forward, backward, symbolic_zeros=prim.symbolic_zeros, optimize_remat=prim.opt_remat
+    )
+
+    def call(*xs: Any) -> list[Any]:
+        args = jax.tree.unflatten(prim.in_tree, xs)
+        args = [x for i, x in enumerate(args) if i not in static]
+        return jax.tree.leaves(function(*args))
+
+    return call
+
+
+def is_checkpoint(prim: Any) -> bool:
+    """Whether the object of a ``call_hi_primitive`` is ``jax.checkpoint`` with ``jax_remat3``.
+
+    The class is private. It is recognized by its name and parameters.
+    """
+    return type(prim).__name__ == "RematTraced" and {"jaxpr", "policy"} <= set(prim.params)

@@ -66,11 +66,16 @@ def gives_index(eqn: Eqn, name: Hashable) -> bool:
 
 def has_rules(eqn: Eqn) -> bool:
     """Whether `eqn` calls a function with a derivative rule."""
-    return not _RULES.isdisjoint(eqn.params)
+    operation = eqn.params.get("_prim")  # of a `call_hi_primitive`, with parameters of its own
+    inside = not _HIGH_RULES.isdisjoint(getattr(operation, "params", ()))
+    return inside or not _RULES.isdisjoint(eqn.params)
 
 
 # The parameters that hold the derivative rules of ``custom_jvp`` and ``custom_vjp``.
 _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
+
+# Those of JAX's operations that hold rules, or a program that may call functions with rules.
+_HIGH_RULES = frozenset({"jvp", "fwd", "jaxpr"})
 
 _rules = Anywhere(has_rules)
 

@@ -26,7 +26,7 @@ from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.registry import register_looking, register_rule
-from batchax.kernel.varying import varying_of
+from batchax.kernel.varying import varying_of, without_mesh
 from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.sharding import batched_layout, batched_sharding
 from batchax.small.table import chooses
@@ -247,6 +247,17 @@ _remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 @register_rule("call_hi_primitive")
 def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Batched:
+    classic = _compat.as_custom_vjp(_prim)
+    if classic is not None:  # The object's own method counts cotangents of shared outputs per lane.
+        with _compat.named_scope(axis.name, axis.size), without_mesh():
+            staged = _compat.stage(classic, _prim.in_avals_flat)
+        return interpret(axis, staged.jaxpr, staged.consts, args, axes)
+    if _compat.is_checkpoint(_prim):  # its program is batched by the rules of batchax
+        body, out_axes = batch_inner(
+            axis, _compat.close(_prim.jaxpr), axes, varying=varying_of(args)
+        )
+        again = type(_prim)(**{**_prim.params, "jaxpr": body})
+        return again(*args), out_axes
     # An operation that its author describes by an object, which knows how it is batched, too.
     args = jax.tree.unflatten(_prim.in_tree, args)
     axes = jax.tree.unflatten(_prim.in_tree, axes)
