@@ -24,6 +24,7 @@ from batchax.rows.row_places import row_places
 from batchax.rows.row_rules import call_later
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
+from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from batchax.sums.factored import summed_p
 from batchax.user_rules.linear import linear_with_transpose
@@ -175,9 +176,9 @@ def drawing(f):
     return drawn
 
 
-def sorting(f):
+def sorting(f, sort=jnp.sort):
     """`f` times a number that depends on the order of others."""
-    return lambda x: f(x) * jnp.sort(jnp.stack([x, 2 - x, x * x])) @ FACTORS
+    return lambda x: f(x) * sort(jnp.stack([x, 2 - x, x * x])) @ FACTORS
 
 
 def sorting_with(f, sort):
@@ -236,7 +237,10 @@ AROUND = {
     ),
     "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
-    "sorted_floats": lambda f: (each(sorting(f), bx.vmap), each(sorting(f))),
+    "sorted_floats": lambda f: (
+        each(sorting(f, functools.partial(sorted_floats_p.bind, dimension=0)), bx.vmap),
+        each(sorting(f)),
+    ),
     "sorted_rows": lambda f: (
         sorting_with(
             f,

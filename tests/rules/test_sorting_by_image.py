@@ -24,7 +24,7 @@ def test_bits_are_those_of_lax_sort(dtype, zeros):
         dtype = "float32"
     rng = np.random.default_rng(0)
     values = [*SPECIAL, *zeros, *rng.normal(size=6), *[0.5] * 3]
-    rows = jnp.asarray(np.stack([rng.permutation(values) for _ in range(5)]), dtype)
+    rows = jnp.asarray(np.stack([rng.permutation(values) for _ in range(500)]), dtype)
     for axis in 0, 1:
         mine = jax.jit(bx.vmap(jnp.sort, axis, axis))(rows)
         theirs = lax.sort(rows, dimension=1 - axis)
@@ -39,7 +39,7 @@ def test_integers(dtype):
 
 
 def test_derivatives_and_what_reaches_sort():
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 9)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(600, 9)), jnp.float32)
 
     def each(vmap):
         loss = lambda x: vmap(lambda r: jnp.sort(r) @ jnp.arange(9.0, dtype=r.dtype))(x).sum()
@@ -56,7 +56,20 @@ def test_derivatives_and_what_reaches_sort():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)
 
 
-def test_a_cpu_sorts_integers():
-    text = jax.jit(bx.vmap(jnp.sort)).lower(jnp.ones((4, 9), jnp.float32)).as_text()
-    regions = text.split('"stablehlo.sort"')[1:]
-    assert any("tensor<4x9xi32>) -> tensor<4x9xi32>" in region for region in regions)
+def sorts(rows, size, dtype):
+    """The sorts that are compiled of so many rows, as text."""
+    x = jax.ShapeDtypeStruct((rows, size), dtype)
+    return jax.jit(bx.vmap(jnp.sort)).lower(x).as_text().split('"stablehlo.sort"')[1:]
+
+
+def test_a_cpu_sorts_integers_where_calls_gain_what_that_takes_to_compile():
+    assert any("tensor<999x9xi32>) -> tensor<999x9xi32>" in s for s in sorts(999, 9, "float32"))
+    assert not any("xi32" in s for s in sorts(99, 9, "float32"))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8"])
+def test_long_rows_of_integers_are_sorted_as_jax_sorts_them(dtype):
+    """Without an order among equals a library takes longer, but for at most 16 elements."""
+    for size, stable in (16, "false"), (17, "true"):
+        (sort,) = sorts(8, size, dtype)
+        assert f"is_stable = {stable}" in sort

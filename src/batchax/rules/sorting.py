@@ -15,7 +15,7 @@ from batchax.kernel.axis import Axis, shift_dims
 from batchax.kernel.registry import register_rule
 from batchax.kernel.rule_makers import matched
 from batchax.rules import sorting_network
-from batchax.rules.sorting_by_image import sorted_floats_p
+from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
 
 enter(": approx_top_k sort top_k")
 
@@ -29,10 +29,11 @@ def _sort(
     operands, position = matched(axis, args, axes)
     (dim,) = shift_dims((dimension,), position)
     if len(operands) == 1:  # what is equal is the same, but for zeros
-        if jnp.issubdtype(operands[0].dtype, jnp.floating):
-            return [sorted_floats_p.bind(operands[0], dimension=dim)], [position]
-        if jnp.issubdtype(operands[0].dtype, jnp.integer):
-            params["is_stable"] = False
+        (x,) = operands
+        if jnp.issubdtype(x.dtype, jnp.floating) and pays(x, axis.in_loop):
+            return [sorted_floats_p.bind(x, dimension=dim)], [position]
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            params["is_stable"] &= not is_short(x, dim)
     elif sorting_network.pays(operands, dim, num_keys):
         params |= dict(dimension=dim, num_keys=num_keys)
         return sorting_network.sorted_rows_p.bind(*operands, **params), [position] * len(operands)
