@@ -27,6 +27,10 @@ class Unknown(Exception):
     """An operation is not among those that NumPy has."""
 
 
+class NotFinite(Exception):
+    """A Fourier transform of NaN or infinities: its algorithm decides which results they reach."""
+
+
 class NotANumber(Exception):
     """An operation that was watched gave NaN, as `jax.debug_nans` would have noticed."""
 
@@ -58,6 +62,8 @@ def evaluate_by_numpy(closed, args):
         _only_numpy.reset(before)
 
 
+finite_transforms = contextvars.ContextVar("finite_transforms", default=False)
+"""Whether to raise `NotFinite`."""
 _only_numpy = contextvars.ContextVar("only_numpy", default=False)
 
 
@@ -130,6 +136,8 @@ def _operation(eqn, xs):
         return [np.asarray(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
     if _only_numpy.get():
         raise Unknown(primitive.name)
+    if primitive.name == "fft" and finite_transforms.get() and not np.isfinite(xs[0]).all():
+        raise NotFinite
     run = functools.partial(primitive.bind, **primitive.get_bind_params(eqn.params))
     if primitive.name == "shard_map":
         run = jax.jit(lambda *xs, bind=run: list(bind(*xs)))

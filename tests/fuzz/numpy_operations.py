@@ -96,6 +96,11 @@ def _plain(fun):
     return lambda *xs, **_: fun(*xs)
 
 
+def _power(x, y):
+    """`np.power`, which for one exponent of 0.5 takes the square root: of -inf, NaN and not inf."""
+    return np.power(x, np.full(np.shape(x) or 1, y)).reshape(np.shape(x))
+
+
 def _sign(x):
     return np.where(np.isnan(x), x, np.sign(x)) if x.dtype.kind == "f" else np.sign(x)
 
@@ -112,7 +117,7 @@ TABLE = {
         "max": np.maximum,
         "min": np.minimum,
         "abs": np.abs,
-        "pow": np.power,
+        "pow": _power,
         "sin": np.sin,
         "cos": np.cos,
         "tan": np.tan,

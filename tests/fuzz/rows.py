@@ -11,7 +11,14 @@ import numpy as np
 import batchax as bx
 from batchax.jaxprs.inside import with_inside
 
-from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
+from fuzz.evaluate import (
+    Endless,
+    NotANumber,
+    NotFinite,
+    evaluate,
+    evaluate_one,
+    finite_transforms,
+)
 from fuzz.judge import (
     Discarded,
     Found,
@@ -188,6 +195,12 @@ def judge_rows(case):
         return
     if problem.kind == "values" and _rounding(case, names["f"], args, tangents, expected, problem):
         raise Discarded("ill-conditioned")
+    compiled, _ = alone(case, names["f"], args, tangents, compiled=True)
+    if difference(got, compiled, case.loose) is None:
+        raise Discarded("evaluated by operations otherwise than compiled, the row alone")
+    if problem.kind == "values":
+        g, k = problem.place
+        alone(case, names["f"], args, tangents, finite="any" if g == 3 else k % case.rows)
     if case.engine == "staged":
         again = batched(case, args, tangents, cotangents, engine="jit")
         if difference(again, expected, case.loose) is None:
@@ -196,10 +209,13 @@ def judge_rows(case):
     raise Found(where, f"{problem.text}\n\n{case.script()}")
 
 
-def alone(case, f, args, tangents):
+def alone(case, f, args, tangents, compiled=False, finite=None):
     """Results of each row alone, derivatives, and the cotangents that they were taken for.
 
     Of `Ragged` arguments the derivatives with respect to the data of all rows.
+
+    compiled: whether XLA compiles the whole, instead of one operation after another.
+    finite: the row, or "any", that is discarded if it transforms NaN or infinities.
     """
     rng = np.random.default_rng(case.seed + 2)
     inexact = [k for k, x in enumerate(args) if is_inexact(data_of(x))]
@@ -223,22 +239,33 @@ def alone(case, f, args, tangents):
                 staged[str(shapes)] = (
                     *jax.make_jaxpr(fun, return_shape=True)(*flat),
                     wanted,
+                    jax.jit(fun),
                 )
-            program, out_shapes, wanted = staged[str(shapes)]
+            program, out_shapes, wanted, run_compiled = staged[str(shapes)]
             for eqn in with_inside(program.eqns):
                 if reason := _of_no_elements(eqn):
                     raise Discarded(reason)
             pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
             flat = jax.tree.leaves((one, dots, pulled_from))
-            (result,) = evaluate(program, [flat], case.watched)
+            finite_transforms.set(finite in (i, "any"))
+            if compiled:
+                result = [np.asarray(x) for x in jax.tree.leaves(run_compiled(*flat))]
+            else:
+                (result,) = evaluate(program, [flat], case.watched)
         except Discarded:
             raise
+        except NotFinite:
+            # XLA's transforms leave out products with 0 and 1; of a row in a padded array it is
+            # Bluestein's, in which each element reaches each frequency. XLA's own differ, too.
+            raise Discarded("a Fourier transform of NaN or infinities") from None
         except NotANumber:
             raise Discarded("NaN alone") from None
         except Endless:
             raise Discarded("endless") from None
         except Exception as error:
             raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
+        finally:
+            finite_transforms.set(False)
         rows.append(jax.tree.unflatten(jax.tree.structure(out_shapes), result))
         cotangents.append(pulled_from)
     ys, others, dots, _ = (
