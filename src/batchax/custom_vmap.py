@@ -48,7 +48,7 @@ class custom_vmap(Generic[P, R]):
     close over a rule knows nothing: where there is one, and where each lane needs a gradient
     with respect to what is closed over, the function is batched as if it had no rule.
     A gradient of each lane with respect to an argument that all lanes share runs the rule
-    for one lane, where that shares dear work, or with that argument batched.
+    for one lane, where that shares expensive work, or with that argument batched.
 
     Args:
       fun: the function. Its arguments and results are pytrees of arrays; other arguments may be

@@ -148,7 +148,7 @@ def vmap(
         they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
         done leave a loop, others take their places, and a branch runs for the lanes that take
         it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
-        dear steps, and dear branches. All else is masked.
+        expensive steps, and expensive branches. All else is masked.
       small_matrices: how small matrices are decomposed and multiplied, of which each lane has its
         own. "library": by a call of a library of linear algebra for each. "vectorized": on
         CPUs, an element of all lanes at a time, for sizes and numbers of lanes for which that

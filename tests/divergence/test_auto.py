@@ -33,7 +33,7 @@ def loops(fun, *args, divergence, **options):
     return [e.notes for e in explained.equations if e.primitive == "while"]
 
 
-def dear(count, x, weights):
+def expensive(count, x, weights):
     step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
     return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
 
@@ -41,8 +41,8 @@ def dear(count, x, weights):
 DEAR = jnp.zeros(8192, int), jnp.zeros((8192, 64)), jnp.zeros((64, 64))
 
 
-def test_lanes_leave_where_steps_are_dear():
-    (notes,) = loops(dear, *DEAR, in_axes=(0, 0, None), divergence=ONE_DEVICE)
+def test_lanes_leave_where_steps_are_expensive():
+    (notes,) = loops(expensive, *DEAR, in_axes=(0, 0, None), divergence=ONE_DEVICE)
     assert notes["divergence"] == "compact"
     assert len(notes["widths"]) == 1
     assert notes["widths"][0] <= 1024
@@ -56,8 +56,8 @@ def test_on_few_cores_a_window_is_narrower_where_its_steps_are_products():
 
     args = jnp.zeros(65536, int), jnp.zeros((65536, 64)), jnp.zeros((64, 64))
     for fun, kind, share in (
-        (dear, "cpu-small", 32),
-        (dear, "cpu", 16),
+        (expensive, "cpu-small", 32),
+        (expensive, "cpu", 16),
         (elementwise, "cpu-small", 16),
     ):
         way = Runner(thresholds=TABLE[kind]._replace(max_devices=1_000))
@@ -101,7 +101,7 @@ def test_lanes_that_are_more_to_copy_than_to_compute_stay():
         (notes,) = loops(fading, counts, xs, divergence=ONE_DEVICE)
         assert notes["divergence"] == way
     (notes,) = loops(
-        dear, counts, own[:, 0], own, divergence=ONE_DEVICE
+        expensive, counts, own[:, 0], own, divergence=ONE_DEVICE
     )  # each a matrix of its own
     assert notes["divergence"] == "masked"
 
@@ -223,9 +223,9 @@ def test_values_and_tangents():
 
 def test_lanes_that_may_be_spread_stay():
     assert jax.device_count() > 1
-    spread = jax.make_jaxpr(bx.vmap(dear, (0, 0, None), divergence="auto"))(*DEAR)
+    spread = jax.make_jaxpr(bx.vmap(expensive, (0, 0, None), divergence="auto"))(*DEAR)
     assert "parting_loop" not in str(spread)
-    alone = jax.make_jaxpr(bx.vmap(dear, (0, 0, None), divergence=ONE_DEVICE))(*DEAR)
+    alone = jax.make_jaxpr(bx.vmap(expensive, (0, 0, None), divergence=ONE_DEVICE))(*DEAR)
     assert "parting_loop" in str(alone)
 
 
@@ -234,7 +234,7 @@ def test_lanes_part_ways_on_each_device_of_a_mesh():
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
     specs = {"in_specs": (jax.P("a"), jax.P("a"), jax.P()), "out_specs": jax.P("a")}
-    batched = bx.vmap(dear, (0, 0, None))
+    batched = bx.vmap(expensive, (0, 0, None))
     for names, apart in (({"a", "b"}, True), ({"a"}, False)):
         sharded = jax.shard_map(batched, mesh=mesh, axis_names=names, **specs)
         assert ("parting_loop" in str(jax.make_jaxpr(sharded)(*DEAR))) == apart
@@ -270,8 +270,8 @@ def products(times, x, weights):
 
 
 def chosen(index, x, weights):
-    dear = [lambda x: products(20, x, weights), lambda x: products(20, -x, weights)]
-    return lax.switch(index, [jnp.negative, *dear], x)
+    expensive = [lambda x: products(20, x, weights), lambda x: products(20, -x, weights)]
+    return lax.switch(index, [jnp.negative, *expensive], x)
 
 
 def branches(fun, *args):
@@ -279,7 +279,7 @@ def branches(fun, *args):
     return [e.notes for e in explained.equations if e.primitive == "cond"]
 
 
-def test_dear_branches_run_for_the_lanes_that_take_them():
+def test_expensive_branches_run_for_the_lanes_that_take_them():
     args = jnp.arange(8192) % 3, jnp.zeros((8192, 64)), jnp.zeros((64, 64))
     (notes,) = branches(chosen, *args)
     assert notes["apart"] == [1, 2]
@@ -354,7 +354,7 @@ def test_lanes_of_two_axes_that_cannot_be_one_set_are_masked():
     xs = jnp.asarray(np.random.default_rng(2).normal(size=(2, N, 16)), float)
     outs = []
     for divergence in (FORCED, "predicate"):
-        inner = bx.vmap(dear, (0, 0, None), divergence=divergence)
+        inner = bx.vmap(expensive, (0, 0, None), divergence=divergence)
         outer = jax.vmap(inner, (None, 0, 0))
         outs.append(jax.jit(outer)(COUNTS, xs, weights))
         text = str(jax.make_jaxpr(outer)(COUNTS, xs, weights))

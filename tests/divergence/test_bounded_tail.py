@@ -135,7 +135,7 @@ def notes(fun, *args, **options):
     return [e.notes for e in explained.equations if "bounded loop" in e.primitive]
 
 
-def test_lanes_leave_where_steps_are_dear():
+def test_lanes_leave_where_steps_are_expensive():
     args = jnp.zeros(8192, int), jnp.zeros((8192, 64)), jnp.zeros((64, 64))
     (of_values,) = notes(settled, *args, in_axes=(0, 0, None))
     assert of_values["widths"][0] == 8192 > of_values["widths"][1]

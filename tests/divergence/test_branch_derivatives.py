@@ -32,7 +32,7 @@ WAYS = {
 }
 
 
-def dear(x, y, w):
+def expensive(x, y, w):
     order = jnp.argsort(x)
     return jnp.sort(w @ jnp.tanh(x)) * jnp.sqrt(jnp.abs(y[order])), order, y
 
@@ -42,7 +42,7 @@ def cheap(x, y, w):
 
 
 def f(taken, x, y, w):
-    return lax.cond(taken, dear, cheap, x, y, w)
+    return lax.cond(taken, expensive, cheap, x, y, w)
 
 
 def count(name, fun, *args):
@@ -103,12 +103,12 @@ def products(x):
 
 
 @pytest.mark.parametrize(
-    ("dear", "name", "kept"),
+    ("expensive", "name", "kept"),
     [(lambda x: lax.sort((x[0], x[1]))[1] * x, "sort", True), (products, "tanh", False)],
     ids=["a sort", "products"],
 )
-def test_what_takes_long_and_little_room_is_kept(dear, name, kept):
-    batched = bx.vmap(lambda t, x: lax.cond(t, dear, lambda x: x, x), divergence="compact")
+def test_what_takes_long_and_little_room_is_kept(expensive, name, kept):
+    batched = bx.vmap(lambda t, x: lax.cond(t, expensive, lambda x: x, x), divergence="compact")
     gradient = jax.grad(lambda x, t: batched(t, x).sum())
     args = jax.ShapeDtypeStruct((512, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512,), bool)
     forward = count(name, lambda x, t: batched(t, x), *args)

@@ -373,11 +373,11 @@ def test_on_devices_that_hold_the_same_lanes_these_wait():
     oracle.same(jax.jit(sharded)(counts, x), jax.jit(bx.vmap(f))(counts, x), None, "shards")
 
 
-def test_a_dear_predicate_is_a_part_of_what_a_step_costs():
+def test_an_expensive_predicate_is_a_part_of_what_a_step_costs():
     stage = lambda f: jax.make_jaxpr(f)(jnp.ones((30, 30)))
-    cheap, dear = stage(lambda x: x.sum() > 0), stage(lambda x: jnp.linalg.norm(x @ x @ x) > 0)
+    cheap, expensive = stage(lambda x: x.sum() > 0), stage(lambda x: jnp.linalg.norm(x @ x @ x) > 0)
     body = stage(lambda x: x + 1)
-    assert Step.of(dear, body, [True]).work > 2 * Step.of(cheap, body, [True]).work
+    assert Step.of(expensive, body, [True]).work > 2 * Step.of(cheap, body, [True]).work
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])

@@ -35,13 +35,13 @@ def data():
 def model(taken, x, w):
     """Results that are computed, handed on, integers, and keys; the index of the lane."""
 
-    def dear(x, w, key):
+    def expensive(x, w, key):
         key = jax.random.fold_in(key, lax.axis_index("lanes"))
         inner = lax.cond(x[0] > 0, lambda x: jnp.log(x @ w), jnp.cos, jnp.abs(x) + 1)
         return inner.cumsum(), x, (x > 0).sum(), key
 
     other = lambda x, w, key: (2 * x, x, 7, key)
-    y, z, n, key = lax.cond(taken, dear, other, x, w, jax.random.key(3))
+    y, z, n, key = lax.cond(taken, expensive, other, x, w, jax.random.key(3))
     return y, z * 2, n, jax.random.key_data(key)
 
 
@@ -128,7 +128,7 @@ def short(taken, x, w):
 
 
 def ordered(sort):
-    """One dear operation, beside which to move a lane is nothing."""
+    """One expensive operation, beside which to move a lane is nothing."""
     wide = lambda x: jnp.outer(x, x).ravel()
     return lambda taken, x, w: lax.cond(taken, lambda x: sort(wide(x)), wide, x)
 

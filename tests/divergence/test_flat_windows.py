@@ -1,4 +1,4 @@
-"""Lanes of loops of loops that are dear to move: all run first, then the last in a window."""
+"""Lanes of loops of loops that are expensive to move: all run first, then the last in a window."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from batchax.divergence.thresholds import TABLE
 from support.oracle import same
 
 
-def test_where_lanes_are_dear_to_move_all_run_first_and_the_last_go_on_in_a_window():
+def test_where_moving_lanes_is_expensive_all_run_first():
     limits = TABLE["cpu-small"]._replace(
         max_kernel_work=-1.0, kernel_lanes=1 << 30, cores=1, max_devices=1_000
     )
@@ -44,6 +44,6 @@ def test_where_lanes_are_dear_to_move_all_run_first_and_the_last_go_on_in_a_wind
     assert told.notes["widths"] == (256, 64)
     args = counts, xs, matrices
     same(*jax.jit(lambda: (batched(*args), jax.vmap(draws)(*args)))())
-    dear = Runner(thresholds=way.thresholds._replace(max_move_steps_tail=0.0))
-    (told,) = bx.explain(draws, divergence=dear)(counts, xs, matrices).equations
+    expensive = Runner(thresholds=way.thresholds._replace(max_move_steps_tail=0.0))
+    (told,) = bx.explain(draws, divergence=expensive)(counts, xs, matrices).equations
     assert told.notes["widths"] == (256,)

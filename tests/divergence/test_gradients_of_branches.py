@@ -1,4 +1,4 @@
-"""Derivatives of loops with dear branches: lanes wait before these forth and back."""
+"""Derivatives of loops with expensive branches: lanes wait before these forth and back."""
 
 import functools
 from typing import Any
@@ -24,7 +24,7 @@ compact_vmap = functools.partial(bx.vmap, divergence="compact")
 
 
 @pytest.fixture(autouse=True)
-def every_branch_is_dear(monkeypatch):
+def every_branch_is_expensive(monkeypatch):
     """Programs of tests are small."""
     forced.wait_before_branches(monkeypatch)
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import flatten, policy, runner
-from batchax.divergence.costs import Step, dearest_step, price_of_loops
+from batchax.divergence.costs import Step, max_step_cost, price_of_loops
 from batchax.divergence.nest import price_inside
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import TABLE
@@ -90,7 +90,7 @@ class Asked:
 
     def __init__(self, monkeypatch):
         self.around, self.pairs = [], []
-        monkeypatch.setattr(runner, "dearest_step", self._told(dearest_step))
+        monkeypatch.setattr(runner, "max_step_cost", self._told(max_step_cost))
         monkeypatch.setattr(runner, "run_flat", self._flat)
         monkeypatch.setattr(flatten, "price_inside", self._inside)
         monkeypatch.setattr(Step, "of", staticmethod(self._step(Step.of)))

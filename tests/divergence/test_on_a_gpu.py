@@ -52,7 +52,7 @@ def nest(count, x):
     return lax.scan(step, x, jnp.arange(4, dtype=jnp.int32))
 
 
-def dear(times):
+def expensive(times):
     """A branch of so many products that some lanes take."""
 
     def branch(x):
@@ -67,7 +67,7 @@ def seldom(times):
     """The same in each step of a loop."""
 
     def of_steps(count, x):
-        step = lambda x, k: (dear(times)((count * k) % 5, x), None)
+        step = lambda x, k: (expensive(times)((count * k) % 5, x), None)
         return lax.scan(step, x, jnp.arange(4, dtype=jnp.int32))[0]
 
     return of_steps
@@ -98,14 +98,14 @@ def test_what_pays_there(device):
     assert "sooner" in told(seldom(20), 64, how)[2]["why"]
     assert told(seldom(200), 64, how)[:2] == ("flat", (64,))
     # What few lanes take costs all lanes little, if it costs much to begin.
-    assert told(dear(20), 8192, how)[0] == "masked"
-    assert "110 us for all lanes" in str(told(dear(20), 8192, how)[2]["why"])
-    assert told(dear(20), 131_072, how)[2]["decided"] == [1]
+    assert told(expensive(20), 8192, how)[0] == "masked"
+    assert "110 us for all lanes" in str(told(expensive(20), 8192, how)[2]["why"])
+    assert told(expensive(20), 131_072, how)[2]["decided"] == [1]
 
 
 def test_elsewhere_all_is_masked(device):
     how = device("tpu")
-    for fun in (products, bounded, nest, dear(20)):
+    for fun in (products, bounded, nest, expensive(20)):
         assert told(fun, 65_536, how)[0] == "masked"
     assert told(products, 65_536, how)[2]["why"] == "what pays is measured on CPUs and GPUs alone"
 
@@ -136,13 +136,22 @@ def test_results_are_those_of_masked_lanes(device):
             total = lambda x: jnp.sum(jnp.sin(vmap(fun)(counts, x)))
             return jax.grad(total)(points)
 
-        values = [vmap(fun)(counts, points) for fun in (products, cheap, bounded, nest, dear(2))]
+        values = [
+            vmap(fun)(counts, points) for fun in (products, cheap, bounded, nest, expensive(2))
+        ]
         tangent = jax.jvp(lambda x: vmap(nest)(counts, x), (points,), (points,))[1]
         outer = jax.vmap(lambda x: vmap(seldom(2))(counts, x))(jnp.stack([points, points + 1]))
-        return values, tangent, outer, gradient(bounded), gradient(dear(2)), gradient(seldom(2))
+        return (
+            values,
+            tangent,
+            outer,
+            gradient(bounded),
+            gradient(expensive(2)),
+            gradient(seldom(2)),
+        )
 
     parted = lambda fun: bx.vmap(fun, divergence=how)
-    for fun, expected in ((nest, "flat"), (products, "compact"), (dear(2), "grouped")):
+    for fun, expected in ((nest, "flat"), (products, "compact"), (expensive(2), "grouped")):
         assert notes_of(fun, how, (counts, points))["divergence"] == expected
     run = lambda vmap: jax.jit(lambda: everything(vmap))()
     same(run(parted), run(jax.vmap), None)

@@ -1,4 +1,4 @@
-"""Dear branches inside loops: lanes wait before them, until a block of them is full."""
+"""Expensive branches inside loops: lanes wait before them, until a block of them is full."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ ENTRIES = np.array([0.5, 3.0, 0.1, 17.0, 1.0, 0.2], np.float32)
 
 
 @pytest.fixture(autouse=True)
-def every_branch_is_dear(monkeypatch):
+def every_branch_is_expensive(monkeypatch):
     """Programs of tests are small."""
     forced.wait_before_branches(monkeypatch)
 
@@ -164,7 +164,7 @@ def test_outside_of_jit():
 
 @pytest.mark.parametrize("cost", [1e-6, 1e9])
 def test_who_waits_comes_through(cost, monkeypatch):
-    """Whether steps are so cheap that nobody is late, or so dear that everybody is."""
+    """Whether steps are so cheap that nobody is late, or so expensive that everybody is."""
     monkeypatch.setattr(flat.Lanes, "time", property(lambda lanes: np.float32(cost)))
     got = jax.jit(bx.vmap(in_turn, (0, None), divergence="compact"))(XS, ENTRIES)
     oracle.same(got, expected_of(in_turn))
@@ -188,8 +188,8 @@ def test_all_lanes_run_masked_if_most_come_through(monkeypatch):
     counts = bx.explain(fun, (0, 1), divergence="compact", measure=True, time_limit=600)(
         XS, steps
     ).steps
-    (dear,) = (c for c in counts if c.way == "gathered" and c.branch == 1)
-    assert dear.needed == steps.sum() <= dear.done
+    (expensive,) = (c for c in counts if c.way == "gathered" and c.branch == 1)
+    assert expensive.needed == steps.sum() <= expensive.done
 
 
 def test_few_blocks_run_and_no_lane_waits_long():
@@ -205,9 +205,15 @@ def test_few_blocks_run_and_no_lane_waits_long():
 
     counts = bx.explain(fun, divergence="compact", measure=True, time_limit=600)(taken).steps
     (scan,) = (c for c in counts if c.branch is None)
-    cheap, dear = (next(c for c in counts if c.branch == k) for k in (0, 1))
-    assert (cheap.way, dear.way, scan.way) == ("masked", "gathered", "flat")
-    assert dear.needed == taken.sum() <= dear.done <= dear.needed * 1.5 < dear.masked
+    cheap, expensive = (next(c for c in counts if c.branch == k) for k in (0, 1))
+    assert (cheap.way, expensive.way, scan.way) == ("masked", "gathered", "flat")
+    assert (
+        expensive.needed
+        == taken.sum()
+        <= expensive.done
+        <= expensive.needed * 1.5
+        < expensive.masked
+    )
     assert cheap.done == scan.done <= 64 * 60 * 2
 
 

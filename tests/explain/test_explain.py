@@ -160,7 +160,7 @@ def test_branches_and_loops_hold_their_parts():
     together = bx.explain(f, (None, 0))(True, jnp.ones((4, 3)))
     branch = by_primitive(together)["cond"]
     assert branch.notes["divergence"] == "together"
-    assert branch.work.flops == 24  # of the dearer branch
+    assert branch.work.flops == 24  # of the more expensive branch
 
 
 def test_lanes_that_part_ways_are_said_to():
@@ -216,7 +216,7 @@ def test_branches_that_stay_masked_say_why():
     assert re.fullmatch(r"costs 0\.\d+ of moving a lane, limit 3", why[1])
     why = why_masked(either(jnp.sin), p, x, divergence="compact")
     assert re.fullmatch(r"costs 0\.\d+ of moving a lane, limit 4", why[1])
-    # Dear beside what is moved; but there is one lane.
+    # DeferredBranch beside what is moved; but there is one lane.
     many = lambda x: lax.fori_loop(0, 90, lambda _, x: jnp.sort(x), x)
     assert re.fullmatch(
         r".* us for all lanes, limit 30 us", why_masked(either(many), p[:1], x[:1])[1]

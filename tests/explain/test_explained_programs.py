@@ -153,7 +153,7 @@ def check_work(explanation, batched, args):
     program = jax.make_jaxpr(batched)(*args)
     most, least = cost_of_program(program), cost_of_program(_compat.without_dead(program))
     assert explanation.work.flops <= most.flops + most.transcendentals
-    if not most.at_most:  # of branches the dearest counts, of which there may be two
+    if not most.at_most:  # of branches the most expensive counts, of which there may be two
         assert explanation.work.flops >= least.flops + least.transcendentals
 
 

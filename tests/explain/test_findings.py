@@ -47,7 +47,7 @@ def steps(x):
     return x
 
 
-def dear_branch(x, p):
+def expensive_branch(x, p):
     return lax.cond(p, steps, lambda x: x, x)
 
 
@@ -149,7 +149,7 @@ bool_ = functools.partial(jax.ShapeDtypeStruct, dtype=np.bool_)
 TABLE = {
     "branch runs for all lanes": (
         [
-            lambda: found(dear_branch, f32(B, 32), bool_((B,)), compile=False),
+            lambda: found(expensive_branch, f32(B, 32), bool_((B,)), compile=False),
             lambda: found(
                 lambda x, i: lax.switch(i, [steps, lambda x: x, lambda x: 2 * x], x),
                 f32(B, 32),
@@ -159,9 +159,11 @@ TABLE = {
         ],
         [
             lambda: found(cheap_branch, f32(B, 32), bool_((B,)), compile=False),
-            lambda: found(dear_branch, f32(B, 32), bool_(()), in_axes=(0, None), compile=False),
             lambda: found(
-                dear_branch, f32(B, 32), bool_((B,)), divergence="compact", compile=False
+                expensive_branch, f32(B, 32), bool_(()), in_axes=(0, None), compile=False
+            ),
+            lambda: found(
+                expensive_branch, f32(B, 32), bool_((B,)), divergence="compact", compile=False
             ),
         ],
     ),
@@ -309,7 +311,7 @@ def test_every_kind_names_an_equation_of_the_listing_or_none():
     assert {finding.equation for finding in explanation.findings} <= numbers | {""}
 
 
-def test_findings_come_dearest_first():
+def test_findings_come_most_expensive_first():
     def several(x, n, a):
         return jnp.linalg.cholesky(a), counted_loop(x, n), x[n]
 
@@ -322,10 +324,10 @@ def test_findings_come_dearest_first():
 
 
 def test_what_costs_little_beside_the_rest_is_left_out():
-    def dear(x, a):
+    def expensive(x, a):
         return lax.fori_loop(0, 10_000, lambda _, x: steps(x), x), jnp.linalg.cholesky(a)
 
-    assert found(dear, f32(B, 32), f32(B, 2, 2), compile=False) == ()
+    assert found(expensive, f32(B, 32), f32(B, 2, 2), compile=False) == ()
 
 
 def test_what_is_said_in_the_same_words_is_said_once():
@@ -339,7 +341,7 @@ def test_what_is_said_in_the_same_words_is_said_once():
 
 
 def test_figures_of_a_branch():
-    (finding,) = found(dear_branch, f32(B, 32), bool_((B,)), compile=False)
+    (finding,) = found(expensive_branch, f32(B, 32), bool_((B,)), compile=False)
     # An outer product, a product of a vector and a matrix, and 32 evaluations, 20 times.
     flops = 20 * B * (32 * 32 + 2 * 32 * 32 - 32 + 32)
     assert 50e6 < flops < 70e6
@@ -384,10 +386,10 @@ def test_following_a_remedy_makes_the_finding_vanish():
     options: dict[str, Any] = {"in_axes": (0, None), "divergence": "compact", "compile": False}
     assert not found(loop, f32(B, 32), f32(32, 32), **options)
 
-    (finding,) = found(dear_branch, f32(B, 32), bool_((B,)), compile=False)
+    (finding,) = found(expensive_branch, f32(B, 32), bool_((B,)), compile=False)
     assert 'divergence="compact"' in finding.remedy
     options = {"divergence": "compact", "compile": False}
-    assert not found(dear_branch, f32(B, 32), bool_((B,)), **options)
+    assert not found(expensive_branch, f32(B, 32), bool_((B,)), **options)
 
     (finding,) = found(jnp.tanh, f32(B, 64), batch_size=2, compile=False)
     size = int(finding.remedy.split("batch_size=")[1].split(".")[0])
@@ -543,12 +545,12 @@ def test_a_loop_of_which_lanes_needed_nearly_all_steps_is_no_finding(differ, mon
 
 
 def test_who_turned_it_off_is_told_of_the_default_where_that_surely_pays():
-    dear = lambda n, x, w: lax.while_loop(
+    expensive = lambda n, x, w: lax.while_loop(
         lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(w @ c[1])), (0, x)
     )[1]
     args = i32(B), f32(B, 512), f32(512, 512)
     options = {"in_axes": (0, 0, None), "divergence": "predicate", "compile": False}
-    (finding,) = found(dear, *args, **options)
+    (finding,) = found(expensive, *args, **options)
     assert finding.remedy.startswith('Leave divergence="predicate" out')
     assert finding.advice == {"divergence": "auto"}
 

@@ -74,8 +74,8 @@ def test_a_step_of_a_transformer():
     assert len(text.splitlines()) < 600  # and 2,100 without folds
     assert "4 more times what " in text  # the other layers
     assert "(5 of these)" in text
-    dearest = text[text.index("  lines ") :].splitlines()[:5]
-    assert any("optimiser.update(grads, state, params)" in line for line in dearest)
+    costliest = text[text.index("  lines ") :].splitlines()[:5]
+    assert any("optimiser.update(grads, state, params)" in line for line in costliest)
     assert len(as_page(explanation)) < 2_000_000
 
 

@@ -18,14 +18,14 @@ from dataclasses import replace
 
 import jax
 
-from batchax.programs import dear_branches
+from batchax.programs import expensive_branches
 
 from fuzz.judge import Discarded, Found, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
 
 # Of loops that run flat, lanes wait before every branch, however little that costs.
-dear_branches.LEAST = dear_branches.GAIN = dear_branches.BEGUN = 0.0
+expensive_branches.LEAST = expensive_branches.GAIN = expensive_branches.BEGUN = 0.0
 
 MOST_SMALLER = 150  # programs tried to make a failing one smaller
 BLOCK = 100  # programs for one seed

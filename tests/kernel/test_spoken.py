@@ -41,8 +41,8 @@ def parting(body):
 
 
 def in_branch(f):
-    dear = lambda x: jnp.linalg.inv(jnp.outer(x, x) + jnp.eye(3)) @ x + f(x)
-    inner = lambda x: lax.cond(x[0] > 1, dear, lambda x: x, x)
+    expensive = lambda x: jnp.linalg.inv(jnp.outer(x, x) + jnp.eye(3)) @ x + f(x)
+    inner = lambda x: lax.cond(x[0] > 1, expensive, lambda x: x, x)
     return bx.vmap(bx.vmap(inner, divergence="compact"), axis_name="i", batch_size=2)
 
 

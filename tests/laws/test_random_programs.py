@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchax.programs import dear_branches
+from batchax.programs import expensive_branches
 
 from fuzz.blocks import blocks
 from fuzz.judge import Discarded, judge
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.in_every_part  # on each version of JAX
 
 
 @pytest.fixture(autouse=True, scope="module")
-def every_branch_is_dear():
+def every_branch_is_expensive():
     """Of loops that run flat, lanes wait before every branch, however little that costs."""
     with pytest.MonkeyPatch.context() as patch:
         for limit in ("LEAST", "GAIN", "BEGUN"):
-            patch.setattr(dear_branches, limit, 0.0)
+            patch.setattr(expensive_branches, limit, 0.0)
         yield
 
 

@@ -222,7 +222,7 @@ def test_other_loops_cost_at_least_a_step(fun):
     assert cost(jax.jit(lambda x: fun(x) + 1), X).at_least
 
 
-def test_of_branches_the_dearest_counts():
+def test_of_branches_the_most_expensive_counts():
     found = cost(lambda x: lax.cond(x[0, 0] > 0, jnp.sin, lambda x: x * 2 + 1, X), X)
     assert found.at_most
     assert (found.flops, found.transcendentals) == (2 * 24 + 2, 24)

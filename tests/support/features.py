@@ -28,7 +28,7 @@ def damped(x):
     return lax.fori_loop(0, 3, lambda i, y: jnp.sin(y) + i, x)
 
 
-def dear(x):
+def expensive(x):
     """A branch that is worth running for those lanes only that take it."""
     matmul = lambda x: lax.fori_loop(0, 4, lambda i, m: jnp.sin(m @ m), jnp.full((6, 6), x)).sum()
     return lax.cond(x > 1.0, matmul, jnp.sin, x)
@@ -165,7 +165,7 @@ def shards():
 
 
 def explained():
-    f = lambda x, w: (newton(x), dear(x), jnp.tanh(x * w))
+    f = lambda x, w: (newton(x), expensive(x), jnp.tanh(x * w))
     plain = bx.explain(f, (0, None))(X, W)
     chunks = bx.explain(f, (0, None), compile=False, batch_size=3)(X, W)
     ragged = bx.explain(lambda r: jnp.cumsum(r) / r.sum(), compile=False)(rows())
@@ -202,7 +202,7 @@ def many_calls():
 
 FEATURES = {
     "calls": many_calls,
-    "loops and branches": lambda: bx.vmap(lambda x: (newton(x), dear(x)))(X),
+    "loops and branches": lambda: bx.vmap(lambda x: (newton(x), expensive(x)))(X),
     "derivative rules": lambda: (
         bx.vmap(jax.grad(lambda v: with_jvp()(v).sum() * with_vjp()(v).sum()))(V),
         jax.grad(lambda v: bx.vmap(with_jvp())(v).sum() + bx.vmap(with_vjp())(v).sum())(V),
@@ -221,7 +221,7 @@ FEATURES = {
     "shards": shards,
     "compact loop": lambda: bx.vmap(newton, divergence=bx.Compact(width=2))(X),
     "compact branch": lambda: jax.value_and_grad(
-        lambda x: bx.vmap(dear, divergence=bx.Compact(width=2))(x).sum())(X),
+        lambda x: bx.vmap(expensive, divergence=bx.Compact(width=2))(x).sum())(X),
     "rows, packed": on_rows(lambda r: jnp.sin(r).sum() * r.max()),
     "rows, padded": on_rows(lambda r: jnp.cumsum(r)[-1] * jnp.sort(r).std(), layout="padded"),
     "rows, derivative rule": on_rows(lambda r: (with_jvp()(r) * jnp.cos(r)).sum()),

@@ -5,7 +5,7 @@ from math import inf
 from batchax.divergence import costs, nest, runner
 from batchax.divergence.runner import Runner
 from batchax.divergence.thresholds import Thresholds
-from batchax.programs import dear_branches
+from batchax.programs import expensive_branches
 
 EVERYWHERE = Thresholds(
     max_move_steps=inf,
@@ -82,9 +82,11 @@ DECIDED = Runner(
 
 
 def wait_before_branches(monkeypatch):
-    """Every branch counts as dear: lanes wait before it whatever that costs, for blocks of two."""
+    """Every branch counts as expensive: lanes wait before it whatever that costs, for blocks of
+    two.
+    """
     for limit in ("LEAST", "GAIN", "BEGUN"):
-        monkeypatch.setattr(dear_branches, limit, 0.0)
+        monkeypatch.setattr(expensive_branches, limit, 0.0)
     monkeypatch.setattr(costs, "NARROWEST", 2)
     monkeypatch.setattr(costs, "_ENOUGH", 0.0)
     monkeypatch.setattr(nest, "FEW_STEPS", inf)

@@ -49,7 +49,7 @@ from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.cost import STEPS, Cost, cost_of_program
-from batchax.programs.dear_branches import time_begun, time_to_move
+from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_one_function
 from batchax.programs.shapes import bytes_of
 from batchax.programs.weights import ALONE, TOGETHER

@@ -24,7 +24,12 @@ from batchax.kernel.divergence import AnyLoop
 from batchax.kernel.written_out import LOOPS, written_out
 from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
-from batchax.programs.dear_branches import NARROWEST, may_be_dear, time_begun, time_to_move
+from batchax.programs.expensive_branches import (
+    NARROWEST,
+    may_be_expensive,
+    time_begun,
+    time_to_move,
+)
 from batchax.programs.inner import integers_in
 from batchax.programs.one_function import fits_for_lanes
 from batchax.programs.shapes import bytes_of, size_of
@@ -207,8 +212,8 @@ def power_of_two(lanes: float) -> int:
 _KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
 _MOVED = 0.03
 _ROW = 2.0  # for an entry, whatever its size
-# A block of a dear branch works so many times as long as it takes to begin, or has the most lanes;
-# all lanes fill so many blocks at most.
+# A block of an expensive branch works so many times as long as it takes to begin, or has the most
+# lanes; all lanes fill so many blocks at most.
 _ENOUGH, _WIDEST = 2.0, 256
 _BLOCKS = 8
 STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
@@ -256,14 +261,16 @@ def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
 
 
 def width_of_block(work: Price, moves: Price, lanes: int) -> int:
-    """How many lanes make a block of a dear branch, so that to begin it is little beside them."""
+    """How many lanes make a block of an expensive branch, so that to begin it is little beside
+    them.
+    """
     width, lane = NARROWEST, work.lane + moves.lane
     while width < _WIDEST and width * lane < _ENOUGH * (work.begin + moves.begin):
         width *= 2
     return min(max(width, lanes // _BLOCKS), max(1, lanes // 2))
 
 
-def dearest_block(work: Price, moves: Price) -> Price:
+def max_block(work: Price, moves: Price) -> Price:
     """The price of a block of some of the lanes, if no lane costs more than this."""
     begin, lane = work.begin + moves.begin, work.lane + moves.lane
     return Price(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
@@ -274,8 +281,8 @@ def total(prices: Sequence[Price]) -> Price:
     return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))
 
 
-def dearest_of(prices: Sequence[Price]) -> Price:
-    """The price of the dearest of several programs, or a little more."""
+def max_of(prices: Sequence[Price]) -> Price:
+    """The price of the most expensive of several programs, or a little more."""
     return Price(max(p.begin for p in prices), max(p.lane for p in prices))
 
 
@@ -336,13 +343,15 @@ _NOTHING = Price(0.0, 0.0)
 _BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
 
 
-def dearest_step(loop: AnyLoop) -> float:
-    """Nanoseconds that a step of the dearest loop, or the dearest branch, takes for a lane."""
+def max_step_cost(loop: AnyLoop) -> float:
+    """Nanoseconds that a step of the most expensive loop, or the most expensive branch, takes for
+    a lane.
+    """
     programs = _programs(loop)
-    dearest = _dearest_of(loop.primitive, programs)
+    costliest = _max_of(loop.primitive, programs)
     if loop.primitive.name in LOOPS:
-        dearest = max(dearest, WITH_DERIVATIVE * sum(map(_time, programs)))
-    return dearest
+        costliest = max(costliest, WITH_DERIVATIVE * sum(map(_time, programs)))
+    return costliest
 
 
 def may_be_one_function(loop: AnyLoop) -> bool:
@@ -357,39 +366,39 @@ def price_of_loops(loop: AnyLoop) -> Price:
 
 
 def price_of_branches(loop: AnyLoop) -> Price:
-    """The price of the dearest branch in it, for lanes that run it together."""
-    return dearest_of([_NOTHING, *map(_branches, _programs(loop))])
+    """The price of the most expensive branch in it, for lanes that run it together."""
+    return max_of([_NOTHING, *map(_branches, _programs(loop))])
 
 
-@kept_with("what the dearest branch in programs costs")
+@kept_with("what the most expensive branch in programs costs")
 def _branches(jaxpr: Jaxpr) -> Price:
     inside = [(eqn, program) for eqn in jaxpr.eqns for program in _inside(eqn)]
     costs = (cost_of_program(p, steps=STEPS) for eqn, p in inside if eqn.primitive is cond_p)
-    return dearest_of([_NOTHING, *map(price_of_cost, costs), *(_branches(p) for _, p in inside)])
+    return max_of([_NOTHING, *map(price_of_cost, costs), *(_branches(p) for _, p in inside)])
 
 
 def _programs(loop: AnyLoop) -> list[Jaxpr]:
     return [p.jaxpr for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
 
 
-def _dearest_of(primitive: object, programs: list[Jaxpr]) -> float:
-    dearest = max(map(_dearest, programs), default=0.0)
+def _max_of(primitive: object, programs: list[Jaxpr]) -> float:
+    costliest = max(map(_max_step, programs), default=0.0)
     if primitive is while_p or primitive is cond_p:
         times = list(map(_time, programs))
         # A step is asked for, too; of branches a lane takes one.
-        dearest = max(dearest, sum(times) if primitive is while_p else max(times))
+        costliest = max(costliest, sum(times) if primitive is while_p else max(times))
     if getattr(primitive, "name", None) in LOOPS:
-        dearest *= WITH_DERIVATIVE
-    return dearest
+        costliest *= WITH_DERIVATIVE
+    return costliest
 
 
 def _time(jaxpr: Jaxpr) -> float:
     return TOGETHER.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
 
 
-@kept_with("what a step of the dearest loop in programs costs")
-def _dearest(jaxpr: Jaxpr) -> float:
-    each = (_dearest_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
+@kept_with("what a step of the most expensive loop in programs costs")
+def _max_step(jaxpr: Jaxpr) -> float:
+    each = (_max_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
     return max(each, default=0.0)
 
 
@@ -407,7 +416,7 @@ def _loops_of(eqn: Eqn) -> Price:
     if eqn.primitive is while_p or eqn.primitive is scan_p:
         return _step(eqn)
     if eqn.primitive is cond_p:  # of which no loops are cut out
-        return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_dear(jaxpr)])
+        return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_expensive(jaxpr)])
     return total(list(map(_loops, _inside(eqn))))
 
 
@@ -415,7 +424,7 @@ def _block(branch: Jaxpr) -> Price:
     """The price of a block of lanes that take a branch, whatever they have of their own."""
     work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + Cost(launches=1))
     read, written = ([v.aval for v in some] for some in (branch.invars, branch.outvars))
-    return dearest_block(work, price_of_moving([*read, *written], [*written, TODO]))
+    return max_block(work, price_of_moving([*read, *written], [*written, TODO]))
 
 
 def _step(loop: Eqn) -> Price:
@@ -445,15 +454,17 @@ def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
     whole = price_of_cost(cost_of_equation(eqn, integers, steps=STEPS_INSIDE))
     if not may_wait.in_equation(eqn):
         return whole
-    if eqn.primitive is cond_p:  # the others, what asks who takes a dear one, and a block of that
+    if (
+        eqn.primitive is cond_p
+    ):  # the others, what asks who takes an expensive one, and a block of that
         asked = price_of_cost(Cost(bytes=8, launches=2))
-        return dearest_of([whole, total([whole, asked, _loops_of(eqn)])])
+        return max_of([whole, total([whole, asked, _loops_of(eqn)])])
     if eqn.primitive is while_p or eqn.primitive is scan_p:
         # Cut out, it has a segment before it, in which what it updates in place is copied.
         kept = [v.aval for v in eqn.outvars]
         segment = price_of_cost(Cost(launches=1)), price_of_copying(kept)
-        return dearest_of([whole, total([_step(eqn), *segment])])
-    return dearest_of([whole, total(list(map(_once, _inside(eqn))))])
+        return max_of([whole, total([_step(eqn), *segment])])
+    return max_of([whole, total(list(map(_once, _inside(eqn))))])
 
 
 def _inside(eqn: Eqn) -> list[Jaxpr]:
@@ -464,12 +475,12 @@ def _inside(eqn: Eqn) -> list[Jaxpr]:
 
 def _may_wait_at(eqn: Eqn) -> bool:
     if eqn.primitive is cond_p:
-        return any(may_be_dear(branch.jaxpr) for branch in eqn.params["branches"])
+        return any(may_be_expensive(branch.jaxpr) for branch in eqn.params["branches"])
     return eqn.primitive is while_p or eqn.primitive.name in LOOPS
 
 
 may_wait = Anywhere(_may_wait_at)
-"""Whether a program holds a loop that lanes may leave one by one, or a dear branch."""
+"""Whether a program holds a loop that lanes may leave one by one, or an expensive branch."""
 
 
 def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:

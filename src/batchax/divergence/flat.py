@@ -35,7 +35,7 @@ from batchax import _compat
 from batchax.divergence.costs import launch_time, length
 from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.loops import PartingLoop, masked_inside
-from batchax.divergence.nest import Dear, Inner, Nest, Segment
+from batchax.divergence.nest import DeferredBranch, Inner, Nest, Segment
 from batchax.divergence.policy import Masked
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import Tally, counted, rows_of, with_rows
@@ -60,7 +60,7 @@ from batchax.rules.masked_loops import MaskedBody, predicate
 
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block
-MASKED = 1.0  # how much dearer masked lanes are than by their price
+MASKED = 1.0  # how much more expensive masked lanes are than by their price
 CHEAPER = 1.1  # how many times as long as all lanes, masked, blocks of all take,
 COMPILING = 500.0  # and nanoseconds that all take for each operation, where both are compiled
 MOST = 0.75  # the share of the lanes from which on all of them run then
@@ -261,7 +261,7 @@ def _used(program: ClosedJaxpr) -> list[bool]:
 
 @dataclass(frozen=True)
 class Gathering:
-    """How lanes come through a dear branch.
+    """How lanes come through an expensive branch.
 
     Attributes:
       run: what is done in it.
@@ -389,7 +389,8 @@ class FlatLoop(PartingLoop):
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse.
 
-        A dear branch runs for those that take it, and has derivatives of its own, which compute it
+        An expensive branch runs for those that take it, and has derivatives of its own, which
+        compute it
         again: what it keeps is much to move.
         """
         if self.nest.only_branches:
@@ -464,12 +465,12 @@ class Lanes:
                         number, part, here, active, values, left, tally
                     )
                     spent = lax.add(spent, taken)
-                case Dear():
+                case DeferredBranch():
                     here, values, taken = self._come_to_branch(
                         number, part, here, active, moving, values
                     )
                     spent = lax.add(spent, taken)
-        for number, part in self._dear:
+        for number, part in self._deferred:
             k = part.slots[-1]
             waits = self._at(number, values)
             values[k] = lax.select(waits, lax.add(values[k], spent), _zeros(values[k]))
@@ -508,19 +509,27 @@ class Lanes:
         return count_active(active, dtype, one_function=self.one_function)
 
     @property
-    def _dear(self) -> list[tuple[int, Dear]]:
-        return [(n, part) for n, part in enumerate(self.nest.parts) if isinstance(part, Dear)]
+    def _deferred(self) -> list[tuple[int, DeferredBranch]]:
+        return [
+            (n, part) for n, part in enumerate(self.nest.parts) if isinstance(part, DeferredBranch)
+        ]
 
     def _moving(self, active: Any, values: Sequence[Any]) -> Any:
-        """Which lanes do not wait before a dear branch."""
-        for number, _ in self._dear:
+        """Which lanes do not wait before an expensive branch."""
+        for number, _ in self._deferred:
             active = lax.bitwise_and(active, lax.bitwise_not(self._at(number, values)))
         return active
 
     def _come_to_branch(
-        self, number: int, part: Dear, here: Any, active: Any, moving: Any, values: list[Any]
+        self,
+        number: int,
+        part: DeferredBranch,
+        here: Any,
+        active: Any,
+        moving: Any,
+        values: list[Any],
     ) -> tuple[Any, list[Any], Any]:
-        """Runs a dear branch for those who come to it and who wait there, if it is time.
+        """Runs an expensive branch for those who come to it and who wait there, if it is time.
 
         Returns:
           Which lanes have come through, the values, and how long it took.
@@ -533,10 +542,10 @@ class Lanes:
         positions = (*consts_at, *[0] * len(mine))
         run = SegmentRun(self.axis, self.nest.test, part.segment, positions)
         gathering = Gathering(run, min(part.width, self.axis.size), part.block.begin)
-        eqn, branch, dear = part.branch
+        eqn, branch, expensive = part.branch
         with recording.inside(self.axis, eqn), recording.part(f"branch {branch}"):
-            recording.note(divergence="gathered", apart=dear, widths=(gathering.width,))
-            cheap = [i for i in range(len(eqn.params["branches"])) if i not in dear]
+            recording.note(divergence="gathered", apart=expensive, widths=(gathering.width,))
+            cheap = [i for i in range(len(eqn.params["branches"])) if i not in expensive]
             recording.note(why=dict.fromkeys(cheap, "costs too little to wait for others"))
             own, taken = gathering(waited, come, active, moving, [*consts, *mine])
         for k, x in zip(part.slots, own[len(consts) :], strict=True):
@@ -553,7 +562,7 @@ class Lanes:
         return through
 
     def _constants(
-        self, part: Inner | Dear, values: Sequence[Any]
+        self, part: Inner | DeferredBranch, values: Sequence[Any]
     ) -> tuple[list[Any], tuple[Position, ...]]:
         """The constants of a loop or branch inside, and where each has the batch axis."""
         program = part.constants

@@ -48,7 +48,7 @@ _CALLS = frozenset("scan call checkpoint closed_call core_call jit remat2".split
 
 
 def computed_again(program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
-    """`program`, in which each dear branch is computed again where it is differentiated.
+    """`program`, in which each expensive branch is computed again where it is differentiated.
 
     Args:
       program: what one example does.
@@ -256,8 +256,8 @@ class _Both:
         of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
         count = len(program.in_avals)
         run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-        dear = computed_again(program, differs)
-        again = lambda *xs: eval_jaxpr(dear.jaxpr, dear.consts, *xs)
+        expensive = computed_again(program, differs)
+        again = lambda *xs: eval_jaxpr(expensive.jaxpr, expensive.consts, *xs)
         pulls: list[Any] = []
 
         def forward(*xs: Any) -> list[Any]:

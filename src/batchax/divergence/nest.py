@@ -22,7 +22,7 @@ from batchax.divergence.costs import (
     total,
     width_of_block,
 )
-from batchax.divergence.opening import DearBranch, opened_places
+from batchax.divergence.opening import DeferredBranchId, opened_places
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.joined import fresh, joined
 from batchax.jaxprs.primitive_facts import facts_of
@@ -42,7 +42,7 @@ from batchax.rules.aliases import kept_carries
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What is done between two loops, or in a dear branch.
+    """What is done between two loops, or in an expensive branch.
 
     Attributes:
       program: of the values it reads, of the entries it takes, and of what is in the slots it
@@ -96,8 +96,8 @@ class Inner:
 
 
 @dataclass(frozen=True, eq=False)
-class Dear:
-    """A dear branch, before which lanes wait until a block of them is full.
+class DeferredBranch:
+    """An expensive branch, before which lanes wait until a block of them is full.
 
     Attributes:
       segment: what is done in it, of constants of its own and then its slots.
@@ -114,7 +114,7 @@ class Dear:
     reads: tuple[int, ...]
     slots: tuple[int, ...]
     width: int
-    branch: DearBranch
+    branch: DeferredBranchId
 
     @property
     def block(self) -> Price:
@@ -123,7 +123,7 @@ class Dear:
         return Price(price.of(self.width) + moves.of(self.width), 0.0)
 
 
-Part = Segment | Inner | Dear
+Part = Segment | Inner | DeferredBranch
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,9 @@ class Nest:
     Attributes:
       test: the predicate, of its constants and what is carried.
       body: the program of a step; None if it is cut in parts.
-      parts: segments, and loops and dear branches inside, in order; none of a loop that is not cut.
-      n_test, n_consts: how many constants the predicate has, and how many all have: those of the
-        predicate come first.
+      parts: segments, and loops and expensive branches inside, in order; none of a loop that is
+      not cut. n_test, n_consts: how many constants the predicate has, and how many all have: those
+        of the predicate come first.
       n_carry: how many slots hold what is carried; they are the first. If there are parts, the
         next one holds the number of the part that the lane is in, zero before the first.
       slots: the types of all.
@@ -157,7 +157,7 @@ class Nest:
 
     @property
     def only_branches(self) -> bool:
-        """Whether lanes wait at dear branches alone, and leave no loop inside one by one."""
+        """Whether lanes wait at expensive branches alone, and leave no loop inside one by one."""
         return bool(self.parts) and all(nest.only_branches for nest in self.inner)
 
     @property
@@ -279,7 +279,7 @@ def _nest_of(
     copies, own = False, tuple(itertools.compress(body.in_avals[:n_body], differs))
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
-        places: dict[Any, DearBranch] = {}
+        places: dict[Any, DeferredBranchId] = {}
         # Else what a branch hands on to nobody would be kept for it.
         opened = opened_places(axis, _compat.without_dead(body), differs, places)
         cut = _Cut(axis, test, opened, n_body, differs, places, one_function=one_function)
@@ -299,21 +299,21 @@ def _nest_of(
 def _pays(parts: Sequence[Part], lanes: int) -> bool:
     """Whether it may pay that lanes are at places of their own.
 
-    Not if what is around the loops inside is much dearer than some of their steps: nobody would
-    wait less for those.
+    Not if what is around the loops inside is much more expensive than some of their steps: nobody
+    would wait less for those.
     """
     around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
     return around < FEW_STEPS * _inside(parts).of(lanes)
 
 
 def price_inside(nest: Nest) -> Price:
-    """The price of a step of each loop inside, and of a block of each dear branch."""
+    """The price of a step of each loop inside, and of a block of each expensive branch."""
     return _inside(nest.parts)
 
 
 def _inside(parts: Sequence[Part]) -> Price:
-    dear = [part.block for part in parts if isinstance(part, Dear)]
-    return total([*dear, *(_step(part.nest) for part in parts if isinstance(part, Inner))])
+    expensive = [part.block for part in parts if isinstance(part, DeferredBranch)]
+    return total([*expensive, *(_step(part.nest) for part in parts if isinstance(part, Inner))])
 
 
 def _step(nest: Nest) -> Price:
@@ -324,7 +324,7 @@ class _Cut:
     """A body of a loop, cut at the loops in it that lanes leave one by one.
 
     Attributes:
-      inner: those loops, and dear branches as loops.
+      inner: those loops, and expensive branches as loops.
       entries: which equations take or put one entry of an array.
       slots: the types of what a lane keeps.
     """
@@ -336,7 +336,7 @@ class _Cut:
         body: ClosedJaxpr,
         n_body: int,
         differs: Differs,
-        places: Mapping[Any, DearBranch],
+        places: Mapping[Any, DeferredBranchId],
         whole: bool = False,
         one_function: bool = False,
     ) -> None:
@@ -353,7 +353,7 @@ class _Cut:
         self.inner = [] if whole else inner
 
     def parts(self) -> tuple[Part, ...]:
-        """The segments, and the loops and dear branches, in order."""
+        """The segments, and the loops and expensive branches, in order."""
         # The types of all values, constants first; and where a variable is kept. What one more is
         # computed of is constants that all lanes share, or numbers: it is computed again wherever
         # it is read.
@@ -365,7 +365,7 @@ class _Cut:
         groups = self._groups(own)
         inner = []
         for j, eqn in enumerate(self.inner):
-            inside = self._dear(eqn) if eqn.outvars[0] in self.places else self._nest(eqn)
+            inside = self._deferred(eqn) if eqn.outvars[0] in self.places else self._nest(eqn)
             types = _types_of(eqn) if isinstance(inside, Segment) else inside.slots
             read = self._read_after(groups, j)
             slots = self._slots(eqn, types, read)
@@ -400,7 +400,7 @@ class _Cut:
             if isinstance(inside, Segment):
                 branch = self.places[eqn.outvars[0]]
                 width = width_of_block(inside.price, inside.moves, self.axis.size)
-                parts.append(Dear(inside, program, reads, slots, width, branch))
+                parts.append(DeferredBranch(inside, program, reads, slots, width, branch))
             else:
                 count = eqn.params["cond_nconsts"]
                 own = differs_of(self.apart, _constants(eqn)[count:])
@@ -481,8 +481,8 @@ class _Cut:
             test, body = for_lanes(test), for_lanes(body)
         return nest_of(self.axis, test, body, differs)
 
-    def _dear(self, eqn: Eqn) -> Segment:
-        """What a dear branch does, a ``while`` of one step."""
+    def _deferred(self, eqn: Eqn) -> Segment:
+        """What an expensive branch does, a ``while`` of one step."""
         test, body, count = (eqn.params[k] for k in ("cond_jaxpr", "body_jaxpr", "body_nconsts"))
         differs = (*differs_of(self.apart, eqn.invars[:count]), *[True] * len(eqn.outvars))
         (segment,) = _Cut(self.axis, test, body, count, differs, {}, whole=True).parts()

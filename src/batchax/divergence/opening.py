@@ -28,7 +28,7 @@ from batchax.kernel.differing import Differs, differing_in, differs_of
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.unvmap import asked_of_each_lane
 from batchax.kernel.written_out import written_out
-from batchax.programs.dear_branches import dear_branches
+from batchax.programs.expensive_branches import expensive_branches
 from batchax.programs.marks import without_branches
 from batchax.rules.carried_axes import split_operands
 
@@ -146,35 +146,35 @@ def _arrays(body: ClosedJaxpr, n_carry: int) -> list[Any]:
 TODO = jax.typeof(np.False_)
 
 
-class DearBranch(NamedTuple):
+class DeferredBranchId(NamedTuple):
     """A branch that is a ``while``: of this ``cond``, this one; and all of it that are."""
 
     eqn: Eqn
     number: int
-    dear: tuple[int, ...]
+    expensive: tuple[int, ...]
 
 
 def opened_branches(
     axis: Axis,
     eqn: Eqn,
-    dear: Sequence[int],
+    expensive: Sequence[int],
     constants: dict[Any, Any],
-    places: dict[Any, DearBranch],
+    places: dict[Any, DeferredBranchId],
 ) -> list[Any]:
     """The equations that do what a ``cond`` of one example does.
 
     Args:
       axis: the axis of the lanes.
       eqn: the equation.
-      dear: which of its branches are to be loops.
+      expensive: which of its branches are to be loops.
       constants: the values of constants of these equations join it.
       places: the loops join it, each by the first variable that it returns.
     """
     index, *operands = [*eqn.invars]
     branches = eqn.params["branches"]
-    made = {d: _made(branches[d], eqn.outvars) for d in dear}
-    dear = [d for d in dear if made[d]]  # of others nobody reads anything
-    made = {d: made[d] for d in dear}
+    made = {d: _made(branches[d], eqn.outvars) for d in expensive}
+    expensive = [d for d in expensive if made[d]]  # of others nobody reads anything
+    made = {d: made[d] for d in expensive}
     others = [
         _doing_nothing(axis, branches, d, made) if d in made else b for d, b in enumerate(branches)
     ]
@@ -185,14 +185,14 @@ def opened_branches(
         outvars=[results.get(k, v) for k, v in enumerate(eqn.outvars)],
         params={**eqn.params, "branches": tuple(others)},
     )
-    eqns = [without_branches(first, dear)]
-    for d in dear:
+    eqns = [without_branches(first, expensive)]
+    for d in expensive:
         asked = remembered(
             branches[d], ("is taken", d, index.aval), lambda: _is_taken(axis, d, index.aval)
         )
         more, (todo,) = copied(asked, [index], constants)
         test, body, used = _while_of_branch(branches[d], made[d])
-        last = {k: all(k not in made[e] for e in dear if e > d) for k in made[d]}
+        last = {k: all(k not in made[e] for e in expensive if e > d) for k in made[d]}
         after = {k: eqn.outvars[k] if last[k] else fresh(eqn.outvars[k].aval) for k in made[d]}
         taken = fresh(TODO)
         loop = eqn.replace(
@@ -208,7 +208,7 @@ def opened_branches(
             effects=body.effects,
         )
         results.update(after)
-        places[taken] = DearBranch(eqn, d, tuple(dear))
+        places[taken] = DeferredBranchId(eqn, d, tuple(expensive))
         eqns += [*more, loop]
     return eqns
 
@@ -292,12 +292,12 @@ def _while_of_branch(
 
 
 def opened_places(
-    axis: Axis, program: ClosedJaxpr, differs: Differs, places: dict[Any, DearBranch]
+    axis: Axis, program: ClosedJaxpr, differs: Differs, places: dict[Any, DeferredBranchId]
 ) -> ClosedJaxpr:
     """`program` with each call that holds such a loop replaced by what it calls.
 
-    And with each ``scan`` that holds one, and each dear branch, replaced by a ``while``; those of
-    branches join `places`.
+    And with each ``scan`` that holds one, and each expensive branch, replaced by a ``while``;
+    those of branches join `places`.
     """
     jaxpr = program.jaxpr
     constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
@@ -319,7 +319,7 @@ class _Opening:
       apart: which of its variables differ between lanes: its inputs, and then all.
       names: what its variables are called in the other program.
       constants: the values of constants of that, which more join.
-      places: the loops that are dear branches, by the first variable that each returns.
+      places: the loops that are expensive branches, by the first variable that each returns.
       own: makes of an equation, with `names`, one that is in the program once.
     """
 
@@ -327,7 +327,7 @@ class _Opening:
     apart: dict[Any, bool]
     names: dict[Any, Any]
     constants: dict[Any, Any]
-    places: dict[Any, DearBranch]
+    places: dict[Any, DeferredBranchId]
     own: Callable[[Eqn, dict[Any, Any]], Any]
 
     def equations(self, jaxpr: Jaxpr) -> Iterator[Any]:
@@ -344,8 +344,8 @@ class _Opening:
             elif eqn.primitive is scan_p:
                 yield from opened_scan(self.axis, self.own(eqn, self.names), self.constants)
             elif eqn.primitive is cond_p:
-                dear, own = dear_branches(eqn, of_operands), self.own(eqn, self.names)
-                yield from opened_branches(self.axis, own, dear, self.constants, self.places)
+                expensive, own = expensive_branches(eqn, of_operands), self.own(eqn, self.names)
+                yield from opened_branches(self.axis, own, expensive, self.constants, self.places)
             else:
                 yield from self._called(eqn, of_operands)
 

@@ -46,10 +46,10 @@ from batchax.divergence.costs import (
     power_of_two,
     price_of_moving,
 )
-from batchax.divergence.nest import Dear, Inner, Nest, price_inside
+from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
 from batchax.divergence.thresholds import Thresholds
 from batchax.jaxprs.words import ClosedJaxpr
-from batchax.programs.dear_branches import time_to_move
+from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_for_lanes
 from batchax.rules.many_lanes import least_lanes
 
@@ -434,7 +434,7 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
             last = max(width, size // _LEFT)
             window = replace(flat.window, widths=(size, last), leave_at=last)
         flat = Flattened(window)
-    blocks = [part.block.of(size) for part in nest.parts if isinstance(part, Dear)]
+    blocks = [part.block.of(size) for part in nest.parts if isinstance(part, DeferredBranch)]
     return Masked(_SOON_OVER) if min(blocks, default=math.inf) < t.min_wait_work else flat
 
 

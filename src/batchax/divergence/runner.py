@@ -16,7 +16,7 @@ from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.costs import (
     Step,
-    dearest_step,
+    max_step_cost,
     may_be_one_function,
     price_of_branches,
     price_of_loops,
@@ -138,7 +138,7 @@ class Runner:
         t = self.thresholds
         if t is None or not isinstance(axis.size, int):
             return False
-        expensive = dearest_step(loop) * axis.size >= worth_batching_twice(t)
+        expensive = max_step_cost(loop) * axis.size >= worth_batching_twice(t)
         serial = price_of_branches(loop).of(axis.size) >= t.min_serial_work
         kernel = axis.size >= t.kernel_lanes and may_be_one_function(loop)
         return expensive or serial or kernel or self._may_be_flattened(axis, loop)
@@ -147,7 +147,7 @@ class Runner:
         assert self.thresholds is not None
         least = self.thresholds.min_nested_work
         # The most expensive of loops that take several steps is soon found, and mostly is enough.
-        surely = dearest_step(loop) * axis.size >= STEPS * least
+        surely = max_step_cost(loop) * axis.size >= STEPS * least
         return surely or price_of_loops(loop).of(axis.size) >= least
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:

@@ -23,7 +23,7 @@ class Explanation(Account):
       outputs: its results.
       equations: the per-example program, an entry for each equation; `Equation.parts` has those
         of loops and branches.
-      findings: what costs more than it would have to, dearest first.
+      findings: what costs more than it would have to, most expensive first.
       memory: what the compiled program holds; None where it could not be compiled.
       outside: what is done beside the equations: to place outputs, to cut chunks.
       compiled: FLOPs and bytes of the compiled program by XLA's count, in which fused operations

@@ -49,7 +49,7 @@ def own_line(source: Source) -> Source:
     return source.called_from or source
 
 
-def dearest_lines(explanation: Account) -> list[tuple[Line, float]]:
+def costliest_lines(explanation: Account) -> list[tuple[Line, float]]:
     """The user's lines that cost most, by the price of findings, each with its share of the whole.
 
     Where all is in one line, the lines of libraries that it led to. What costs less than a

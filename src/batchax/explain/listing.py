@@ -283,7 +283,7 @@ def _is_library(program: Any) -> bool:
 
 
 def _work_of_parts(parts: Sequence[Equation], record: Record) -> Work:
-    """What the parts cost; of branches of which one runs, the dearest."""
+    """What the parts cost; of branches of which one runs, the costliest."""
     by_role: dict[str, Work] = {}
     for part in parts:
         by_role[part.role] = by_role.get(part.role, Work()) + part.work

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Equation, Memory, Source, StepCount, Value, Work
-from batchax.explain.lines import dearest_lines, own_line
+from batchax.explain.lines import costliest_lines, own_line
 from batchax.explain.repeats import Again, alike, fold
 from batchax.explain.wording import (
     SERVICES,
@@ -74,7 +74,7 @@ def _summary(explanation: Account) -> Iterator[str]:
         yield f"  compiled   {show_work(explanation.compiled)}, by the compiler's count"
     if explanation.memory is not None:
         yield from _memory(explanation.memory)
-    for i, (line, share) in enumerate(dearest_lines(explanation)):
+    for i, (line, share) in enumerate(costliest_lines(explanation)):
         lead = " " * 13 if i else "  lines      "
         yield f"{lead}{share:>4.0%}  {_place(line.source)}"
 
@@ -96,7 +96,7 @@ def _findings(explanation: Account) -> Iterator[str]:
         yield "Findings: none."
         return
     sources = {eqn.number: eqn.source for eqn in explanation.walk()}
-    yield "Findings, dearest first:"
+    yield "Findings, most expensive first:"
     for i, finding in enumerate(explanation.findings, 1):
         at = f" (equation {finding.equation})" if finding.equation else ""
         yield from _wrapped(f"{i}. {finding.message}{at}", "  ", "     ")

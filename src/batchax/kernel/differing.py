@@ -18,7 +18,7 @@ from batchax.kernel.registry import find
 from batchax.kernel.unvmap import asked_of_each_lane, looks_at_lanes
 from batchax.kernel.written_out import written_out
 from batchax.memo import kept_with
-from batchax.programs.dear_branches import dear_branches
+from batchax.programs.expensive_branches import expensive_branches
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
 # derivatives are taken of the program as it was.
@@ -36,8 +36,8 @@ class Differing(NamedTuple):
 
     Attributes:
       results: which of them differ.
-      parts: whether lanes leave a loop in it one by one, or come to a dear branch so, one that can
-        be cut out: not inside a branch, nor in a call that must stay one.
+      parts: whether lanes leave a loop in it one by one, or come to an expensive branch so, one
+        that can be cut out: not inside a branch, nor in a call that must stay one.
     """
 
     results: Differs
@@ -83,7 +83,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     if eqn.primitive is cond_p:
         taken = [differing(b.jaxpr, [operands[k] for k in b.operands]).results for b in bodies]
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
-        return Differing(results, operands[0] and bool(dear_branches(eqn, operands)))
+        return Differing(results, operands[0] and bool(expensive_branches(eqn, operands)))
     if eqn.primitive is while_p:
         return _of_while(eqn, bodies, operands)
     (body,) = bodies

@@ -40,7 +40,7 @@ class Cost:
       launches: operations begun, whatever their size, but for those that are fused with others:
         of these there is taken to be one in each run of a loop's program.
       at_least: whether there are loops of which nobody knows how many steps they take.
-      at_most: whether there are branches, of which the dearest was counted.
+      at_most: whether there are branches, of which the most expensive was counted.
     """
 
     flops: int = 0
@@ -78,7 +78,7 @@ def cost_of_equation(
     """What an equation costs, that of the programs it runs included.
 
     A `while` that does not count up to a known bound is counted as so many `steps`, which
-    `at_least` says. Of the branches of a `cond` the dearest is counted, separately in
+    `at_least` says. Of the branches of a `cond` the most expensive is counted, separately in
     operations and bytes, which `at_most` says if they differ. XLA's analysis does the same.
     A primitive that is in no table is taken for one operation on each element of its
     largest result. Inside `shard_map` the cost is that of one shard.
@@ -95,7 +95,7 @@ def cost_of_equation(
         return _of_operation(eqn, differs)
     costs = [cost_of_program(p.jaxpr, p.integers, p.differing(differs), steps) for p in inner]
     if eqn.primitive.name == "cond":
-        return _dearest(costs)
+        return _max_step(costs)
     fused = [Cost(launches=int(p.role != "call")) for p in inner]
     runs = zip(costs, fused, inner, strict=True)
     total = _sum(_repeated(c + one, p.times, steps) for c, one, p in runs)
@@ -189,7 +189,7 @@ def _repeated(cost: Cost, times: int | None, steps: int) -> Cost:
     return steps * cost + Cost(at_least=True) if times is None else cost * times
 
 
-def _dearest(costs: list[Cost]) -> Cost:
+def _max_step(costs: list[Cost]) -> Cost:
     return Cost(
         *map(max, zip(*map(_amounts, costs), strict=True)),
         at_least=any(c.at_least for c in costs),

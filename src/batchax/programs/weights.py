@@ -46,8 +46,9 @@ ALONE = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
 """A lane by itself, in a loop that is one function: nothing fills vector registers."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
-"""What is told of a program, dearest first, by the operations and bytes that a listing shows: in it
-functions are operations as others, and arrays of all lanes lie in memory, not in a cache."""
+"""What is told of a program, most expensive first, by the operations and bytes that a listing
+shows: in it functions are operations as others, and arrays of all lanes lie in memory, not in a
+  cache."""
 
 PLANS = Weights(transcendental=0.5, fused=0.1, byte=0.1, flop=0.05, serial=0.05, place=0, call=0)
 """How many rows on disk make a unit. On an average machine, for a plan is the same on all; where it

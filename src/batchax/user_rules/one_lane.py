@@ -46,7 +46,7 @@ def of_one_lane() -> Iterator[None]:
 def one_lane(
     axis: Axis, rule: UserRule, jaxpr: ClosedJaxpr, flags: Flags, needed: Flags
 ) -> Flat | None:
-    """The rule as a function of one example, if that does once what is dear for each lane.
+    """The rule as a function of one example, if that does once what is expensive for each lane.
 
     Args:
       axis: the axis being mapped.

@@ -1,4 +1,4 @@
-"""All kinds of findings, dearest first."""
+"""All kinds of findings, most expensive first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MOST_NAMED = 5  # equations of one finding
 
 
 def find_findings(draft: Draft) -> tuple[Finding, ...]:
-    """What costs more than it would have to, or that one would not expect, dearest first.
+    """What costs more than it would have to, or that one would not expect, most expensive first.
 
     Left out is what costs less than a microsecond or than one percent of the call.
     """

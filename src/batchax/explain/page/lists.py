@@ -28,7 +28,7 @@ _MOST_LINKS = 40
 
 
 def findings(explanation: Account) -> Html:
-    """What costs more than it would have to, dearest first, each with what to do."""
+    """What costs more than it would have to, most expensive first, each with what to do."""
     if not explanation.findings:
         return tag("p", "Nothing found that costs more than it would have to.")
     equations = {eqn.number: eqn for eqn in explanation.walk()}
@@ -91,13 +91,13 @@ def _place(eqn: Equation) -> list[Html | str | None]:
 
 
 def _line(source: Source, eqns: Sequence[Equation], work: Work, whole: Work) -> Html:
-    dearest = {e.number for e in sorted(eqns, key=lambda e: -price(e.work))[:_MOST_LINKS]}
+    costliest = {e.number for e in sorted(eqns, key=lambda e: -price(e.work))[:_MOST_LINKS]}
     links = tag(
         "span",
         [
             (link_to(eqn.number, f"{eqn.number} {eqn.primitive}"), " ")
             for eqn in eqns
-            if eqn.number in dearest
+            if eqn.number in costliest
         ],
         f"and {len(eqns) - _MOST_LINKS:,} that cost less" if len(eqns) > _MOST_LINKS else None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from batchax.explain.account import Account, Devices, Memory
-from batchax.explain.lines import dearest_lines
+from batchax.explain.lines import costliest_lines
 from batchax.explain.page.details import to_line
 from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
 from batchax.explain.wording import SERVICES, count, show_devices, show_flops
@@ -44,8 +44,8 @@ def summary(explanation: Account) -> list[Html | None]:
 
 def _lines(explanation: Account) -> Html | None:
     """The user's lines that cost most."""
-    dearest = dearest_lines(explanation)
-    if not dearest:
+    costliest = costliest_lines(explanation)
+    if not costliest:
         return None
     rows = [
         tag(
@@ -54,7 +54,7 @@ def _lines(explanation: Account) -> Html | None:
             tag("td", tag("code", line.source.text)),
             tag("td", to_line(line.source)),
         )
-        for line, share in dearest
+        for line, share in costliest
     ]
     table = tag("table", tag("caption", "Lines that cost most"), tag("tbody", rows))
     return tag("div", table, class_="wide")

@@ -1,4 +1,4 @@
-"""Which branches are so dear that lanes may wait before them, until many have come.
+"""Which branches are so expensive that lanes may wait before them, until many have come.
 
 That depends on nothing but their programs, so that all who ask get the same answer.
 """
@@ -25,7 +25,7 @@ COPYING = 2.0  # and with these copies this many times what it takes without the
 BEGUN = 0.5  # which share is not one loop with what selects its result: that skips who is elsewhere
 
 
-def dear_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
+def expensive_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
     """Which branches of a ``cond`` are.
 
     Args:
@@ -35,11 +35,11 @@ def dear_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
     if eqn.primitive is not cond_p or eqn.params.get("branches_platforms"):
         return []
     programs = [program.jaxpr for program in eqn.params["branches"]]
-    return [i for i, jaxpr in enumerate(programs) if _is_dear(jaxpr, differs[1:])]
+    return [i for i, jaxpr in enumerate(programs) if _is_expensive(jaxpr, differs[1:])]
 
 
-def may_be_dear(jaxpr: Jaxpr) -> bool:
-    """Whether a branch is dear enough, whatever lanes have of their own."""
+def may_be_expensive(jaxpr: Jaxpr) -> bool:
+    """Whether a branch is expensive enough, whatever lanes have of their own."""
     return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= LEAST
 
 
@@ -48,7 +48,7 @@ def time_of_block(cost: Cost) -> float:
     return LAUNCH * cost.launches + NARROWEST * TOGETHER.time(cost)
 
 
-def _is_dear(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
+def _is_expensive(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
     cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
     if time_of_block(cost) < LEAST:
         return False
