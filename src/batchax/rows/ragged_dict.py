@@ -30,14 +30,14 @@ class RaggedDict(DictOfBatches):
 
 
 def _flatten(batches: RaggedDict) -> tuple[list[Any], tuple[Any, ...]]:
-    found: list[Any] = []
+    distinct: list[Any] = []
 
     def number(lengths: Any) -> int:
-        for i, other in enumerate(found):
+        for i, other in enumerate(distinct):
             if _are_one(lengths, other):
                 return i
-        found.append(lengths)
-        return len(found) - 1
+        distinct.append(lengths)
+        return len(distinct) - 1
 
     def numbered(x: Any) -> Any:
         # A tree of what stands for leaves, such as their shardings, keeps the structure it has.
