@@ -315,13 +315,13 @@ def _size(x: Value) -> int:
 
 
 def _compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is compiled, unless it branches in Python on what all lanes share."""
+    """A function that is compiled, unless it needs values: those to branch on, or of sizes."""
     compiled = jax.jit(fun)
 
     def run(*args: Any) -> Any:
         try:
             return compiled(*args)
-        except NEEDS_VALUES:
+        except (*NEEDS_VALUES, UnsupportedError):
             return fun(*args)
 
     return run

@@ -209,8 +209,8 @@ AROUND = {
         lambda x: f(lax.stop_gradient(x)) * x,
     ),
     "tell_progress": lambda f: (
-        diverging(f, functools.partial(bounded, **SILENT)),
-        diverging(f, taken),
+        each(f, functools.partial(bx.vmap, batch_size=100, **SILENT)),
+        each(f),
     ),
     "scan_steps": lambda f: (along_columns(f), steps(f)),
     "progress_back": lambda f: (steps(f, **SILENT), steps(f)),

@@ -215,8 +215,8 @@ def take_clipped(x: Value, places: Any, axis: int, **options: Any) -> Any:
     depends on what is taken there.
     """
     least, most = places.dtype.type(0), places.dtype.type(max(x.shape[axis] - 1, 0))
-    known = isinstance(places, np.ndarray)
-    places = np.clip(places, least, most) if known else lax.clamp(least, places, most)
+    at_trace_time = isinstance(places, np.ndarray)
+    places = np.clip(places, least, most) if at_trace_time else lax.clamp(least, places, most)
     return jnp.take(x, places, axis=axis, mode="clip", **options)
 
 
