@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from batchax import _compat
 from batchax.datasets.addresses import Address, address
 from batchax.datasets.bad_rows import Policy, Streak
 from batchax.datasets.engines.engine import find_engine
+from batchax.datasets.memory import Sliced
 from batchax.datasets.options import check_batch_size, check_key, of_this_process
 from batchax.datasets.report import Report
 from batchax.datasets.row_function import RowFunction
@@ -59,6 +61,7 @@ def map(
     retry_quarantined: bool = False,
     retries: int = 2,
     resume: Literal["auto", "never"] = "auto",
+    overwrite: bool = False,
     version: str | None = None,
     inputs_by: Literal["file", "content"] = "file",
     batched: bool = False,
@@ -109,6 +112,9 @@ def map(
       retry_quarantined: compute again the units whose rows earlier calls quarantined.
       retries: how many times reading and writing are tried again if they fail.
       resume: "auto": go on where an earlier call ended; "never": refuse if there was one.
+      overwrite: start over: remove the output and the job of an earlier call, and compute all rows
+        anew. An output that batchax did not make, or at which another process is at work, is not
+        removed.
       version: names what the function does, where that cannot be seen: if it calls the host
         (``jax.pure_callback``), what that does is not in its program.
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
@@ -153,7 +159,7 @@ def map(
     _check_count("retries", retries)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
-    check_flags(batched=batched, retry_quarantined=retry_quarantined)
+    check_flags(batched=batched, retry_quarantined=retry_quarantined, overwrite=overwrite)
     check_key(fun, key, len(arrays))
     engine = find_engine(executor, place)
     check_small_matrices(small_matrices)
@@ -162,6 +168,8 @@ def map(
     function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched)
     _check_streams(function, executor, stream_id)
     _check_apart(out, place, function)
+    if overwrite:
+        _check_overwritten(out, place, arrays, function, engine.shard)
     how = How(
         out=place,
         named=named,
@@ -172,6 +180,7 @@ def map(
         policy=Policy(on_error, on_nonfinite, Streak(max_consecutive_errors)),
         max_errors=max_errors,
         retry_quarantined=retry_quarantined,
+        overwrite=overwrite,
         retries=retries,
         resume=resume,
         version=version,
@@ -222,6 +231,39 @@ def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None
             raise ArgumentTypeError(
                 f"out={str(out)!r} lies in {m.source.name}, which would change while it is read. "
                 "Give an out= beside it."
+            )
+
+
+def _check_overwritten(
+    out: Any, place: Address | None, arrays: Any, function: RowFunction, shard: str | None
+) -> None:
+    """What starts over removes neither an input nor what other processes have done."""
+    if shard is not None:
+        raise UnsupportedError(
+            "overwrite=True removes what other shards have done. Call map with overwrite=True and "
+            "without executor; or delete the output and the folder of its job before the shards "
+            "start."
+        )
+    place = place.resolve() if isinstance(place, Path) else place
+    sources = [m.source for m in function.inputs.mapped]
+    for source in sources:
+        if isinstance(source, Sliced) and source.files is None:  # such as Zarr behind xarray
+            raise UnsupportedError(
+                f"overwrite=True removes an output, and batchax cannot see from which files "
+                f"{source.name} is read. Pass numpy.asarray of it, or delete the output yourself."
+            )
+    leaves = jax.tree.leaves(arrays)
+    paths = [x.filename if isinstance(x, np.memmap) else x for x in leaves]
+    shared = [
+        (str(path), Path(path).resolve())
+        for path, x in zip(paths, leaves, strict=True)
+        if path is not None and isinstance(x, (Path, np.memmap))
+    ]
+    for name, path in [*((s.name, f.path) for s in sources for f in s.all_files), *shared]:
+        if place == path or place in path.parents:
+            raise ArgumentTypeError(
+                f"out={str(out)!r} holds {name}, which overwrite=True would remove. Give another "
+                "out=."
             )
 
 

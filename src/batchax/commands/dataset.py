@@ -32,6 +32,11 @@ def add_to(commands: Any) -> None:
     )
     add_call(command)
     command.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="start over: remove the output and the job of an earlier map first",
+    )
+    command.add_argument(
         "--shard",
         metavar="I/N",
         help="do every N-th unit only; the same command for each I, from 0 or from 1, does all",
@@ -204,6 +209,7 @@ def _map(options: argparse.Namespace) -> int:
             max_consecutive_errors=options.max_consecutive_errors,
             retry_quarantined=options.retry_quarantined,
             retries=options.retries,
+            overwrite=options.overwrite,
             version=options.version,
             inputs_by=options.inputs_by,
             progress=not options.no_progress,

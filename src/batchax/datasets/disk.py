@@ -11,6 +11,7 @@ from pathlib import Path
 
 from batchax.datasets.durable import (
     append,
+    discard,
     make_folder,
     open_own,
     own_folder,
@@ -45,6 +46,9 @@ class Disk:
 
     def remove_all(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
+
+    def discard(self, path: Path) -> None:
+        discard(path)
 
     def mark(self, path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))

@@ -180,6 +180,21 @@ def remove_file(path: Path) -> None:
         _sync(path.parent)
 
 
+def discard(path: Path) -> None:
+    """Removes a file or folder of ours, if there is one: others see all of it, or nothing.
+
+    What a process leaves that is killed here, `remove_unfinished` removes.
+    """
+    with writing(own_folder(path)):
+        if not os.path.lexists(path):
+            return
+        reached(BEFORE_RENAME)
+        os.rename(path, path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4))))
+        _sync(path.parent)
+        reached(AFTER_WRITE)
+        remove_unfinished(path.parent, path.name)
+
+
 def remove_unfinished(folder: Path, name: str | None = None) -> None:
     """Removes what writers that were killed left in a folder: of one file or folder, or of all.
 

@@ -127,6 +127,24 @@ class JobFiles:
         return self.folder / "preparing"
 
     @property
+    def removing(self) -> Address:
+        """There from the moment when a call that starts over removes the output and the job."""
+        return self.folder / "removing"
+
+    def remove(self) -> None:
+        """Removes the output and its job, whose lock this process has, but for the lock.
+
+        A process that is killed here leaves `removing`, so the next call removes the rest. Nobody
+        takes a part of the output for a whole one: it is unfinished before it is removed.
+        """
+        self.withdraw_end()
+        for path in (self.here, self.journal, self.partials):
+            self.place.discard(path)
+        for path in (self.quarantine, self.ok, self.preparing, self._description, self.removing):
+            self.place.remove(path)
+        self._names.clear()
+
+    @property
     def _description(self) -> Address:
         return self.folder / "job.json"
 

@@ -57,6 +57,9 @@ class Objects:
         for path, _ in objects.below(folder):
             objects.remove(path)
 
+    def discard(self, path: ObjectPath) -> None:
+        self.remove_all(path)
+
     def mark(self, path: ObjectPath) -> None:
         objects.create(path, secrets.token_hex(8).encode())  # which nobody else's has
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class ObjectZarr(ZarrStore):
         if at_end:
             self._putting.check(self.out)
 
-    def names(self) -> Container[Any]:
+    def names(self) -> Collection[Any]:
         return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
@@ -138,7 +138,7 @@ class ObjectParquet(ParquetStore):
         if at_end:
             self._putting.check(self.out)
 
-    def names(self) -> Container[Any]:
+    def names(self) -> Collection[Any]:
         return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchax.datasets.addresses import Address
+from batchax.datasets.durable import own_folder
 from batchax.datasets.fingerprint import differences
 from batchax.datasets.job import Job
 from batchax.datasets.job_files import JOB, Description, JobFiles
 from batchax.datasets.lock import LockedError
 from batchax.datasets.place import AnyLock, UnreachableError
 from batchax.datasets.plan import Plan
+from batchax.datasets.stores import reopen_store
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief
@@ -35,6 +38,7 @@ def open_job(
     resume: str = "auto",
     shard: str | None = None,
     retry_quarantined: bool = False,
+    overwrite: bool = False,
 ) -> Job:
     """The job that computes `out`: a new one, or the one that is there.
 
@@ -49,6 +53,7 @@ def open_job(
       resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
       shard: a name for this process's part of the job, if others have the other parts.
       retry_quarantined: whether a job that is finished without some rows is not.
+      overwrite: whether the output and the job that are there are removed first.
 
     Raises:
       JobError: if `out` is the output of something else or of another call, somebody else is
@@ -58,9 +63,16 @@ def open_job(
     if not is_word(resume, *RESUME):
         raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
     files = JobFiles(out)
+    if overwrite and files.read() is not None:
+        plan, fingerprint = functools.cache(plan), functools.cache(fingerprint)
+        store(plan())  # before anything is removed, since arguments may be wrong
+        fingerprint(plan())
+        _remove(files, begin=True)
     end = time.monotonic() + (_PATIENCE if shard else 0)
     while True:
         try:
+            if files.place.exists(files.removing):  # by a call that was killed
+                _remove(files)
             if files.read() is None:
                 job = _begun(files, fingerprint, plan, store, resume)
                 if shard is None:
@@ -103,6 +115,50 @@ def _opened(
         job.check_kept()
         on_error.pop_all()
         return job
+
+
+def _remove(files: JobFiles, begin: bool = False) -> None:
+    """Removes the output and its job.
+
+    Args:
+      begin: whether this call begins with that; else it ends what a killed call has begun.
+    """
+    with contextlib.ExitStack() as stack:
+        _locked(files, stack)
+        description = files.read()
+        if begin and description is not None:
+            _check_own(files, description)
+            files.place.replace(files.removing, b"")
+        if files.place.exists(files.removing):
+            files.remove()
+
+
+def _check_own(files: JobFiles, description: Description) -> None:
+    """Whether the output is what its job made, and nothing else is in it.
+
+    Raises:
+      JobError: it is not, so it is not removed.
+      StorageError: nobody can tell, since it is damaged.
+    """
+    if files.here != files.out and files.place.exists(files.out):
+        raise JobError(
+            f"overwrite=True removes what batchax made, and {files.out} is something else: the "
+            f"results are in {files.here}. Move {files.out} away, or use another out=."
+        )
+    if not files.place.exists(files.here):
+        return
+    if isinstance(files.here, Path):
+        own_folder(files.here)
+    store, end = reopen_store(files.out, description.store), files.read_end()
+    (store.check if end is None else store.check_ended)()
+    plan = description.plan if end is None else description.plan_at_end(end)
+    with Job(files, plan, store, "main", finished=end) as job:
+        job.check_kept()
+    if (foreign := store.foreign()) is not None:
+        raise JobError(
+            f"overwrite=True removes what batchax made, and batchax did not make {foreign}. Move "
+            "it out of the output, or use another out=."
+        )
 
 
 def _begun(

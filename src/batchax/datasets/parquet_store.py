@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,10 @@ class ParquetStore(Store):
 
     def files_of(self, unit: Unit) -> list[Path]:
         return [self._part(unit)]
+
+    def _is_own(self, path: Any) -> bool:
+        own = r"part-\d{8}\.parquet|_begun|\..*\.unfinished"
+        return path.parent == self.at and re.fullmatch(own, path.name) is not None
 
     def clean(self) -> None:
         remove_unfinished(self.at)

@@ -95,6 +95,13 @@ class Place(Protocol):
     def remove_all(self, folder: Any) -> None:
         """Removes a folder with all that is in it, as far as that is possible."""
 
+    def discard(self, path: Any) -> None:
+        """Removes a file or folder of ours; that there is none is no error.
+
+        Raises:
+          StorageError: it cannot be removed, or a link is in its place.
+        """
+
     def mark(self, path: Any) -> None:
         """Puts an empty file, which need not outlive this machine.
 

@@ -58,6 +58,7 @@ class How:
     policy: Policy
     max_errors: int | None
     retry_quarantined: bool
+    overwrite: bool
     retries: int
     resume: str
     version: str | None
@@ -153,7 +154,8 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         made = plan()
         return JobInMemory(made, store(made))
     call = functools.partial(_fingerprint, function, how)
-    return open_job(how.out, call, plan, store, how.resume, how.engine.shard, how.retry_quarantined)
+    shard, retry = how.engine.shard, how.retry_quarantined
+    return open_job(how.out, call, plan, store, how.resume, shard, retry, how.overwrite)
 
 
 def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +170,19 @@ class Store:
         """The files that hold this unit and nothing else, if there are such."""
         return []
 
-    def names(self) -> Container[Any]:
+    def names(self) -> Collection[Any]:
         """The paths of all files of the output, by one listing."""
         return {
             Path(at, name) for at, _, names in os.walk(self.at, followlinks=True) for name in names
         }
+
+    def foreign(self) -> Any:
+        """A path in the output that this store did not make, if there is one."""
+        return next((path for path in self.names() if not self._is_own(path)), None)
+
+    def _is_own(self, path: Any) -> bool:
+        """Whether a file in the output has a name that this store gives to files."""
+        return False
 
     def missing(self, units: Iterable[Unit]) -> dict[int, Any]:
         """The numbers of those units that were written and whose files are gone, with one of these.

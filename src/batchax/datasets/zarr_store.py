@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,7 @@ from batchax.datasets.tensorstores import InMemory, in_folder, limited_context
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 _ANYWHERE = ObjectPath("memory", "any", "array")
+_OWN = re.compile(r"zarr\.json|.*\.(unfinished|__lock)")  # or what killed writers left of them
 GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 
 
@@ -127,6 +129,12 @@ class ZarrStore(Store):
             for path, leaf in zip(self._paths, self.leaves, strict=True)
             for chunk in self._chunks(leaf, unit)
         ]
+
+    def _is_own(self, path: Any) -> bool:
+        if path.parent in self._paths and re.fullmatch(r"c(\.\d+)*", path.name):
+            return True
+        folders = [*self._paths, *(self.out / str(group) for group in self._groups())]
+        return path.parent in folders and _OWN.fullmatch(path.name) is not None
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
         """The names of the chunks that hold a unit; of rows without elements there are none."""
