@@ -98,7 +98,8 @@ def _plain(fun):
 
 def _power(x, y):
     """`np.power`, which for one exponent of 0.5 takes the square root: of -inf, NaN and not inf."""
-    return np.power(x, np.full(np.shape(x) or 1, y)).reshape(np.shape(x))
+    shape = np.broadcast_shapes(np.shape(x), np.shape(y))
+    return np.power(x, np.full(shape or 1, y)).reshape(shape)
 
 
 def _sign(x):

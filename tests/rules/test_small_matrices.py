@@ -46,9 +46,6 @@ FUNCTIONS = {
     "eigh": lambda a: of_values(*reversed(jnp.linalg.eigh(a))),
     "qr": lambda a: jnp.linalg.qr(a)[1] @ jnp.arange(1.0, 3.0, dtype=a.dtype),
     "svd": lambda a: of_values(*jnp.linalg.svd(a, full_matrices=False)[:2]),
-    "tridiagonal_solve": lambda a: (
-        lambda x: ll.tridiagonal_solve(x, 4 + x, x[::-1], x[:, None])[2:4, 0]
-    )(jnp.tile(jnp.sin(a.ravel()), 8)),
     "dot_general": lambda a: (wide(a) @ wide(jnp.sin(a)).T)[:2, 1],
 }
 

@@ -16,12 +16,20 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.loops import fold
-from batchax.small.order import in_order
-from batchax.small.planes import parts, squares, whole
-from batchax.small.rotations import Rounds, rounds, turned
-from batchax.small.rows import column, rows
-from batchax.small.scaling import largest, scale
+from batchax.small.elements import (
+    Rounds,
+    column,
+    fold,
+    in_order,
+    largest,
+    parts,
+    rounds,
+    rows,
+    scale,
+    squares,
+    turned,
+    whole,
+)
 
 _MOST_SWEEPS = 30  # 6 to 8 are usual
 

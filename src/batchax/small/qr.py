@@ -14,9 +14,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.planes import conjugate, parts, squares, times, whole
-from batchax.small.rows import rows
-from batchax.small.scaling import power_of_two
+from batchax.small.elements import conjugate, parts, power_of_two, rows, squares, times, whole
 
 
 def serves(lane: Sequence[Aval], params: Any) -> bool:

@@ -15,10 +15,22 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.loops import each_pair, fold, put, repeat, row, sums
-from batchax.small.order import in_order
-from batchax.small.planes import conjugate, parts, squares, times, whole
-from batchax.small.scaling import largest, scale
+from batchax.small.elements import (
+    conjugate,
+    each_pair,
+    fold,
+    in_order,
+    largest,
+    parts,
+    put,
+    repeat,
+    row,
+    scale,
+    squares,
+    sums,
+    times,
+    whole,
+)
 
 _MOST_SWEEPS = 30  # 6 to 9 are usual
 

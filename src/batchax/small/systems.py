@@ -1,4 +1,4 @@
-"""The LU factorisation with partial pivoting, a step for each column."""
+"""Cholesky, LU, and triangular systems of small matrices, lanes last."""
 
 from __future__ import annotations
 
@@ -10,9 +10,48 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.jaxprs.words import Value
-from batchax.small.loops import put, repeat, row
-from batchax.small.planes import conjugate, parts, squares, times, whole
-from batchax.small.scaling import power_of_two
+from batchax.small.elements import (
+    conjugate,
+    parts,
+    power_of_two,
+    put,
+    repeat,
+    row,
+    scaled,
+    squares,
+    times,
+    whole,
+)
+
+
+def cholesky(a: Value) -> list[Any]:
+    """The lower triangular factors of matrices of which the lower triangles are given.
+
+    Each element is what is left of that of the matrix once the products of those in front of it are
+    taken off (Golub and Van Loan 2013, "Matrix Computations", 4.2.5), in the order in which the
+    unblocked routine of LAPACK does so. Where a pivot is not positive the whole matrix is NaN, as
+    JAX has it.
+
+    Args:
+      a: ``[n, n, lanes]``, real or complex.
+    """
+    n, _, lanes = a.shape
+
+    def element(i: Any, j: Any, factor: Any) -> Any:
+        left = lambda k, x: x - row(factor, i * n + k) * jnp.conj(row(factor, j * n + k))
+        rest = repeat(0, j, left, row(factor, i * n + j))
+        pivot = jnp.real(rest)
+        root = jnp.sqrt(jnp.where(pivot > 0, pivot, jnp.nan)).astype(a.dtype)
+        below = scaled(rest, 1 / jnp.real(row(factor, j * n + j)))
+        return put(factor, jnp.where(i == j, root, below), i * n + j)
+
+    of_row = lambda i, factor: repeat(0, i + 1, lambda j, x: element(i, j, x), factor)
+    factor = repeat(0, n, of_row, a.reshape(n * n, lanes))
+    # A NaN spreads to all later pivots, and so the last one tells of all.
+    fails = jnp.isnan(jnp.real(factor[-1]))
+    lower = np.tri(n, dtype=bool).reshape(-1, 1)
+    factor = jnp.where(fails, jnp.nan, jnp.where(lower, factor, 0))
+    return [factor.reshape(a.shape)]
 
 
 def lu(a: Value) -> list[Any]:
@@ -92,3 +131,43 @@ def _quotients(column: Sequence[Value], head: Sequence[Value]) -> list[Any]:
     inverse = [x / squares(near) for x in conjugate(near)]
     quotients = [x / by for x in times(column, inverse)]
     return [jnp.where(idle, x, y) for x, y in zip(column, quotients, strict=True)]
+
+
+def triangular_solve(
+    a: Value,
+    b: Value,
+    *,
+    left_side: bool,
+    lower: bool,
+    transpose_a: bool,
+    conjugate_a: bool,
+    unit_diagonal: bool,
+) -> list[Any]:
+    """What `jax.lax.linalg.triangular_solve` returns, for the matrices of each lane.
+
+    All unknowns that are known are taken off an equation, then it is solved (Golub and Van Loan
+    2013, "Matrix Computations", 3.1.1).
+
+    Args:
+      a: ``[n, n, lanes]``.
+      b: ``[n, columns, lanes]``, or ``[rows, n, lanes]`` where the matrix is on the right.
+    """
+    n = a.shape[0]
+    if conjugate_a:
+        a = jnp.conj(a)
+    # x op(a) = b is op(a)^T x^T = b^T.
+    across = transpose_a == left_side  # whether equations are columns of `a`
+    if across:
+        a = a.swapaxes(0, 1)
+    if not left_side:
+        b = b.swapaxes(0, 1)
+    in_order = (lambda i: i) if lower != across else (lambda i: n - 1 - i)
+
+    def solved(done: Any, x: Any) -> Any:
+        i = in_order(done)
+        left = lambda k, rest: rest - row(a, i, in_order(k)) * row(x, in_order(k))
+        rest = repeat(0, done, left, row(x, i))
+        return put(x, rest if unit_diagonal else rest / row(a, i, i), i)
+
+    x = repeat(0, n, solved, b)
+    return [x if left_side else x.swapaxes(0, 1)]
