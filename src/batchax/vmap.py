@@ -19,6 +19,7 @@ from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import find_chunking
 from batchax.execution.devices.calls import call_of_all
 from batchax.execution.devices.mesh import find_mesh
+from batchax.execution.eager import error_of_a_lane
 from batchax.execution.on_devices import dealt_out, in_parts
 from batchax.execution.references import check_not_shared, mapped_as_values
 from batchax.execution.where_they_are import where_they_are
@@ -240,7 +241,16 @@ def vmap(
             fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
         )
         if on_mesh is None:
-            return batch(flat)
+            try:
+                return batch(flat)
+            except jax.errors.JaxRuntimeError as failed:
+                if "callback" not in str(failed):
+                    raise
+                values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
+                error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
+                if error is None:
+                    raise
+                raise error from None
         given = {"args": args, "kwargs": kwargs}
         with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as (mapped, own):
             return batch(replace(flat, mapped=mapped), own)
@@ -341,3 +351,7 @@ def _made_by_vmap(batched: Any) -> tuple[Callable[..., Any], dict[str, Any]] | N
     made = getattr(batched, "__dict__", {}).get(_MADE_OF)
     # What wraps a function, as `jax.jit` does, gets its attributes, but another `__wrapped__`.
     return made if made is not None and made[0] is batched.__wrapped__ else None
+
+
+def _called(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return fun(*args, **kwargs)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
@@ -29,6 +30,41 @@ _inlined = Memo("loops that are compiled outside of jit, or traced", most=1024)
 
 whatever_jit = jax.disable_jit(False)
 """Decorator: ``jax.disable_jit`` is for the user's programs, and not for those compiled here."""
+
+
+def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequence[Any]) -> Any:
+    """What one lane raises by itself, after all lanes together failed while they ran.
+
+    A library may turn the error of a host callback into its own where its Python frame runs the
+    operations, as `equinox.error_if` does. The operations of all lanes run outside of that frame.
+    So lanes run again one after another, up to the first that fails, and no more than `_LANES`.
+
+    Args:
+      run: the function of one example, of these values.
+      values, axes: the arguments of all lanes, and where each has the batch axis.
+
+    Returns:
+      The error; None if no lane raises another error than JAX's, or lanes cannot run by themselves.
+    """
+    if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
+        return None
+    if any(isinstance(x, Tracer) for x in values):
+        return None
+    mapped = [(x, a) for x, a in zip(values, axes, strict=True) if a is not None]
+    for lane in range(min([_LANES, *(x.shape[a] for x, a in mapped)])):
+        pairs = zip(values, axes, strict=True)
+        try:
+            run([x if a is None else jnp.take(x, lane, axis=a) for x, a in pairs])
+        except jax.errors.JaxRuntimeError:
+            return None
+        except RuntimeError as error:
+            return error
+        except Exception:  # such as of the name of an axis, which no lane has by itself
+            return None
+    return None
+
+
+_LANES = 256
 
 
 @whatever_jit
