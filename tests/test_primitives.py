@@ -13,6 +13,9 @@ PAGE = ROOT / "docs" / "reference" / "primitives.md"
 
 # Batched by JAX's own rule.
 JAX_ONLY = {
+    # Of the checks of random keys, which ask for them one example at a time.
+    "assert_consumed_value",
+    "consume",
     # Calls of cuDNN, which come with a layout that their own rules know.
     "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fp8_bwd_wrapper",

@@ -174,7 +174,7 @@ reveal_type(bx.sequential_vmap(f)(x))  # Array
 bx.host_function(f, jax.ShapeDtypeStruct((), jnp.float32))(x)
 
 # what looks at functions
-reveal_type(bx.check(f)(rows))  # None
+reveal_type(bx.check(f)(rows))  # Checked
 reveal_type(bx.explain(f)(x).lanes)  # int
 reveal_type(bx.explain(f)(rows).lanes)  # int
 reveal_type(bx.find_nonfinite(f)(rows).lanes)  # ndarray[tuple[Any, ...], dtype[Any]]

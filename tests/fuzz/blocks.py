@@ -15,6 +15,7 @@ import resource
 import signal
 import time
 from dataclasses import replace
+from unittest import mock
 
 import jax
 
@@ -23,9 +24,6 @@ from batchax.programs import expensive_branches
 from fuzz.judge import Discarded, Found, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
-
-# Of loops that run flat, lanes wait before every branch, however little that costs.
-expensive_branches.LEAST = expensive_branches.GAIN = expensive_branches.BEGUN = 0.0
 
 MOST_SMALLER = 150  # programs tried to make a failing one smaller
 BLOCK = 100  # programs for one seed
@@ -50,6 +48,11 @@ class Block:
 
         begins: is called with the number of each program before it runs.
         """
+        # Of loops that run flat, lanes wait before every branch, however little that costs.
+        with mock.patch.multiple(expensive_branches, LEAST=0.0, GAIN=0.0, BEGUN=0.0):
+            self._run(begins)
+
+    def _run(self, begins):
         for k in range(self.first, self.first + self.count):
             choices = Choices(random.Random(f"{self.number} {k}"))
             self.programs += 1

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax._compat import find_primitive
+from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.rows.class_switch import class_switch
 from batchax.rows.found_places import found_places_p
@@ -393,7 +394,7 @@ def _own():
     telling = bx.scan(lambda c, x: (jnp.sin(c) * x, None), progress=lambda done, total: None)
     told = lambda x: telling(x[0], x)[0]
     return {
-        "divergence.loop_primitive": {
+        "divergence.loops": {
             "parting_loop": (
                 bx.vmap(_diverging, (0, None), divergence="compact"),
                 several(512, 32),
@@ -405,6 +406,9 @@ def _own():
             "reverse_sweep": (jax.grad(lambda x: loop(x).sum()), X),
         },
         "execution.chunk_batching": {"chunk_loop": (chunked, X)},
+        "execution.gathered_lanes": {
+            "put": (lambda x, i: put(x, 2 * x, i, 0), X, several(3, dtype=np.int32))
+        },
         "execution.scan_steps": {"scan_steps": (last, X, several(3, 4))},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "execution.watched": {"tell_progress": (told, X), "progress_back": (told, X)},
