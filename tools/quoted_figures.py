@@ -1,12 +1,18 @@
-"""Figures that pages quote of the tables in docs/benchmarks: `make docs` makes them those.
+"""Updates the figures that pages quote from the tables in docs/benchmarks. `make docs` runs it.
 
-A figure says in a comment after it where it is from, by the page, the row and the column of its
-table, and what comes before it there if there are several in a place; or by words of the page in
-which `*` stands for it:
+A source names the page, the row, and the column of a table, and the text before the figure if the
+cell has several. Or it quotes words of the page, with `*` in place of the figure. A page gives the
+sources in comments behind its figures:
 
     0.14<!-- nests; NUTS, 100 chains; auto -->    1/7<!-- nests; `auto` takes * of the time -->
 
-It keeps the form that it has: so many digits, a unit, a fraction.
+or in one comment at its end, a line each, where brackets mark the figure in its words:
+
+    <!-- figures
+    chains take [0.14] of the time = nests; NUTS, 100 chains; auto
+    -->
+
+A figure keeps its form: the number of digits, the unit, the fraction.
 """
 
 from __future__ import annotations
@@ -19,24 +25,45 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _QUOTED = re.compile(r"(?P<figure>(?:1/)?\d[\d.]*(?: (?:s|ms|MB|kB))?)<!-- (?P<source>.+?) -->")
+_LISTED = re.compile(r"^(?P<words>.*\[[^\]]+\].*) = (?P<source>.+)$", re.MULTILINE)
 _NUMBER = r"(\d[\d,.]*\d|\d)(?: (s|ms|MB|kB)\b)?"
 _UNITS = {"": 1, "s": 1, "ms": 1e-3, "MB": 1e6, "kB": 1e3}
 
 
-def quotes(text: str) -> Iterator[tuple[re.Match[str], str]]:
-    """Each figure that says where it is from, and what it is there, in the form that it has."""
+def quotes(text: str) -> Iterator[tuple[slice, str, str]]:
+    """Yields where each figure stands, its source, and the figure that the source has now."""
     for match in _QUOTED.finditer(text):
-        figure, *source = match["figure"], *map(str.strip, match["source"].split(";"))
-        yield match, _in_the_form_of(figure, _found(*source))
+        yield slice(*match.span("figure")), match["source"], _now(match["figure"], match["source"])
+    body, _, listed = text.partition("<!-- figures\n")
+    for match in _LISTED.finditer(listed):
+        before, figure, after = re.split(r"[\[\]]", match["words"])
+        if body.count(before + figure + after) != 1:
+            raise LookupError(f"the page has not once: {before}{figure}{after}")
+        start = body.index(before + figure + after) + len(before)
+        yield (
+            slice(start, start + len(figure)),
+            match["source"],
+            _now(figure, match["source"]),
+        )
 
 
 def updated(text: str) -> str:
-    """`text` with what its figures are now."""
-    parts, end = [], 0
-    for match, now in quotes(text):
-        parts += [text[end : match.start()], now]
-        end = match.end("figure")
-    return "".join([*parts, text[end:]])
+    """Returns `text` with the figures that the tables have now, in its list of sources, too."""
+    changed = [(place, source, now) for place, source, now in quotes(text) if text[place] != now]
+    for place, source, now in sorted(changed, key=lambda quote: -quote[0].start):
+        old = text[place]
+        text = text[: place.start] + now + text[place.stop :]
+        text = re.sub(
+            rf"^(.*)\[{re.escape(old)}\](.* = {re.escape(source)})$",
+            lambda match, now=now: f"{match[1]}[{now}]{match[2]}",
+            text,
+            flags=re.MULTILINE,
+        )
+    return text
+
+
+def _now(figure: str, source: str) -> str:
+    return _in_the_form_of(figure, _found(*map(str.strip, source.split(";"))))
 
 
 def _found(page: str, *where: str) -> float:
