@@ -37,8 +37,7 @@ from batchax.errors import (
     UnsupportedError,
 )
 from batchax.execution.memory import BatchSizeChoice, batch_size_choices
-from batchax.explain.explain import explain
-from batchax.explain.explanation import Explanation
+from batchax.explain.explain import Explanation, explain
 from batchax.find_nonfinite import find_nonfinite
 from batchax.frontend.containers import register_container, unregister_container
 from batchax.frontend.lane_keys import split_key

@@ -9,8 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax import _compat
-from batchax.explain.entries import shown_name
-from batchax.explain.listing import type_name
+from batchax.explain.listing import shown_name, type_name
 from batchax.jaxprs.evaluate import plan
 from batchax.programs.cost import cost_of_program
 

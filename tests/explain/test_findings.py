@@ -17,8 +17,8 @@ import batchax as bx
 from batchax.explain import measure
 from batchax.explain.account import Timing
 from batchax.explain.explain import explain
-from batchax.explain.findings.chunks import chunk_sizes
-from batchax.explain.findings.draft import Draft
+from batchax.explain.findings.batch import chunk_sizes
+from batchax.explain.findings.operations import Draft
 from batchax.kernel.recording import Recorder
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import batchax as bx
 from batchax.explain.account import Value
-from batchax.explain.repeats import Again, alike, fold
+from batchax.explain.wording import Again, alike, fold
 
 from support.explanations import array, equation, layers, line
 

@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh
 
 import batchax as bx
-from batchax.explain.steps import count_steps
+from batchax.explain.compiled import count_steps
 
 from support.forced import FORCED
 

@@ -1,7 +1,7 @@
 """Explanations made by hand, for tests of the faces that show them."""
 
 from batchax.explain.account import Equation, Finding, Held, Memory, Source, Timing, Value, Work
-from batchax.explain.explanation import Explanation
+from batchax.explain.explain import Explanation
 
 HOSTILE = "y = \"</script><b>bold</b>\" + '&amp;' * x"
 """A source line that a careless page would take for markup."""

@@ -1,33 +1,324 @@
-"""The listing: an entry for each equation of the per-example function, parts of loops nested."""
+"""The listing: an entry for each equation of the per-example function, with names and costs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Literal
 
-from batchax.explain.account import Equation, Source, Value, Work
-from batchax.explain.attribution import Attribution, Tally
-from batchax.explain.entries import (
-    Entry,
-    entries_of,
-    is_users,
-    lanes_of,
-    served_by,
-    shown_name,
-)
-from batchax.explain.naming import Names
+from batchax import _compat
+from batchax.explain.account import Equation, Service, Source, Value, Work
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.inside import programs_inside
+from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batched_aval
-from batchax.kernel.recording import Record, Recorder
+from batchax.kernel.recording import PerExample, Record, Recorder
+from batchax.kernel.registry import find_rule, rule_origin
+from batchax.programs.cost import Cost, cost_around, cost_of_equation
+from batchax.programs.inner import devices_of, integers_in, programs_in
 from batchax.programs.shapes import bytes_of
 from batchax.programs.source_lines import calling_line, is_installed, source_line
+from batchax.rows.ragged import Ragged
+from batchax.staging import Staged
+
+_LETTERS = string.ascii_lowercase
+
+
+class Names:
+    """A name for each variable: that of the argument it is, or a letter."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+        self._numbers: set[Any] = set()  # variables that are a literal outside
+        self._letters = 0
+        self._taken: set[str] = set()  # by arguments
+
+    def give(self, variable: Any, name: str) -> None:
+        """Says what a variable is called, unless it has a name."""
+        self._names.setdefault(variable, name)
+        self.take(name)
+
+    def take(self, name: str) -> None:
+        """Says that no variable without a name may be called so: something else is."""
+        self._taken.add(name)
+
+    def enter(self, program: Any) -> None:
+        """Forgets what is inside a program: called twice, it has other values each time."""
+        made = (v for eqn in program.eqns for v in eqn.outvars)
+        for variable in (*program.constvars, *program.invars, *made):
+            self._names.pop(variable, None)
+            self._numbers.discard(variable)
+
+    def same(self, variable: Any, other: Any) -> None:
+        """Says that a variable, inside a call, is what `other` is outside."""
+        self._names[variable] = self.of(other)
+        if self.is_number(other):
+            self._numbers.add(variable)
+
+    def is_number(self, variable: Any) -> bool:
+        """Whether it is a literal, here or outside of the calls around, and called by its value."""
+        return isinstance(variable, Literal) or variable in self._numbers
+
+    def of(self, variable: Any) -> str:
+        """What a variable is called; a literal is called by its value."""
+        if isinstance(variable, Literal):
+            return _number(variable.val)
+        if variable not in self._names:
+            while letters(self._letters) in self._taken:
+                self._letters += 1
+            self._names[variable] = letters(self._letters)
+            self._letters += 1
+        return self._names[variable]
+
+
+def letters(n: int) -> str:
+    """The name of the `n`-th variable: a, b, ..., z, ba, bb, ..."""
+    name = _LETTERS[n % 26]
+    while n >= 26:
+        n = n // 26
+        name = _LETTERS[n % 26] + name
+    return name
+
+
+def _number(value: Any) -> str:
+    if getattr(value, "shape", ()) != ():
+        return "..."
+    try:
+        number = np.asarray(value).item()
+    except TypeError:  # of a type that has no numbers, such as a random key
+        return "..."
+    return f"{number:g}" if isinstance(number, float) else str(number)
+
+
+@dataclass
+class Tally:
+    """What an equation became, but for what is inside programs that it holds.
+
+    Attributes:
+      emitted: the names of operations, in order.
+      work: what they cost, as often as they run, on all devices that do.
+      moves: bytes of arrays whose axes were transposed.
+      broadcasts: bytes written to repeat arrays.
+      times: how often they run; None if that is not known.
+      skipped: whether they are in a branch, of a ``cond``, that may not run.
+    """
+
+    emitted: list[str] = field(default_factory=list)
+    work: Work = field(default_factory=Work)
+    moves: int = 0
+    broadcasts: int = 0
+    times: int | None = 1
+    skipped: bool = False
+
+
+class Attribution:
+    """A batched program, its operations sorted by the equations they are of.
+
+    Attributes:
+      tallies: by equation, for those that emitted something; what belongs to none under None.
+    """
+
+    def __init__(self, recorder: Recorder, program: Any) -> None:
+        self._recorder = recorder
+        self.tallies: dict[Record | None, Tally] = {}
+        self._walk(program, {}, None, 1, False, 1)
+
+    def _walk(
+        self,
+        program: Any,
+        integers: Mapping[Any, int],
+        around: Record | None,
+        times: int | None,
+        skipped: bool,
+        devices: int,
+    ) -> None:
+        integers = integers_in(program, integers)
+        jaxpr = getattr(program, "jaxpr", program)
+        for eqn, *_ in plan(jaxpr.eqns, jaxpr.outvars):
+            # What a rule calls has no mark of its own, and belongs to what called it.
+            record = self._recorder.record_of(eqn.source_info.name_stack) or around
+            with self._recorder.active(inside=record):
+                inner = programs_in(eqn, integers)
+            if not inner:
+                cost = cost_of_equation(eqn, integers)
+                self._add(record, eqn, devices * cost, times, skipped)
+                continue
+            if any(p.role != "call" for p in inner):
+                self._add(record, eqn, devices * cost_around(eqn, inner), times, skipped)
+            each = devices * devices_of(eqn)
+            for p in inner:
+                often = None if times is None or p.times is None else times * p.times
+                may_not = skipped or eqn.primitive.name == "cond"
+                self._walk(p.jaxpr, p.integers, record, often, may_not, each)
+
+    def _add(
+        self, record: Record | None, eqn: Any, cost: Cost, times: int | None, skipped: bool
+    ) -> None:
+        tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
+        often = 1 if times is None else times
+        name = eqn.primitive.name
+        tally.emitted.append(shown(eqn.primitive))
+        tally.work += Work(often * (cost.flops + cost.transcendentals), often * cost.bytes)
+        if tally.times is not None and (times is None or times > tally.times):
+            tally.times = times
+        written = bytes_of(v.aval for v in eqn.outvars)
+        if name == "transpose":
+            tally.moves += written
+        elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
+            tally.broadcasts += written
+
+
+@dataclass(eq=False)
+class Entry:
+    """An equation with all its records: a program may be batched for chunks of several sizes."""
+
+    records: list[Record] = field(default_factory=list)
+    tallies: list[Tally] = field(default_factory=list)
+    within: list[tuple[Record, Tally]] = field(default_factory=list)  # what rules do by programs
+    parts: list[Entry] = field(default_factory=list)
+
+    @property
+    def shown(self) -> Record:
+        """The record that tells of the most lanes."""
+        return max(self.records, key=lambda r: (lanes_of(r.axis), -r.number))
+
+    @property
+    def eqn(self) -> Any:
+        return self.records[0].eqn
+
+
+def lanes_of(axis: Axis) -> int:
+    """The number of lanes of an axis; one if that is a symbol."""
+    return axis.size if isinstance(axis.size, int) else 1
+
+
+def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
+    """What became part of the batched program, as a tree."""
+    used = _used_runs(recorder, attribution)
+    places = _places(recorder)
+    roots: list[Entry] = []
+    entries: dict[Any, Entry] = {}
+    of_record: dict[Record | None, Entry] = {}
+    for record in recorder.records:
+        around = of_record.get(record.parent)
+        if record.run not in used or (record.parent is not None and around is None):
+            continue
+        tally = attribution.tallies.get(record)
+        if around is not None and record.parent is not None and not _runs_programs(around):
+            of_record[record] = around
+            if tally is not None:
+                around.within.append((record, tally))
+            continue
+        key = places[record]
+        if key not in entries:
+            entries[key] = Entry()
+            (roots if around is None else around.parts).append(entries[key])
+        of_record[record] = entries[key]
+        entries[key].records.append(record)
+        if tally is not None:
+            entries[key].tallies.append(tally)
+    return roots
+
+
+def number_of(op_name: str | None, recorder: Recorder, numbers: Mapping[Record, str]) -> str:
+    """The equation, of those that have `numbers`, that a compiled operation is of; "" if none."""
+    record = recorder.record_of(op_name or "")
+    while record is not None and record not in numbers:
+        record = record.parent
+    return "" if record is None else numbers[record]
+
+
+def _places(recorder: Recorder) -> dict[Record, Any]:
+    """Where each equation is: records of one place are of one equation.
+
+    For chunks of another size a program may be made anew. Then it has the same operations.
+    """
+    runs: dict[Any, list[Record]] = {}
+    for record in recorder.records:
+        runs.setdefault((record.parent, record.role, record.run), []).append(record)
+    made: dict[Any, tuple[int, Any]] = {}  # for how many lanes, and the program
+    places: dict[Record, Any] = {}
+    for (parent, role, run), records in runs.items():
+        around = parent and places[parent], role
+        if run is None:
+            places.update((r, (around, id(r.eqn))) for r in records)
+            continue
+        program, lanes = run.key, lanes_of(records[0].axis)
+        operations = tuple(shown_name(r.eqn) for r in records)
+        first = made.setdefault((around, operations), (lanes, program))
+        if first[0] != lanes:
+            program = first[1]
+        places.update((r, (around, program, i)) for i, r in enumerate(records))
+    return places
+
+
+def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
+    """The runs through programs of which the batched program is made.
+
+    Others were to find out which values are batched. Where no run shows in the batched program,
+    because all that was to be done is to move an axis in mind, the last is the one.
+    """
+    used: set[Any] = set()
+    for record in attribution.tallies:
+        while record is not None:
+            used.add(record.run)
+            record = record.parent
+    runs: dict[Any, list[Any]] = {}
+    for record in recorder.records:
+        runs.setdefault((record.parent, record.role), []).append(record.run)
+    for (parent, _), of_role in runs.items():
+        if used.isdisjoint(of_role) and (parent is None or parent.run in used):
+            used.add(of_role[-1])
+    return used
+
+
+def _runs_programs(entry: Entry) -> bool:
+    """Whether what is inside an equation is its own, and not how its rule goes about it."""
+    eqn = entry.eqn
+    own = facts_of(eqn.primitive).nests or eqn.primitive.name == "call_hi_primitive"
+    return own or is_users(entry.shown) or bool(programs_inside(eqn))
+
+
+def shown_name(eqn: Any) -> str:
+    """The name of an equation's primitive; of a call also what is called."""
+    name, called = shown(eqn.primitive), eqn.params.get("name")
+    return f"{name} {called}" if isinstance(called, str) and called else name
+
+
+def served_by(record: Record) -> tuple[Service, str]:
+    """How an equation was batched, and the name of the rule that did it."""
+    primitive = record.eqn.primitive
+    if record.shared:
+        return "once", ""
+    origin, rule = rule_origin(primitive) or "", find_rule(primitive)
+    if rule is not None and not origin.startswith("batchax."):
+        return "user", _name_of(rule)
+    module = origin.removeprefix("batchax.") or "no rule"
+    if "service" in record.notes:
+        return record.notes["service"], record.notes.get("rule", module)
+    if rule is None:
+        return ("jax", "jax") if _compat.jax_has_rule(primitive) else ("lanes", module)
+    return "own", module
+
+
+def _name_of(rule: Callable[..., Any]) -> str:
+    return f"{rule.__module__}.{getattr(rule, '__qualname__', type(rule).__name__)}"
+
+
+def is_users(record: Record) -> bool:
+    return served_by(record)[0] in ("user", "lanes")
+
 
 _LIBRARY = os.path.dirname(jax.__file__)
 
@@ -290,3 +581,49 @@ def _work_of_parts(parts: Sequence[Equation], record: Record) -> Work:
     if record.eqn.primitive.name == "cond" and record.notes.get("divergence") == "together":
         return max(by_role.values(), key=lambda w: w.flops + w.bytes, default=Work())
     return sum(by_role.values(), Work())
+
+
+def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
+    """The arguments, whose names their variables in the program get."""
+    given = {} if example is None else example.arguments
+    values = []
+    for placeholder, path in zip(staged.placeholders, staged.paths, strict=True):
+        variable, position = given.get(placeholder, (None, None))
+        if variable is None:  # the program does not use it
+            names.take(path)
+            aval = placeholder.aval
+            values.append(Value(path, type_name(aval), type_name(aval), None, bytes_of([aval])))
+            continue
+        names.give(variable, path)
+        aval = variable.aval
+        batched = placeholder.aval
+        values.append(
+            Value(path, type_name(aval), type_name(batched), position, bytes_of([batched]))
+        )
+    return tuple(values)
+
+
+def outputs_of(
+    example: PerExample, names: Names, described: Sequence[OutputArray], types: Sequence[Any]
+) -> tuple[Value, ...]:
+    """The results, under the names of their variables, as they are placed: their types then."""
+    values = []
+    for v, output, final in zip(example.outputs, described, types, strict=True):
+        if isinstance(final, Ragged):
+            position, final = final.element_axis, final.data
+        else:
+            position = _out_axis(output.spec, v.aval, final)
+        aval = ShapedArray(final.shape, final.dtype)
+        value = value_of(names.of(v), v.aval, None, example.axis)
+        as_placed = type_name(aval), position, bytes_of([aval])
+        values.append(Value(value.name, value.example, *as_placed, result=output.path))
+    return tuple(values)
+
+
+def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
+    """Where a result has the batch axis."""
+    if spec is None or isinstance(spec, Reduce):
+        return None
+    if spec is AUTO:
+        return None if len(final.shape) == len(example.shape) else 0
+    return spec % len(final.shape)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Equation, Memory, Source, StepCount, Value, Work
-from batchax.explain.lines import costliest_lines, own_line
-from batchax.explain.repeats import Again, alike, fold
+from batchax.explain.findings.operations import price
 from batchax.explain.wording import (
     SERVICES,
     STEPS_NOTE,
+    Again,
+    alike,
     count,
+    fold,
+    marked,
     show_devices,
     show_flops,
     show_gain,
@@ -26,6 +30,68 @@ from batchax.explain.wording import (
     told_again,
 )
 from batchax.programs.source_lines import shown_place
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line, the equations that it made, and what these cost: each by itself."""
+
+    source: Source
+    equations: tuple[Equation, ...]
+    work: Work
+
+
+def lines_of(
+    explanation: Account, by: Callable[[Source], Source] = lambda source: source
+) -> list[Line]:
+    """The lines that made equations, in the order of the program.
+
+    Args:
+      explanation: of which function.
+      by: what line an equation is counted for, from the one that made it.
+    """
+    made: dict[Source, list[Equation]] = {}
+    for eqn in explanation.walk():
+        made.setdefault(by(eqn.source), []).append(eqn)
+    return [
+        Line(source, tuple(eqns), sum(map(_alone, eqns), Work())) for source, eqns in made.items()
+    ]
+
+
+def _alone(eqn: Equation) -> Work:
+    """The work of an equation without that of its parts, which have lines of their own."""
+    inside = sum((part.work for part in eqn.parts), Work())
+    return Work(
+        max(eqn.work.flops - inside.flops, 0.0),
+        max(eqn.work.bytes - inside.bytes, 0.0),
+    )
+
+
+def own_line(source: Source) -> Source:
+    """The user's own line: of a library's, the one that led there."""
+    return source.called_from or source
+
+
+def costliest_lines(explanation: Account) -> list[tuple[Line, float]]:
+    """The user's lines that cost most, by the price of findings, each with its share of the whole.
+
+    Where all is in one line, the lines of libraries that it led to. What costs less than a
+    twentieth is left out, and so is everything where there is but one line.
+    """
+    lines = lines_of(explanation, own_line)
+    if len(lines) == 1:
+        lines = lines_of(explanation)
+    whole = sum(price(line.work) for line in lines)
+    if whole == 0 or len(lines) < 2:
+        return []
+    shares = [(line, price(line.work) / whole) for line in lines]
+    shares.sort(key=lambda pair: -pair[1])
+    return [(line, share) for line, share in shares[:_MOST] if share >= _LEAST_SHARE]
+
+
+_MOST = 5  # lines that are named
+_LEAST_SHARE = 0.05  # of the whole price, for a line to be named
+
 
 _WIDTH = 100  # of a line of prose
 _MOST_HELD = 5  # values in memory that are named; the page has more
@@ -202,16 +268,6 @@ def _types(value: Value) -> str:
     if value.axis is None:
         return value.example
     return f"{value.example} -> {marked(value)}"
-
-
-def marked(value: Value) -> str:
-    """The type of a value for all lanes, with a star at its batch axis."""
-    before, bracket, dims = value.batched.partition("[")
-    if value.axis is None or not bracket:
-        return value.batched
-    sizes = dims.rstrip("]").split(",")
-    sizes[value.axis] += "*"
-    return f"{before}[{','.join(sizes)}]"
 
 
 def _rule(eqn: Equation) -> str:

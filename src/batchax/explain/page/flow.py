@@ -26,8 +26,7 @@ from batchax.explain.page.markup import (
     typed,
 )
 from batchax.explain.page.repeated import again
-from batchax.explain.repeats import Again, alike, fold
-from batchax.explain.wording import SERVICES, count, show_flops
+from batchax.explain.wording import SERVICES, Again, alike, count, fold, show_flops
 from batchax.programs.source_lines import shown_place
 
 _COLUMNS = 8

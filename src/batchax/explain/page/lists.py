@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from batchax.explain.account import Account, Equation, Source, Timing, Work
-from batchax.explain.findings.draft import price
-from batchax.explain.lines import lines_of, own_line
+from batchax.explain.findings.operations import price
 from batchax.explain.page.details import source_anchor, to_line
 from batchax.explain.page.markup import Html, link_to, percent, prose, size, tag
+from batchax.explain.text import lines_of, own_line
 from batchax.explain.wording import (
     count,
     show_flops,

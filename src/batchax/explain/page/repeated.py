@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from batchax.explain.account import Equation
 from batchax.explain.page.markup import Html, anchor, link_to, tag
-from batchax.explain.repeats import Again
-from batchax.explain.wording import told_again
+from batchax.explain.wording import Again, told_again
 
 
 def again(repeated: Again, row: int) -> Html:

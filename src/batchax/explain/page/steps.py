@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from batchax.explain.account import Account, Equation, StepCount
-from batchax.explain.lines import own_line
 from batchax.explain.page.details import to_line
 from batchax.explain.page.markup import Html, link_to, percent, tag
+from batchax.explain.text import own_line
 from batchax.explain.wording import STEPS_NOTE, show_gain, show_lanes_run
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from batchax.explain.account import Account, Devices, Memory
-from batchax.explain.lines import costliest_lines
 from batchax.explain.page.details import to_line
 from batchax.explain.page.markup import SIGNS, Html, glyph, link_to, percent, size, tag
+from batchax.explain.text import costliest_lines
 from batchax.explain.wording import SERVICES, count, show_devices, show_flops
 
 _KINDS = ("argument", "output", "temporary", "constant")

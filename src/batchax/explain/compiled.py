@@ -1,14 +1,11 @@
-"""The lane-steps of each loop and branch: how many were needed, and how many were done.
-
-Two programs are run, both staged for this alone, with marks (`programs/marks.py`): the batched
-function as it is, whose marks say what was done, and the function of one example, which counts the
-steps of each lane by itself. Batched with masks, the marks in that say what masked lanes would do.
-"""
+"""What is read of the compiled program and its runs: memory, devices, counted steps."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +14,113 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.explain.account import Equation, StepCount
-from batchax.explain.attribution import Attribution
-from batchax.explain.listing import Listing
-from batchax.explain.naming import Names
+from batchax.execution.devices.shards import Shards
+from batchax.explain.account import Collective, Devices, Equation, Held, Memory, StepCount, Work
+from batchax.explain.findings.operations import Draft
+from batchax.explain.listing import Attribution, Listing, Names, number_of, value_of
 from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.recording import PerExample, Recorder
+from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.programs.counted import Counted
 from batchax.programs.marks import Mark, loop_number, with_marks
+from batchax.programs.peak import LiveValue, peak_of
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
+
+_MOST_HELD = 12  # values in memory that are told of, the largest first
+_ARGUMENT = re.compile(r"\w+\[(\d+)\]")
+
+
+def find_memory(
+    compiled: Any, recorder: Recorder, numbers: Mapping[Record, str], paths: Sequence[str]
+) -> Memory:
+    """What a compiled program holds at its worst moment.
+
+    Args:
+      compiled: the program.
+      recorder: the notes of how it was batched, whose marks its operations bear.
+      numbers: the number in the listing, by record.
+      paths: what its arguments are called.
+    """
+    peak = peak_of(compiled)
+    held = tuple(_held(v, recorder, numbers, paths) for v in peak.values[:_MOST_HELD])
+    return Memory(peak.bytes, peak.arguments, peak.outputs, peak.temporaries, held)
+
+
+def _held(
+    value: LiveValue, recorder: Recorder, numbers: Mapping[Record, str], paths: Sequence[str]
+) -> Held:
+    name = value.op_name or ""
+    argument = _ARGUMENT.fullmatch(name)
+    if value.kind == "argument" and argument and int(argument[1]) < len(paths):
+        what = paths[int(argument[1])]
+    else:
+        what = name.rpartition("/")[2] or value.opcode
+    number = number_of(name, recorder, numbers)
+    return Held(what, value.shape, value.bytes, value.kind, number)
+
+
+def counted_by_compiler(compiled: Any) -> Work | None:
+    """FLOPs and bytes of a compiled program by the count of its compiler, if it makes one."""
+    try:
+        counts = compiled.cost_analysis() or {}
+    except NotImplementedError:
+        return None
+    if "flops" not in counts:
+        return None
+    flops = counts["flops"] + counts.get("transcendentals", 0.0)
+    return Work(flops, counts.get("bytes accessed", 0.0))
+
+
+_COLLECTIVES = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute "
+    "collective-broadcast".split()
+)
+
+
+def find_devices(
+    draft: Draft, staged: Staged, names: Names, shards: Shards, shared: Sequence[Any]
+) -> Devices:
+    """What the lanes are spread over.
+
+    Args:
+      draft: the explanation so far.
+      staged: the batched function, with what it was given.
+      names: what values are called.
+      shards: what the lanes are spread over.
+      shared: the variables, of the program of one example, that all lanes share.
+    """
+    given = dict(zip(staged.paths, staged.arrays, strict=True))
+    axis = draft.recorder.programs[0].axis
+    copies = (value_of(names.of(v), v.aval, None, axis) for v in shared)
+    return Devices(
+        axes=tuple(map(str, shards.names)),
+        count=shards.count,
+        each=shards.each,
+        repeated=shards.count * shards.each - shards.lanes,
+        replicated=tuple(
+            x if x.name in given else replace(x, name=f"a closed-over {x.example}")
+            for x in copies
+            if not _is_sharded(given, x.name)
+        ),
+        collectives=None if draft.module is None else tuple(_collectives(draft)),
+    )
+
+
+def _is_sharded(given: Mapping[str, Any], name: str) -> bool:
+    """Whether it is known of an argument that no device has all of it: over another mesh axis."""
+    sharding = getattr(given.get(name), "sharding", None)
+    return sharding is not None and not sharding.is_fully_replicated
+
+
+def _collectives(draft: Draft) -> Iterator[Collective]:
+    for instruction in draft.instructions():
+        # One that runs beside others is two instructions, of which the second has its result.
+        kind = instruction.opcode.removesuffix("-done")
+        if kind in _COLLECTIVES:
+            yield Collective(kind, instruction.shape.bytes, draft.number_of(instruction))
+
 
 _Key = tuple[int, int | None]
 """The number of a loop, and of a branch."""

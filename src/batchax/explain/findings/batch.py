@@ -1,0 +1,613 @@
+"""Findings about how lanes, rows and chunks run, and the order of all findings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from batchax.config import config
+from batchax.divergence.compact import Compact
+from batchax.divergence.limits import rule_of_user
+from batchax.divergence.runner import Runner, for_any_machine
+from batchax.errors import UnsupportedError
+from batchax.execution.memory import free_memory, show_bytes
+from batchax.explain.account import Equation, Finding, Work
+from batchax.explain.findings.operations import (
+    Draft,
+    factorisations,
+    gathers,
+    lanes_at_a_time,
+    one_lane_after_another,
+    pays,
+    price,
+    price_fused,
+    repeated,
+    rules_of_jax,
+    transposed,
+)
+from batchax.explain.wording import count, show_options, show_seconds, show_work
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis
+from batchax.kernel.divergence import (
+    AnyLoop,
+    BoundedLoop,
+    Branches,
+    Divergence,
+    PlacedOutputs,
+    WhileLoop,
+)
+from batchax.kernel.inner import batched_aval
+from batchax.kernel.recording import Record
+from batchax.kernel.registry import find_rule
+from batchax.programs.cost import STEPS
+from batchax.programs.weights import FINDINGS, LAUNCH, STEP
+from batchax.rows.arguments import NotedSize
+from batchax.rows.buckets import bucket
+from batchax.rows.checks import elements_of
+from batchax.rows.sizes import depends_on_sizes
+
+
+def branches(draft: Draft) -> Iterator[Finding]:
+    """Branches that run for all lanes. Their price: what they cost less the mean branch.
+
+    Those that compute less than it takes to read operands and write results are left out: they
+    are part of one pass over these.
+    """
+    for eqn, record in draft.walk():
+        if eqn.notes.get("divergence") != "masked" or eqn.primitive != "cond":
+            continue
+        total = sum((part.work for part in eqn.parts), Work())
+        n = len(record.eqn.params["branches"])
+        unused = 1 - 1 / n
+        wasted = unused * price_fused(eqn.parts)
+        moved = sum(v.bytes for v in (*eqn.inputs, *eqn.outputs) if v.axis is not None)
+        if wasted < FINDINGS.byte * moved:
+            continue
+        yield Finding(
+            "branch runs for all lanes",
+            f"`cond` runs each of its {n} branches for all {count(draft.lanes, 'lane')}: "
+            f"{show_work(total)}, where a lane uses one of them. If lanes take all equally often, "
+            f"{unused:.0%} of that is for nothing.",
+            equation=eqn.number,
+            cost=wasted,
+            **_remedy_of_branches(draft, record),
+        )
+
+
+def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
+    shared = (
+        "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
+        "one branch runs then."
+    )
+    answer = _ask(record, Runner.here(Compact()))
+    masked = (
+        f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
+        "they have in common: to take lanes apart would cost more than masking does here."
+    )
+    if answer is True and _masked_by_option(draft):
+        apart = _apart(draft, record, f"a branch runs for the lanes that take it. {shared}")
+        return {**apart, "otherwise": masked}
+    if answer == "collective":
+        remedy = (
+            'Move the collective out of the branches: then divergence="compact" can run each for '
+            f"the lanes that take it. {shared}"
+        )
+        return {"remedy": remedy}
+    return {"remedy": masked}
+
+
+_COMPACT, _AUTO = {"divergence": "compact"}, {"divergence": "auto"}
+
+
+def _apart(draft: Draft, record: Record, brings: str) -> dict[str, Any]:
+    """What to do where lanes could be taken apart, and are not.
+
+    The default takes them apart where that surely pays. Elsewhere it depends on how many steps
+    each lane takes: that another way is faster is said where it was measured.
+    """
+    if (
+        draft.options.get("divergence") == "predicate"
+        and config.divergence == "auto"
+        and _ask(record, for_any_machine("auto")) is True
+    ):
+        return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
+    if _COMPACT in draft.tried:
+        return {"remedy": f'Give divergence="compact": {brings}', "advice": _COMPACT}
+    remedy = (
+        'Try divergence="compact", if lanes differ much: measure=True runs it, too, and says '
+        f"whether it is faster. With it {brings}"
+    )
+    return {"remedy": remedy, "advice": _COMPACT}
+
+
+def loops(draft: Draft) -> Iterator[Finding]:
+    """Loops that wait for their slowest lane.
+
+    Their price: half of the steps of all lanes, of which there are taken to be 16 where a loop
+    does not say; where steps were counted, those that no lane needed. Where lanes needed nearly
+    all, there is nothing to find.
+    """
+    for eqn, record in draft.walk():
+        if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
+            continue
+        step, steps = _step_of(eqn)
+        waits, told = steps / 2, ""
+        counted = draft.counted(eqn.number)
+        if counted is not None:
+            if counted.waits_little:
+                continue
+            waits = counted.in_vain / draft.each
+            told = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
+        yield Finding(
+            "loop waits for its slowest lane",
+            f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(draft, record)} is "
+            f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
+            f"not.{told}",
+            equation=eqn.number,
+            cost=price(step) * waits,
+            **_remedy_of_loops(draft, record),
+        )
+
+
+_CHUNKS = 16  # that are advised: with more, lanes wait less, and more of the time goes to chunks
+_WAITING = ("masked", "asked of all")  # the latter by a predicate that looks at other lanes
+
+
+def _step_of(eqn: Equation) -> tuple[Work, int]:
+    """The work of one step, and the number of steps in one call."""
+    total = sum((part.work for part in eqn.parts), Work())
+    counts = [part.times for part in eqn.parts]
+    if not counts or None in counts:
+        return total, STEPS
+    steps = max(1, *(n for n in counts if n is not None))
+    return Work(total.flops / steps, total.bytes / steps), steps
+
+
+def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
+    answer = _ask(record, Runner.here(Compact()))
+    if answer is True and _masked_by_option(draft):
+        return _apart(draft, record, "lanes that are done leave the loop, others take over.")
+    if answer == "collective":
+        remedy = (
+            'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
+            "when they are done."
+        )
+        return {"remedy": remedy}
+    size = max(1, draft.each // _CHUNKS)
+    remedy = (
+        "Sort the batch by how many steps lanes are likely to take, and give "
+        f"batch_size={size}: the loop of each chunk ends with its own last lane."
+    )
+    return {"remedy": remedy}
+
+
+def _masked_by_option(draft: Draft) -> bool:
+    return draft.options.get("divergence", "auto") in ("auto", "predicate")
+
+
+def _ask(record: Record, divergence: Runner) -> Any:
+    """Whether lanes would be taken apart; "collective" if something inside forbids it."""
+    if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
+        return False
+    rule, asked = find_rule(record.eqn.primitive), _Asked(divergence)
+    axis = replace(record.axis, divergence=asked)
+    invars = record.eqn.invars
+    operands = [
+        v.aval if a is None else batched_aval(axis, v.aval, a)
+        for v, a in zip(invars, record.in_axes, strict=True)
+    ]
+
+    def run(*xs: Any) -> None:
+        values = [v.val if isinstance(v, Literal) else x for v, x in zip(invars, xs, strict=True)]
+        assert rule is not None
+        rule(axis, values, record.in_axes, **record.eqn.params)
+
+    try:
+        with recording.paused():
+            jax.eval_shape(run, *operands)
+    except UnsupportedError:
+        return "collective"
+    except NameError:  # of an axis of the mesh: the call is inside ``shard_map``, this is not
+        return False
+    return asked.took
+
+
+class _Asked(Divergence):
+    """Another, which remembers whether it took anything that it was asked."""
+
+    @property
+    def explicit(self) -> bool:
+        return True
+
+    def __init__(self, divergence: Runner) -> None:
+        self.took = False
+        self._divergence = divergence
+
+    def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
+        return self._divergence.may_diverge(axis, loop)
+
+    def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
+        return self._noted(self._divergence.run_nest(self._own(axis), loop))
+
+    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+        return self._noted(self._divergence.run(self._own(axis), parting))
+
+    def with_max_width(self, width: int) -> Divergence:
+        return self._divergence.with_max_width(width)
+
+    def _own(self, axis: Axis) -> Axis:
+        return replace(axis, divergence=self._divergence)
+
+    def _noted(self, answer: PlacedOutputs | None) -> PlacedOutputs | None:
+        self.took |= answer is not None
+        return answer
+
+
+_ENOUGH = 1.5  # places for each element, up to which padding, or room to spare, is no matter
+_MOST_BUCKETS = 8  # that are advised: each is a program to compile
+_NEARLY = 1.2  # times the least waste: fewer buckets that come so close are advised instead
+_HELPS = 0.9  # of the waste without buckets; they are not advised for a smaller gain
+
+
+def _facts(draft: Draft, about: str) -> list[dict[str, Any]]:
+    return [details for kind, details in draft.recorder.facts if kind == about]
+
+
+def padding(draft: Draft) -> Iterator[Finding]:
+    """Regions that run padded. Their price: their work, as much of it as is for padding."""
+    regions = _facts(draft, "region")
+    padded = [r for r in regions if r["layout"] == "padded" and _sized_operations(r)]
+    if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
+        return
+    # Regions of one program hold the same rows.
+    rows_of = list(dict.fromkeys(max(r["rows"], key=_places) for r in padded))
+    places = sum(map(_places, rows_of))
+    exact = all(s.lengths is not None for sizes in rows_of for s in sizes)
+    elements = sum(map(_elements, rows_of))
+    if not elements or places <= _ENOUGH * elements:
+        return
+    eqns = [e for e in draft.equations if e.rule != "rows.packed"]
+    work = sum((e.work for e in eqns), Work())
+    rows = count(sum(sizes[0].rows for sizes in rows_of), "row")
+    rows += " on each device" * bool(_facts(draft, "dealt"))
+    yield Finding(
+        "ragged rows run padded",
+        f"{_described(regions)} Padded, {rows} take {count(places, 'place')} for "
+        f"{'' if exact else 'at most '}{count(elements, 'element')}: "
+        f"{places / elements:.2f} for each, and {show_work(work)}.",
+        equation="",
+        cost=(1 - elements / places) * price(work),
+        **_remedy(draft, rows_of, places / elements, exact),
+    )
+
+
+_Sizes = tuple[NotedSize, ...]
+"""The sizes of rows, along each of their ragged axes."""
+
+
+def _places(sizes: _Sizes) -> int:
+    return sizes[0].rows * math.prod(s.bound for s in sizes)
+
+
+def _elements(sizes: _Sizes) -> int:
+    """How many there are, or at most."""
+    if any(s.lengths is None for s in sizes):
+        return sizes[0].capacity if len(sizes) == 1 else _places(sizes)
+    return int(elements_of(tuple(s.lengths for s in sizes)).sum())  # pyright: ignore
+
+
+def _sized_operations(region: dict[str, Any]) -> int:
+    return sum(depends_on_sizes(step.eqn) for step in region["steps"])
+
+
+def _described(regions: Sequence[dict[str, Any]]) -> str:
+    """The layouts of the regions and how many operations each has."""
+    by_layout: dict[str, tuple[int, int]] = {}
+    for region in regions:
+        n = _sized_operations(region)
+        if n:
+            k, m = by_layout.get(region["layout"], (0, 0))
+            by_layout[region["layout"]] = k + 1, m + n
+    told = [
+        f"{count(m, 'operation')} {layout} in {count(k, 'region')}"
+        for layout, (k, m) in by_layout.items()
+    ]
+    return f"Rows run with {' and '.join(told)}."
+
+
+def _remedy(draft: Draft, rows_of: Sequence[_Sizes], waste: float, exact: bool) -> dict[str, Any]:
+    """The remedy of a finding, and what it advises."""
+    if draft.options.get("layout") == "padded":
+        remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
+        return {"remedy": remedy, "advice": {"layout": "auto"}}
+    if not exact:
+        least = "Give the Ragged the least max_length that holds (x.with_max_length)"
+        remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
+        if draft.options.get("buckets") is not None:
+            return {"remedy": remedy}
+        return {"remedy": remedy, "advice": {"buckets": 4}, "otherwise": f"{least}."}
+    cut = "Cut the longest rows in two, or leave them to a call of their own."
+    if draft.options.get("buckets") is not None:
+        number = 2 * len(rows_of)
+        remedy = f"Give buckets={number}: each bucket is padded to its own longest row."
+        return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
+    best = _best_buckets(max(rows_of, key=_places), waste)
+    if best is None:
+        return {"remedy": cut}
+    number, rest = best
+    remedy = f"Give buckets={number}: {rest:.2f} places for each element then."
+    return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
+
+
+def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
+    """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
+    lengths = sizes[0].lengths if len(sizes) == 1 else tuple(s.lengths for s in sizes)
+    wastes = [(k, bucket(lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
+    least = min(w for _, w in wastes)
+    number, rest = next((k, w) for k, w in wastes if w <= _NEARLY * least)
+    return (number, rest) if rest < _HELPS * waste else None
+
+
+def groups(draft: Draft) -> Iterator[Finding]:
+    """Rows that run grouped by their length, each group a program of its own."""
+    for details in _facts(draft, "groups"):
+        lengths, rows = details["lengths"], details["rows"]
+        if len(lengths) < 2:
+            continue
+        asked = draft.options.get("layout") == "grouped"
+        operations = sum(1 for top in draft.equations for _ in top.walk())
+        yield Finding(
+            "ragged rows run grouped by length",
+            f"{count(sum(rows), 'row')} run in {count(len(lengths), 'group')} of equal length, one "
+            "after another, each a program of its own to compile.",
+            'Leave layout="grouped" out, if the function can be computed padded.'
+            if asked
+            else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
+            "cut or pad rows to a multiple of some number beforehand, where that does no harm.",
+            "",
+            STEP * operations,
+        )
+
+
+def spare_room(draft: Draft) -> Iterator[Finding]:
+    """Packed arrays with more places than rows have elements."""
+    regions = [
+        r for r in _facts(draft, "region") if r["layout"] == "packed" and _sized_operations(r)
+    ]
+    for size in dict.fromkeys(s for r in regions for sizes in r["rows"] for s in sizes):
+        if size.lengths is None or not size.lengths.size:
+            continue
+        places, elements = size.capacity, int(np.sum(size.lengths))
+        if places <= _ENOUGH * max(1, elements):
+            continue
+        work = sum((e.work for e in draft.equations if e.rule == "rows.packed"), Work())
+        yield Finding(
+            "packed rows have room to spare",
+            f"Packed arrays have {count(places, 'place')} for {count(elements, 'element')}, and "
+            f"operations on them go over all of these: {show_work(work)}.",
+            f"Cut the array before: batchax.Ragged(x.data[:{elements}], x.lengths).",
+            "",
+            (1 - elements / places) * price(work),
+        )
+
+
+_MOST_OVERHEAD = 0.05  # of a chunk's time, where its size is well chosen
+_TOO_MUCH = 0.25  # of it, where it is not
+_CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
+
+
+def chunk_sizes(draft: Draft) -> Iterator[Finding]:
+    """A `batch_size` far from the best: the smallest that hides what each chunk costs.
+
+    Where it was measured, the fastest of those that were tried.
+    """
+    if draft.timings:
+        yield from _measured(draft)
+        return
+    size = draft.options.get("batch_size")
+    if not isinstance(size, int) or draft.each <= 1:
+        return
+    if any(eqn.times is None for eqn, _ in draft.walk()):
+        return  # what a chunk computes is not known
+    chunks = math.ceil(draft.each / size)
+    work = draft.price / draft.lanes  # of a lane
+    each = LAUNCH * _started_operations(draft)
+    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.each)
+    share = each / max(each + size * work, 1e-3)
+    if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
+        yield Finding(
+            "chunk size far from the best",
+            f"{count(chunks, 'chunk')} of {count(size, 'lane')}: to begin the operations of each "
+            f"takes about {share:.0%} of its time.",
+            _remedy_of_small(draft, best),
+            "",
+            each * (chunks - math.ceil(draft.each / best)),
+            advice={"batch_size": best if best < draft.each else None},
+        )
+    elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
+        each_lane = draft.temporaries / min(size, draft.each)
+        best = max(best, 1 << max(0, math.floor(math.log2(_CACHE / each_lane))))
+        if size < 4 * best:
+            return
+        yield Finding(
+            "chunk size far from the best",
+            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.each), 'lane')} at a "
+            f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
+            "smaller ones.",
+            f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
+            "",
+            FINDINGS.byte * draft.temporaries,
+            advice={"batch_size": best},
+        )
+
+
+def _measured(draft: Draft) -> Iterator[Finding]:
+    now, *others = draft.timings
+    tried = [t for t in others if t.batch_size != "loop" and not t.advice]
+    best = min(tried, key=lambda t: t.seconds, default=now)
+    if not pays(now, best):
+        return
+    size = best.batch_size
+    lanes = "all lanes at once" if size is None else f"{count(int(size), 'lane')} at a time"
+    what = "All lanes at once" if now.batch_size is None else f"batch_size={now.batch_size!r}"
+    peaks = "" if best.peak is None else f", with {show_bytes(best.peak)} of memory"
+    yield Finding(
+        "chunk size far from the best",
+        f"{what} took {show_seconds(now.seconds)}, {lanes} {show_seconds(best.seconds)}{peaks}.",
+        "Leave batch_size out." if size is None else f"Give batch_size={size}.",
+        "",
+        (now.seconds - best.seconds) * 1e9,
+    )
+
+
+def _started_operations(draft: Draft) -> int:
+    """How many operations a chunk begins, those of branches that may not run left out."""
+    shown = (draft.tallies.get(record) for _, record in draft.walk())
+    return sum(len(t.emitted) for t in shown if t is not None and not t.skipped)
+
+
+def _remedy_of_small(draft: Draft, best: int) -> str:
+    if best < draft.each:
+        return f"Give batch_size={best}."
+    return "Leave batch_size out: all lanes together do little."
+
+
+def _power_of_two(least: float, most: int) -> int:
+    """The smallest power of two that is no less than `least`, or `most`."""
+    return min(most, 1 << max(0, math.ceil(math.log2(max(least, 1.0)))))
+
+
+def memory(draft: Draft) -> Iterator[Finding]:
+    """All lanes at once, where temporaries take much of what the device has free."""
+    if draft.options.get("batch_size") is not None or not draft.temporaries:
+        return
+    free = free_memory()
+    if draft.each <= 1 or draft.temporaries < free / 2:
+        return
+    yield Finding(
+        "temporaries fill the memory",
+        f"All {count(draft.each, 'lane')} at once need {show_bytes(draft.temporaries)} of "
+        f"temporaries, of {show_bytes(free)} that the device has free.",
+        'Give batch_size="auto": as many lanes run at a time as fit.',
+        "",
+        FINDINGS.byte * draft.temporaries,
+    )
+
+
+Kind = Callable[[Draft], Iterator[Finding]]
+
+_TOLD_IF_DEAR: tuple[Kind, ...] = (
+    branches,
+    loops,
+    repeated,
+    transposed,
+    gathers,
+    factorisations,
+    chunk_sizes,
+    memory,
+    padding,
+    spare_room,
+)
+# What one would not expect, however little it costs.
+_TOLD_ALWAYS: tuple[Kind, ...] = (rules_of_jax, one_lane_after_another, groups)
+
+_LEAST = 1_000.0  # nanoseconds that a finding is worth telling for
+_LEAST_SHARE = 0.01  # of what the call costs
+_MOST_NAMED = 5  # equations of one finding
+
+
+def find_findings(draft: Draft) -> tuple[Finding, ...]:
+    """What costs more than it would have to, or that one would not expect, most expensive first.
+
+    Left out is what costs less than a microsecond or than one percent of the call.
+    """
+    least = max(_LEAST, _LEAST_SHARE * draft.price)
+    findings = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
+    findings += _merged(_TOLD_ALWAYS, draft)
+    findings = [f for finding in findings for f in _as_measured(finding, draft)]
+    return tuple(sorted(findings, key=lambda finding: -finding.cost))
+
+
+def _as_measured(finding: Finding, draft: Draft) -> Iterator[Finding]:
+    """A finding whose advice was followed: with what that brings, or without the advice."""
+    if not finding.advice or finding.advice not in draft.tried:
+        yield finding
+        return
+    now = draft.timings[0]
+    then = next((t for t in draft.timings if t.advice == finding.advice), None)
+    what = show_options(finding.advice)
+    if then is None:
+        told = f" {what} was refused."
+    else:
+        told = f" It took {show_seconds(now.seconds)}, with {what} {show_seconds(then.seconds)}."
+    if then is not None and pays(now, then):
+        yield replace(finding, message=finding.message + told)
+    elif finding.otherwise:
+        otherwise = finding.otherwise
+        yield replace(
+            finding, message=finding.message + told, remedy=otherwise, advice={}, otherwise=""
+        )
+
+
+def _merged(kinds: Sequence[Kind], draft: Draft) -> list[Finding]:
+    """What is found, with all that is said in the same words as one finding."""
+    alike: dict[tuple[str, str, str], list[Finding]] = {}
+    for kind in kinds:
+        for finding in kind(draft):
+            key = finding.kind, finding.message, finding.remedy
+            alike.setdefault(key, []).append(finding)
+    return _without_nested([_as_one(findings) for findings in alike.values()])
+
+
+def _without_nested(findings: Sequence[Finding]) -> list[Finding]:
+    """What is found, with what is inside of something of its kind told there, if it says the same.
+
+    Loops in a loop wait for the same lanes, and are mended by what mends the outermost.
+    """
+    inside: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
+    for i, finding in enumerate(findings):
+        around = (j for j, other in enumerate(findings) if _is_inside(finding, other))
+        outermost = min(around, key=lambda j: len(findings[j].equation), default=None)
+        if outermost is not None:
+            del inside[i]
+            inside[outermost].append(finding)
+    return [_with_nested(findings[i], nested) for i, nested in inside.items()]
+
+
+def _is_inside(finding: Finding, other: Finding) -> bool:
+    same = (finding.kind, finding.remedy) == (other.kind, other.remedy)
+    return same and finding.equation.startswith(f"{other.equation}.")
+
+
+def _with_nested(finding: Finding, nested: Sequence[Finding]) -> Finding:
+    if not nested:
+        return finding
+    more = f"{count(len(nested), 'equation')} inside of it"
+    return replace(
+        finding, message=f"{finding.message} The same holds for {more}: {_named(nested)}."
+    )
+
+
+def _named(findings: Sequence[Finding]) -> str:
+    numbers = ", ".join(finding.equation for finding in findings[:_MOST_NAMED])
+    return f"{numbers}{', ...' if len(findings) > _MOST_NAMED else ''}"
+
+
+def _as_one(findings: Sequence[Finding]) -> Finding:
+    first, *others = findings
+    if not others:
+        return first
+    return replace(
+        first,
+        message=f"{first.message} The same holds for {count(len(others), 'equation')} more: "
+        f"{_named(others)}.",
+        cost=sum(finding.cost for finding in findings),
+    )

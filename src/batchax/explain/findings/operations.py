@@ -1,0 +1,536 @@
+"""What findings are made from, and findings about single operations: copies, gathers, fallbacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from batchax import _compat
+from batchax.execution.memory import show_bytes
+from batchax.explain.account import Equation, Finding, StepCount, Timing, Value, Work
+from batchax.explain.listing import Tally, number_of
+from batchax.explain.wording import count, marked, show_flops
+from batchax.kernel.recording import Record, Recorder
+from batchax.programs.cost import cost_of_equation
+from batchax.programs.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
+from batchax.programs.prices import SCATTERS, calls_of, windows_of
+from batchax.programs.shapes import matrices_of, size_of
+from batchax.programs.weights import CALLBACK, FINDINGS, STEP
+from batchax.small.table import chooses
+
+
+def price(work: Work) -> float:
+    """Nanoseconds, roughly."""
+    return FINDINGS.flop * work.flops + FINDINGS.byte * work.bytes
+
+
+def price_fused(equations: Sequence[Equation]) -> float:
+    """The same, if what acts on each element is part of what reads it, and moves no bytes."""
+    total = 0.0
+    for eqn in equations:
+        if eqn.parts:
+            total += price_fused(eqn.parts)
+        elif eqn.rule in _FUSED:
+            total += FINDINGS.flop * eqn.work.flops
+        else:
+            total += price(eqn.work)
+    return total
+
+
+_SLOWER = 1.25  # times what was measured of another way: worth a word
+
+
+def pays(now: Timing, then: Timing) -> bool:
+    """Whether a way is so much faster than another that no round of it took as long."""
+    return then.seconds * _SLOWER <= now.seconds and then.spread[1] <= now.spread[0]
+
+
+_FUSED = frozenset(["rules.elementwise", "rules.shape", "rules.masking"])
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An explanation to which findings are yet to be added.
+
+    Attributes:
+      equations: of one example.
+      numbers: the number in the listing, by record.
+      tallies: what each equation became.
+      recorder: the notes of how it was batched.
+      options: those that `vmap` was given.
+      lanes: how many there are.
+      each: how many of them a device runs: all, unless they are spread over several.
+      compiled: the compiled program; None where there is none.
+      temporaries: bytes that it takes for what is neither argument nor output, if known.
+      arguments, outputs: of one example and of all.
+      timings: what was measured: of the program as it is first.
+      tried: the advice that was followed to measure what it brings; it may have been refused.
+      steps: the lane-steps of loops and branches, where they were counted.
+    """
+
+    equations: Sequence[Equation]
+    numbers: Mapping[Record, str]
+    tallies: Mapping[Record | None, Tally]
+    recorder: Recorder
+    options: Mapping[str, Any]
+    lanes: int
+    each: int
+    compiled: Any = None
+    temporaries: int | None = None
+    arguments: Sequence[Value] = field(default=())
+    outputs: Sequence[Value] = field(default=())
+    timings: Sequence[Timing] = field(default=())
+    tried: Sequence[Mapping[str, Any]] = field(default=())
+    steps: Sequence[StepCount] = field(default=())
+
+    @cached_property
+    def records(self) -> dict[str, list[Record]]:
+        """By number in the listing; that of the most lanes first."""
+        by_number: dict[str, list[Record]] = {}
+        for record, number in self.numbers.items():
+            by_number.setdefault(number, []).append(record)
+        for records in by_number.values():
+            records.sort(key=lambda r: -r.axis.size if isinstance(r.axis.size, int) else 0)
+        return by_number
+
+    @cached_property
+    def lanes_at_once(self) -> frozenset[int]:
+        """The numbers of lanes that run together: of all, or of a chunk."""
+        return frozenset([self.lanes, *(r.axis.size for r in self.numbers)])
+
+    def equation(self, number: str) -> Equation | None:
+        """The equation of that number in the listing; None for ""."""
+        return self._by_number.get(number)
+
+    @cached_property
+    def _by_number(self) -> dict[str, Equation]:
+        return {eqn.number: eqn for top in self.equations for eqn in top.walk()}
+
+    def walk(self) -> Iterator[tuple[Equation, Record]]:
+        """All equations, with the record that shows how they were batched."""
+        for top in self.equations:
+            for eqn in top.walk():
+                yield eqn, self.records[eqn.number][0]
+
+    @cached_property
+    def module(self) -> Module | None:
+        """The compiled program, if it can be read."""
+        if self.compiled is None:
+            return None
+        try:
+            return read_module(self.compiled)
+        except UnreadableProgram:
+            return None
+
+    def counted(self, number: str) -> StepCount | None:
+        """The lane-steps of a loop, if they were counted and it took any."""
+        of_loop = (c for c in self.steps if c.equation == number and c.branch is None)
+        count = next(of_loop, None)
+        return None if count is None or count.of_use is None else count
+
+    @cached_property
+    def price(self) -> float:
+        """Of one call, loops without a known number of steps taken as one step."""
+        outside = self.tallies.get(None)
+        work = Work() if outside is None else outside.work
+        return price(sum((eqn.work for eqn in self.equations), work))
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Those of the compiled program that write memory: none that are part of others."""
+        if self.module is None:
+            return
+        inside: set[str] = set()
+        everything = [i for c in self.module.computations.values() for i in c.instructions]
+        for instruction in everything:
+            if instruction.opcode not in ("while", "conditional", "call"):
+                inside.update(instruction.called)
+        for name, computation in self.module.computations.items():
+            if name not in inside:
+                yield from computation.instructions
+
+    def number_of(self, instruction: Instruction) -> str:
+        """The equation that an instruction is of; "" if none."""
+        return number_of(instruction.op_name, self.recorder, self.numbers)
+
+
+def lanes_at_a_time(draft: Draft, record: Record) -> str:
+    """How many lanes run together: "8,192 lanes", "the 256 lanes of a chunk"."""
+    size = record.axis.size
+    if size == draft.lanes or not isinstance(size, int):
+        return count(draft.lanes, "lane")
+    return f"the {count(size, 'lane')} that run at a time"
+
+
+# Through these an array goes as it is, or in another order of its elements in memory.
+_SAME = frozenset(["bitcast", "copy", "reshape"])
+
+
+def repeated(draft: Draft) -> Iterator[Finding]:
+    """Operands that are written for each lane though lanes share them."""
+    by_equation: dict[str, list[Instruction]] = {}
+    for instruction in draft.instructions():
+        made = _made_by(draft, instruction, "broadcast")
+        if made is not None and _repeats_lanes(draft, instruction, *made):
+            by_equation.setdefault(draft.number_of(instruction), []).append(instruction)
+    for number, instructions in by_equation.items():
+        size = sum(i.shape.bytes for i in instructions)
+        types = ", ".join(dict.fromkeys(i.shape.text for i in instructions))
+        eqn = draft.equation(number)
+        what = "an output that is the same in all lanes" if eqn is None else _shared_of(eqn)
+        yield Finding(
+            "copied for each lane",
+            f"{what[0].upper()}{what[1:]} is written once for each of "
+            f"{count(draft.lanes, 'lane')}: {types}, {show_bytes(size)}.",
+            _remedy_of_repeated(eqn),
+            number,
+            2 * FINDINGS.byte * size * _times(eqn),  # written, and read
+        )
+
+
+def _times(eqn: Equation | None) -> int:
+    return 1 if eqn is None else eqn.times or 1
+
+
+def _made_by(
+    draft: Draft, instruction: Instruction, opcode: str
+) -> tuple[Instruction, Computation | None] | None:
+    """The operation of that kind whose result an instruction writes as it is, and where it is."""
+    if instruction.opcode == opcode:
+        return instruction, None
+    if instruction.opcode != "fusion" or draft.module is None:
+        return None
+    inside = draft.module.computations[instruction.called[0]]
+    by_name = {i.name: i for i in inside.instructions}
+    made = by_name[inside.root]
+    while made.opcode in _SAME and made.operands:
+        made = by_name[made.operands[0]]
+    return (made, inside) if made.opcode == opcode else None
+
+
+def _repeats_lanes(
+    draft: Draft, instruction: Instruction, made: Instruction, where: Computation | None
+) -> bool:
+    """Whether an array, not a number, is written as often as there are lanes at a time."""
+    if where is None:
+        scopes = draft.module.computations.values() if draft.module else ()
+        where = next(c for c in scopes if any(i is instruction for i in c.instructions))
+    source = next((i for i in where.instructions if i.name == made.operands[0]), None)
+    if source is None or not source.shape.bytes or "[]" in source.shape.text:
+        return False
+    return round(instruction.shape.bytes / source.shape.bytes) in draft.lanes_at_once
+
+
+def _shared_of(eqn: Equation) -> str:
+    shared = [v.name for v in eqn.inputs if v.axis is None and "[]" not in v.example]
+    if len(shared) == 1:
+        return f"`{shared[0]}`, which `{eqn.primitive}` takes and all lanes share,"
+    return f"what `{eqn.primitive}` takes and all lanes share"
+
+
+def _remedy_of_repeated(eqn: Equation | None) -> str:
+    if eqn is None:
+        return "Give out_axes=None for it, or out_axes=batchax.AUTO: it is returned once then."
+    if eqn.primitive in ("while", "scan", "bounded loop"):
+        return (
+            "It is part of the carry, which some step makes depend on the lane. Leave what does "
+            "not change out of the carry: a loop may close over it."
+        )
+    if eqn.primitive in ("concatenate", "stack", "pad"):
+        return (
+            f"`{eqn.primitive}` puts it next to what lanes have of their own. Use both parts by "
+            "themselves instead: w[:k] @ x + w[k:] @ y in place of w @ jnp.concatenate([x, y])."
+        )
+    return (
+        "Use it in the operations that take it as it is, such as a product with what lanes have of "
+        f"their own, before `{eqn.primitive}`; or keep it out of `{eqn.primitive}`."
+    )
+
+
+def transposed(draft: Draft) -> Iterator[Finding]:
+    """Arrays whose batch axis is moved."""
+    told: set[str] = set()  # results
+    for instruction in draft.instructions():
+        if _made_by(draft, instruction, "transpose") is None:
+            continue
+        number, size = draft.number_of(instruction), instruction.shape.bytes
+        eqn = draft.equation(number)
+        moved = _output_of(draft, instruction, told) if eqn is None else _argument_of(draft, eqn)
+        if moved is None:
+            continue
+        what, remedy = moved
+        yield Finding(
+            "transposed array",
+            f"{what}: {show_bytes(size)} are written again, as {instruction.shape.text}.",
+            remedy,
+            number,
+            # Read and written, and one of both in short pieces.
+            4 * FINDINGS.byte * size * _times(eqn),
+        )
+
+
+def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
+    """What of an equation's operands has its batch axis elsewhere than wanted."""
+    if eqn.primitive == "transpose":
+        return None  # the user's own
+    names = {v.name: v for v in draft.arguments}
+    for value in eqn.inputs:
+        if not value.axis:
+            continue
+        what = f"The batch axis of {value.name}, {marked(value)}, is moved"
+        if value.name in names:
+            return what, f"Store {value.name} with the batch axis first, and give in_axes=0 for it."
+        sources = [v for v in draft.arguments if v.axis]
+        if not sources:
+            return what, "Compute it so that the batch axis is first."
+        listed = " and ".join(v.name for v in sources)
+        return what, f"Store {listed} with the batch axis first, and give in_axes=0."
+    return None
+
+
+def _output_of(draft: Draft, instruction: Instruction, told: set[str]) -> tuple[str, str] | None:
+    """Which output is moved to where `out_axes` wants it, if it is none of those told of."""
+    final = {v.name: v for eqn in draft.equations for v in eqn.outputs}
+    dtype = _dtype(instruction.shape.text)
+    for output in draft.outputs:
+        made = final.get(output.name)
+        if made is None or None in (made.axis, output.axis) or output.axis == made.axis:
+            continue
+        alike = _dtype(output.batched) == dtype and output.bytes == instruction.shape.bytes
+        if alike and output.result not in told:
+            told.add(output.result)
+            return (
+                f"out_axes wants the batch axis of {output.result} at {output.axis}, and it is "
+                f"computed as {marked(made)}",
+                f"Give out_axes={made.axis} for it.",
+            )
+    return None
+
+
+def _dtype(text: str) -> str:
+    """The element type of ``f32[3]``, as JAX has it: the compiler's ``s32`` are its ``i32``."""
+    dtype = text.partition("[")[0]
+    return "bool" if dtype == "pred" else re.sub("^s", "i", dtype)
+
+
+_WRITES = SCATTERS | {"dynamic_update_slice"}
+_FIRST_INDEX = dict.fromkeys(("dynamic_slice", "gather", *SCATTERS), 1)
+_FIRST_INDEX["dynamic_update_slice"] = 2
+
+
+def gathers(draft: Draft) -> Iterator[Finding]:
+    """Slices, gathers and updates at places that differ between lanes."""
+    for eqn, record in draft.walk():
+        first = _FIRST_INDEX.get(eqn.primitive)
+        if first is None or eqn.service != "own" or not _own_places(record, first):
+            continue
+        if not any(name.startswith(("gather", "scatter")) for name in eqn.emitted):
+            continue
+        windows, each = _windows(record)
+        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        number = round(windows * times)
+        writes = eqn.primitive in _WRITES
+        became = "scatter" if writes else "gather"
+        yield Finding(
+            f"{became} at places of each lane",
+            f"`{eqn.primitive}` {'writes' if writes else 'reads'} at other places in each of "
+            f"{count(draft.lanes, 'lane')}: a {became} of {count(number, 'window')} of "
+            f"{count(each, 'element')}.",
+            _remedy_of_gather(eqn.primitive, windows, each, writes),
+            eqn.number,
+            times * FINDINGS.time(cost_of_equation(record.eqn)),
+        )
+
+
+def _own_places(record: Record, first: int) -> bool:
+    end = first + 1 if not record.eqn.primitive.name.startswith("dynamic") else None
+    return any(a is not None for a in record.in_axes[first:end])
+
+
+def _windows(record: Record) -> tuple[int, int]:
+    """How many windows one lane reads or writes, and the elements of each."""
+    eqn, windows = record.eqn, windows_of(record.eqn)
+    name = eqn.primitive.name
+    moved = eqn.invars[1 if name == "dynamic_update_slice" else 2] if name in _WRITES else None
+    return windows, size_of((moved or eqn.outvars[0]).aval) // max(1, windows)
+
+
+def _remedy_of_gather(name: str, windows: int, each: int, writes: bool) -> str:
+    together = "slice" if not writes else "update in place"
+    remedy = (
+        "If the places are the same in all lanes, compute them from arguments with in_axes=None: "
+        f"it is one {together} for all of them then."
+    )
+    if windows > 1 and each == 1 and not writes:
+        remedy += " If they follow one another, take them with one jax.lax.dynamic_slice."
+    if windows > 1 and writes and name.startswith("scatter"):
+        remedy += " If no lane writes twice to one place, say so with unique_indices=True."
+    return remedy
+
+
+# --- factorisations ----------------------------------------------------------------------------
+
+_SMALL = 16  # rows and columns: of larger matrices the arithmetic outweighs the call
+_BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
+
+
+def factorisations(draft: Draft) -> Iterator[Finding]:
+    """Factorisations of small matrices. Their price: a call of the library for each."""
+    for eqn, record in draft.walk():
+        calls = calls_of(record.eqn)
+        if not calls or not record.in_axes or record.in_axes[0] is None:
+            continue
+        if eqn.notes.get("small_matrices") == "together":
+            continue
+        each, rows, columns = matrices_of(record.eqn.invars[0].aval)
+        if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:
+            continue
+        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        number = round(each * times)
+        kept_by = eqn.notes.get("small_matrices", "")
+        if draft.options.get("small_matrices") == "library":
+            kept_by = "choice" if chooses.is_true(record.eqn) else "option"
+        option, remedy = _FASTER.get(kept_by, ("", ""))
+        otherwise = _remedy_of_factorisation(eqn.primitive, max(rows, columns))
+        yield Finding(
+            "factorisation of small matrices",
+            f"`{eqn.primitive}` of {number:,} matrices of {rows} x {columns}: a call of a library "
+            f"for each, for {show_flops(eqn.work.flops / max(1, number))} of arithmetic.",
+            remedy or otherwise,
+            eqn.number,
+            times * calls * FINDINGS.call,
+            advice={"small_matrices": option} if option else {},
+            otherwise=otherwise if option else "",
+        )
+
+
+# What makes it faster, by why the library runs: the option, or results that are read.
+_FASTER = {
+    "option": ("auto", 'Leave small_matrices="library" out.'),
+    "choice": (
+        "vectorized",
+        'If any signs and bases of vectors are right, pass small_matrices="vectorized".',
+    ),
+}
+
+
+def _remedy_of_factorisation(name: str, rows: int) -> str:
+    shared = (
+        "If the matrices are the same in all lanes, compute them from arguments with in_axes=None"
+    )
+    if name in ("cholesky", "triangular_solve") and rows <= _BY_COLUMNS:
+        return (
+            f"{shared}. If not, write it as a Python loop over columns: under vmap each of its "
+            "operations is for all lanes, and there are no calls."
+        )
+    if name == "lu" and rows <= _BY_COLUMNS:
+        return (
+            f"{shared}. If they are symmetric and positive definite, use a Cholesky factorisation: "
+            "it costs half, and as a Python loop over columns it has no calls."
+        )
+    if rows <= 2:
+        return f"{shared}. If not, there is a formula: written out, it has no calls."
+    return f"{shared}: they are factorised once then."
+
+
+def _times_of_chunk(draft: Draft, record: Record, times: int | None) -> float:
+    """How often each lane does what is done `times` times, once for each chunk among them."""
+    size = record.axis.size
+    chunks = max(1, draft.each // size) if isinstance(size, int) and size else 1
+    return max(1.0, (times or 1) / chunks)
+
+
+_CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
+
+
+def rules_of_jax(draft: Draft) -> Iterator[Finding]:
+    """Primitives that only JAX has a rule for. There is no price: it may serve as well."""
+    served = [eqn for eqn, _ in draft.walk() if eqn.service == "jax"]
+    names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
+    if len(names) == 1:
+        what = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
+        which = f"it moves or repeats more than it has to, give it a rule with {_rule(served[0])}"
+    else:
+        what = f"{', '.join(names)} have no rules of batchax's: those of JAX serve them"
+        which = "one moves or repeats more than it has to, give it a rule: @batchax.register_rule"
+    for eqn in served:
+        yield Finding(
+            "fallback to the rule of JAX",
+            f"{what}, as in jax.vmap.",
+            f"Nothing needs to be done. If {which}.",
+            eqn.number,
+            0.0,
+        )
+
+
+def _rule(eqn: Equation) -> str:
+    return f"@batchax.register_rule({_expression(eqn)})"
+
+
+def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
+    """What runs in a loop over lanes: a step for each, and perhaps a call of Python."""
+    for eqn, record in draft.walk():
+        if eqn.service != "lanes":
+            continue
+        why, remedy = _why(eqn, record)
+        each = CALLBACK if eqn.primitive in _CALLBACKS else STEP
+        asked = eqn.rule == "sequential_vmap"
+        what = "A function" if asked else f"`{eqn.primitive}`"
+        yield Finding(
+            "one lane after another",
+            f"{what} runs for the {count(draft.lanes, 'lane')} one after another: {why}",
+            remedy,
+            eqn.number,
+            each * max(draft.lanes, eqn.times or 1),
+        )
+
+
+def _why(eqn: Equation, record: Record) -> tuple[str, str]:
+    why, remedy = next(told for holds, *told in _REASONS if holds(eqn, record))
+    return why, remedy.format(primitive=_expression(eqn))
+
+
+def _expression(eqn: Equation) -> str:
+    return f"{eqn.primitive.split()[0].replace('-', '_')}_p"
+
+
+_REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
+    (
+        lambda eqn, _: eqn.rule == "sequential_vmap",
+        "batchax.sequential_vmap asks for that.",
+        "Nothing, if it is for memory or for the order of effects. Otherwise leave "
+        "sequential_vmap out.",
+    ),
+    (
+        lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"),
+        "its vmap_method says so, and Python is called for each.",
+        'If the function takes arrays with a leading batch axis, give vmap_method="broadcast_all" '
+        'or "expand_dims": it is called once then.',
+    ),
+    (
+        lambda eqn, _: eqn.primitive in _CALLBACKS,
+        "each lane has its effect, in order of the lanes.",
+        "Call it outside of the batched function, on the whole batch, if one call will do.",
+    ),
+    (
+        lambda _, record: _compat.ordered_by_lane(record.eqn.effects),
+        "lanes part ways in it, and it calls Python, which is seen outside.",
+        "Move the call out of it, or use jax.debug.callback, which need not be in order: lanes run "
+        "together then.",
+    ),
+    (
+        lambda eqn, _: eqn.primitive == "conv_general_dilated",
+        "lanes share neither images nor kernels, and for numbers of 64 bits a compiler for CPUs "
+        "would multiply the images of all with the kernels of all, most of them times zero.",
+        "Nothing: that takes longer. Convolutions of float32 run at once.",
+    ),
+    (
+        lambda *_: True,
+        "neither batchax nor JAX has a batching rule for it.",
+        "Give it a rule with @batchax.register_rule({primitive}), which computes all lanes at "
+        "once.",
+    ),
+)
+"""Whether a reason holds, the reason, and what to do about it; the first that holds is told."""
