@@ -2,7 +2,7 @@
 
 XLA compiles each sum, sort and gather of a program for a CPU as a function of its own, which takes
 10 milliseconds or more, and where rows are takes some thirty of them. A loop of small steps is one
-function, and runs faster (`docs/decisions/short_loops.md`).
+function, and runs faster (`docs/decisions/divergence.md`).
 """
 
 from __future__ import annotations
