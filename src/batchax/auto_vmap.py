@@ -26,10 +26,15 @@ from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.words_of_others import OF_RANKS
 from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
-from batchax.ranks.annotations import annotated_ranks
-from batchax.ranks.core import Core, CoreSizes, as_cores, is_rank
+from batchax.ranks.declared import (
+    Core,
+    CoreSizes,
+    annotated_ranks,
+    as_cores,
+    is_rank,
+    parse_signature,
+)
 from batchax.ranks.dimensions import Argument, check_cores, run
-from batchax.ranks.signature import parse_signature
 from batchax.rows.ragged import Ragged
 
 P = ParamSpec("P")

@@ -19,7 +19,7 @@ import numpy as np
 
 from batchax.errors import AxisError
 from batchax.frontend.containers import is_container
-from batchax.ranks.core import Core, CoreSizes
+from batchax.ranks.declared import Core, CoreSizes
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
