@@ -11,8 +11,7 @@ from batchax import _compat
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, check_in_axes
 from batchax.frontend.options import check_callable
-from batchax.nonfinite.find import NonFinite, check_fits, find
-from batchax.nonfinite.whole import find_whole
+from batchax.nonfinite.find import NonFinite, check_fits, find, find_whole
 from batchax.vmap import Options, find_vmap
 
 P = ParamSpec("P")
