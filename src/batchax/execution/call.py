@@ -39,8 +39,7 @@ from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.lasting import call_key
 from batchax.kernel.looking import WHOLE, looks_here, unseen
 from batchax.memo import Memo
-from batchax.sums.contracted import Summands, run_adding
-from batchax.sums.factored import factored
+from batchax.sums.contracted import Summands, factored, run_adding
 
 Self = TypeVar("Self", bound="Call")
 
