@@ -7,7 +7,7 @@ import pytest
 
 import batchax as bx
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
+from batchax.programs.thresholds import TABLE
 
 from support import oracle
 from support.forced import FORCED

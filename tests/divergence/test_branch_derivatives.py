@@ -12,6 +12,7 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax.divergence import branches
 from batchax.divergence.runner import Runner
+from batchax.programs.thresholds import TABLE
 
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
 from support.oracle import at_once, example, same
@@ -84,7 +85,7 @@ def everything(vmap):
 def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
     monkeypatch.setattr(branches, "_WORTH", worth)
     # A width makes branches of any price run apart.
-    monkeypatch.setattr("batchax.divergence.policy._ASKED_GAIN", 0.0)
+    monkeypatch.setitem(TABLE, "compact", TABLE["compact"]._replace(min_gain_decided=0.0))
     ours = everything(functools.partial(bx.vmap, divergence=WAYS[way]))
     masked = everything(functools.partial(bx.vmap, divergence="predicate"))
     got, expected = (at_once(*of.values())() for of in (ours, masked))

@@ -10,9 +10,9 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
 from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
 from batchax.execution.operand_specs import ActiveMask, Gathered
+from batchax.programs.thresholds import TABLE
 
 from support.forced import DECIDED
 from support.oracle import in_turn, same

@@ -7,7 +7,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
+from batchax.programs.thresholds import TABLE
 
 from support.oracle import same
 

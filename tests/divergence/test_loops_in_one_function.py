@@ -10,10 +10,10 @@ import batchax as bx
 from batchax.divergence import nest
 from batchax.divergence.policy import Tiles
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
 from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.inside import with_inside
+from batchax.programs.thresholds import TABLE
 from divergence.test_flat_loops import FLAT, arrays, three_deep
 
 from support.forced import FORCED, NESTS, ONE_FUNCTION

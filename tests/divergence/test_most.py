@@ -11,7 +11,7 @@ from batchax.divergence import flatten, policy, runner
 from batchax.divergence.costs import Step, max_step_cost, price_of_loops
 from batchax.divergence.nest import price_inside
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
+from batchax.programs.thresholds import TABLE
 
 SIZE = 6  # of the vectors that lanes carry
 LANES = 1, 16, 100, 4_096
@@ -121,7 +121,7 @@ class Asked:
 
         return step
 
-    def _branch(self, cost, thresholds, recompiled):
+    def _branch(self, cost, thresholds, asked):
         self.pairs.append((cost.work, max((told for told, _ in self.around), default=np.inf)))
         return policy.Masked("")
 

@@ -13,9 +13,9 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import TABLE
 from batchax.explain import measure
 from batchax.programs.cost import cost_of_program
+from batchax.programs.thresholds import TABLE
 
 from support.compiled import compilations
 from support.features import Box

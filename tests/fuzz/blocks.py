@@ -24,6 +24,7 @@ from batchax.programs import expensive_branches
 from fuzz.judge import Discarded, Found, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
+from support.forced import EVERY_BRANCH
 
 MOST_SMALLER = 150  # programs tried to make a failing one smaller
 BLOCK = 100  # programs for one seed
@@ -49,7 +50,7 @@ class Block:
         begins: is called with the number of each program before it runs.
         """
         # Of loops that run flat, lanes wait before every branch, however little that costs.
-        with mock.patch.multiple(expensive_branches, LEAST=0.0, GAIN=0.0, BEGUN=0.0):
+        with mock.patch.object(expensive_branches, "ROW", EVERY_BRANCH):
             self._run(begins)
 
     def _run(self, begins):

@@ -18,6 +18,7 @@ from fuzz.blocks import blocks
 from fuzz.judge import Discarded, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
+from support.forced import EVERY_BRANCH
 
 pytestmark = pytest.mark.in_every_part  # on each version of JAX
 
@@ -26,8 +27,7 @@ pytestmark = pytest.mark.in_every_part  # on each version of JAX
 def every_branch_is_expensive():
     """Of loops that run flat, lanes wait before every branch, however little that costs."""
     with pytest.MonkeyPatch.context() as patch:
-        for limit in ("LEAST", "GAIN", "BEGUN"):
-            patch.setattr(expensive_branches, limit, 0.0)
+        patch.setattr(expensive_branches, "ROW", EVERY_BRANCH)
         yield
 
 

@@ -16,13 +16,14 @@ import jax
 import batchax as bx
 from batchax.divergence import policy, runner
 from batchax.divergence.nest import price_inside
-from batchax.divergence.thresholds import TABLE
+from batchax.programs.thresholds import TABLE
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS
 from benchmarks.search.measure import PROGRAMS as DRAFTED
 
 FILE = Path(__file__).parents[1] / "divergence" / "decisions.txt"
-KINDS = "cpu-small", "cpu", "gpu"
+KINDS = "cpu-small", "cpu", "gpu", "compact"
+"""Rows of the table. That of "compact" is read on a small CPU."""
 
 # Of each kind of drafted program the last: of the most lanes, with the heaviest tail.
 KINDS_DRAFTED = """
@@ -55,7 +56,7 @@ def drafted():
 
 @functools.cache
 def programs():
-    """What makes a function of one example, and the arguments of all lanes, by name.
+    """What makes a batched function for an option, and the arguments of all lanes, by name.
 
     Arguments take as long to make as all is traced, and functions are traced anew for each kind.
     """
@@ -64,23 +65,27 @@ def programs():
         args = workload.arguments(workload.lanes)
         for use in workload.uses():
             if use == "values" or "bounded" in name:
-                auto = lambda w=workload, use=use: w.uses()[use]["auto"]
-                made[f"divergence: {name}, {use}"] = auto, args
+                make = lambda option, w=workload, use=use: w.uses()[use][option]
+                made[f"divergence: {name}, {use}"] = make, args
     for name, nest in NESTS.items():
         if not nest.missing():
-            auto = lambda nest=nest: nest.ways()["auto"]
-            made[f"nests: {name}"] = auto, nest.data(nest.lanes, nest.steps)
+            make = lambda option, nest=nest: nest.ways()[option]
+            made[f"nests: {name}"] = make, nest.data(nest.lanes, nest.steps)
     for name in drafted():
         program = DRAFTED[name]
-        made[name] = functools.partial(program.batched_by, bx.vmap), program.data(program.lanes)
+        make = lambda option, program=program: program.batched_by(
+            functools.partial(bx.vmap, divergence=option)
+        )
+        made[name] = make, program.data(program.lanes)
     return made
 
 
 def lines(kind):
     """All lines of a kind of device."""
     for name, (make, args) in programs().items():
-        with _noted(kind) as notes:
-            jax.make_jaxpr(make())(*args)
+        option = "compact" if kind == "compact" else "auto"
+        with _noted("cpu-small" if option == kind else kind) as notes:
+            jax.make_jaxpr(make(option))(*args)
         yield f"{name} | {kind}"
         yield from (f"  {note}" for note in dict.fromkeys(notes))
 
@@ -123,17 +128,20 @@ class _Read:
 def _shown(control_flow):
     match control_flow:
         case policy.Loop(lanes=lanes, bounded=bounded):
-            return f"{'bounded loop' if bounded else 'loop'} of {lanes}, {_of_step(control_flow)}"
+            return (
+                f"{'bounded loop' if bounded else 'loop'} of {lanes}, {_of_step(control_flow.step)}"
+            )
         case policy.NestedLoop(lanes=lanes, nest=nest):
             price = price_inside(nest)
             return (
                 f"nested loop of {lanes}, begins {price.begin:.3g} ns, a lane {price.lane:.3g} ns"
             )
+        case policy.BoundedTail(lanes=lanes, step=step):
+            return f"bounded loop of {lanes}, differentiated, {_of_step(step)}"
     return f"branch of {control_flow.lanes}, a lane {control_flow.work:.3g} ns"
 
 
-def _of_step(loop):
-    step = loop.step
+def _of_step(step):
     return f"a lane {step.work:.3g} ns, to move it {step.moving:.2g} steps"
 
 

@@ -2,10 +2,10 @@
 
 from math import inf
 
-from batchax.divergence import costs, nest, runner
+from batchax.divergence import costs, nest
 from batchax.divergence.runner import Runner
-from batchax.divergence.thresholds import Thresholds
 from batchax.programs import expensive_branches
+from batchax.programs.thresholds import TABLE, Thresholds
 
 EVERYWHERE = Thresholds(
     max_move_steps=inf,
@@ -81,13 +81,19 @@ DECIDED = Runner(
 """Branches and their derivatives are compiled twice: for the lanes that take them, and for all."""
 
 
+EVERY_BRANCH = expensive_branches.ROW._replace(
+    min_nested_work=0.0, min_gain=0.0, min_gain_decided=0.0, min_unfused_share=0.0
+)
+"""By these every branch is expensive."""
+
+
 def wait_before_branches(monkeypatch):
     """Every branch counts as expensive: lanes wait before it whatever that costs, for blocks of
     two.
     """
-    for limit in ("LEAST", "GAIN", "BEGUN"):
-        monkeypatch.setattr(expensive_branches, limit, 0.0)
+    monkeypatch.setattr(expensive_branches, "ROW", EVERY_BRANCH)
     monkeypatch.setattr(costs, "NARROWEST", 2)
     monkeypatch.setattr(costs, "_ENOUGH", 0.0)
     monkeypatch.setattr(nest, "FEW_STEPS", inf)
-    monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)
+    asked = TABLE["compact"]._replace(min_nested_work=0.0)
+    monkeypatch.setitem(TABLE, "compact", asked)

@@ -256,8 +256,7 @@ class _Part:
         program: ClosedJaxpr,
         branches: Branches,
     ) -> None:
-        option = axis.divergence.option
-        self.width, self.index = option and option.width, branches.index
+        self.width, self.index = axis.divergence.option.width, branches.index
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if any_uses_axis(axis, program):

@@ -33,25 +33,12 @@ from batchax.programs.expensive_branches import (
 from batchax.programs.inner import integers_in
 from batchax.programs.one_function import fits_for_lanes
 from batchax.programs.shapes import bytes_of, size_of
-from batchax.programs.weights import LAUNCH, TOGETHER
+from batchax.programs.weights import GPU_LAUNCH, LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
 
-# The benchmark `divergence` times loops with windows of these widths.
-_NARROWING = 4  # the second window is this many times narrower than the first
-_FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
-_FEWEST = 4  # the same where windows narrower than that would be mostly overhead
-_ROOMY = 16  # how many times as long as its overhead a step of the first window takes
-_LONE = 4  # the same of a window alone: with it the slowest lanes run until the end
-_LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
-_MOST_WINDOWS = 2  # each is a program of its own to compile
-# A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
-# it is entered often, and mostly for few steps.
-_MOST_STEPS_INSIDE = 8
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
 # is not free.
 _MOST_TO_MOVE = 16.0
-
-_SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 
 _LEAST = 0.1  # the time taken for a program that does nothing: it is divided by
 
@@ -68,17 +55,21 @@ class _Device(NamedTuple):
 
 
 _DEVICES = {"cpu": _Device(LAUNCH, 4e5, 1.0)}
-# An H100 begins an operation in 3 us, and does in 0.5 ns what a core does in 0.1 us.
-_OTHER_DEVICES = _Device(2_000 * LAUNCH, 1e9, 200.0)
+_OTHER_DEVICES = _Device(GPU_LAUNCH, 1e9, 200.0)
 
 
-def _device(kind: str | None = None) -> _Device:
-    return _DEVICES.get(kind or jax.default_backend(), _OTHER_DEVICES)
+def _device() -> _Device:
+    return _DEVICES.get(jax.default_backend(), _OTHER_DEVICES)
 
 
-def launch_time(count: float, device: str | None = None) -> float:
-    """Nanoseconds that it takes to begin so many operations, on the default device or another."""
-    return count * _device(device).begin
+def launch_time(count: float) -> float:
+    """Nanoseconds that it takes to begin so many operations, on the default device."""
+    return count * _device().begin
+
+
+def lanes_in_cache(held: float) -> float:
+    """How many lanes that hold so many bytes a device works on fast."""
+    return _device().memory / (held + 1)
 
 
 def microseconds(time: float) -> str:
@@ -151,57 +142,6 @@ class Step:
             held=held,
             staying=TOGETHER.time(copied) / work,
         )
-
-
-def choose_widths(
-    size: int, most: int, step: Step, nesting: int, width: int | None
-) -> tuple[tuple[int, ...], str]:
-    """The widths of the windows of a loop, from the widest down; why, if there is but one.
-
-    The first is that of all lanes, if they may run at once.
-
-    Args:
-      size: number of lanes.
-      most: how many may run at once.
-      step: a step of the loop.
-      nesting: inside how many loops or branches it is that lanes part ways in.
-      width: the width of the first window after that of all lanes; None to choose.
-    """
-    # Each window is one more copy of the program of a step to compile.
-    windows = min(_MOST_WINDOWS, max(1, _LONGEST // max(1, step.length)))
-    if nesting:
-        windows = 1
-        if nesting > 1 or 4 * step.length > _LONGEST:
-            return (most,), "inside another, a step is too long to be compiled again"
-        if step.moving > _MOST_STEPS_INSIDE and width is None:
-            return (most,), "inside another, to move a lane costs more than the steps saved"
-    narrow = power_of_two(step.overhead)
-    if width is None:
-        memory = power_of_two(_device().memory / (step.held + 1))
-        wide = min((_ROOMY if windows > 1 else _LONE) * narrow, max(narrow, memory))
-        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
-    else:
-        wide, narrow = width, min(width, narrow)
-    wide = min(wide, most)
-    every = (wide // _NARROWING**k for k in range(wide.bit_length()))
-    widths = [w for w in every if narrow <= w < size][:windows]
-    if not widths:
-        return (most,), f"a step of fewer than {narrow:,} lanes would be mostly overhead"
-    return ((size, *widths) if most == size else tuple(widths)), ""
-
-
-def most_left(widths: Sequence[int], overhead: float) -> int:
-    """How many lanes may be left when they leave the run of all lanes for the first window.
-
-    A step of all lanes costs ``_SHARED * (size + overhead)``, however few are active (several
-    cores may share it), and a lane in a full window ``(width + overhead) / width``. Lanes leave
-    when that is cheaper.
-    """
-    if len(widths) == 1:
-        return 0
-    size, width = widths[:2]
-    share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
-    return max(min(size - 1, round(share * size)), width)
 
 
 def power_of_two(lanes: float) -> int:

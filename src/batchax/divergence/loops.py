@@ -149,7 +149,8 @@ class PartingLoop:
             return self.plan
         differs = [a is not None for a in positions[self.n_test :]]
         differs += [True] * len(self.body.out_avals)
-        return self.axis.divergence.plan(lanes, self.test, self.body, differs, self.is_bounded)
+        around = self.axis.divergence.around()
+        return around.plan(lanes, self.test, self.body, differs, self.is_bounded)
 
     def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
         """What derivatives are taken of: `program`, which `run` staged, or masked lanes.
@@ -195,7 +196,7 @@ class PartingLoop:
             window = plan.window if isinstance(plan, Flattened) else plan
             ended, tallies = run_in_windows(window, step, *given)
         outs = with_values(slots, changed, ended)
-        steps = self.axis.divergence.steps
+        steps = self.axis.divergence.option.steps
         if steps is not None:
             steps.add(plan.widths, tallies)
         types = self.body.out_avals

@@ -34,23 +34,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from batchax.divergence.compact import Compact
 from batchax.divergence.costs import (
     NOTHING,
     BranchCost,
     Step,
-    choose_widths,
     different,
+    lanes_in_cache,
     largest,
     microseconds,
-    most_left,
     power_of_two,
     price_of_moving,
 )
 from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
-from batchax.divergence.thresholds import Thresholds
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_for_lanes
+from batchax.programs.thresholds import Thresholds
 from batchax.rules.many_lanes import least_lanes
 
 
@@ -157,25 +157,29 @@ class Serial:
 Decision = Masked | Window | Tiles | Flattened | Gathered | Serial
 
 
+NOTHING_ASKED = Compact()
+
+
 @dataclass(frozen=True)
 class Asked:
     """What the user, or the loop around, asks of how lanes run.
 
     Attributes:
-      explicit: whether the user asked for lanes to run apart, whatever it costs.
-      width, share, counts: as `width`, `threshold` and `steps` of `batchax.Compact`.
+      option: what the user asks for; what is not set is chosen.
       nesting: inside how many loops or branches that lanes diverge in it is.
       max_width: how many lanes may run at a time; None: any number.
       recompiled: whether it is inside a branch that is compiled twice.
     """
 
-    explicit: bool = False
-    width: int | None = None
-    share: float | None = None
-    counts: bool = False
+    option: Compact = NOTHING_ASKED
     nesting: int = 0
     max_width: int | None = None
     recompiled: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether lane-steps are counted."""
+        return self.option.steps is not None
 
     def most(self, lanes: int) -> int:
         """How many of these may run at a time."""
@@ -225,23 +229,35 @@ class NestedLoop:
     length: int | None
 
 
-def decide(
-    control_flow: Loop | NestedLoop | BranchCost, thresholds: Thresholds, asked: Asked
-) -> Decision:
+@dataclass(frozen=True)
+class BoundedTail:
+    """The lanes that others leave behind in a bounded loop that is differentiated.
+
+    Attributes:
+      lanes: how many there are in all.
+      step: what a step costs, without its derivative.
+      programs: those of a step; of a sweep, and that of going back over one.
+    """
+
+    lanes: int
+    step: Step
+    programs: Sequence[ClosedJaxpr]
+
+
+ControlFlow = Loop | NestedLoop | BoundedTail | BranchCost
+
+
+def decide(control_flow: ControlFlow, thresholds: Thresholds, asked: Asked) -> Decision:
     """How the lanes of a loop, a nested loop, or a branch run."""
     match control_flow:
-        case Loop() if asked.explicit:
-            return _asked_loop(control_flow, asked)
         case Loop():
-            return _loop(control_flow, thresholds)
-        case NestedLoop() if asked.explicit:
-            return _asked_nest(control_flow, asked)
+            return _loop(control_flow, thresholds, asked)
         case NestedLoop():
             return _nest(control_flow, thresholds, asked)
-        case BranchCost() if asked.explicit:
-            return _asked_branch(control_flow, asked)
+        case BoundedTail():
+            return _tail_of_bounded(control_flow, thresholds, asked)
         case BranchCost():
-            return _branch(control_flow, thresholds, asked.recompiled)
+            return _branch(control_flow, thresholds, asked)
 
 
 def worth_batching_twice(t: Thresholds) -> float:
@@ -249,61 +265,25 @@ def worth_batching_twice(t: Thresholds) -> float:
     return min(t.min_window_work, t.min_decided_work, t.min_counted_work)
 
 
-# Loops that the user asks for.
-
-
-def _asked_loop(loop: Loop, asked: Asked) -> Window | Masked:
-    step, size = loop.step, loop.lanes
-    widths, why = choose_widths(size, asked.most(size), step, asked.nesting, asked.width)
-    if widths == (size,) and not asked.counts:
-        return Masked(why)
-    left = most_left(widths, step.overhead)
-    return Window(widths, step.moving, left, 1, asked.share, asked.counts)
-
-
-def _asked_nest(nested: NestedLoop, asked: Asked) -> Flattened:
-    size = nested.lanes
-    long = nested.length is not None and nested.length > _MANY
-    width = asked.width or (size if long else _width_of_nest(size, nested.nest))
-    return _flattened(min(width, asked.most(size)), nested.nest, asked)
-
-
 def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
     moving = price_of_moving(nest.slots, nest.slots).lane / max(price_inside(nest).lane, 1.0)
-    return Flattened(Window((width,), moving, share=asked.share, counts=asked.counts))
+    return Flattened(Window((width,), moving, share=asked.option.threshold, counts=asked.counts))
 
 
-def _width_of_nest(size: int, nest: Nest) -> int:
-    """In a window only the slowest lanes in sum have no others in their places at the end."""
-    width, price = _LEAST_OF_NESTS, price_inside(nest)
-    while width * price.lane < _WORTH * price.begin and width < size:
-        width *= 2
-    return width if width * _WINDOWS_OF_NESTS <= size else size
-
-
-_LEAST_OF_NESTS = 64  # lanes in a window of a nested loop
-_WORTH = 4.0  # how many times as long as it takes to begin its operations such a window works
-_WINDOWS_OF_NESTS = 4  # how many of them all lanes fill
-_MANY = 32  # outer steps, over which what lanes need in all evens out
-
-
-# What is chosen by default.
-
-
-def _loop(loop: Loop, t: Thresholds) -> Window | Tiles | Masked:
+def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
-    why = CHEAP
     if step.moving <= (t.max_move_steps_bounded if loop.bounded else t.max_move_steps):
-        width, last = _from_the_start(t, size, step, alike), _of_the_last(t, loop, step)
+        width = _from_the_start(t, size, step, alike)
         if width < size and loop.bounded:
             widths = (size, width)
-            return Window(widths, step.moving, most_left(widths, step.overhead))
+            return Window(widths, step.moving, _most_left(widths, step.overhead))
         if width < size:
             return Window((width,), step.moving)
-        if alike <= last < size:
-            widths = (size, last)
-            left = most_left(widths, step.overhead) if t.serial_slowdown == 1 else last
-            return Window(widths, step.moving, left, t.count_interval)
+        widths, why = _of_the_last(t, loop, step, asked, alike)
+        if widths != (size,) or asked.counts:
+            left = _most_left(widths, step.overhead) if t.serial_slowdown == 1 else widths[-1]
+            rest = t.count_interval, asked.option.threshold, asked.counts
+            return Window(widths, step.moving, left, *rest)
     else:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
     width = _of_a_kernel(t, loop, step)
@@ -314,7 +294,8 @@ def _loop(loop: Loop, t: Thresholds) -> Window | Tiles | Masked:
         width = _of_a_tile(t, size, step, alike)
         if width < size:
             return Tiles(width, step.moving)
-    return Masked(_LIBRARY if alike > size // min(t.window_shares) else why)
+    by_library = alike > size // min(t.window_shares) and not t.asked
+    return Masked(_LIBRARY if by_library else why)
 
 
 def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
@@ -330,20 +311,71 @@ def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
     return width
 
 
-def _of_the_last(t: Thresholds, loop: Loop, step: Step) -> int:
-    """The width of a window for the lanes that others have left behind; all for none.
+def _of_the_last(
+    t: Thresholds, loop: Loop, step: Step, asked: Asked, alike: int
+) -> tuple[tuple[int, ...], str]:
+    """The widths of the windows for the lanes that others have left behind; why, if of all lanes.
 
-    They must save much alone, and their step be most of what is compiled then, or what ends a
-    bounded loop, of which there is no other copy.
+    By default these must save much alone, and their step be most of what is compiled then, or what
+    ends a bounded loop, of which there is no other copy.
     """
     size, body = loop.lanes, loop.body
+    long = different(body.jaxpr) >= t.min_operations
+    widths, why = _widths(t, size, step, asked, 1 if long else t.tail_work_per_launch)
+    if t.asked:
+        return widths, why
     few = loop.bounded and len(body.out_avals) <= t.max_tail_arrays
     few = few and step.work * size >= t.min_counted_work
-    long = different(body.jaxpr) >= t.min_operations
-    width = power_of_two(step.overhead) * (1 if long else t.tail_work_per_launch)
-    width = min(width, size // 2) or size
-    saves = size + step.overhead >= t.min_tail_gain * (width + step.overhead)
-    return width if saves and (few or long) else size
+    saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
+    pays = saves and (few or long) and alike <= widths[-1] < size
+    return (widths, why) if pays else ((size,), CHEAP)
+
+
+def _widths(
+    t: Thresholds, size: int, step: Step, asked: Asked, room: float
+) -> tuple[tuple[int, ...], str]:
+    """The widths of the windows of a loop, from the widest down; why, if there is but one.
+
+    The first is that of all lanes, if they may run at once. A step of a window alone takes `room`
+    times as long as its overhead.
+    """
+    most, width = asked.most(size), asked.option.width
+    # Each window is one more copy of the program of a step to compile.
+    windows = min(t.windows, max(1, _LONGEST // max(1, step.length)))
+    if asked.nesting:
+        windows = 1
+        if asked.nesting > 1 or 4 * step.length > _LONGEST:
+            return (most,), "inside another, a step is too long to be compiled again"
+        if step.moving > _MOST_STEPS_INSIDE and width is None:
+            return (most,), "inside another, to move a lane costs more than the steps saved"
+    narrow = power_of_two(step.overhead)
+    least = narrow if t.asked else 1  # by default less must be saved than this makes sure of
+    if width is None:
+        cached = power_of_two(lanes_in_cache(step.held))
+        wide = int(min((_ROOMY if windows > 1 else room) * narrow, max(narrow, cached)))
+        wide = min(wide, max(size // _FEW, min(narrow, size // _FEWEST)))
+    else:
+        wide, least = width, min(width, least)
+    wide = min(wide, most)
+    every = (wide // _NARROWING**k for k in range(wide.bit_length()))
+    widths = [w for w in every if least <= w < size][:windows]
+    if not widths:
+        return (most,), f"a step of fewer than {narrow:,} lanes would be mostly overhead"
+    return ((size, *widths) if most == size else tuple(widths)), ""
+
+
+def _most_left(widths: Sequence[int], overhead: float) -> int:
+    """How many lanes may be left when they leave the run of all lanes for the first window.
+
+    A step of all lanes costs ``_SHARED * (size + overhead)``, however few are active (several
+    cores may share it), and a lane in a full window ``(width + overhead) / width``. Lanes leave
+    when that is cheaper.
+    """
+    if len(widths) == 1:
+        return 0
+    size, width = widths[:2]
+    share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
+    return max(min(size - 1, round(share * size)), width)
 
 
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
@@ -385,36 +417,29 @@ def _fitting(t: Thresholds, size: int, enough: float) -> int:
     return next((width for width in every if enough <= width < size), size)
 
 
-def tail_of_bounded(
-    step: Step, steps: Sequence[ClosedJaxpr], size: int, t: Thresholds
-) -> tuple[int, float]:
-    """How lanes run that others leave behind in a bounded loop that is differentiated.
-
-    Args:
-      step: what a step costs, without its derivative.
-      steps: the programs of a step; of a sweep, and that of going back over one.
-      size: number of lanes.
-      t: the thresholds.
-
-    Returns:
-      How many lanes make a block, that of all for none; and how many steps of a lane, with their
-      derivatives, cost as much as moving it.
-    """
-    work, begun = WITH_DERIVATIVE * step.work, WITH_DERIVATIVE * step.begun
-    step = replace(step, work=work, begun=begun, moving=step.moving / WITH_DERIVATIVE)
-    alike = least_lanes(size, steps)
-    width = _from_the_start(t, size, step, alike)
-    if width == size and step.work * size >= t.min_counted_work:
-        begun = step.overhead * t.serial_slowdown
-        width = _fitting(t, size, max(t.min_block_fill * begun, alike))
-        width = width if size + begun >= t.min_tail_gain * (width + begun) else size
-    return width, step.moving
+def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window | Masked:
+    size, own = tail.lanes, tail.step
+    work, begun = WITH_DERIVATIVE * own.work, WITH_DERIVATIVE * own.begun
+    step = replace(own, work=work, begun=begun, moving=own.moving / WITH_DERIVATIVE)
+    if t.asked:
+        widths, why = _widths(t, size, own, asked, t.tail_work_per_launch)
+        width = widths[-1]
+    else:
+        alike, why = least_lanes(size, tail.programs), CHEAP
+        width = _from_the_start(t, size, step, alike)
+        if width == size and work * size >= t.min_counted_work:
+            begun = own.overhead * t.serial_slowdown
+            width = _fitting(t, size, max(t.min_block_fill * begun, alike))
+            saves = size + begun >= t.min_tail_gain * (width + begun)
+            width = width if saves else size
+    return Window((size, width), step.moving) if width < size else Masked(why)
 
 
 def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked:
     size, nest, length = nested.lanes, nested.nest, nested.length
     price = price_inside(nest)
-    width = size if length is not None and length > _MANY else _width_on(t, size, nest)
+    long = length is not None and length > _MANY
+    width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
     flat = _flattened(min(width, asked.most(size)), nest, asked)
     width = flat.window.widths[0]
     if width == size and _fits_kernel(t, price.lane * size, nest.inside):
@@ -438,13 +463,16 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
     return Masked(_SOON_OVER) if min(blocks, default=math.inf) < t.min_wait_work else flat
 
 
-def _width_on(t: Thresholds, size: int, nest: Nest) -> int:
-    width, lane = _width_of_nest(size, nest), price_inside(nest).lane
+def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
+    """In a window only the slowest lanes in sum have no others in their places at the end."""
+    width, price = _LEAST_OF_NESTS, price_inside(nest)
+    while width * price.lane < _WORTH * price.begin and width < size:
+        width *= 2
     kernels = nest.inside is not None and all(fits_for_lanes(p.jaxpr) for p in nest.inside)
     if kernels and math.isfinite(t.min_window_work):
         # The compiler divides them among cores, and in a narrow window these would wait for each
         # other.
-        while width * lane < t.min_window_work and width < size:
+        while width * price.lane < t.min_window_work and width < size:
             width *= 2
     return width if width * _WINDOWS_OF_NESTS <= size else size
 
@@ -457,14 +485,19 @@ def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
     """
     test, body = (inner.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
     differs = (*inner.differs, *[True] * len(body.out_avals))
-    chosen = _loop(Loop(size, test, body, differs), t)
+    chosen = _loop(Loop(size, test, body, differs), t, Asked())
     return isinstance(chosen, Tiles) and chosen.kernel
 
 
-def _branch(cost: BranchCost, t: Thresholds, recompiled: bool) -> Gathered | Serial | Masked:
+def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial | Masked:
     if cost.cannot:
         return Masked(cost.cannot)
-    if _decides(cost, t, recompiled):
+    if t.asked:
+        # A loop of unknown length may cost anything. A callback is made for lanes that take the
+        # branch only.
+        why = "" if cost.is_unknown else _why_not(cost, t, bool(asked.option.width))
+        return Masked(why) if why else Gathered()
+    if _decides(cost, t, asked.recompiled):
         share = t.max_share_gathered / t.serial_slowdown
         # In blocks and decided, derivatives compute the branch once more, which takes no longer
         # than the copies of what all share that `jax.vmap` makes.
@@ -473,7 +506,7 @@ def _branch(cost: BranchCost, t: Thresholds, recompiled: bool) -> Gathered | Ser
     if in_blocks(cost, t):
         return Gathered()
     few = _few(cost, t) if cost.may_be_serial else 0
-    return Serial(few) if few else Masked(_why_masked(cost, t, recompiled))
+    return Serial(few) if few else Masked(_why_masked(cost, t, asked.recompiled))
 
 
 def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
@@ -505,14 +538,17 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
     return cost.work * cost.lanes >= t.min_work_per_operation * cost.operations
 
 
-def _why_not(cost: BranchCost, t: Thresholds) -> str:
+def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> str:
     """Why a branch does not run for the lanes that take it, if they are few; empty if it does."""
     every = cost.work * cost.lanes
+    if not cost.work:
+        return NOTHING
     if cost.work < t.min_gain_decided * cost.moving:
         return _moves(cost, t.min_gain_decided)
     if cost.begun < t.min_unfused_share * cost.work:
         return "what selects results is one loop with most of it, for no lane but its own"
-    return _too_short(every, t.min_decided_work) if every < t.min_decided_work else ""
+    short = every < t.min_decided_work and not however_short
+    return _too_short(every, t.min_decided_work) if short else ""
 
 
 def _few(cost: BranchCost, t: Thresholds) -> int:
@@ -525,31 +561,12 @@ def _few(cost: BranchCost, t: Thresholds) -> int:
 
 
 def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
-    if not cost.work:
-        return NOTHING
     why = _why_not(cost, t)
     if why or recompiled:
         return why or "it is in a branch that is compiled twice"
     compiled = microseconds(t.min_work_per_operation * cost.operations)
     every = microseconds(cost.work * cost.lanes)
     return f"{every} for all lanes, limit {compiled} for compiling its operations twice"
-
-
-def _asked_branch(cost: BranchCost, asked: Asked) -> Gathered | Masked:
-    if cost.cannot:
-        return Masked(cost.cannot)
-    # A loop of unknown length may cost anything. A callback is made for lanes that take the branch
-    # only.
-    if cost.is_unknown:
-        return Gathered()
-    if not cost.work:
-        return Masked(NOTHING)
-    if cost.work <= _ASKED_GAIN * cost.moving:
-        return Masked(_moves(cost, _ASKED_GAIN))
-    every = cost.work * cost.lanes
-    if asked.width is None and every < _ASKED_WORK:
-        return Masked(_too_short(every, _ASKED_WORK))
-    return Gathered()
 
 
 def _moves(cost: BranchCost, limit: float) -> str:
@@ -568,8 +585,20 @@ _IN_TILES = "neighbours take the loops inside in turn, and wait for few others a
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
+# The benchmark `divergence` times loops with windows of these widths.
+_NARROWING = 4  # the second window is this many times narrower than the first
+_FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
+_FEWEST = 4  # the same where windows narrower than that would be mostly overhead
+_ROOMY = 16  # how many times as long as its overhead a step of the first of two windows takes
+_LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
+# A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
+# it is entered often, and mostly for few steps.
+_MOST_STEPS_INSIDE = 8
+_SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
 _VECTOR = 8  # lanes that a core computes at once
 _STEPS_AROUND = 8  # of a loop around others, if their number is not known
-_ASKED_GAIN = 4.0  # as `Thresholds.min_gain`, where the user asks
-_ASKED_WORK = 50_000.0  # and as `Thresholds.min_decided_work`
+_LEAST_OF_NESTS = 64  # lanes in a window of a nested loop
+_WORTH = 4.0  # how many times as long as it takes to begin its operations such a window works
+_WINDOWS_OF_NESTS = 4  # how many of them all lanes fill
+_MANY = 32  # outer steps, over which what lanes need in all evens out

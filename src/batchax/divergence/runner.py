@@ -37,6 +37,8 @@ from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     CHEAP,
     Asked,
+    BoundedTail,
+    ControlFlow,
     Decision,
     Flattened,
     Gathered,
@@ -47,10 +49,8 @@ from batchax.divergence.policy import (
     Tiles,
     Window,
     decide,
-    tail_of_bounded,
     worth_batching_twice,
 )
-from batchax.divergence.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_forms import Form
 from batchax.kernel import recording
@@ -59,42 +59,32 @@ from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutp
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.varying import may_be_spread, varying_of
 from batchax.programs.cost import STEPS
+from batchax.programs.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 
 
 @dataclass(frozen=True)
-class Runner:
+class Runner(Asked):
     """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached.
 
     Attributes:
-      option: what the user asked for; None for the default, by which nothing is refused.
       thresholds: the row by which it is chosen; None where nothing was measured.
-      nesting: inside how many loops or branches that lanes diverge in it is.
-      max_width: how many lanes may run at a time; None: any number.
       lockstep: whether lanes take each step of a nested loop together.
-      recompiled: whether it is inside a branch that is compiled twice.
     """
 
-    option: Compact | None = None
     thresholds: Thresholds | None = None
-    nesting: int = 0
-    max_width: int | None = None
     lockstep: bool = False
-    recompiled: bool = False
 
     @classmethod
     def here(cls, option: Compact | None) -> Runner:
-        """That of an option, for the default device."""
-        return cls(option, thresholds_here() or (TABLE["gpu"] if option else None))
+        """That of an option, for the default device; None: the default."""
+        if option is None:
+            return cls(thresholds=thresholds_here())
+        return cls(option, thresholds=TABLE["compact"])
 
     @property
     def explicit(self) -> bool:
         """Whether the user asked for lanes to run apart, whatever it costs."""
-        return self.option is not None
-
-    @property
-    def steps(self) -> Any:
-        """The `LaneSteps` that lane-steps are added to, if any."""
-        return self.option and self.option.steps
+        return self.thresholds is not None and self.thresholds.asked
 
     def leaves(self, values: Sequence[Any]) -> bool:
         """Whether lanes may be spread over devices: to move one would be to send it."""
@@ -105,6 +95,10 @@ class Runner:
         recompiled |= self.recompiled
         return replace(self, nesting=self.nesting + 1, max_width=None, recompiled=recompiled)
 
+    def around(self) -> Runner:
+        """How lanes run around a loop whose lanes run inside as this says."""
+        return replace(self, nesting=self.nesting - 1)
+
     def in_lockstep(self) -> Runner:
         """As this, with lanes that take each step of a nested loop together."""
         return replace(self, lockstep=True)
@@ -113,20 +107,10 @@ class Runner:
         """As this, with no more than so many lanes at a time."""
         return replace(self, max_width=width)
 
-    def decide(self, control_flow: Any) -> Decision:
+    def decide(self, control_flow: ControlFlow) -> Decision:
         """How the lanes of a loop, a nested loop, or a branch run."""
-        option, thresholds = self.option or _NOTHING_ASKED, self.thresholds
-        assert thresholds is not None
-        asked = Asked(
-            explicit=self.explicit,
-            width=option.width,
-            share=option.threshold,
-            counts=option.steps is not None,
-            nesting=self.nesting,
-            max_width=self.max_width,
-            recompiled=self.recompiled,
-        )
-        return decide(control_flow, thresholds, asked)
+        assert self.thresholds is not None
+        return decide(control_flow, self.thresholds, self)
 
     def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
         """Whether lanes may run apart in a loop, or in what is inside it.
@@ -154,8 +138,6 @@ class Runner:
         """The results of a nested loop, in which each lane is at a step of its own."""
         if self.lockstep or self.thresholds is None:
             return None
-        if self.explicit:
-            return run_flat(axis, loop, _ASKED_NEST)
         if not (recording.is_on() or self._may_be_flattened(axis, loop)):
             return None  # a listing shows what it would cost
         return run_flat(axis, loop, self.thresholds.min_nested_work)
@@ -260,17 +242,13 @@ class Runner:
 
     def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | None:
         """How lanes are run that others leave behind in what is differentiated; None: masked."""
-        assert self.thresholds is not None
         at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
         differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
         step = Step.of(None, loop.steps[0], differs)
-        width, patience = tail_of_bounded(step, loop.steps, axis.size, self.thresholds)
-        if self.explicit:
-            plan = self.plan(axis.size, loop.test, loop.steps[0], differs)
-            width = axis.size if isinstance(plan, Masked) else plan.widths[-1]
-        return (
-            TailCompaction(replace(axis, name=None), width, patience) if width < axis.size else None
-        )
+        plan = self.decide(BoundedTail(axis.size, step, loop.steps))
+        if isinstance(plan, Window):
+            return TailCompaction(replace(axis, name=None), plan.widths[-1], plan.patience)
+        return None
 
     def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
         """How a branch runs."""
@@ -283,11 +261,9 @@ def for_any_machine(option: Any) -> Any:
     """`option`, with "auto" as what decides alike wherever a job resumes."""
     if not (isinstance(option, str) and option == "auto"):
         return option
-    return Runner(None, TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
+    return Runner(thresholds=TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
 
 
-_NOTHING_ASKED = Compact()
-_ASKED_NEST = 10_000.0  # as `Thresholds.min_nested_work`, where the user asks
 _AROUND = "a loop around it has a window"
 _SHOWN = {Window: "compact", Tiles: "tiles"}
 _WHERE = {

@@ -14,15 +14,12 @@ from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
 from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_program
 from batchax.programs.shapes import bytes_of
+from batchax.programs.thresholds import ANY_MACHINE, TABLE
 from batchax.programs.weights import LAUNCH, TOGETHER
 
-# Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 32  # lanes in a block, if there are twice as many
-LEAST = 15_000.0  # nanoseconds that a block takes
-GAIN = 8.0  # how many times the cost of moving its lanes,
-PERHAPS = 3.0  # or, where all lanes would have copies of what they share, this many times
-COPYING = 2.0  # and with these copies this many times what it takes without them
-BEGUN = 0.5  # which share is not one loop with what selects its result: that skips who is elsewhere
+ROW = TABLE[ANY_MACHINE]
+"""The thresholds of every device: a jaxpr is cut before any is known."""
 
 
 def expensive_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
@@ -40,7 +37,7 @@ def expensive_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
 
 def may_be_expensive(jaxpr: Jaxpr) -> bool:
     """Whether a branch is expensive enough, whatever lanes have of their own."""
-    return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= LEAST
+    return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= ROW.min_nested_work
 
 
 def time_of_block(cost: Cost) -> float:
@@ -50,13 +47,15 @@ def time_of_block(cost: Cost) -> float:
 
 def _is_expensive(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
     cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
-    if time_of_block(cost) < LEAST:
+    if time_of_block(cost) < ROW.min_nested_work:
         return False
     work = TOGETHER.time(cost)
     moving = time_to_move(moved(jaxpr, differs))
     copied = TOGETHER.time(cost_of_program(jaxpr, differs=(True,) * len(differs), steps=STEPS))
-    least = PERHAPS if copied >= COPYING * (work + moving) else GAIN
-    return work > least * moving and time_begun(jaxpr, differs) >= BEGUN * work
+    # Where all lanes would have copies of what they share, a block saves these, too.
+    copies = copied >= ROW.min_copy_cost * (work + moving)
+    least = ROW.min_gain_decided if copies else ROW.min_gain
+    return work > least * moving and time_begun(jaxpr, differs) >= ROW.min_unfused_share * work
 
 
 def moved(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[Aval]:

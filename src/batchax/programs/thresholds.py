@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from batchax.divergence.costs import launch_time
+from batchax.programs.weights import GPU_LAUNCH
 
 
 class Thresholds(NamedTuple):
@@ -103,6 +103,10 @@ class Thresholds(NamedTuple):
     """cores that all lanes keep busy: a narrow window runs on one"""
     max_devices: int = 1
     """devices that lanes may be spread over"""
+    windows: int = 1
+    """windows of a loop besides the run of all lanes: each is compiled"""
+    asked: bool = False
+    """whether the user asks for lanes to run apart, and what cannot is refused"""
 
     @property
     def min_window_work(self) -> float:
@@ -125,7 +129,7 @@ _FEW_CORES = 2
 
 def _on_a_gpu(operations: float) -> float:
     """Nanoseconds that it takes to begin so many operations there."""
-    return launch_time(operations, "gpu")
+    return operations * GPU_LAUNCH
 
 
 # On a GPU a step of a loop takes as long for few lanes as for thousands, and the host is asked at
@@ -158,6 +162,26 @@ TABLE = {
         min_block_fill=0.7,
         min_wait_work=_on_a_gpu(200),
         cores=1,
+    ),
+    # What the user asks for need not be as fast in the worst case: it saves much in the usual one.
+    "compact": Thresholds(
+        max_move_steps=math.inf,
+        max_move_steps_bounded=math.inf,
+        min_core_work=math.inf,
+        min_gain_decided=4.0,
+        min_decided_work=50_000.0,
+        min_unfused_share=0.0,
+        max_tile_copy=-1.0,
+        kernel_lanes=sys.maxsize,
+        max_kernel_work=-1.0,
+        min_operations=sys.maxsize,
+        count_interval=1,
+        min_nested_work=10_000.0,
+        min_entered_work=0.0,
+        max_move_steps_nested=math.inf,
+        cores=_FEW_CORES,
+        windows=2,
+        asked=True,
     ),
 }
 ANY_MACHINE = "cpu"
