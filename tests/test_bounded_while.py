@@ -10,12 +10,15 @@ from jax import lax
 from jax.experimental import io_callback
 
 import batchax as bx
-from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_derivatives import _Derivative
-from batchax.execution.bounded_loop import bounded_loop, bounded_loop_p
-from batchax.execution.checkpoints import n_checkpoints
-from batchax.execution.reverse_sweep import reverse_sweep
-from batchax.execution.watched import Steps
+from batchax.execution.bounded_loop import (
+    as_while,
+    bounded_loop,
+    bounded_loop_p,
+    n_checkpoints,
+    reverse_sweep,
+)
+from batchax.execution.progress import Steps
 from batchax.kernel.axis import Axis
 
 from support.compiled import compilations

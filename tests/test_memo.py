@@ -296,8 +296,8 @@ NO_CACHES = {
     "datasets/lock.py": {"_held": "locks that are held, to let go of"},
     "datasets/objects.py": {"_opened": "clients of stores, with their connections"},
     "datasets/tensorstores.py": {"limited_context": "the one context, of no program"},
-    "execution/loop_progress.py": {"_running": "what is shown of loops that run now"},
     "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
+    "execution/progress.py": {"_running": "what is shown of loops that run now"},
     "explain/page/document.py": {"_resource": "files of this package"},
     "frontend/containers.py": {"_containers": "a table that users fill"},
     "frontend/rows.py": {

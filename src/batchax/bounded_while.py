@@ -11,9 +11,8 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.execution.early_exit import run_until
-from batchax.execution.loop_progress import find_progress
-from batchax.execution.watched import Steps
+from batchax.execution.progress import Steps, find_progress
+from batchax.execution.steps import run_until
 from batchax.frontend.advice import carry_in_errors
 from batchax.frontend.carries import (
     carry_keys,

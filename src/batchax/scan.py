@@ -12,11 +12,9 @@ import jax.numpy as jnp
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.early_exit import run_until
-from batchax.execution.loop_progress import find_progress
+from batchax.execution.progress import Steps, find_progress
 from batchax.execution.scan_steps import run_scan
-from batchax.execution.steps import ScanProgram
-from batchax.execution.watched import Steps
+from batchax.execution.steps import ScanProgram, run_until
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     check_axis_size,

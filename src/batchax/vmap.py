@@ -15,14 +15,12 @@ from batchax import _compat
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import check_divergence, is_asked, parted, parting_ways
 from batchax.errors import ArgumentTypeError
-from batchax.execution.call import Call, execute, through
+from batchax.execution.call import Call, check_not_shared, execute, mapped_as_values, through
 from batchax.execution.chunked import find_chunking
-from batchax.execution.devices.calls import call_of_all
-from batchax.execution.devices.mesh import find_mesh
+from batchax.execution.devices.placing import find_mesh
+from batchax.execution.devices.processes import call_of_all
 from batchax.execution.eager import error_of_a_lane
-from batchax.execution.on_devices import dealt_out, in_parts
-from batchax.execution.references import check_not_shared, mapped_as_values
-from batchax.execution.where_they_are import where_they_are
+from batchax.execution.on_devices import dealt_out, in_parts, where_they_are
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     FlatArguments,

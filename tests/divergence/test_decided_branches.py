@@ -10,8 +10,14 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence.runner import Runner
-from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.operand_specs import ActiveMask, Gathered
+from batchax.execution.chunk_loop import (
+    ActiveMask,
+    AllAtOnce,
+    ChunkBody,
+    ChunkLoop,
+    Gathered,
+    chunk_loop,
+)
 from batchax.programs.thresholds import TABLE
 
 from support.forced import DECIDED

@@ -64,7 +64,7 @@ def test_derivatives_of_ones_own_are_kept_where_references_are_used(function):
 
 
 def test_a_program_without_references_is_made_once():
-    from batchax.execution.references import without_references
+    from batchax.execution.call import without_references
 
     program = jax.make_jaxpr(in_a_loop_and_a_call)(XS[0], WAYS[0])
     made = without_references(program, None, 0)

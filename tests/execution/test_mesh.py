@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.execution.section_body import LanesToRun
+from batchax.execution.sections import LanesToRun
 from batchax.kernel.axis import Axis
 
 from support.chunks import computed

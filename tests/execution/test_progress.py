@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax import progress as bars
-from batchax.execution import loop_progress
+from batchax.execution import progress
 
 X = jnp.linspace(0.1, 0.9, 10)
 
@@ -253,7 +253,7 @@ def test_one_program_in_several_threads():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert collections.Counter(told) == dict.fromkeys(every(10, 10), 3)
-    assert not loop_progress._running
+    assert not progress._running
 
 
 class Teller:
@@ -301,13 +301,13 @@ def test_a_program_that_fails_does_not_disturb_the_next():
     with pytest.raises(jax.errors.JaxRuntimeError):
         jax.block_until_ready(fun(X))
     assert 0 < len(told) < 10
-    assert loop_progress._running
+    assert progress._running
     del told[:]
     broken.clear()
     broken.append(False)
     jax.block_until_ready(fun(X))
     assert told == every(10, 10)
-    assert not loop_progress._running
+    assert not progress._running
 
 
 class Terminal(io.StringIO):
@@ -319,16 +319,16 @@ def test_runs_of_a_loop_share_a_bar_and_what_failed_is_not_left_there(monkeypatc
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     monkeypatch.setattr(bars, "_REDRAWN", -1.0)
-    loop, other = (loop_progress.LoopProgress(True, name, "steps") for name in ("loop", "other"))
+    loop, other = (progress.LoopProgress(True, name, "steps") for name in ("loop", "other"))
     for done in (0, 1, 2, 1, 3, 2):  # of two runs
         loop.tell(done, 4, False)
     assert "3/4" in stream.getvalue().rpartition("loop")[2]
-    monkeypatch.setattr(loop_progress._Shown, "seems_left", lambda shown: True)
+    monkeypatch.setattr(progress._Shown, "seems_left", lambda shown: True)
     other.tell(0, 2, False)
-    assert list(loop_progress._running) == [(other, 2)]
+    assert list(progress._running) == [(other, 2)]
     other.tell(1, 2, True)
     assert bars._shown is None
-    assert not loop_progress._running
+    assert not progress._running
 
 
 def shown(monkeypatch, stream):

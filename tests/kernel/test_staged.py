@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from batchax.execution.entries import part_of, put_part
 from batchax.execution.gathered_lanes import entries_at, put_entries
+from batchax.execution.slices import part_of, put_part
 from batchax.kernel.staged import while_loop
 
 

@@ -16,7 +16,7 @@ from batchax.datasets.fingerprint import digest
 from batchax.datasets.parts import Leaf
 from batchax.datasets.source import native
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.execution.streaming import result_type
+from batchax.execution.sections import result_type
 from batchax.frontend import reducing
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import is_position

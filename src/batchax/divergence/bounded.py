@@ -29,17 +29,26 @@ from batchax import _compat
 from batchax.divergence.loops import PartingLoop, as_weak_as, bind, parting_loop
 from batchax.divergence.policy import Masked, Tiles, Window
 from batchax.divergence.ski_rental import SkiRental
-from batchax.execution.bounded_as_while import as_while
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
 from batchax.execution.bounded_derivatives import parts, take
-from batchax.execution.bounded_forms import Form, Operands, SweepForm
-from batchax.execution.bounded_loop import no_checkpoints
-from batchax.execution.checkpoints import UNUSED
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.entries import entry_of
+from batchax.execution.bounded_loop import (
+    UNUSED,
+    Form,
+    Operands,
+    SweepForm,
+    as_while,
+    no_checkpoints,
+)
+from batchax.execution.chunk_loop import (
+    WHOLE,
+    ActiveMask,
+    ChunkBody,
+    ChunkLoop,
+    Gathered,
+    chunk_loop,
+)
 from batchax.execution.gathered_lanes import count_active
-from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
-from batchax.execution.slices import with_derivative_of
+from batchax.execution.slices import entry_of, with_derivative_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, match_axis

@@ -34,10 +34,17 @@ from batchax.divergence.costs import BranchCost, launch_time, length
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
 from batchax.divergence.policy import Masked, Serial, in_blocks
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_loop import AllAtOnce, ChunkBody, ChunkLoop, chunk_loop
+from batchax.execution.chunk_loop import (
+    WHOLE,
+    ActiveMask,
+    AllAtOnce,
+    ChunkBody,
+    ChunkLoop,
+    Gathered,
+    chunk_loop,
+)
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
-from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
 from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value

@@ -39,7 +39,6 @@ from batchax.divergence.nest import DeferredBranch, Inner, Nest, Segment
 from batchax.divergence.policy import Masked
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import Tally, counted, rows_of, with_rows
-from batchax.execution.buffers import blank
 from batchax.execution.gathered_lanes import (
     count_active,
     entries_at,
@@ -47,6 +46,7 @@ from batchax.execution.gathered_lanes import (
     put_entries,
     taken_at,
 )
+from batchax.execution.slices import blank
 from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording

@@ -24,9 +24,9 @@ from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import with_varying_values
 from batchax.divergence.windows import Tally, counted, run_in_windows
 from batchax.execution.bounded_derivatives import moves, no_tangent
+from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
-from batchax.execution.references import without_references
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis

@@ -18,7 +18,7 @@ from jax.extend.core import DropVar, Literal, unmapped_aval
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
-from batchax.execution.buffers import blank
+from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_read
 from batchax.jaxprs.joined import called, copied, copy_of, fresh, joined, named_inputs, renamed

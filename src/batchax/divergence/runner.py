@@ -51,8 +51,7 @@ from batchax.divergence.policy import (
     decide,
     worth_batching_twice,
 )
-from batchax.execution.bounded_as_while import as_while
-from batchax.execution.bounded_forms import Form
+from batchax.execution.bounded_loop import Form, as_while
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop

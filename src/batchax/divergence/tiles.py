@@ -23,8 +23,8 @@ from batchax.divergence.policy import Tiles
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
-from batchax.execution.entries import entry_of, part_of, put_entry, put_part
 from batchax.execution.gathered_lanes import count_active
+from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 from batchax.kernel.staged import while_loop

@@ -28,8 +28,8 @@ from jax import lax
 from batchax.divergence.policy import Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
-from batchax.execution.entries import entry_of, part_of, put_entry
 from batchax.execution.gathered_lanes import count_active, put, taken_at
+from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 from batchax.kernel.staged import staged_once, while_loop

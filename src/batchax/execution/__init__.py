@@ -3,5 +3,5 @@
 Importing this package defines the primitives of its loops and sweeps.
 """
 
-from batchax.execution import bounded_primitives as bounded_primitives
+from batchax.execution import bounded_batching as bounded_batching
 from batchax.execution import chunk_batching as chunk_batching

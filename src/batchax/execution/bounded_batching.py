@@ -1,12 +1,13 @@
-"""A bounded loop, or the sweep back over one, under vmap: of batchax or of JAX.
+"""A bounded loop, or the sweep back over one, under vmap of batchax or of JAX.
 
-Where lanes take different numbers of steps the loop goes on until the last is done, and the
-others are masked. What says which lanes are active is part of the loop, so the batched loop is
-a bounded loop like any other, with its derivatives; and so is the batched sweep.
+If lanes take different numbers of steps the loop runs until the last is done, and the others are
+masked. The mask of active lanes is part of the loop, so the batched loop is a bounded loop with the
+derivatives of one. The same holds for the batched sweep.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,21 +17,32 @@ import numpy as np
 from jax import lax
 
 from batchax.errors import UnsupportedError
-from batchax.execution.bounded_forms import Form, Operands, SweepForm
+from batchax.execution.bounded_derivatives import loop_jvp, loop_transpose, sweep_jvp
 from batchax.execution.bounded_loop import (
+    Form,
     LoopStep,
+    Operands,
+    SweepForm,
     Values,
     bounded_loop,
     bounded_loop_p,
+    loop_types,
     no_checkpoints,
+    reverse_sweep,
+    reverse_sweep_p,
+    run_loop,
+    run_sweep,
+    sweep_types,
 )
-from batchax.execution.reverse_sweep import reverse_sweep, reverse_sweep_p
-from batchax.execution.steps_axes import entry_axis, steps_axes, whole_axis
+from batchax.execution.eager import jitted, whatever_jit
+from batchax.execution.steps import entry_axis, steps_axes, whole_axis
+from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.divergence import AnyLoop, BoundedLoop, PlacedOutputs
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
 from batchax.rules.lane_calls import is_seen, with_active
@@ -409,3 +421,42 @@ def _settled(
 def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
     """Where the xs of all lanes have the axis of the steps."""
     return steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
+
+
+def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """`run` compiled; it makes no use of the parameter `guarded`."""
+
+    @whatever_jit
+    def compute(*operands: Any, **params: Any) -> list[Any]:
+        values = {name: value for name, value in params.items() if name != "guarded"}
+        keys = map(value_key, values.values())
+        return jitted((run, *keys), functools.partial(run, **params))(*operands)
+
+    return compute
+
+
+own_primitive(
+    bounded_loop_p,
+    called="bounded loop",
+    operations=run_loop,
+    compute=_compiled(run_loop),
+    types=lambda count, *avals, test, body, guarded, form: loop_types(test, body, form, count),
+    programs=("test", "body", "guarded"),
+    facts="endless costly nests",  # while its steps are not counted
+    rule=batch_loop,
+    jvp=loop_jvp,
+    transpose=loop_transpose,
+)
+
+own_primitive(
+    reverse_sweep_p,
+    called="derivative of a bounded loop",
+    operations=run_sweep,
+    compute=_compiled(run_sweep),
+    types=lambda *avals, forth, back, guarded, form: sweep_types(back, form),
+    programs=("forth", "back", "guarded"),
+    facts="linear costly nests",
+    rule=batch_sweep,
+    jvp=sweep_jvp,
+    transpose=OF_OPERATIONS,
+)

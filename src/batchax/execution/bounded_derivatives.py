@@ -1,7 +1,11 @@
-"""Derivatives of the bounded loop: in forward mode a bounded loop, in reverse a sweep.
+"""Derivatives of the bounded loop and of the sweep back over its steps.
 
-Forward, values and tangents go through the steps that were taken. In reverse, the steps are gone
-back over. Nothing is computed for steps not taken.
+In forward mode, values and tangents go through the steps that ran. In reverse mode, a sweep goes
+back over these steps. Steps that did not run cost nothing.
+
+The derivative of a sweep in forward mode is a sweep of values and tangents. Its transpose is a loop
+forward, with the transpose of going back over a step, and a sweep back. So the jaxpr of each order
+of derivative is about twice as long as that of the order before.
 """
 
 from __future__ import annotations
@@ -18,15 +22,18 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.bounded_forms import Form, SweepForm
 from batchax.execution.bounded_loop import (
+    Form,
     LoopStep,
+    SweepForm,
     Values,
     bounded_loop,
     bounded_loop_p,
     no_checkpoints,
+    reverse_sweep,
+    reverse_sweep_p,
 )
-from batchax.execution.reverse_sweep import reverse_sweep
+from batchax.execution.progress import Steps
 from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.captured import closes_over_tracers, rules_of
@@ -38,7 +45,7 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 
 
-def jvp(
+def loop_jvp(
     primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: Form
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
@@ -382,9 +389,149 @@ def parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
     return [*groups, items]
 
 
-def transpose(*_: Any, **params: Any) -> Any:
+def loop_transpose(*_: Any, **params: Any) -> Any:
     raise UnsupportedError(
         "a bounded loop (batchax.bounded_while, or a scan with until) is differentiated in reverse "
         "mode, and the steps of it contain a loop that has no derivative in reverse, such as "
         "lax.while_loop. Use batchax.bounded_while there, too."
     )
+
+
+def sweep_jvp(
+    primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepForm
+) -> tuple[list[Any], list[Any]]:
+    outs = reverse_sweep_p.bind(*primals, forth=forth, back=back, guarded=guarded, form=form)
+    count, _, consts, carry, _, returning, xs = form.split(primals)
+    dots = form.split(tangents)
+    groups = dots.consts, dots.carry, dots.xs
+    of_consts, of_carry, of_xs, _ = moving(guarded[0].jaxpr, form.n_carry, *groups)
+    which = of_consts, of_carry, of_xs, places(list(map(moves, dots.returning)))
+    derivative = _SweepDerivative(guarded[0], guarded[1], form, *which)
+    given = map(take, (*groups, dots.returning), which)
+    operands = [ad.instantiate_zeros(t) for group in given for t in group]
+    if not operands:
+        return outs, list(map(no_tangent, outs))
+    refuse_shared(count, [*take(consts, derivative.consts), *take(xs, derivative.xs)])
+    residuals = [count, *consts, *carry, *returning, *xs]
+    return outs, linear_with_transpose(derivative.forward, derivative.back, residuals, operands)
+
+
+@dataclass(frozen=True)
+class _SweepDerivative:
+    """The derivative of a sweep, as a linear function and its transpose.
+
+    Attributes:
+      ahead, behind, form: what the sweep does forth and back, and what its operands are.
+      consts, carry, xs, returning: which of each have tangents. All results have them.
+    """
+
+    ahead: Any
+    behind: Any
+    form: SweepForm
+    consts: Sequence[int]
+    carry: Sequence[int]
+    xs: Sequence[int]
+    returning: Sequence[int]
+
+    @property
+    def inputs(self) -> list[int]:
+        """Which inputs of `ahead` have tangents."""
+        return moving_inputs(self.form, self.consts, self.carry, self.xs)
+
+    def _split(self, residuals: Values) -> tuple[Any, ...]:
+        """The count, constants, first carry, what returns, and the xs."""
+        form = self.form
+        return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, form.n_back))
+
+    def forward(self, residuals: Values, tangents: Values) -> list[Any]:
+        """The tangents of the results."""
+        form, n = self.form, self.form.n_back
+        count, consts, carry, returning, xs = self._split(residuals)
+        sizes = len(self.consts), len(self.carry), len(self.xs)
+        dconsts, dcarry, dxs, given = parts(tangents, *sizes)
+        dreturning = with_values(list(map(zeros_like, returning)), self.returning, given)
+        shift = lambda i: i if i < form.n_consts else i + n  # what returns comes after constants
+        inputs = [*map(shift, self.inputs), *range(form.n_consts, form.n_consts + n)]
+        ahead = with_tangents(self.ahead, (len(consts), len(carry), len(xs)), self.inputs)
+        groups = len(consts), n, len(carry), len(xs)
+        behind = with_tangents(self.behind, groups, sorted(inputs))
+
+        def forth(*groups: Values) -> tuple[Values, Values]:
+            outs, dots = ahead(*groups)
+            return [*outs, *take(dots, self.carry)], []
+
+        def back(consts: Values, returning: Values, x: Values) -> tuple[Values, Values]:
+            outs, dots = behind(consts, returning, *parts(x, len(carry) + len(dcarry)))
+            return [*outs[:n], *dots[:n]], dots[n:]
+
+        returned, ys = reverse_sweep(
+            forth,
+            back,
+            [*consts, *dconsts],
+            [*carry, *dcarry],
+            None,
+            [*returning, *dreturning],
+            [*xs, *dxs],
+            count=count,
+            steps=Steps(form.steps.most),
+            x_axes=(*form.x_axes, *take(form.x_axes, self.xs)),
+            y_axes=form.y_axes,
+        )
+        return [*returned[n:], *ys]
+
+    def back(self, residuals: Values, cotangents: Values) -> list[Any]:
+        """The cotangents of constants, first carry, xs and what returns."""
+        form, n, n_moving = self.form, self.form.n_back, len(self.carry)
+        count, consts, carry, returning, xs = self._split(residuals)
+        ct_back, ct_ys = parts(cotangents, n)
+        # A sum has one cotangent for all steps, other ys have one for each.
+        sums = [i for i, a in enumerate(form.y_axes) if a is None]
+        rest = [i for i, a in enumerate(form.y_axes) if a is not None]
+
+        def cts_of_step(cts: Values, of_sums: Values, of_rest: Values) -> list[Any]:
+            return [*cts, *with_values(with_values(ct_ys, sums, of_sums), rest, of_rest)]
+
+        def forth(consts: Values, state: Values, x: Values) -> tuple[Values, Values]:
+            (consts, of_sums), (x, of_rest) = parts(consts, form.n_consts), parts(x, len(xs))
+            carry, cts = parts(state, form.n_carry)
+            behind = lambda *returning: flat(self.behind)(*consts, *returning, *carry, *x)
+            _, pull = jax.vjp(behind, *map(zeros_like, cts))  # the same wherever it is taken
+            cts = pull(cts_of_step(cts, of_sums, of_rest))
+            return [*flat(self.ahead)(*consts, *carry, *x), *cts], []
+
+        def back(consts: Values, returning: Values, x: Values) -> tuple[Values, Values]:
+            consts, of_sums = parts(consts, form.n_consts)
+            returning, ct_carry = parts(returning, n)
+            carry, cts, x, of_rest = parts(x, form.n_carry, n, len(xs))
+            primals = [*consts, *carry, *x]
+
+            def both(*values: Any) -> list[Any]:
+                consts, others = parts(with_values(primals, self.inputs, values), form.n_consts)
+                ahead = flat(self.ahead)(*consts, *others)
+                return [*take(ahead, self.carry), *flat(self.behind)(*consts, *returning, *others)]
+
+            outs, pull = jax.vjp(both, *take(primals, self.inputs))
+            pulled = pull([*ct_carry, *cts_of_step(cts, of_sums, of_rest)])
+            ct_consts, ct_carry, ct_xs = parts(pulled, len(self.consts), n_moving)
+            return [*outs[n_moving : n_moving + n], *ct_carry], [*ct_consts, *ct_xs]
+
+        shared = [*consts, *take(ct_ys, sums)], [*carry, *ct_back]
+        entries = [*xs, *take(ct_ys, rest)]
+        x_axes = *form.x_axes, *take(form.y_axes, rest)
+        steps = {"count": count, "steps": Steps(form.steps.most), "x_axes": x_axes}
+        every = range(len(carry) + n)
+        results = bounded_loop(forth, *shared, entries, kept=every, **steps)
+        ct_carry = [zeros_like(x) for x in take(carry, self.carry)]
+        returned, ys = reverse_sweep(
+            forth,
+            back,
+            *shared,
+            results.checkpoints,
+            [*returning, *ct_carry],
+            entries,
+            y_axes=(*[None] * len(self.consts), *take(form.x_axes, self.xs)),
+            **steps,
+        )
+        ct_returning = take(results.carry[form.n_carry :], self.returning)
+        ct_consts, ct_xs = parts(ys, len(self.consts))
+        return [*ct_consts, *returned[n:], *ct_xs, *ct_returning]

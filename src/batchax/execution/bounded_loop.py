@@ -1,20 +1,36 @@
-"""The bounded loop: a loop that ends on a value, but after a known number of steps at most.
+"""The bounded loop, which ends on a value after at most a known number of steps.
 
-``lax.while_loop`` has no derivative in reverse: nobody knows how much it would have to keep.
-Where the number of steps has a bound, room for about the square root of that many carries is
-enough (`checkpoints.py`): a loop that is differentiated records them on its way.
+``lax.while_loop`` has no derivative in reverse mode, because the memory it would need has no bound.
+If the number of steps has a bound, about the square root of that many carries is enough
+(`Checkpoints`): a loop that is differentiated records them as it runs.
 
-The loop is one primitive, because of its derivatives, which can be differentiated and batched in
-turn and cost what the steps cost that were taken. In forward mode that is a bounded loop again;
-in reverse a sweep back over the steps (`reverse_sweep.py`). Their steps are known by number, not
-by a value: such a loop takes `count` steps.
+The loop is one primitive, because its derivatives can then be differentiated and batched in turn,
+and cost only the steps that ran. In forward mode the derivative is a bounded loop again; in reverse
+mode it is a sweep back over the steps, a primitive, too. Both run a known number of steps, so such
+a loop takes `count` steps.
+
+Checkpoints are those of online binomial checkpointing. A sweep needs the carry before each step,
+from the last step to the first. A few are saved, and the others are recomputed from the last one
+before them. While the loop runs the number of its steps is unknown, so the set of saved carries
+changes as it goes on (Stumm and Walther, "New algorithms for optimal online checkpointing", 2010).
+
+Slots are filled in rounds. In the first the carries after 0, 1, ... steps go into all c slots, one
+after another; in the second into those from the second slot on, and so on. So the first slot holds
+its carry of the first round, the second that of the second, and between those at most
+c - 1, c - 2, ... carries are missing. On the way back there is room for them, since later carries
+are no longer needed. No step is recomputed more than once, and of n steps only n + 1 - c are, the
+fewest possible. That holds for fewer than ``c * (c + 1) / 2`` steps, hence ``sqrt(2 * length)``
+slots.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +39,278 @@ from jax import lax
 from jax.extend.core import mapped_aval, unmapped_aval
 
 from batchax import _compat
-from batchax.execution.bounded_forms import Form, Results
-from batchax.execution.checkpoints import Round, blank_checkpoints, n_checkpoints
-from batchax.execution.entries import entry_of, put_entry
-from batchax.execution.watched import Steps
+from batchax.execution.progress import Steps
+from batchax.execution.slices import entry_of, put_entry
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.inner import written_into
+from batchax.kernel.axis import Axis, match_axis
+from batchax.kernel.derivatives import with_values
+from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.inner import remembered, written_into
 from batchax.kernel.own_primitive import declare
+
+
+class Operands(NamedTuple):
+    """The operands of a loop or a sweep, or something about each, such as where its batch axis is.
+
+    Attributes:
+      count: how many steps to take; of a loop, at most.
+      test: constants of the predicate; a sweep has none.
+      consts: what is the same at each step.
+      carry: the first carry.
+      checkpoints: of a sweep, what the loop recorded; see `Results`.
+      returning: of a sweep, what is carried back, after the last step.
+      xs: arrays with an entry for each step.
+    """
+
+    count: Any
+    test: list[Any]
+    consts: list[Value]
+    carry: list[Value]
+    checkpoints: list[Any]
+    returning: list[Any]
+    xs: list[Value]
+
+    @property
+    def flat(self) -> list[Any]:
+        """All of them, as the primitives have them."""
+        count, *groups = self
+        return [count, *itertools.chain(*groups)]
+
+
+def _split(operands: Sequence[Value], *sizes: int) -> Operands:
+    """Operands, of groups of these sizes between the count and the xs."""
+    rest = iter(operands)
+    groups = (list(itertools.islice(rest, n)) for n in sizes)
+    return Operands._make([next(rest), *groups, list(rest)])
+
+
+class Results(NamedTuple):
+    """What a bounded loop returns.
+
+    Attributes:
+      carry: the carry after the last step.
+      ys: what the steps returned, stacked; zeros where no step was taken.
+      checkpoints: if they were to be recorded, what was kept of some carries, stacked; before that
+        the number of steps that each came after, `UNUSED` where none was kept.
+      steps: how many steps were taken.
+    """
+
+    carry: list[Value]
+    ys: list[Value]
+    checkpoints: list[Any]
+    steps: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the operands and results of a bounded loop are.
+
+    Attributes:
+      n_test: number of constants of the predicate.
+      n_consts: number of constants of the body.
+      n_carry: number of values in the carry.
+      steps: how many there are at most.
+      x_axes: where each of the xs has the axis of the steps.
+      y_axes: where each of the ys gets it.
+      kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
+      again: whether a derivative computes all carries again: what is run for it alone would record
+        checkpoints for nothing, and be compiled.
+    """
+
+    n_test: int
+    n_consts: int
+    n_carry: int
+    steps: Steps
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int, ...]
+    kept: tuple[int, ...] | None
+    again: bool = False
+
+    @property
+    def n_results(self) -> int:
+        """How many results there are."""
+        n_kept = 0 if self.kept is None else 1 + len(self.kept)
+        return self.n_carry + len(self.y_axes) + n_kept + 1
+
+    def split(self, operands: Sequence[Value]) -> Operands:
+        """The operands, by what they are."""
+        return _split(operands, self.n_test, self.n_consts, self.n_carry, 0, 0)
+
+    def results(self, outs: Sequence[Value]) -> Results:
+        """What the primitive returned, a flat list, as `Results`."""
+        a = self.n_carry
+        b = a + len(self.y_axes)
+        return Results(list(outs[:a]), list(outs[a:b]), list(outs[b:-1]), outs[-1])
+
+
+@dataclass(frozen=True)
+class SweepForm:
+    """What the operands and results of a sweep are.
+
+    Attributes:
+      n_consts: number of constants of both programs.
+      n_carry: number of values in the carry of the loop.
+      kept: the values of the carry that checkpoints have; going back needs no others.
+      n_back: number of values that are carried back.
+      steps: how many there are at most.
+      x_axes: where each of the xs has the axis of the steps.
+      y_axes: where each of the ys gets it; None: they are added up.
+    """
+
+    n_consts: int
+    n_carry: int
+    kept: tuple[int, ...]
+    n_back: int
+    steps: Steps
+    x_axes: tuple[int, ...]
+    y_axes: tuple[int | None, ...]
+
+    @property
+    def n_results(self) -> int:
+        """How many results there are."""
+        return self.n_back + len(self.y_axes)
+
+    def split(self, operands: Sequence[Value]) -> Operands:
+        """The operands, by what they are."""
+        sizes = self.n_consts, self.n_carry, 1 + len(self.kept), self.n_back
+        return _split(operands, 0, *sizes)
+
+
+UNUSED = np.iinfo(np.int32).max
+"""The number of the step in a place where no carry is kept."""
+
+_ONE = np.int32(1)
+
+
+def n_checkpoints(length: int) -> int:
+    """The least c with ``c * (c + 1) / 2 > length``: no step is computed again twice."""
+    return (math.isqrt(8 * length + 8) + 1) // 2
+
+
+def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Any]:
+    """As these in type, with nothing kept."""
+    numbers, *carries = checkpoints
+    return [lax.full_like(numbers, UNUSED), *carries]
+
+
+class Round(NamedTuple):
+    """Carries of a running loop that go into one place after another, up to the last.
+
+    Attributes:
+      both: after how many steps the first of them comes, and the place it goes to, which is also
+        how many rounds there were before. As one array, which a compiler leaves out of a loop
+        when it is not used, as it does not with two numbers that depend on each other.
+    """
+
+    both: Any
+
+    @property
+    def start(self) -> Any:
+        """After how many steps the first carry comes."""
+        return self.both[0]
+
+    @property
+    def lowest(self) -> Any:
+        """The place it goes to."""
+        return self.both[1]
+
+    def place_of(self, number: Any) -> Any:
+        """Where the carry after so many steps goes."""
+        return number - self.start + self.lowest
+
+    def at(self, number: Any, count: int) -> Round:
+        """The round of the carry after so many steps, of which the one before was in this one."""
+        full = self.place_of(number) == np.int32(count)
+        following = jnp.stack([number, self.lowest + _ONE])
+        return Round(jnp.where(full, following, self.both))
+
+    def numbers(self, last: Any, count: int) -> Any:
+        """After how many steps the carry in each place came, if this many were the last."""
+        i = jnp.arange(count, dtype=np.int32)
+        firsts = i * np.int32(count) - i * (i - _ONE) // np.int32(2)  # of all rounds
+        before = self.lowest - _ONE
+        shift = self.start - (np.int32(count) - before) - before  # of the round before this one
+        older = jnp.where(self.lowest > 0, i + shift, np.int32(UNUSED))
+        newer = i + self.start - self.lowest
+        numbers = jnp.where(i <= self.place_of(last), newer, older)
+        return jnp.where(i < self.lowest, firsts, numbers)
+
+
+class Stack(NamedTuple):
+    """Checkpoints on the way back, those after fewer steps below.
+
+    Attributes:
+      numbers: after how many steps each came, in the order of the stack.
+      order: in which place it is.
+      places: the carries, stacked.
+      height: how many there are; from there on places are free.
+    """
+
+    numbers: Any
+    order: Any
+    places: list[Any]
+    height: Any
+
+    @classmethod
+    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Any) -> Stack:
+        """Those after fewer than `count` steps; `first` is the first carry.
+
+        A loop that recorded fewer steps may leave no place free for those that are missing. Of its
+        checkpoints only the first is taken: with all other places free any number of steps fits.
+        """
+        numbers, *places = checkpoints
+        zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
+        numbers = put_entry(numbers, zero, zero, 0)
+        places = [put_entry(x, y, zero, 0) for x, y in zip(places, first, strict=True)]
+        numbers, order = lax.sort(_compat.varying_alike([numbers, order]), num_keys=1)
+        height = jnp.sum(numbers < count, dtype=np.int32)
+        # The carry before the last step is always recorded (`Round`).
+        latest = jnp.max(jnp.where(numbers == UNUSED, zero, numbers))
+        height = lax.select(latest < count - _ONE, _ONE, lax.max(height, _ONE))
+        return cls(numbers, order, places, height)
+
+    @property
+    def last(self) -> Any:
+        """After how many steps the carry on top came."""
+        return entry_of(self.numbers, self.height - _ONE, 0)
+
+    def carry_at(self, below: Any) -> list[Any]:
+        """The carry so many below the top."""
+        place = entry_of(self.order, self.height - _ONE - below, 0)
+        return [entry_of(x, place, 0) for x in self.places]
+
+    def leg(self, number: Any) -> tuple[Any, Callable[[Any], Any], Stack]:
+        """The way from the carry on top to the one after `number` steps, or a part of it.
+
+        If all carries on the way fit into the free places, they are kept. Otherwise a single one
+        is, as far away as what is missing before it will fit later. The others took its place
+        before.
+
+        Returns:
+          Where it ends; the place of each carry on the way, as a function of its number of steps;
+          and the stack with them on top, for which places have to be filled.
+        """
+        here = self.last
+        distance, free = number - here, np.int32(len(self.order)) - self.height
+        all_fit = distance <= free
+        end = jnp.where(all_fit, number, here + lax.min(distance - free, free) + _ONE)
+        first = jnp.where(all_fit, here + _ONE, end)
+        height = self.height + end - first + _ONE
+
+        def place_of(number: Any) -> Any:
+            return entry_of(self.order, self.height + lax.max(number - first, np.int32(0)), 0)
+
+        i = jnp.arange(len(self.order), dtype=np.int32)
+        added = (i >= self.height) & (i < height)
+        numbers = jnp.where(added, i - self.height + first, self.numbers)
+        return end, place_of, self._replace(numbers=numbers, height=height)
+
+    def run(self, number: Any) -> Any:
+        """How many on top came after `number` steps, one step less, and so on without a gap."""
+        i = jnp.arange(len(self.order), dtype=np.int32)
+        in_run = (i < self.height) & (self.numbers - i == number - self.height + _ONE)
+        return jnp.sum(in_run, dtype=np.int32)
+
 
 Values = Sequence[Any]
 LoopStep = Callable[[Values, Values, Values], tuple[Values, Values]]
@@ -151,10 +432,10 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
     return functools.reduce(_compat.varying_as, like, x)
 
 
-def run(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[Any]:
+def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[Any]:
     """The bounded loop as ordinary operations of JAX."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
-    avals = result_types(test, body, form, jax.typeof(count))
+    avals = loop_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]
     most = form.steps.most
@@ -203,7 +484,7 @@ def _typed(x: Value, aval: Aval) -> Any:
     return _compat.weakly(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
-def result_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
+def loop_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
     """The types of what `run` returns: last carry, ys, checkpoints if recorded, steps."""
     outs = body.out_avals
     ys = [
@@ -229,3 +510,216 @@ def checkpoint_types(steps: Any, carry: Sequence[Value], form: Any) -> list[Any]
         return []
     size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
     return [unmapped_aval(size, 0, aval.strip_weak_type()) for aval in (steps, *kept)]
+
+
+reverse_sweep_p = declare("reverse_sweep")
+
+
+def reverse_sweep(
+    forth: LoopStep,
+    back: LoopStep,
+    consts: Values,
+    carry: Values,
+    checkpoints: Values | None,
+    returning: Values,
+    xs: Values,
+    *,
+    kept: Sequence[int] | None = None,
+    guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
+    count: Any,
+    steps: Steps,
+    x_axes: Sequence[int],
+    y_axes: Sequence[int | None],
+) -> tuple[list[Any], list[Any]]:
+    """Goes back over the steps of a bounded loop; may be differentiated and batched.
+
+    Args:
+      forth: what one step does, from constants, the carry and entries of all xs to the carry, and
+        no ys.
+      back: what going back over a step does, to what is carried back; its entries are the carry
+        before the step, and those of the xs. It is linear in what is carried back and some xs.
+      consts: what is the same at each step.
+      carry: the first carry.
+      checkpoints: what a loop of at least as many steps recorded; None: nothing was.
+      returning: what is carried back, after the last step.
+      xs: arrays with an entry for each step.
+      kept: the values of the carry that the checkpoints have; None: all. The others must not matter
+        to `back`, nor for those that do.
+      guarded: programs that are differentiated in place of `forth` and `back`; None: the same.
+      count: how many steps there were.
+      steps: how many that may be at most.
+      x_axes: where each of the `xs` has the axis of the steps.
+      y_axes: where each of the ys gets it; None: they are added up.
+
+    Returns:
+      What is carried back, before the first step; and the ys.
+    """
+    programs, _, carry, xs = settle(forth, guarded[0], consts, carry, xs, x_axes, count)
+    types = [jax.typeof(x).strip_weak_type() for x in carry]
+    more, _, returning, _ = settle(
+        back, guarded[1], consts, returning, xs, x_axes, count, first_entries=types
+    )
+    programs, held = _compat.hoist_constants(*programs, *more)
+    sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
+    form = SweepForm(*sizes, len(returning), steps, tuple(x_axes), tuple(y_axes))
+    number = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
+    types = checkpoint_types(number, types, form)
+    if checkpoints is None:
+        checkpoints = blank_checkpoints(list(map(zeros, types)))
+    checkpoints = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
+    outs = reverse_sweep_p.bind(
+        *(count, *held, *consts, *carry, *checkpoints, *returning, *xs),
+        forth=programs[0],
+        back=programs[2],
+        guarded=(programs[1], programs[3]),
+        form=form,
+    )
+    return outs[: len(returning)], outs[len(returning) :]
+
+
+def run_sweep(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> list[Any]:
+    """The sweep as ordinary operations of JAX."""
+    count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
+    ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
+    if form.steps.most == 0:
+        return [*returning, *ys]
+    one = np.int32(1)
+    count = lax.clamp(np.int32(0), count, np.int32(form.steps.most))
+
+    def entries(t: Any) -> list[Any]:
+        return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
+
+    def whole(kept: Values) -> list[Any]:
+        """The carry, with anything for what is not kept."""
+        return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
+
+    def ahead(stack: Stack, t: Any) -> Stack:
+        """With the carry before step `t` on top, or, if that is too far, one on the way."""
+        end, place_of, longer = stack.leg(t)
+
+        def step(state: Any) -> Any:
+            n, kept, places = state
+            new = written_into(forth, [*consts, *whole(kept), *entries(n)])
+            new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
+            place = place_of(n + one)
+            places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
+            return n + one, new, places
+
+        first = stack.last, stack.carry_at(np.int32(0)), stack.places
+        *_, places = lax.while_loop(lambda s: s[0] < end, step, first)
+        return longer._replace(places=places)
+
+    def turn(state: Any) -> Any:
+        t, stack, *rest = state
+        stack = ahead(stack, t)
+        run = stack.run(t)
+
+        def step(state: Any) -> Any:
+            i, returning, ys = state
+            form.steps.begin(count - one - (t - i), count)
+            x = [*whole(stack.carry_at(i)), *entries(t - i)]
+            outs = written_into(back, [*consts, *returning, *x])
+            returning, step_ys = outs[: form.n_back], outs[form.n_back :]
+            ys = [
+                lax.add(y, e) if a is None else put_entry(y, e, t - i, a)
+                for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)
+            ]
+            return i + one, returning, ys
+
+        _, *rest = lax.while_loop(lambda s: s[0] < run, step, (t - t, *rest))
+        return t - run, stack._replace(height=stack.height - run), *rest
+
+    stack = Stack.of(checkpoints, [carry[i] for i in form.kept], count)
+    first = count - one, stack, returning, ys
+    last, *_, returning, ys = lax.while_loop(lambda s: s[0] >= 0, turn, first)
+    form.steps.end(count, count, [last])
+    return [*returning, *ys]
+
+
+def sweep_types(back: Any, form: SweepForm) -> list[Any]:
+    """The types of what `run` returns: what is carried back, and the ys."""
+    outs = back.out_avals
+    ys = [
+        aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)
+        for a, aval in zip(form.y_axes, outs[form.n_back :], strict=True)
+    ]
+    return [*(aval.strip_weak_type() for aval in outs[: form.n_back]), *ys]
+
+
+def as_while(
+    axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: Form
+) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
+    """The ``while`` that a bounded loop is in each lane.
+
+    Its carry is the number of steps taken, the carry of the bounded loop, and the ys so far. No
+    checkpoints are recorded.
+
+    Args:
+      axis: the axis being mapped.
+      args, axes: the operands of the bounded loop, and where each has the batch axis.
+      test, body, form: what it does.
+
+    Returns:
+      The loop, and a function from its last carry to the results of the bounded loop.
+    """
+    given, at = form.split(args), form.split(axes)
+    programs = remembered(body, (test, form, "while"), lambda: _programs(test, body, form))
+    counts = match_axis(axis, given.count, at.count, 0)
+    counts = lax.clamp(np.int32(0), counts, np.int32(form.steps.most))
+    arrays = [match_axis(axis, x, None, 0) for x in map(zeros, _arrays(test, body, form))]
+    going_on, step = programs
+    first = [match_axis(axis, x, a, 0) for x, a in zip(given.carry, at.carry, strict=True)]
+    loop = WhileLoop(
+        test=going_on,
+        body=step,
+        test_consts=[given.count, *given.test],
+        test_at=[at.count, *at.test],
+        body_consts=[given.count, *given.consts, *given.xs],
+        body_at=[at.count, *at.consts, *at.xs],
+        carry=[lax.full_like(counts, 0), *first, *arrays],
+    )
+
+    def finish(last: Values) -> PlacedOutputs:
+        steps, *outs = last
+        return [*outs, steps], [0] * (len(outs) + 1)
+
+    return loop, finish
+
+
+def _arrays(test: Any, body: Any, form: Form) -> list[Any]:
+    """The types of the ys."""
+    count = jax.typeof(np.int32(0))
+    return loop_types(test, body, form, count)[form.n_carry : -1]
+
+
+def _programs(test: Any, body: Any, form: Form) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """The predicate and the step of the ``while``, for one example."""
+    n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
+    number = jax.typeof(np.int32(0))
+    body_types = list(body.in_avals)
+    entries = body_types[n_consts + n_carry :]
+    xs = [unmapped_aval(form.steps.most, a, t) for a, t in zip(form.x_axes, entries, strict=True)]
+    state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
+    test_types = [] if test is None else list(test.in_avals[:n_test])
+
+    def going_on(count: Any, *values: Any) -> list[Any]:
+        consts, (n, *rest) = values[:n_test], values[n_test:]
+        more = n < lax.min(count, np.int32(form.steps.most))
+        if test is None:
+            return [more]
+        return [more & written_into(test, [*consts, *rest[:n_carry]])[0]]
+
+    def step(count: Any, *values: Any) -> list[Any]:
+        consts, values = values[:n_consts], values[n_consts:]
+        xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
+        carry, ys = rest[:n_carry], rest[n_carry:]
+        x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
+        outs = written_into(body, [*consts, *carry, *x])
+        new, step_ys = outs[:n_carry], outs[n_carry:]
+        ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)]
+        return [n + np.int32(1), *new, *ys]
+
+    return (
+        _compat.stage(going_on, [number, *test_types, *state]),
+        _compat.stage(step, [number, *body_types[:n_consts], *xs, *state]),
+    )

@@ -1,12 +1,17 @@
 """A call of `vmap` as a value, the passes it goes through, and `execute`, which runs it.
 
 A `Call` is a function of one example, its arguments, and the *way* that its axis is to run. It
-begins as one of all lanes at once. A pass takes a call and returns one: with lanes that devices
-have, with a few that run at a time. What is left after all passes is executed::
+begins as one of all lanes at once. A pass takes a call and returns one: with lanes sharded over
+devices, or with a few that run at a time. What is left after all passes is executed::
 
     outs, outputs = execute(through(passes, Call(axis, function, mapped)))
 
-A new way to run an axis is a subclass of `Way`, and a pass that gives it to the calls it is for.
+A new way to run an axis is a subclass of `Way`, and a pass that gives it to its calls.
+
+References become values here, so that what uses them can be cut into sections. JAX discharges those
+that a jaxpr creates. But that also inlines operations in loops and branches that JAX lowers early,
+such as functions with custom derivatives, whose rules would be lost without an error. So an
+equation without references is held, meanwhile, as a primitive that JAX does not know.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.execution.eager import compiled_whole
 from batchax.frontend.mapped import Mapped
+from batchax.frontend.objects import is_array
 from batchax.frontend.outputs import (
     Described,
     FlatOutputs,
@@ -31,14 +38,17 @@ from batchax.frontend.outputs import (
     is_added,
     place,
 )
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.frontend.prefixes import SpecifiedLeaf
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, running
-from batchax.kernel.inner import example_aval, stage_described
+from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.lasting import call_key
 from batchax.kernel.looking import WHOLE, looks_here, unseen
+from batchax.kernel.own_primitive import placeholder
 from batchax.memo import Memo
+from batchax.programs.rewritten import Inside, rewritten
 from batchax.sums.contracted import Summands, factored, run_adding
 
 Self = TypeVar("Self", bound="Call")
@@ -356,3 +366,96 @@ def _whole(call: Call, values: Sequence[Value]) -> _Whole:
         if way.may_keep(kept.said):
             kept = memo.get(key, lambda: kept)
     return kept
+
+
+_held_p = placeholder(
+    "held", lambda *_, held: ([v.aval for v in held.eqn.outvars], held.eqn.effects)
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """An equation, known by identity."""
+
+    eqn: Eqn
+
+
+def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value) -> ClosedJaxpr:
+    """`program`, which may use the axis `name`, without the references that it creates."""
+    if not _compat.makes_references(program.effects):
+        return program
+
+    def with_values() -> ClosedJaxpr:
+        held = rewritten(program, _hold)
+        return rewritten(_compat.without_references(held, name, size), _release)
+
+    return remembered(program, ("without references", name, size), with_values)
+
+
+def _hold(eqn: Eqn, inside: Inside) -> Any:
+    if _compat.touches_references(eqn):
+        return eqn.replace(params=inside())
+    return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)})
+
+
+def _release(eqn: Eqn, inside: Inside) -> Any:
+    if eqn.primitive is not _held_p:
+        return eqn.replace(params=inside())
+    was = eqn.params["held"].eqn
+    return eqn.replace(primitive=was.primitive, params=was.params, effects=was.effects)
+
+
+def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:
+    """A call of the values of references that are mapped, and what writes the new ones back.
+
+    Each lane has a part of its own of such a reference, so lanes may run in any order. A reference
+    that is created inside holds that part. Its last value is one more output.
+    """
+    at = [i for i, m in enumerate(call.mapped) if m.axis is not None and _is_reference(m.value)]
+    if not at:
+        return call, lambda results: results
+    references = [call.mapped[i].value for i in at]
+
+    def function(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+        own = [jax.new_ref(x) if i in at else x for i, x in enumerate(examples)]
+        arrays, outputs = call.function(*own)
+        parts = [OutputArray(call.mapped[i].path, call.mapped[i].axis) for i in at]
+        described = [*outputs.described, *parts]
+        return [*arrays, *(own[i][...] for i in at)], replace(outputs, described=described)
+
+    def write(results: Outputs) -> Outputs:
+        arrays, outputs = results
+        for reference, i, new in zip(references, at, arrays[-len(at) :], strict=True):
+            old = mapped[i].value
+            here = isinstance(old, Tracer) or isinstance(new, Tracer)
+            reference[...] = new if here else jax.device_put(new, old.sharding)  # from a mesh
+        return arrays[: -len(at)], replace(outputs, described=outputs.described[: -len(at)])
+
+    _compat.named_after(function, call.function)
+    mapped = [m.put(m.value[...]) if i in at else m for i, m in enumerate(call.mapped)]
+    return replace(call, function=function, mapped=mapped), write
+
+
+def check_not_shared(shared: Iterable[SpecifiedLeaf]) -> None:
+    """Refuses references among arguments that all lanes share, by name.
+
+    Raises:
+      UnsupportedError: there is one.
+    """
+    for leaf in shared:
+        for keys, x in jax.tree_util.tree_flatten_with_path(leaf.value)[0]:
+            if _is_reference(x):
+                raise UnsupportedError(shared_reference(leaf.path + jax.tree_util.keystr(keys)))
+
+
+def shared_reference(which: str) -> str:
+    """What a message says of a reference that all lanes share."""
+    return (
+        f"{which} is a reference (jax.new_ref) that all lanes share, and batch_size or mesh was "
+        "given: what a lane reads would depend on which lanes have run. Give the reference an axis "
+        "in in_axes, create it inside the function, or pass its value, reference[...]."
+    )
+
+
+def _is_reference(x: Value) -> bool:
+    return is_array(x) and _compat.is_reference(x)

@@ -1,49 +1,212 @@
-"""Derivatives of the chunk loop, which are chunk loops."""
+"""Derivatives of the chunk loop, which are chunk loops.
+
+How much a chunk adds to a reduction depends on the other chunks, which a loop with one state no
+longer has: so the state of each chunk is stacked.
+
+The cotangent of a single scalar result, a loss, is one number, by which the gradient is multiplied.
+So the gradient is computed together with the loss, before that number is known, and no chunk is
+computed twice. The tangent is the inner product of the gradient with the tangents of the operands.
+
+As in ``jnp.max``, the lanes that hold the extreme value share its derivative evenly. Two jaxprs
+look for these lanes: one counts them, one adds up the derivative. A value that another jaxpr
+computed may differ in its last bit (compilers fuse and reorder floating-point operations). So
+values are compared only with values of the same jaxpr: the first finds the chunks that hold the
+extreme value, and in how many lanes; the second, the lanes that hold the extreme of their chunk.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.chunk_extremes import extreme_tangent, shares
 from batchax.execution.chunk_loop import (
-    ChunkLoop,
-    OfWidth,
-    chunk_loop,
-    chunk_loop_p,
-    result_types,
-)
-from batchax.execution.chunk_run import chosen_chunk
-from batchax.execution.chunk_scalar import can_run, inner_product, is_loss, loop_with_gradient
-from batchax.execution.chunk_states import in_parts
-from batchax.execution.memory import Auto
-from batchax.execution.operand_specs import (
     SUM,
     WHOLE,
+    ChunkBody,
+    ChunkLoop,
     Combined,
     Extreme,
     Gathered,
     GatheredOrZero,
+    OfWidth,
     Operand,
     PerChunk,
     Result,
     Sum,
+    chunk_loop,
+    chunk_loop_p,
     cotangent_spec,
+    of_only_chunk,
+    of_states,
+    result_types,
 )
+from batchax.execution.chunk_run import chosen_chunk
+from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
+
+
+def in_parts(
+    loop: ChunkLoop, operands: Sequence[Value]
+) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
+    """A loop that returns the state of each chunk, and what makes the results of `loop` of its."""
+    combined = [isinstance(spec, Combined) for spec in loop.results]
+    if not any(combined):
+        return loop, list
+    chunk = loop.chunk
+    if isinstance(chunk, Auto):  # how many entries there are must be known by now
+        chunk = chosen_chunk(loop, list(map(jax.typeof, operands)))
+
+    def of_width(width: int) -> Callable[..., list[Any]]:
+        function = loop.body.function(width)
+        return lambda start, *xs: [
+            x[None] if state else x for x, state in zip(function(start, *xs), combined, strict=True)
+        ]
+
+    results = tuple(
+        PerChunk(0) if state else spec for spec, state in zip(loop.results, combined, strict=True)
+    )
+    body = ChunkBody(of_width, of=loop.body)
+    each = replace(loop, chunk=chunk, body=body, results=results)
+    return each, lambda outs: of_states(
+        loop.results, outs, lambda spec, places: spec.folded(outs[places])
+    )
+
+
+def is_loss(
+    loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Value], operands: Sequence[Value]
+) -> bool:
+    """Whether `dependent` results are one real scalar, a sum, and the operands are real, too."""
+    return (
+        len(dependent) == 1
+        and isinstance(loop.results[dependent[0]], Sum)
+        and outs[dependent[0]].shape == ()
+        and all(jnp.issubdtype(x.dtype, jnp.floating) for x in (*operands, outs[dependent[0]]))
+    )
+
+
+def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> ChunkLoop:
+    """A loop whose results are those of `loop`, and behind them the gradient of one.
+
+    The gradient is with respect to the `moving` operands.
+    """
+
+    def differentiate(of: OfWidth) -> OfWidth:
+        def of_width(width: int) -> Any:
+            primal = of(width)
+
+            def run(start: Any, *xs: Any) -> list[Any]:
+                def of_moving(*values: Any) -> tuple[Any, list[Any]]:
+                    outs = primal(start, *with_values(xs, moving, values))
+                    return outs[which], outs
+
+                value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
+                return [*outs, *pull(lax.full_like(value, 1))]
+
+            return run
+
+        return of_width
+
+    results = (*loop.results, *(cotangent_spec(loop.operands[i]) for i in moving))
+    return loop.derivative("gradient", differentiate, results=results)
+
+
+def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
+    """Whether the program of a loop can be staged.
+
+    The program with a gradient cannot be where something in it has no reverse mode, such as a
+    loop of unknown length. What is raised then is anything: JAX's own errors, or a user's.
+    """
+    avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
+    try:
+        loop.program(avals, loop.width)
+    except Exception:
+        return False
+    return True
+
+
+def inner_product(gradient: Sequence[Any], tangents: Sequence[Value]) -> Any:
+    """The inner product of two lists of arrays: the tangent of a loss with this gradient."""
+    products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
+    return sum(products[1:], start=products[0])
+
+
+def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Value]) -> list[Any]:
+    """For each of the results `extremes`, by chunk: the part of its derivative that a holder gets.
+
+    A holder is a lane with the extreme value. The part is one divided by the number of holders,
+    and zero in chunks that have none.
+    """
+    if not extremes:
+        return []
+
+    def of_width(width: int) -> Any:
+        primal = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs = primal(start, *xs)
+            counted = []
+            for k in extremes:
+                spec = _extreme(loop, k)
+                best = of_only_chunk(outs[k], spec)
+                holders = _holders(spec, outs[k], best)
+                count = jnp.sum(holders, spec.axis, dtype=accumulator(outs[k].dtype))
+                counted += [best[None], count[None]]
+            return counted
+
+        return run
+
+    body = ChunkBody(of_width, of=loop.body)
+    counting = replace(loop, body=body, results=(PerChunk(0),) * (2 * len(extremes)))
+    counted = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
+    return [
+        _shares(_extreme(loop, k).kind, best, count)
+        for k, best, count in zip(extremes, counted[::2], counted[1::2], strict=True)
+    ]
+
+
+def _shares(kind: str, best: Any, count: Any) -> Any:
+    spec = Extreme(kind, 0)
+    holds = _holders(spec, best, of_only_chunk(best, spec)).astype(count.dtype)
+    return holds / jnp.sum(holds * count, axis=0, keepdims=True)
+
+
+def extreme_tangent(spec: Extreme, x: Value, tangent: Any, share: Any) -> Any:
+    """What one chunk adds to the tangent of an extreme value.
+
+    Args:
+      spec: which extreme, and where the lanes are in `x`.
+      x: the chunk's values.
+      tangent: their tangents.
+      share: the chunk's entry in `shares`.
+    """
+    hit = _holders(spec, x, of_only_chunk(x, spec))
+    held = jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=spec.axis)
+    return held * share[0].astype(held.dtype)
+
+
+def _holders(spec: Extreme, x: Value, best: Any) -> Any:
+    return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, spec.axis), x.shape))
+
+
+def _extreme(loop: ChunkLoop, k: int) -> Extreme:
+    spec = loop.results[k]
+    assert isinstance(spec, Extreme)
+    return spec
 
 
 def jvp(

@@ -1,54 +1,192 @@
 """The chunk loop: a function of a few lanes, applied to all lanes chunk by chunk.
 
-An operand is whole, the same for each chunk, or has lanes along one of its axes, of
-which each chunk sees its own slice. A result has lanes along an axis, written where
-they belong, or is a sum over the chunks, or the largest or smallest of all. That set
-is closed under differentiation: a tangent has the spec of its value, and in reverse
-whole operands turn into sums, sums into whole operands, and lanes stay lanes. So the
-loop is one primitive whose derivatives are chunk loops again, each of which holds the
-intermediate values of one chunk only: what reverse mode needs is computed again,
-chunk by chunk (Griewank and Walther, "Revolve", 2000, call it checkpointing).
+An operand is whole, the same for each chunk, or has lanes along one of its axes, of which each
+chunk reads its own slice. A result has lanes along an axis, or is a sum over the chunks, or the
+maximum or minimum of all. That set is closed under differentiation: a tangent has the spec of its
+value, and in reverse mode whole operands turn into sums, sums into whole operands, and lanes stay
+lanes. So the loop is one primitive whose derivatives are chunk loops again, each of which holds the
+intermediate values of one chunk only: residuals are recomputed chunk by chunk (Griewank and
+Walther, "Revolve", 2000).
 
-The lanes may be those that a mask picks. Then there are only as many chunks as those lanes
-fill; what a chunk sees is gathered, and what it returns is scattered. Derivatives pick the
-same lanes. Where most lanes are picked, all may run at once instead, if it is said what is done
-for all: then nobody is moved.
+The lanes may be those that a mask selects. Then there are only as many chunks as those lanes fill;
+operands are gathered, and results are scattered. Derivatives select the same lanes. If most lanes
+are selected all may run at once instead, without a gather, if a function of all lanes is given.
 
-Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array
-that is sliced in the loop would be added up as one full array for each chunk.
+Written with ``lax.scan`` and ``jax.checkpoint`` instead, the gradient of an array that is sliced in
+the loop would be added up as one full array for each chunk.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import mapped_aval
+from jax.extend.core import mapped_aval, unmapped_aval
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.execution.loop_progress import LoopProgress
+from batchax.execution.gathered_lanes import GatheredLanes, put
 from batchax.execution.memory import Auto
-from batchax.execution.operand_specs import (
-    WHOLE,
-    ActiveMask,
-    Combined,
-    Extreme,
-    Gathered,
-    GatheredOrZero,
-    Lanes,
-    Operand,
-    PerChunk,
-    Result,
-    Sum,
-    Whole,
-    resized,
-)
+from batchax.execution.progress import LoopProgress
+from batchax.execution.slices import blank, put_part
+from batchax.frontend import reducing
+from batchax.frontend.reduction import Reduction
+from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.own_primitive import declare
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An operand that each chunk sees as it is."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A value with all lanes along `axis`, of which each chunk has its own."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class PerChunk:
+    """A value with one entry for each chunk along `axis`."""
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A result added up over the chunks. Floats of fewer than 32 bits are added up in float32."""
+
+
+@dataclass(frozen=True)
+class Extreme:
+    """The "max" or "min" over all lanes. Each chunk returns its lanes along `axis`."""
+
+    kind: str
+    axis: int
+
+
+@dataclass(frozen=True)
+class Combined:
+    """An array of the state of a reduction, which is combined with that of each chunk in turn.
+
+    The arrays of a state are results one after another.
+
+    Attributes:
+      reduction: which one.
+      structure: of a state.
+      number: of this array in it.
+      neutral: what it is before the first chunk.
+      outer: how many axes of outer vmaps come first.
+    """
+
+    reduction: Reduction
+    structure: Any
+    number: int
+    neutral: Any
+    outer: int = 0
+
+    def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+        """The arrays of the state of both."""
+        return self._arrays(functools.partial(reducing.combined, self.reduction), 0, one, other)
+
+    def folded(self, parts: Sequence[Any]) -> list[Any]:
+        """The arrays of the state of all parts, which are along axis 0."""
+        return self._arrays(functools.partial(reducing.folded, self.reduction), 1, parts)
+
+    def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
+        for _ in range(self.outer):
+            function = jax.vmap(function, axis)
+        state = function(*(jax.tree.unflatten(self.structure, x) for x in states))
+        types = [x.dtype for x in states[0]]
+        return list(map(lax.convert_element_type, jax.tree.leaves(state), types))
+
+
+def of_states(
+    specs: Sequence[Any], xs: Sequence[Value], function: Callable[[Combined, slice], Sequence[Any]]
+) -> list[Any]:
+    """`xs`, with what `function` makes of those that are arrays of a state, given their places."""
+    xs = list(xs)
+    for k, spec in enumerate(specs):
+        if isinstance(spec, Combined) and not spec.number:
+            places = slice(k, k + spec.structure.num_leaves)
+            xs[places] = function(spec, places)
+    return xs
+
+
+@dataclass(frozen=True)
+class ActiveMask:
+    """A mask: for each lane, whether the loop runs for it. Always the first operand.
+
+    It may be of integers, which say how long a lane takes: lanes that take about as long are in
+    the same chunk, those of 0 in none.
+
+    A chunk sees which of its lanes count. The last chunk may not be full: in place of each lane
+    that it lacks it runs its first lane again, which does not count there.
+
+    Attributes:
+      most: the width of a chunk where there are many lanes. The loop's `chunk` was chosen from
+        it, and may be narrower. Under an outer vmap there are more lanes, and it is chosen
+        again. None: `chunk` stays as it is, however many lanes there are.
+      first: whether it is known that the lanes which the loop runs for come before all others, so
+        that nothing has to find them. A mask of both axes under an outer vmap is not such a one.
+    """
+
+    most: int | None = None
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A value with all lanes along `axis`, of which a chunk sees those that are gathered for it.
+
+    In a result, the entries of lanes that the mask leaves out are zero.
+    """
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class GatheredOrZero:
+    """An operand as `Gathered`, but zero in the lanes of a chunk that do not count.
+
+    Cotangents have this spec: a lane that stands in for a missing one adds nothing.
+    """
+
+    axis: int
+
+
+Operand = Whole | Lanes | PerChunk | ActiveMask | Gathered | GatheredOrZero
+Result = Lanes | PerChunk | Sum | Extreme | Combined | Gathered
+
+WHOLE, SUM = Whole(), Sum()
+
+
+def cotangent_spec(spec: Operand) -> Result:
+    """The spec of the cotangent of an operand, as a result of the loop in reverse mode."""
+    match spec:
+        case Whole():
+            return SUM
+        case GatheredOrZero(axis):
+            return Gathered(axis)
+        case _:
+            assert not isinstance(spec, ActiveMask)
+            return spec
+
+
+def resized(aval: Aval, axis: int, size: int) -> Any:
+    """An array type with another size along `axis`. That axis is not sharded any more."""
+    return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
+
 
 OfWidth = Callable[[int], Callable[..., list[Any]]]
 """From a number of lanes to what is done for these."""
@@ -257,3 +395,96 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
 def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
     """The types of what a chunk loop returns whose chunks do `program`."""
     return [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
+
+
+def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
+    """What the results are before the first chunk, in a loop whose chunks do `program`."""
+    # `blank` wants another number for each array, in other loops as well: their programs mostly
+    # differ in length.
+    first = len(program.jaxpr.eqns)
+    return [
+        _before(loop, aval, spec, first + k)
+        for k, (aval, spec) in enumerate(zip(program.out_avals, loop.results, strict=True))
+    ]
+
+
+def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Any:
+    whole = loop.result_aval(aval, spec)
+    match spec:
+        case Sum():
+            return _compat.filled(whole, 0, accumulator(whole.dtype))
+        case Combined():
+            return _compat.filled(whole, spec.neutral)
+        case Extreme("max"):
+            return _compat.filled(whole, lowest(whole.dtype))
+        case Extreme():
+            return _compat.filled(whole, highest(whole.dtype))
+        # Lanes that are not gathered stay zero. Extended dtypes (random keys) have no zero.
+        case Gathered() if not jnp.issubdtype(whole.dtype, jax.dtypes.extended):
+            return _compat.filled(whole, 0)
+        case _:
+            return blank(whole, number)
+
+
+def collect(
+    loop: ChunkLoop,
+    results: Sequence[Value],
+    outs: Sequence[Value],
+    index: Any,
+    gathered: GatheredLanes | None = None,
+) -> list[Any]:
+    """The results so far, with what one more chunk, number `index`, returned: `outs`."""
+    assert isinstance(loop.chunk, int)
+    start = index * np.int32(loop.chunk)
+    collected = [
+        _collect(spec, result, out, start, index, gathered)
+        for spec, result, out in zip(loop.results, results, outs, strict=True)
+    ]
+    both = lambda spec, places: spec.combined(results[places], outs[places])
+    return of_states(loop.results, collected, both)
+
+
+def _collect(
+    spec: Result,
+    result: Any,
+    out: Any,
+    start: Any,
+    index: Any,
+    gathered: GatheredLanes | None,
+) -> Any:
+    match spec:
+        case Gathered(axis):
+            assert gathered is not None
+            if gathered.alone is not None:
+                return _write(result, out, gathered.alone, axis)
+            return put(result, out, gathered.places, axis)
+        case Lanes(axis):
+            return _write(result, out, start, axis)
+        case PerChunk(axis):
+            return _write(result, out, index, axis)
+        case Sum():
+            return lax.add(result, lax.convert_element_type(out, result.dtype))
+        case Extreme():
+            return _COMPARE[spec.kind](result, of_only_chunk(out, spec))
+        case Combined():  # with others, of the same state
+            return out
+
+
+def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
+    if jax.typeof(out).sharding.mesh.empty and not jax.typeof(result).sharding.mesh.empty:
+        # Under `jax.set_mesh` the type of whatever is made tells of the mesh, as that of `result`
+        # does. Arrays from before have types that do not, nor does what is computed of them alone;
+        # and JAX writes into an array only what tells of the same mesh.
+        out = jax.sharding.reshard(out, PartitionSpec(*[None] * out.ndim))
+    return put_part(result, out, start, axis)
+
+
+def of_only_chunk(out: Any, spec: Result) -> Any:
+    """A result for all lanes if this chunk were the only one."""
+    if isinstance(spec, Extreme):
+        return _REDUCE[spec.kind](out, axis=spec.axis)
+    return out
+
+
+_COMPARE = {"max": lax.max, "min": lax.min}
+_REDUCE = {"max": jnp.max, "min": jnp.min}

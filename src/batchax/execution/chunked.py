@@ -1,25 +1,518 @@
-"""A few lanes at a time: what `batch_size` asks for, and the way to run it."""
+"""A few lanes at a time: what `batch_size` asks for, run section by section."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, scan_p, while_p
+
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.call import Call, Way
-from batchax.execution.devices.shards import Shards
-from batchax.execution.devices.telling import lanes_for_all
-from batchax.execution.loop_progress import LoopProgress, find_progress
+from batchax.execution.bounded_loop import bounded_loop_p, reverse_sweep_p
+from batchax.execution.call import Call, Way, shared_reference, without_references
+from batchax.execution.chunk_derivatives import in_parts
+from batchax.execution.chunk_loop import (
+    ChunkBody,
+    ChunkLoop,
+    Extreme,
+    Lanes,
+    PerChunk,
+    chunk_loop,
+    chunk_loop_p,
+    collect,
+    of_only_chunk,
+    results_before,
+)
+from batchax.execution.chunk_run import chosen_chunk, run
+from batchax.execution.devices.placing import combined
+from batchax.execution.devices.shards import Shards, lanes_for_all
 from batchax.execution.memory import Auto, parse_limit
-from batchax.execution.references import shared_reference
-from batchax.execution.section_runner import SectionRunner
+from batchax.execution.names import HostCalls, expose_names, is_exposed
+from batchax.execution.progress import LoopProgress, Steps, find_progress
+from batchax.execution.sections import (
+    Env,
+    Found,
+    LanesToRun,
+    SectionBody,
+    Setting,
+    Stage,
+    Target,
+    bytes_per_lane,
+    finish,
+    placed_at,
+    plan_stage,
+    run_shared,
+    run_whole,
+    section_for,
+    variables,
+)
+from batchax.execution.slices import scan_slices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_one_of, is_word
-from batchax.jaxprs.spoken import brief, name_of, show
-from batchax.jaxprs.words import Value
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.jaxprs.spoken import brief, line_of, name_of, show, spoken
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.captured import closed_over
+from batchax.kernel.divergence import Divergence
 from batchax.memo import Memo
+from batchax.rules.in_turn import calls_library, in_turn
+from batchax.rules.lane_calls import calls_in
+
+
+def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any]:
+    """Runs a chunk loop.
+
+    Args:
+      loop: what to do.
+      operands: its operands.
+      keep: whether reverse mode keeps what every chunk computed.
+    """
+    # A result with an entry for each chunk has a shape only once the chunk size is chosen.
+    if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
+        loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
+    if not keep:
+        return chunk_loop(loop, operands)
+    if isinstance(loop.chunk, int) and loop.size <= loop.chunk and not loop.gathers:
+        # Of the only chunk what JAX keeps is what it keeps without chunks.
+        return run(loop, _compat.varying_alike(operands))
+    loop, of_all = in_parts(loop, operands)
+    # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
+    # extremes stay results of the primitive, which has that derivative.
+    extreme = [k for k, spec in enumerate(loop.results) if isinstance(spec, Extreme)]
+    others = [k for k in range(len(loop.results)) if k not in extreme]
+    outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
+    if extreme:
+        rest = _selected(replace(loop, progress=None), extreme)  # one of the two tells
+        outs |= zip(extreme, chunk_loop(rest, operands), strict=True)
+    return of_all([outs[k] for k in range(len(loop.results))])
+
+
+def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:
+    """`loop` with only the results `which`."""
+
+    def of_width(width: int) -> Any:
+        function = loop.body.function(width)
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs = function(start, *xs)
+            return [outs[k] for k in which]
+
+        return run
+
+    return replace(
+        loop, body=ChunkBody(of_width, of=loop.body), results=tuple(loop.results[k] for k in which)
+    )
+
+
+def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+    """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
+    operands = _compat.varying_alike(operands)
+    avals = [jax.typeof(x) for x in operands]
+    if isinstance(loop.chunk, Auto):
+        loop = replace(loop, chunk=chosen_chunk(loop, avals))
+    assert isinstance(loop.chunk, int)
+    chunk = min(loop.chunk, max(loop.size, 1))  # a shard may have fewer lanes than a chunk
+    loop = replace(loop, chunk=chunk)
+    program = loop.program(avals, chunk)
+    types = program.out_avals
+    axes = [spec.axis if isinstance(spec, Lanes) else None for spec in loop.operands]
+
+    steps = Steps(-(-loop.size // chunk), loop.progress)
+
+    def step(index: Any, results: list[Value], parts: Sequence[Any], width: int) -> list[Any]:
+        (start,) = _compat.varying_alike([index * np.int32(chunk)], like=operands)
+        outs = loop.body.function(width)(start, *parts)
+        return collect(loop, results, outs, index)
+
+    def in_loop(index: Any, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
+        if full > 1:  # a loop of one step is none, to a compiler
+            steps.begin(index)
+            results = steps.through(results, index)
+        return step(index, results, parts, chunk), None
+
+    results = _compat.varying_alike(results_before(loop, program), like=operands)
+    full, rest = divmod(loop.size, chunk)
+    results, _ = scan_slices(
+        in_loop,
+        results,
+        operands,
+        axes,
+        chunk,
+        full,
+    )
+    if rest:
+        parts = [
+            x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
+            for x, a in zip(operands, axes, strict=True)
+        ]
+        if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/in_turn.py`
+            results, parts = in_turn(results, parts)
+        results = step(jnp.int32(full), results, parts, rest)
+    steps.end(steps.most, results=results)
+    return [lax.convert_element_type(x, t.dtype) for x, t in zip(results, types, strict=True)]
+
+
+_Chunked = tuple[SectionBody, dict[Target, list[Any]], dict[Target, Found]]
+"""What was run; what it returned, for targets that depend on the batch; the other targets."""
+
+
+def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] | None:
+    """The targets of a stage; None if nothing is left to do for any lane."""
+    targets = stage.targets
+    body = SectionBody(setting.lanes, env, stage.free, targets)
+    if not body.section.eqns and not targets:
+        return None
+    if body.of_only_chunk is None:
+        body, outs, by_target = _in_loop(setting, stage, env, body)
+    else:
+        body, outs, by_target = _only_chunk(body, body.of_only_chunk)
+    if setting.shards is not None:
+        inside = stage.inside
+        specs = [spec for target in outs for spec in body.specs[target]]
+        returned = [target not in inside for target in outs for _ in body.specs[target]]
+        of_each = [x for xs in outs.values() for x in xs]
+        of_all = iter(combined(setting.shards, specs, of_each, returned))
+        outs = {target: [next(of_all) for _ in xs] for target, xs in outs.items()}
+    for target, results in outs.items():
+        if target.reduction is not None:
+            part = body.reduced[target]
+            out, aval = finish(target.reduction, part, results, setting.axis.size), part.result
+        else:
+            (out,), (aval,) = results, body.types[target]
+        by_target[target] = Found(_compat.weakly(out) if aval.weak_type else out, 0)
+    return by_target
+
+
+def _only_chunk(body: SectionBody, results: Sequence[Value]) -> _Chunked:
+    outs = body.of_targets(results)
+    by_target = {t: Found(outs.pop(t)[0], None) for t in body.shared}
+    outs = {t: list(map(of_only_chunk, xs, body.specs[t])) for t, xs in outs.items()}
+    return body, outs, by_target
+
+
+def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Chunked:
+    by_target: dict[Target, Found] = {}
+    same: list[Target] = []
+    if body.shared:  # batching found that all lanes have the same
+        lanes, eqns = setting.lanes, stage.free
+        # What makes calls is not computed once more for the first lane.
+        same = [t for t in body.shared if _calls_back(eqns, t, env)]
+        quiet = [t for t in body.shared if t not in same]
+        if quiet:
+            by_target = SectionBody(lanes, env, eqns, quiet, effects=False).of_first_lane()
+        rest = [t for t in body.targets if t not in by_target]
+        body = SectionBody(lanes, env, eqns, rest, same=same)
+    loop = replace(body.loop, results=body.results)
+    # To keep residuals is to scan, and JAX runs the derivative rules of what it scans when the
+    # values that they close over are gone.
+    keep = setting.keep and not any(map(closed_over, body.section.eqns))
+    outs = body.of_targets(run_loop(loop, body.operands, keep))
+    by_target |= {t: Found(outs.pop(t)[0][0], None) for t in same}
+    return body, outs, by_target
+
+
+def _calls_back(eqns: Sequence[Eqn], target: Target, env: Env) -> bool:
+    section = section_for(eqns, [target.variable], env, effects=False)
+    return any(_compat.calls_back(eqn.effects) for eqn in section.eqns)
+
+
+InSections = Callable[[Shards | None], Axis]
+"""The axis of all lanes, for loops and branches that run in sections, on shards or not."""
+
+
+def run_cuts(
+    setting: Setting, stage: Stage, by_target: Mapping[Target, Found], env: Env, whole: InSections
+) -> None:
+    """Runs the cuts of a stage, of which chunks found the operands; adds their results to `env`."""
+    held, loops = [], []
+    for eqn in stage.cuts:
+        streamed = _operands(stage, by_target, env, eqn)
+        if eqn.primitive is while_p and not is_exposed(setting.axis, eqn):
+            loops.append(eqn)
+        elif streamed is None:
+            held.append(eqn)
+        else:
+            others = tuple(a for a in eqn.params["axes"] if a != setting.axis.name)
+            if others:
+                streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
+            env[eqn.outvars[0]] = streamed, None
+    if loops:
+        narrow = setting.axis.divergence.with_max_width(setting.lanes.batch_size)
+        run_whole(replace(setting.lanes.axis, divergence=narrow), loops, env)
+    if setting.shards is None:
+        run_whole(whole(None), held, env)
+        return
+    local = replace(whole(setting.shards), size=setting.lanes.axis.size, divergence=_refusing)
+    apart = [eqn for eqn in held if not _together(local, eqn, env)]
+    _run_gathered(setting.shards, whole(None), apart, env)
+
+
+def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eqn) -> Any:
+    """Adds what chunks found for a cut to `env`; or returns its result, if they computed that."""
+    streamed = None
+    for v in variables(eqn):
+        target = stage.collected.get((id(eqn), v))
+        if target is None:
+            continue
+        x = by_target[target]
+        if isinstance(target.how, Reduce) and x.position is not None:
+            streamed = lax.convert_element_type(x.value, v.aval.dtype)
+        else:
+            env[v] = x
+    return streamed
+
+
+def _together(local: Axis, eqn: Eqn, env: Env) -> bool:
+    """Runs a loop or branch whose lanes meet on each shard, for its lanes.
+
+    It is not if some lanes might go where others do not: the shards could not meet there.
+    """
+    gathers = eqn.primitive is chunk_loop_p and eqn.params["loop"].gathers
+    if eqn.primitive not in _TOGETHER or gathers:
+        return False
+    try:
+        run_whole(local, [eqn], env)
+    except LanesPart:
+        return False
+    return True
+
+
+# Whose rules batch the programs in them with `kernel.inner`, unless lanes part ways.
+_TOGETHER = frozenset([scan_p, while_p, cond_p, chunk_loop_p, bounded_loop_p, reverse_sweep_p])
+
+
+class LanesPart(Exception):
+    """Lanes may go where others do not, in an equation for which that must not be."""
+
+
+@dataclass(frozen=True)
+class _Refusing:
+    """In the place of a way to run lanes that part ways."""
+
+    @property
+    def explicit(self) -> bool:
+        """Not asked for."""
+        return False
+
+    def may_diverge(self, axis: Axis, loop: Any) -> bool:
+        """Always: whether lanes part ways in a loop is what it is asked for."""
+        return True
+
+    def run_nest(self, axis: Axis, loop: Any) -> None:
+        """All lanes take each step, unless they part ways in one."""
+
+    def run(self, axis: Axis, parting: Any) -> Any:
+        """Raises `LanesPart`."""
+        raise LanesPart
+
+    def with_max_width(self, width: int) -> _Refusing:
+        """Itself."""
+        return self
+
+
+_refusing: Divergence = _Refusing()
+
+
+def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
+    """Runs equations for the lanes of all shards, on each of them."""
+    calls = next((eqn for eqn in eqns if _compat.calls_back(eqn.effects)), None)
+    if calls is not None:
+        raise UnsupportedError(
+            f"{line_of(calls)}: {spoken(calls)} holds both a callback with effects and a "
+            f"collective over the batch axis {axis.name!r}: each device would run it for "
+            "all lanes, and make all calls. Move one of the two out of it, or leave mesh out."
+        )
+    of_all: Env = {}
+    for v in {v for eqn in eqns for v in variables(eqn)}:
+        x, position = env[v]
+        if position is not None:
+            x = shards.without_repeated(shards.gathered(x, position), position)
+        of_all[v] = x, position
+    run_whole(axis, eqns, of_all)
+    for v in (v for eqn in eqns for v in eqn.outvars):
+        x, position = of_all[v]
+        if position is not None:
+            x = shards.part_of_this(shards.filled_up(x, position), position)
+        env[v] = x, position
+
+
+def without_donations(eqns: Iterable[Eqn]) -> list[Eqn]:
+    """Equations of which no call of ``jax.jit`` donates an argument.
+
+    The author of a function knows that nothing reads an array after the call that it is donated
+    to. Section by section that is not so: what all lanes have in common is computed first, once,
+    and the chunks, and the first lane by itself, read the same array. In what is compiled as a
+    whole JAX does not heed donations inside; here calls may be met that are computed at once.
+    """
+    return list(map(_keeping, eqns))
+
+
+def _keeping(eqn: Any) -> Any:
+    donated = eqn.params.get("donated_invars", ())
+    if not any(donated):
+        return eqn
+    params = eqn.params | {"donated_invars": (False,) * len(donated)}
+    return _compat.named_equation(eqn, None, params)
+
+
+class SectionRunner:
+    """Runs a program section by section.
+
+    On one of several `shards` `axis` has the lanes of all.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        batch_size: int | Auto,
+        keep: bool,
+        staged: Any,
+        args: Sequence[Value],
+        positions: Sequence[Position],
+        described: Sequence[OutputArray],
+        shards: Shards | None = None,
+        progress: LoopProgress | None = None,
+    ) -> None:
+        local = axis if shards is None else replace(axis, size=shards.each)
+        staged = without_references(staged, axis.name, axis.size)
+        # A lane that repeats another makes a difference only where lanes meet.
+        meet = axis.name is not None or any(isinstance(o.spec, Reduce) for o in described)
+        repeated = shards.most_repeated if shards is not None and meet else 0
+        in_parts = isinstance(batch_size, Auto) or batch_size < local.size
+        calls = _host_calls(axis, staged.jaxpr, positions, shards, in_parts)
+        indexed = any(isinstance(o.spec, Reduce) and o.spec.reduction.index for o in described)
+        index, values = None, list(zip(args, positions, strict=True))
+        if repeated or indexed or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
+            staged = expose_names(axis, staged, calls or HostCalls())
+            index = staged.jaxpr.invars[0]
+            all_lanes = np.array([0, axis.size], np.int32)
+            values.insert(0, (all_lanes if shards is None else shards.own_lanes(), 0))
+        self._jaxpr, self._described = staged.jaxpr, described
+        self._known: Env = {
+            v: (c, None) for v, c in zip(self._jaxpr.constvars, staged.consts, strict=True)
+        }
+        self._known.update(zip(self._jaxpr.invars, values, strict=True))
+        batch_bytes = bytes_per_lane(
+            v for v, (_, a) in self._known.items() if a is not None and v is not index
+        )
+        lanes = LanesToRun(local, batch_size, index, repeated, progress).apart()
+        self._setting = Setting(axis, lanes, keep, shards, batch_bytes)
+
+    def outputs(self) -> tuple[list[Any], list[Position]]:
+        """What the program returns, placed, and where it carries the batch axis."""
+        setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
+        needed = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
+        eqns: Sequence[Eqn] = without_donations(needed)
+        left = dict(enumerate(zip(self._jaxpr.outvars, self._described, strict=True)))
+        outs: dict[int, Found] = {}
+        looped = False
+        while True:
+            eqns = run_shared(setting.axis, eqns, env)
+            stage = plan_stage(setting, eqns, env, left)
+            by_target = run_chunks(setting, stage, env)
+            looped = looped or (by_target is not None and not lanes.are_one_chunk)
+            by_target = by_target or {}
+            ready = {i: _read(env, left[i][0]) for i in stage.known}
+            ready |= {i: by_target[target] for i, target in stage.wanted.items()}
+            ready = dict(sorted(ready.items()))
+            of_outputs = [left[i][1] for i in ready]
+            check_unbatched(setting.axis, of_outputs, [x.position for x in ready.values()])
+            for i, x in ready.items():
+                outs[i] = _placed(setting, *left.pop(i), x, i in stage.wanted)
+            if not stage.cuts:
+                break
+            env.update((target.variable, by_target[target]) for target in stage.kept)
+            run_cuts(setting, stage, by_target, env, self._in_sections)
+            eqns = stage.left_of(eqns)
+        placed = [outs[i] for i in range(len(outs))]
+        values = [x.value for x in placed]
+        if not looped:  # all lanes are one chunk, or nothing was left to do for any
+            Steps(1, lanes.progress).end(1, results=values)
+        return values, [x.position for x in placed]
+
+    def _in_sections(self, shards: Shards | None) -> Axis:
+        """The axis, for loops and branches with sections inside."""
+        axis, keep = self._setting.axis, self._setting.keep
+        how = self._setting.lanes.batch_size, keep, shards
+        return replace(axis, bodies=BodiesInSections(axis, *how))
+
+
+def _host_calls(
+    axis: Axis,
+    jaxpr: Jaxpr,
+    positions: Sequence[Position],
+    shards: Shards | None,
+    in_parts: bool,
+) -> HostCalls | None:
+    """The calls of the host, if there are any, and if lanes run `in_parts` or on devices.
+
+    Raises:
+      UnsupportedError: they are to be in order, and devices would make them.
+    """
+    calls = [call for eqn in jaxpr.eqns for call in calls_in(eqn)]
+    if not calls:
+        return None
+    if shards is None or shards.count == 1:
+        return HostCalls.of(axis, jaxpr, positions) if in_parts else None
+    for call in calls:
+        if _compat.in_order(call.effects):
+            raise UnsupportedError(
+                f"{_compat.user_line(call.source_info)}: a callback is to be called in order "
+                "(ordered=True), and lanes are spread over devices (mesh was given, or the "
+                "arguments are sharded), which run at the same time. Leave out ordered or mesh."
+            )
+    own = shards.own_lanes() if shards.most_repeated else None
+    return HostCalls.of(axis, jaxpr, positions, devices=shards.names, own=own)
+
+
+def _read(env: Env, v: Any) -> Found:
+    return Found(v.val, None) if isinstance(v, Literal) else Found(*env[v])
+
+
+def _placed(setting: Setting, v: Any, output: OutputArray, x: Found, by_chunks: bool) -> Found:
+    """An output where it is wanted."""
+    value = x.value
+    if not (by_chunks and x.position is not None):  # which leave it there
+        # A value that all lanes share is reduced over the lanes of all shards, but where it is
+        # repeated, each shard repeats it for its own.
+        axis = setting.axis if isinstance(output.spec, Reduce) else setting.lanes.axis
+        value = place(axis, output, value, x.position)
+    return Found(value, placed_at(v, output.spec, x.position))
+
+
+@dataclass(frozen=True)
+class BodiesInSections:
+    """Runs the programs inside loops and branches in which lanes meet section by section, too.
+
+    So a step has as many lanes at a time as what is around the loop, and meets all of them.
+
+    Attributes:
+      axis: the axis of all lanes.
+      batch_size: how many run at a time.
+      keep: whether reverse mode keeps what each chunk computed.
+      shards: what lanes are spread over.
+    """
+
+    axis: Axis
+    batch_size: int | Auto
+    keep: bool
+    shards: Shards | None
+
+    def run(
+        self, program: ClosedJaxpr, args: Sequence[Value], axes: Sequence[Position]
+    ) -> tuple[list[Any], list[Position]]:
+        """What a program returns for all lanes, and where that carries the batch axis."""
+        outputs = [OutputArray("", AUTO)] * len(program.out_avals)
+        how = self.axis, self.batch_size, self.keep
+        return SectionRunner(*how, program, args, axes, outputs, self.shards).outputs()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.entries import part_of
+from batchax.execution.slices import part_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function

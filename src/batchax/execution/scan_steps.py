@@ -1,27 +1,28 @@
 """A scan over any axes as one primitive, whose derivative is made of scans over the same axes.
 
-JAX differentiates its own loop well where all is along axis 0. Along another axis what it keeps
-for the way back would be copies of the slices that steps read. Here a step is split in two, a part
-that computes its results and what its derivative needs of them, and a linear part. The first runs
-as a scan that stacks what is needed, the second as one of tangents, or in reverse of cotangents.
-Of what is needed
+JAX differentiates its own loop well if all arrays are scanned along axis 0. Along another axis its
+residuals would be copies of the slices that steps read. Here a step is split into a part that
+computes its results and residuals, and a linear part. The first runs as a scan that stacks the
+residuals. The second runs as a scan of tangents or, in reverse mode, of cotangents. Of the
+residuals
 
 - entries of the xs are read again where they are;
 - entries of the ys are read where they were written;
-- what is the same at each step is computed once, beside the loop;
-- what takes a few sums and products of all that is computed again, which takes less than to write
-  and read it;
+- values that are the same in each step are computed once, outside of the loop;
+- values that take a few sums and products of these are recomputed, which takes less time than
+  writing and reading them;
 - the rest is stacked.
 
-In reverse, cotangents of the xs are written where the xs have theirs. All these scans are such
-primitives again, and so are derivatives of any order.
+In reverse mode, cotangents of the xs are written along the same axes as the xs. All these scans are
+such primitives again, and so are derivatives of any order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import jax
@@ -32,20 +33,73 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.execution.bounded_derivatives import moving, no_tangent, parts, take
 from batchax.execution.eager import jitted
-from batchax.execution.made_again import MadeAgain
-from batchax.execution.steps import ScanProgram, run_steps
-from batchax.execution.steps_axes import entry_axis, steps_axes, whole_axis
+from batchax.execution.steps import ScanProgram, entry_axis, run_steps, steps_axes, whole_axis
+from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.derivatives import transposed, with_values
 from batchax.kernel.inner import batch_function, remembered, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import own_primitive
+from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
 from batchax.user_rules.linear import linear_with_transpose
+
+_FEW = 8
+"""Operations that take less than to write an element and to read it again."""
+
+
+class MadeAgain:
+    """What of a program is computed again, from values that are kept anyway.
+
+    Args:
+      jaxpr: the program.
+      places: of the values that are kept, where; more may be added.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, places: Mapping[Any, Any]) -> None:
+        self._jaxpr, self._places = jaxpr, places
+        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def makes(self, v: Any) -> bool:
+        """Whether that takes so little that a value need not be kept, or it is kept already."""
+        return self._left(v, _FEW) >= 0
+
+    def _left(self, v: Any, left: float) -> float:
+        """Of so many operations for each element those left once it is made; negative: too few.
+
+        What is read twice counts twice, as nobody may look on for longer than there are some left.
+        """
+        if isinstance(v, Literal) or v in self._places:
+            return left
+        eqn = self._made_by.get(v)
+        if eqn is None or not facts_of(eqn.primitive).elementwise:
+            return -inf
+        if cost_of_equation(eqn).transcendentals:
+            return -inf
+        left -= 1
+        for x in eqn.invars:
+            left = self._left(x, left) if left >= 0 else left
+        return left
+
+    def program(self, outvars: Sequence[Any]) -> Any:
+        """From what is kept to all that is needed."""
+        made = [v for v in variables_in(outvars) if v not in self._places]
+        steps = plan(self._jaxpr.eqns, made, lambda _: False, self._not_kept)
+        eqns = [step.eqn for step in steps]
+        read = variables_in([*outvars, *(v for eqn in eqns for v in eqn.invars)])
+        invars = [v for v in dict.fromkeys(read) if v in self._places]
+        return self._jaxpr.replace(
+            constvars=[], invars=invars, eqns=eqns, outvars=list(outvars), effects=set()
+        )
+
+    def _not_kept(self, eqn: Eqn) -> list[Any]:
+        return [v for v in variables_read(eqn) if v not in self._places]
+
 
 Values = Sequence[Any]
 

@@ -1,29 +1,61 @@
-"""Parts of a staged program: what must run for all lanes before the rest can.
+"""Sections of a traced jaxpr: what must run for all lanes before the rest can.
 
-A program whose lanes never meet is one section. A collective over the mapped axis
-needs a value of every lane, so it cuts the program: what comes before runs chunk by
-chunk, then the collective, then what comes after.
+A jaxpr without collectives over the mapped axis is one section. A collective needs a value of every
+lane, so it cuts the jaxpr: the equations before it run chunk by chunk, then the collective, then
+the equations after it.
+
+A stage holds what can run before the next collectives. Whether a value depends on the batch is
+known once it is computed. So stages are planned one at a time, from the values that are known.
+
+Sums over the batch, and extremes, are accumulated by the chunk loop, floats of less than 32 bits in
+float32. The states of other reductions are combined there, too, except for derivatives, which need
+the state of each chunk. A mean is the sum over all lanes divided once, so that a last chunk with
+fewer lanes has its share.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.execution.chunk_loop import (
+    SUM,
+    WHOLE,
+    ChunkBody,
+    ChunkLoop,
+    Combined,
+    Extreme,
+    Lanes,
+    PerChunk,
+    Result,
+)
+from batchax.execution.devices.shards import Shards
+from batchax.execution.memory import Auto
+from batchax.execution.progress import LoopProgress
+from batchax.frontend import reducing
+from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
+from batchax.frontend.reduction import Reduction
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.words import Eqn, Value
-from batchax.kernel.axis import Axis, Position
-from batchax.kernel.captured import closed_over
+from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.captured import MappedProgram, closed_over, running
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
+from batchax.memo import memoized
 from batchax.rules.batched_transpose import reached
+from batchax.rules.collectives import REDUCTIONS
+from batchax.sums.contracted import Summands, run_adding
 
 Env = dict[Any, tuple[Any, Position]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
@@ -169,3 +201,479 @@ def variables(eqn: Eqn) -> list[Any]:
 def bytes_per_lane(vs: Iterable[Any]) -> int:
     """What the values of some variables take for one lane."""
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in vs)
+
+
+_ONE_ARRAY = jax.tree.structure(0)
+
+
+class Partial(NamedTuple):
+    """Of what kind that is which one chunk adds to a reduction.
+
+    Attributes:
+      specs: how a chunk loop collects each array of it.
+      structure: of the state.
+      result: the type that the reduction has when done all at once.
+    """
+
+    specs: list[Result]
+    structure: Any
+    result: Any
+
+
+def partial_result(
+    reduction: Reduction, x: Value, axis: int, index: Any = None, real: Any = None
+) -> tuple[list[Any], Partial]:
+    """What one chunk adds to a reduction of `x`, whose lanes are along `axis`: arrays.
+
+    Args:
+      reduction: which one.
+      x: the outputs of lanes, or what lanes add up.
+      axis: along which.
+      index: of these lanes, if the reduction takes that.
+      real: which lanes count; None: all.
+    """
+    if isinstance(x, Summands):
+        of_one = (1, *x.like.shape), x.like.dtype, x.like.weak_type
+        result = _result_type(reduction, 0, *of_one)
+        return [x.state(reduction, real)], Partial([SUM], _ONE_ARRAY, result)
+    result = result_type(reduction, x, axis)
+    states, at = reducing.states_of(reduction, x, axis, index, real)
+    arrays, structure = jax.tree.flatten(states)
+    specs: list[Result]
+    operation = reducing.operation_of(reduction)
+    match operation and operation.held:
+        case None if operation is None:
+            state = reducing.folded(reduction, states, at)
+            arrays, none = jax.tree.leaves(state), reducing.neutral_like(reduction, state)
+            specs = [
+                Combined(reduction, structure, k, number)
+                for k, number in enumerate(jax.tree.leaves(none))
+            ]
+        case None:
+            # The derivative of a product needs, for each chunk, the product of the others. So the
+            # product of each chunk is kept.
+            arrays = [s[None] for s in jax.tree.leaves(reducing.folded(reduction, states, at))]
+            specs = [PerChunk(0) for _ in arrays]
+        case "sum":
+            arrays = jax.tree.leaves(reducing.folded(reduction, states, at))
+            specs = [SUM for _ in arrays]
+        case kind:
+            specs = [Extreme(kind, at) for _ in arrays]
+    return arrays, Partial(specs, structure, result)
+
+
+def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: int) -> Any:
+    """The reduction over all lanes, from what a chunk loop collected.
+
+    `part` is of what kind the chunks added something.
+    """
+    state = jax.tree.unflatten(part.structure, results)
+    if PerChunk in map(type, part.specs):
+        state = reducing.folded(reduction, state)
+    return reducing.finished(reduction, state, size).astype(part.result.dtype)
+
+
+def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
+    """The type of a reduction of lanes along an axis, done all at once."""
+    aval = jax.typeof(x)
+    shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
+    return _result_type(reduction, axis, shape, aval.dtype, aval.weak_type)
+
+
+@memoized("types of reductions", most=256)
+def _result_type(reduction: Reduction, axis: int, shape: Any, dtype: Any, weak_type: bool) -> Any:
+    one = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return jax.eval_shape(lambda x: reducing.of_all(reduction, x, axis), one)
+
+
+@dataclass(frozen=True, eq=False)
+class LanesToRun:
+    """The lanes that chunks are taken from.
+
+    Attributes:
+      axis: their axis.
+      batch_size: how many make a chunk.
+      index: the variable that holds the index of a lane, or None if nothing uses it. Its value for
+        all lanes are the index of the first, from which each chunk counts, and that after the last.
+      repeated: how many lanes at the end may repeat another one, and are no part then of what
+        lanes are reduced to.
+      progress: who is told how many chunks are done.
+    """
+
+    axis: Axis
+    batch_size: int | Auto
+    index: Any
+    repeated: int = 0
+    progress: LoopProgress | None = None
+
+    @property
+    def are_one_chunk(self) -> bool:
+        """Whether they need no loop."""
+        return isinstance(self.batch_size, int) and self.axis.size <= self.batch_size
+
+    def may_repeat(self, width: int) -> bool:
+        """Whether chunks of `width` lanes may have some that repeat another.
+
+        Not if those are in the last chunk, and it has another width: so reductions of all others
+        stay as they are, and with them what a compiler makes of them, such as a product of
+        matrices of a sum of outer products.
+        """
+        chunk = self.batch_size
+        apart = isinstance(chunk, int) and self.axis.size % chunk >= self.repeated
+        return self.repeated > 0 and not (apart and width == chunk)
+
+    def apart(self) -> LanesToRun:
+        """These in chunks of a size, a little less, with which `may_repeat` tells the last one."""
+        size, chunk = self.axis.size, self.batch_size
+        if isinstance(chunk, Auto) or not self.repeated:
+            return self
+        most = min(chunk, size - self.repeated)
+        sizes = range(most, max(0, most - most // 4 - 1), -1)
+        fitting = [c for c in sizes if size % c >= self.repeated]
+        # The fewer lanes are in the last chunk the better: its reductions are the slower ones.
+        return replace(self, batch_size=min(fitting, key=lambda c: size % c, default=chunk))
+
+
+class Found(NamedTuple):
+    """A value for all lanes; of no `position` if it is the same for all."""
+
+    value: Value
+    position: Position
+
+
+@dataclass(frozen=True)
+class Target:
+    """A variable wanted of a section: `how` it is wanted is a position or a `Reduce`."""
+
+    variable: Any
+    how: Any
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """How it is reduced; None if it is not."""
+        return self.how.reduction if isinstance(self.how, Reduce) else None
+
+
+class SectionBody:
+    """A section as a chunk loop: its body for one chunk, its operands, the specs of its results.
+
+    The specs are known once the body has been staged, which the constructor does. If there is one
+    chunk only, it runs it.
+    """
+
+    def __init__(
+        self,
+        lanes: LanesToRun,
+        env: Env,
+        eqns: Sequence[Eqn],
+        targets: Sequence[Target],
+        effects: bool = True,
+        same: Sequence[Target] = (),
+    ) -> None:
+        """`same`: targets known not to depend on the batch, which are returned for each lane."""
+        self.targets = targets
+        self.section = section_for(eqns, [t.variable for t in targets], env, effects)
+        indexed = any(t.reduction is not None and t.reduction.index for t in targets)
+        if (lanes.repeated or indexed) and lanes.index not in self.section.invars:
+            self.section = self.section.replace(invars=[lanes.index, *self.section.invars])
+        self.operands = [env[v][0] for v in self.section.invars]
+        positions = [env[v][1] for v in self.section.invars]
+        self._chunk = _Chunk(lanes, self.section, positions, targets, same)
+        self.specs, self.reduced = self._chunk.specs, self._chunk.reduced
+
+        operand_kinds = tuple(
+            WHOLE if a is None or v is lanes.index else Lanes(a)
+            for v, a in zip(self.section.invars, positions, strict=True)
+        )
+        body = ChunkBody(self._chunk.of_width)
+        size = lanes.axis.size
+        self.loop = ChunkLoop(body, operand_kinds, (), size, lanes.batch_size, lanes.progress)
+        self.of_only_chunk: list[Any] | None = None
+        if lanes.are_one_chunk:
+            self.of_only_chunk = body.function(size)(np.int32(0), *self.operands)
+            types = list(map(jax.typeof, self.of_only_chunk))
+        else:
+            avals = list(map(jax.typeof, self.operands))
+            types = self.loop.program(avals, self.loop.width).out_avals
+        self.types = self.of_targets(types)
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """The specs of all results."""
+        return tuple(spec for specs in self.specs.values() for spec in specs)
+
+    def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Any]]:
+        """Results, or what belongs to each, by target: a reduced one may have several."""
+        each = iter(results)
+        return {t: [next(each) for _ in self.specs[t]] for t in self.targets}
+
+    @property
+    def shared(self) -> list[Target]:
+        """The targets that turned out not to depend on the batch."""
+        return [t for t, specs in self.specs.items() if specs == [None]]
+
+    def of_first_lane(self) -> dict[Target, Found]:
+        """The targets, which are the same in all lanes, from the first."""
+        parts = [
+            lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
+            for x, spec in zip(self.operands, self.loop.operands, strict=True)
+        ]
+        outs, *_ = self._chunk.interpret(1, jnp.int32(0), parts)
+        return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """What is done for a chunk. Holds no values: programs that are kept for long hold on to it.
+
+    Attributes:
+      lanes: the lanes that chunks are taken from.
+      section: the equations.
+      positions: where operands have the batch axis.
+      targets: what is wanted.
+      same: those that do not depend on the batch, and are returned for each lane all the same.
+      specs: the specs of each target, noted; None if it does not depend on the batch.
+      reduced: notes of what a chunk adds to those that are reduced.
+    """
+
+    lanes: LanesToRun
+    section: Any
+    positions: Sequence[Position]
+    targets: Sequence[Target]
+    same: Sequence[Target] = ()
+    specs: dict[Target, list[Any]] = field(default_factory=dict)
+    reduced: dict[Target, Partial] = field(default_factory=dict)
+
+    def of_width(self, width: int) -> Callable[..., list[Any]]:
+        """The function of one chunk of `width` lanes; see `ChunkBody`."""
+
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs, positions, index, real = self.interpret(width, start, xs)
+            outputs = zip(self.targets, outs, positions, strict=True)
+            return [
+                result
+                for target, x, position in outputs
+                for result in (
+                    self._of_each(target, x, width)
+                    if target in self.same
+                    else self._results(target, x, position, index, real)
+                )
+            ]
+
+        return run
+
+    def interpret(
+        self, width: int, start: Any, xs: Sequence[Value]
+    ) -> tuple[list[Any], list[Position], Any, Any]:
+        """The targets for `width` lanes, and where they have the batch axis.
+
+        And the index of each lane, if anything uses it; and which lanes are real, None if all are.
+        """
+        chunk = dict(size=width, name=None, mesh_axis=None, bodies=None)
+        looped = self.lanes.axis.in_loop or not self.lanes.are_one_chunk
+        axis = replace(self.lanes.axis, in_loop=looped, **chunk)
+        values = [
+            x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
+            for v, x in zip(self.section.invars, xs, strict=True)
+        ]
+        program = MappedProgram(axis, self.section, values, self.positions)
+        index = real = None
+        if self.lanes.index in self.section.invars:
+            place = self.section.invars.index(self.lanes.index)
+            index = values[place]
+            if self.lanes.may_repeat(width):
+                real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
+        added = [is_added(target.how) for target in self.targets]
+        with running(program):
+            return *run_adding(program, added), index, real
+
+    def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
+        self.specs[target] = [Lanes(0)]
+        return [lax.broadcast(x, (width,))]
+
+    def _results(
+        self, target: Target, x: Value, position: Position, index: Any, real: Any
+    ) -> list[Any]:
+        """What a chunk returns for one target. Notes the specs of that in `specs`."""
+        reduction = target.reduction
+        if position is None:
+            self.specs[target] = [None]
+        elif reduction is not None:
+            arrays, part = partial_result(reduction, x, position, index, real)
+            self.specs[target], self.reduced[target] = part.specs, part
+            return arrays
+        else:
+            self.specs[target] = [Lanes(target.how)]
+            x = move_axis(x, position, target.how)
+        return [x]
+
+
+_SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What is the same for all stages of a program.
+
+    Attributes:
+      axis: the axis of all lanes.
+      lanes: those to run here: all, or those of one shard.
+      keep: whether reverse mode keeps what each chunk computed.
+      shards: what lanes are spread over, if they are.
+      batch_bytes: what the arguments hold of each lane.
+    """
+
+    axis: Axis
+    lanes: LanesToRun
+    keep: bool
+    shards: Shards | None
+    batch_bytes: int
+
+    def knows(self, env: Env, v: Any) -> bool:
+        """Whether the value of a variable is known; of a lane's index each chunk makes its own."""
+        return isinstance(v, Literal) or (v in env and v is not self.lanes.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """What runs until the first collectives have run, those included.
+
+    Attributes:
+      free: the equations that chunks run.
+      cuts: the collectives, and loops that lanes leave, which then run for all lanes.
+      known: the outputs that need no chunks to bring them where they are wanted, by number.
+      wanted: the outputs that chunks bring there.
+      collected: what the cuts need of each chunk, by the id of the equation, and the variable.
+      kept: what is kept for later stages, which compute the rest again.
+    """
+
+    free: Sequence[Eqn]
+    cuts: Sequence[Eqn]
+    known: Collection[int]
+    wanted: Mapping[int, Target]
+    collected: Mapping[tuple[int, Any], Target]
+    kept: Sequence[Target]
+
+    @property
+    def inside(self) -> list[Target]:
+        """What chunks compute for those who come after them."""
+        return [*self.collected.values(), *self.kept]
+
+    @property
+    def targets(self) -> list[Target]:
+        """All that chunks compute."""
+        return list(dict.fromkeys([*self.wanted.values(), *self.inside]))
+
+    def left_of(self, eqns: Iterable[Eqn]) -> list[Any]:
+        """The equations for later stages. What has effects is not run again."""
+        done = {id(eqn) for eqn in (*self.cuts, *(e for e in self.free if e.effects))}
+        return [eqn for eqn in eqns if id(eqn) not in done]
+
+
+def plan_stage(
+    setting: Setting, eqns: Sequence[Eqn], env: Env, outputs: Mapping[int, tuple[Any, OutputArray]]
+) -> Stage:
+    """The next stage.
+
+    Args:
+      setting: what is the same for all stages.
+      eqns: the equations that are left; all of them depend on the batch.
+      env: what is known.
+      outputs: the outputs that are left: the variable of each, and how it is wanted.
+    """
+    cuts, blocked, free = find_cuts(setting.axis, eqns, _loops_to_cut(setting, eqns, env))
+    at_hand, targets = [], {}
+    for i, (v, output) in outputs.items():
+        if isinstance(v, Literal) or v not in blocked:
+            if _is_placed(setting, env, v, output):
+                at_hand.append(i)
+            else:
+                targets[i] = Target(v, how_wanted(v, output.spec))
+    collected = {
+        (id(eqn), v): target
+        for eqn in cuts
+        for v in variables(eqn)
+        if (target := _collected(setting, env, eqn, v)) is not None
+    }
+    kept = [Target(v, 0) for v in _kept(setting, eqns, free, cuts)]
+    return Stage(free, cuts, at_hand, targets, collected, kept)
+
+
+def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
+    """The loops to run with lanes drawn from all chunks, where lanes that are done leave.
+
+    What each lane holds is then kept for all lanes at once. A loop is not cut out if that is much
+    more than the batch itself: chunks are there to save memory.
+    """
+    divergence = setting.axis.divergence
+    asked = divergence is not None and divergence.explicit
+    if not asked or isinstance(setting.lanes.batch_size, Auto):
+        return set()
+    return parting_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
+
+
+def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
+    """Whether an output is known, and needs no chunks to bring it where it is wanted."""
+    if not setting.knows(env, v):
+        return False
+    position = None if isinstance(v, Literal) else env[v][1]
+    if position is None:
+        return True
+    if isinstance(output.spec, Reduce):
+        return setting.shards is None
+    return how_wanted(v, output.spec) == position
+
+
+def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
+    """What a cut needs of each chunk, of one of the variables that it reads."""
+    streams = _streams(setting.axis, eqn)
+    if setting.knows(env, v) and not (streams and setting.shards and env[v][1] is not None):
+        return None
+    return Target(v, _STREAMED[eqn.primitive.name] if streams else 0)
+
+
+def _kept(
+    setting: Setting, eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]
+) -> list[Any]:
+    """Variables from before the cuts that are kept for after them, not computed again."""
+    if not cuts:
+        return []
+    needed = crossing(eqns, free, cuts)
+    if bytes_per_lane(needed) <= setting.batch_bytes:
+        return needed
+    # What has effects is not computed again: it would do its input or output twice.
+    effects = [v for eqn in free if eqn.effects for v in eqn.outvars]
+    read = {v for eqn in eqns for v in variables(eqn)}
+    return [v for v in effects if v in read]
+
+
+def how_wanted(v: Any, spec: Any) -> Any:
+    """How an output with this specification is wanted, should it depend on the batch."""
+    if isinstance(spec, Reduce):
+        return spec
+    return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
+
+
+def placed_at(v: Any, spec: Any, position: Position) -> Position:
+    """Where an output carries the batch axis once it is placed."""
+    if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
+        return None
+    return how_wanted(v, spec)
+
+
+def _streams(axis: Axis, eqn: Eqn) -> bool:
+    """Whether a collective is a reduction over all lanes, which each chunk can add to."""
+    params = eqn.params
+    return (
+        eqn.primitive.name in _STREAMED
+        and axis.name in params["axes"]
+        and not any(isinstance(a, int) for a in params["axes"])
+        and params.get("axis_index_groups") is None
+    )
+
+
+_STREAMED = {
+    name: how
+    for names, how in zip(REDUCTIONS, map(Reduce, ("sum", "max", "min")), strict=True)
+    for name in names.split()
+}

@@ -1,13 +1,12 @@
-"""Scanning over slices of arrays along any of their axes, without moving the axis.
+"""Reads and writes entries of arrays along any axis, inside loops.
 
-``lax.scan`` slices its operands along axis 0 only, and transposing an array to have
-another axis there copies it. Here the body cuts its slice from the array itself. Left
-at that, reverse mode would add up one full array for each step. So derivatives take
-another *way*: the array is handed on from step to step, and each step *takes* its slice
-out of it, which nobody takes again. In reverse the cotangent is handed on likewise, and
-each step writes its slice into it, where it belongs. What steps write has a way, too: the
-same in the other direction. Nobody looks at the values of ways, so the compiler drops them
-unless something is differentiated.
+``lax.scan`` slices its operands along axis 0 only, and transposing an array to move another axis
+there copies it. Here the body reads its slice from the array itself (`entry`). Left at that,
+reverse mode would add up one full array in each step. So derivatives take another *way*: the array
+is passed on from step to step, and each step *takes* its slice out of it. No other step reads that
+slice. In reverse mode the cotangent is passed on likewise, and each step writes its slice into it.
+Results of steps have a way in the other direction. No primal value depends on ways, so XLA removes
+them unless something is differentiated.
 """
 
 from __future__ import annotations
@@ -15,17 +14,84 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from batchax.execution.entries import part_of, put_part
-from batchax.jaxprs.words import Value
+from batchax import _compat
+from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
+
+
+def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
+    """So many entries of `x` along an axis, from one on."""
+    sizes = list(x.shape)
+    sizes[axis] = width
+    part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
+    return _compat.unconsumed(part)  # of keys, no step reads those of another
+
+
+def put_part(array: Value, part: Value, start: Any, axis: int = 0) -> Any:
+    """`array` with other entries along an axis, from one on."""
+    places = _places(array, start, axis)
+    return lax.dynamic_update_slice(array, part, places, allow_negative_indices=False)
+
+
+def entry_of(x: Value, t: Any, axis: int = 0) -> Any:
+    """Entry `t` along an axis."""
+    return lax.squeeze(part_of(x, t, axis, 1), [axis])
+
+
+def put_entry(array: Value, entry: Any, t: Any, axis: int = 0) -> Any:
+    """`array` with another entry `t` along an axis."""
+    return put_part(array, lax.expand_dims(entry, [axis]), t, axis)
+
+
+def _places(x: Value, start: Any, axis: int) -> list[Any]:
+    start = np.int32(start) if isinstance(start, int) else start
+    places: list[Any] = [np.zeros((), start.dtype)] * x.ndim
+    places[axis] = start
+    return places
+
+
+def blank(aval: Aval, number: int, after: Value | None = None) -> Any:
+    """An array of type `aval` of which every entry will be written over.
+
+    What it holds depends on `number`, which should differ from array to array. Of arrays that
+    hold the same value the compiler makes a single one, and then has to copy that for each loop
+    that writes into it.
+
+    A compiler makes what depends on nothing before all else, and it takes memory from then on. An
+    array that is to be made `after` a value is there holds a number of that.
+    """
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # random keys: they cannot hold a number
+        sharding = None if aval.sharding.mesh.empty else aval.sharding
+        return lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
+    if after is not None and aval.sharding.mesh.empty:
+        # Of an operand of a branch a compiler makes the whole before it makes a result.
+        return lax.cond(
+            lax.ne(_corner(after), np.asarray(number % 100, after.dtype)),
+            lambda x: _full_of(x, aval),
+            lambda x: _full_of(x, aval),
+            lax.stop_gradient(after),
+        )
+    # Small numbers differ in narrow dtypes too: in bfloat16, 300 and 301 are the same.
+    value = number % 2 == 0 if aval.dtype == bool else number % 100
+    return _compat.filled(aval, value)
+
+
+def _corner(x: Value) -> Any:
+    return lax.squeeze(lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim))
+
+
+def _full_of(x: Value, aval: Aval) -> Any:
+    first = lax.ne(_corner(x), np.asarray(0, x.dtype))
+    return lax.broadcast(lax.convert_element_type(first, aval.dtype), aval.shape)
 
 
 def scan_slices(

@@ -28,8 +28,13 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way, execute
 from batchax.execution.devices.placing import put_traced, puts_traced
-from batchax.execution.devices.shards import Shards, is_sharded, on_shards, with_whole_axis
-from batchax.execution.devices.telling import check_shared
+from batchax.execution.devices.shards import (
+    Shards,
+    check_shared,
+    is_sharded,
+    on_shards,
+    with_whole_axis,
+)
 from batchax.frontend.outputs import place
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording

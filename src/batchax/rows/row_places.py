@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.execution.entries import entry_of, put_entry, put_part
+from batchax.execution.slices import entry_of, put_entry, put_part
 from batchax.jaxprs.words import Aval, Value
 from batchax.rows.index_arrays import PROGRAMS, WINDOW, IndexProgram, index_arrays
 

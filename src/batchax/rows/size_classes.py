@@ -22,8 +22,14 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.execution.chunk_loop import ChunkBody, ChunkLoop, chunk_loop
-from batchax.execution.operand_specs import WHOLE, ActiveMask, Gathered
+from batchax.execution.chunk_loop import (
+    WHOLE,
+    ActiveMask,
+    ChunkBody,
+    ChunkLoop,
+    Gathered,
+    chunk_loop,
+)
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over

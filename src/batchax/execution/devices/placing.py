@@ -1,35 +1,56 @@
-"""Values on their way to the devices of a mesh.
+"""Moves values to the devices of a mesh, and results back: the option `mesh`.
 
-Who puts them there depends on where the call is made:
+Where the call is made determines how:
 
-- inside of a program the compiler does. Where types name the mesh they are told to; else it is left
-  to ``jit`` and ``shard_map``;
-- what is differentiated outside of `jit` is put as other values are, but its cotangent goes back to
-  where the user has it;
-- an array of JAX's is sent, from one process to others by a program;
-- of what is on the host, each device is given what it holds.
+- inside of a compiled program XLA moves them. If types carry the mesh the sharding is an explicit
+  constraint; else it is left to ``jit`` and ``shard_map``;
+- a value that is differentiated outside of `jit` is moved as others are, but its cotangent goes
+  back to the devices of the value;
+- a JAX array is sent, from one process to others by a compiled program;
+- of an array on the host, each device is given its part.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.errors import AxisError
-from batchax.execution.devices.processes import of_several_processes, put_by_program
-from batchax.execution.devices.shards import Shards
-from batchax.execution.devices.telling import sharding_of, typed_mesh
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.execution.chunk_loop import (
+    Combined,
+    Extreme,
+    PerChunk,
+    Result,
+    Sum,
+    of_only_chunk,
+    of_states,
+)
+from batchax.execution.devices.processes import (
+    check_spans,
+    of_several_processes,
+    on_own_devices,
+    put_by_program,
+)
+from batchax.execution.devices.shards import Shards, sharding_of, typed_mesh
 from batchax.frontend.local_rows import LocalRows
+from batchax.jaxprs.neutral import NEUTRAL, accumulator
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position, inserted
 from batchax.kernel.looking import in_jit
+from batchax.kernel.varying import mesh_around
+from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
 
 
 def placed(
@@ -178,3 +199,213 @@ def _check_free(shards: Shards, path: str, x: Value, position: Position) -> None
                 "are spread over. Spread the lanes over other axes, mesh=(mesh, names), or put the "
                 "array elsewhere before, with jax.device_put."
             )
+
+
+def combined(
+    shards: Shards, kinds: Sequence[Result], xs: Sequence[Value], returned: Sequence[bool]
+) -> list[Any]:
+    """Inside: results of a chunk loop for all lanes, from those for each shard's.
+
+    `returned`: which are results of all shards, and nothing else is made of them.
+    """
+    sums = [i for i, kind in enumerate(kinds) if isinstance(kind, Sum) and returned[i]]
+    summed = dict(zip(sums, _summed(shards, [xs[i] for i in sums]), strict=True))
+    of_all = [
+        summed[i] if i in summed else _combined(shards, kind, x)
+        for i, (kind, x) in enumerate(zip(kinds, xs, strict=True))
+    ]
+    return of_states(kinds, of_all, lambda spec, places: spec.folded(of_all[places]))
+
+
+def _combined(shards: Shards, kind: Result, x: Value) -> Any:
+    match kind:
+        case Sum():
+            return lax.psum(x, shards.names)
+        case Extreme():
+            return _extreme(shards, kind, x)
+        case PerChunk(axis):
+            return shards.gathered(x, axis)
+        case Combined():
+            return shards.gathered(x[None], 0)
+        case _:
+            return x
+
+
+def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
+    """Sums over shards that each of them returns.
+
+    Of such a result JAX gives each shard an equal share of the cotangent. The transpose of
+    ``lax.psum`` would add these shares up, by an exchange; they are known to be equal.
+    """
+
+    def ahead(_: Any, xs: Sequence[Value]) -> list[Any]:
+        return list(lax.psum(tuple(xs), shards.names))
+
+    def back(_: Any, shares: Sequence[Any]) -> list[Any]:
+        return [x * np.asarray(shards.count, x.dtype) for x in shares]
+
+    if not all(map(is_inexact, xs)):
+        parts = [[x for x in xs if is_inexact(x) == inexact] for inexact in (True, False)]
+        inexact, exact = iter(_summed(shards, parts[0])), iter(ahead((), parts[1]))
+        return [next(inexact) if is_inexact(x) else next(exact) for x in xs]
+    key = "sums over shards", shards.names, shards.count
+    return linear_with_transpose(ahead, back, [], xs, key) if xs else []
+
+
+def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
+    """The extreme of all shards' extremes: NaN if one of them is.
+
+    An all-reduce may drop NaN (on CPUs it does), so whether there is one is exchanged beside
+    the numbers. Of complex numbers and truth values not all devices have one: these are
+    gathered.
+    """
+    truth_or_complex = x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating)
+    if truth_or_complex:
+        return _gathered_extreme(shards, kind, x)
+    exchange, missing = (lax.pmax, 1) if kind.kind == "max" else (lax.pmin, -1)
+
+    @jax.custom_jvp
+    def extreme(x: Value) -> Any:
+        if not is_inexact(x):
+            return exchange(x, shards.names)
+        wide = x.astype(accumulator(x.dtype))
+        marks = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
+        number = jnp.where(marks != 0, NEUTRAL[kind.kind](wide.dtype), wide)
+        number, marks = exchange(jnp.stack([number, marks]), shards.names)
+        return jnp.where(marks != 0, np.nan, number).astype(x.dtype)
+
+    @extreme.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        # Only where all shards' values are in one array it is known which of them are equal: a
+        # compiler may compute what it compares anew, with another last bit.
+        return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
+
+    return extreme(x)
+
+
+def _gathered_extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
+    return of_only_chunk(shards.gathered(x[None], 0), replace(kind, axis=0))
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """What the option `mesh` of `vmap` asks for.
+
+    Attributes:
+      mesh: a mesh; None for one of all devices, which is looked for at each call.
+      names: the axes of the mesh that lanes are spread over; empty for all of them.
+    """
+
+    mesh: Mesh | AbstractMesh | None
+    names: tuple[Any, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh, and the names of the axes that lanes are spread over."""
+        mesh = self.mesh
+        if mesh is None:
+            mesh = Mesh(np.array(jax.devices()), ("devices",))
+        check_spans(mesh)
+        return mesh, self.names or tuple(mesh.axis_names)
+
+    def shards(
+        self, lanes: Any, values: Sequence[Value], own: Sequence[range] = ()
+    ) -> Shards | None:
+        """What so many lanes are spread over; None if there are none.
+
+        Args:
+          lanes: how many.
+          values: the arguments.
+          own: the lanes of each process, where rows are its own.
+
+        Raises:
+          UnsupportedError: the number of lanes is a symbol, devices are taken already, another mesh
+            is set, or the mesh is one of some processes.
+        """
+        if not isinstance(lanes, int):
+            raise UnsupportedError(
+                f"mesh was given, but the number of lanes is {lanes}, a symbolic size. Export the "
+                "function for a known size, or leave mesh out."
+            )
+        if lanes == 0:
+            return None
+        taken = mesh_around()
+        if AxisType.Manual in taken.axis_types:
+            raise UnsupportedError(
+                "mesh was given inside a jax.shard_map over "
+                f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
+                "device runs a program of its own. Leave mesh out of the inner one."
+            )
+        mesh, names = self._as_types_tell(values)
+        return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
+
+    def _as_types_tell(self, values: Sequence[Value]) -> tuple[Any, tuple[Any, ...]]:
+        """The mesh with its axes of those types that JAX goes by here, and names.
+
+        Whether types of arrays tell of a mesh is not for the mesh to say that is given: they do as
+        the mesh that is set has it, and if none is, as arguments are. What is given plain is
+        computed plain. What is differentiated outside of `jit` is, too: JAX cannot tell devices
+        there from types alone.
+        """
+        mesh, names = self.devices
+        around = jax.sharding.get_abstract_mesh()
+        if not around.empty:
+            told = around if _compat.tracing() else jax.sharding.get_mesh()
+        else:
+            plain = _compat.tracing() and not in_jit()
+            told = next(filter(None, map(typed_mesh, () if plain else values)), None)
+        if told is not None and told.size == mesh.size:
+            if self.mesh is None:
+                return told, tuple(told.axis_names)
+            if told.shape == mesh.shape:
+                return mesh.update(axis_types=told.axis_types), names
+        if around.empty:
+            return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)), names
+        raise UnsupportedError(
+            f"mesh has {_in_words(mesh)}, and jax.set_mesh has set one of {_in_words(around)}: JAX "
+            "runs programs on the mesh that is set, and on no other. Pass that one, or call the "
+            "function where it is not set."
+        )
+
+
+def _in_words(mesh: Any) -> str:
+    axes = " and ".join(f"{name!r} of size {size}" for name, size in mesh.shape.items())
+    return f"the axis {axes}" if len(mesh.shape) == 1 else f"the axes {axes}"
+
+
+def find_mesh(mesh: Any) -> OnMesh | None:
+    """What the option `mesh` asks for; None where it asks for nothing.
+
+    Raises:
+      ArgumentTypeError: it is not a mesh.
+      AxisError: the mesh has no axis of that name.
+    """
+    if mesh is None:
+        return None
+    if isinstance(mesh, str) and mesh == "all":
+        return OnMesh(None)
+    names: Any = ()
+    if isinstance(mesh, tuple) and len(mesh) == 2 and _is_mesh(mesh[0]):
+        mesh, names = mesh
+        names = names if isinstance(names, tuple) else (names,)
+        missing = [name for name in names if name not in mesh.axis_names]
+        if missing or not names or len(set(names)) < len(names):
+            axes = "axis" if len(mesh.axis_names) == 1 else "axes"
+            raise AxisError(
+                f"mesh: the mesh has the {axes} {', '.join(map(repr, mesh.axis_names))}; "
+                + (
+                    f"lanes were to be spread over {', '.join(map(repr, missing))}."
+                    if missing
+                    else f"name one or more of them, each once; got {brief(names)}."
+                )
+            )
+    if not _is_mesh(mesh):
+        raise ArgumentTypeError(
+            'mesh must be None, "all", a jax.sharding.Mesh, or a tuple of one and the name of an '
+            f"axis, or of names; got {show(mesh)}."
+        )
+    return OnMesh(mesh, names)
+
+
+def _is_mesh(x: Value) -> TypeGuard[Mesh | AbstractMesh]:
+    return isinstance(x, (Mesh, AbstractMesh))

@@ -1,15 +1,25 @@
-"""Arrays of the processes that run one program, and meshes of their devices."""
+"""Arrays, meshes, rows (`local`) and calls of several processes that run one program."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from batchax.errors import UnsupportedError
+from batchax.errors import AxisError, UnsupportedError
+from batchax.execution.devices import meetings
+from batchax.frontend.local_rows import LocalRows
+from batchax.frontend.mapped import Mapped, MappedRows, OwnRows
 from batchax.jaxprs.words import Value
+from batchax.kernel.looking import in_jit
 from batchax.memo import memoized
 
 
@@ -73,3 +83,188 @@ def put_by_program(x: Value, sharding: Any) -> Any:
 
 def _same(x: Value) -> Any:
     return x
+
+
+def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
+    """What other processes must know of arguments with local rows: how many rows there are.
+
+    -1 where arguments have different numbers of rows, which all processes are to learn: this one
+    would not come to what they wait for. Nothing if no rows are local.
+
+    Raises:
+      UnsupportedError: the call is traced, or other rows have different lengths.
+    """
+    own = _local(mapped)
+    if not own:
+        return []
+    if isinstance(mesh, AbstractMesh) or in_jit():
+        raise UnsupportedError(
+            f"{own[0][0].path} is batchax.local(x), and the call is inside of jit, or its mesh is "
+            "abstract: how many rows each process has is not known there. Call the function of "
+            "vmap outside of jit; what it runs is compiled and remembered all the same."
+        )
+    if any(isinstance(m, MappedRows) for m in mapped):
+        raise UnsupportedError(
+            f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
+            "dealt out to devices by lengths that all processes must know. Give all rows on all "
+            "processes, or pad the others: x.to_padded()."
+        )
+    counts = {x.shape[axis] for _, x, axis in own}
+    return [*counts] if len(counts) == 1 else [-1]
+
+
+def lanes_of_processes(
+    mapped: Sequence[Mapped], numbers: Sequence[Sequence[int]], process: int
+) -> tuple[list[Mapped], list[range]]:
+    """The arguments, and the lanes of each process; none if no rows are local.
+
+    Arguments with local rows have their rows where these are among those of all.
+
+    Args:
+      mapped: the arguments.
+      numbers: what `own_rows` says on each process.
+      process: which of them this is.
+
+    Raises:
+      AxisError: a process has different numbers of rows.
+    """
+    own = _local(mapped)
+    if not own:
+        return list(mapped), []
+    counts = [count for (count,) in numbers]
+    if min(counts) < 0:
+        wrong = [str(p) for p, count in enumerate(counts) if count < 0]
+        sizes = "".join(f"\n  {m.path}: {x.shape[axis]} rows" for m, x, axis in own)
+        raise AxisError(
+            "arguments that are batchax.local(x) must have one number of rows on each process, but "
+            f"on process {', '.join(wrong)} they have several. Here there are{sizes}"
+        )
+    ends = [0, *accumulate(counts)]
+    ranges = [range(a, b) for a, b in pairwise(ends)]
+    if not ends[-1]:
+        return [
+            replace(m, value=m.value.array) if isinstance(m, OwnRows) else m for m in mapped
+        ], []
+    among = {id(m): _among_all(x, axis, ranges, ranges[process]) for m, x, axis in own}
+    return [replace(m, value=among.get(id(m), m.value)) for m in mapped], ranges
+
+
+def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
+    return [(m, m.value, m.axis) for m in mapped if isinstance(m, OwnRows) and m.axis is not None]
+
+
+def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:
+    """The lanes of each shard: each process spreads its own over its own devices.
+
+    Raises:
+      UnsupportedError: a shard has devices of several processes.
+    """
+    order = [mesh.axis_names.index(name) for name in names]
+    order += [i for i in range(mesh.devices.ndim) if i not in order]
+    count = int(np.prod([mesh.shape[name] for name in names]))
+    devices = np.transpose(mesh.devices, order).reshape(count, -1)
+    processes = [{device.process_index for device in row} for row in devices]
+    if any(len(ids) > 1 for ids in processes):
+        raise UnsupportedError(
+            "an argument is batchax.local(x), and the lanes of a shard would be on devices of "
+            f"processes {', '.join(map(str, sorted(max(processes, key=len))))}. Give a mesh whose "
+            f"axes besides {', '.join(map(repr, names))} stay within a process."
+        )
+    owners = [ids.pop() for ids in processes]
+    lanes = dict(zip(sorted(set(owners)), own, strict=True))
+    each = max(-(-len(r) // owners.count(p)) for p, r in lanes.items())
+    left = dict(lanes)
+    shards = []
+    for p in owners:
+        shards.append(left[p][:each])
+        left[p] = left[p][each:]
+    return tuple(shards)
+
+
+def _among_all(x: LocalRows, axis: int, ranges: Sequence[range], here: range) -> LocalRows:
+    shape = (*x.shape[:axis], ranges[-1].stop, *x.shape[axis + 1 :])
+    array, first = x.array, here.start
+    if not all(ranges):
+        # A process without rows repeats one of another: the last before, or the very first.
+        keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        data = np.asarray(jax.random.key_data(array) if keys else array)
+        ends = np.take(data, [0, -1], axis) if here else np.zeros(_with(data, axis, 2), data.dtype)
+        rows = from_all(ends)
+        if not here:
+            lane = max(first - 1, 0)
+            process = next(i for i, r in enumerate(ranges) if lane in r)
+            row = np.take(rows[process], [0 if lane == ranges[process].start else 1], axis)
+            array = (
+                jax.random.wrap_key_data(jnp.asarray(row), impl=jax.random.key_impl(array))
+                if keys
+                else row
+            )
+            first = lane
+    return LocalRows(array, shape, first)
+
+
+def _with(x: np.ndarray, axis: int, size: int) -> tuple[int, ...]:
+    return (*x.shape[:axis], size, *x.shape[axis + 1 :])
+
+
+@contextlib.contextmanager
+def call_of_all(
+    mesh: Any,
+    fun: Callable[..., Any],
+    arguments: Any,
+    mapped: Sequence[Mapped],
+    options: Mapping[str, Any],
+) -> Iterator[tuple[list[Mapped], list[range]]]:
+    """A call with `mesh`, which all its processes make, if there are several.
+
+    Inside of `jit` nobody knows when it is made.
+
+    Args:
+      mesh: the devices.
+      fun: the function that is batched.
+      arguments: of the call.
+      mapped: those that are mapped.
+      options: those of `vmap` that change what is computed.
+
+    Returns:
+      Inside: what is mapped, with local rows where they are among those of all; and the lanes of
+      each process, where rows are its own, otherwise none.
+    """
+    numbers = own_rows(mesh, mapped)
+    if not of_several_processes(mesh) or isinstance(mesh, AbstractMesh) or in_jit():
+        yield lanes_of_processes(mapped, [numbers], 0)
+        return
+    name = getattr(fun, "__qualname__", type(fun).__qualname__)
+    local = {id(m.value): m.axis for m in mapped if isinstance(m, OwnRows)}
+    lines = [
+        f"function: {getattr(fun, '__module__', '')}.{name}",
+        f"mesh: {_of_mesh(mesh)}",
+        *(f"{option}: {value!r}" for option, value in options.items()),
+        *_types(arguments, local),
+    ]
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))  # each process has addresses of its own
+    together = meetings.of_this_process()
+    with together.call(f"vmap of {name}", text, numbers) as of_all:
+        yield lanes_of_processes(mapped, of_all, together.process)
+
+
+def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:
+    """A line for each leaf; of local rows (axes, by id) processes may have different numbers."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
+    for (kind, *path), x in leaves:
+        name = f"{kind.key}{jax.tree_util.keystr(tuple(path))}"
+        try:
+            array = x.array if isinstance(x, LocalRows) else x
+            dtype, shape = jax.typeof(array).dtype, list(array.shape)
+        except (AttributeError, TypeError):  # passed to the function as it is
+            yield f"{name}: {type(x).__name__}"
+            continue
+        if (axis := local.get(id(x))) is not None:
+            shape[axis] = "rows"
+        yield f"{name}: {dtype}[{', '.join(map(str, shape))}]"
+    yield f"structure: {structure}"
+
+
+@memoized("descriptions of meshes", most=128)
+def _of_mesh(mesh: Mesh) -> str:
+    return f"{mesh}, devices {[device.id for device in mesh.devices.flat]}"

@@ -1,18 +1,26 @@
-"""The steps of a loop, and who is told how far it is: where compiled programs call the host.
+"""The option `progress`: steps of loops, the callbacks that report them, and the bars they show.
 
-That is at the start of a step, about fifty times in a loop, and once more after the last step.
-Nothing that is passed to the host depends on a batch, so a loop that is batched is still one loop.
+A compiled program reports at the start of a step, about fifty times in a loop, and once more after
+the last step. Arguments of the callback do not depend on a batch, so a loop that is batched is
+still one loop. It reports how many steps are done, and how many there are. It has no state, for it
+may run again, and in several threads at a time; so a callback does not know which run it is from. A
+bar belongs to the loop, not to a run: it shows the run that is furthest.
 
-Loops of batchax's own are equations, and their derivatives are made of what describes them: so what
-describes a loop has its `Steps`, and who is told comes along with how many there are. JAX makes the
-loop that goes back over a scan, of the one that goes forth. There the carry passes through an
-equation that does nothing, and says when it is transposed that a step has been gone back over.
+Loops of batchax are equations, and their derivatives are made of what describes them. So the
+description of a loop has its `Steps`. JAX makes the loop that goes back over a scan. There the
+carry passes through an identity, which reports in its transpose that a step has been gone back
+over.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+import traceback
+import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,12 +32,159 @@ from jax.interpreters import ad
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.execution.loop_progress import LoopProgress, Told
+from batchax.frontend.options import check_progress
+from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.varying import mesh_around
+from batchax.progress import How, Progress
 from batchax.rules.masking import is_inexact
+
+
+@dataclass(frozen=True)
+class LoopProgress:
+    """Whom a loop tells how far it is. Equal to one that tells the same.
+
+    Attributes:
+      how: True, or a function of the user's, which is known by identity.
+      name: what the loop does.
+      unit: what its steps are, in the plural.
+    """
+
+    how: How = field(compare=False)
+    name: str
+    unit: str
+    _identity: Hashable = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # A method is another object each time that it is looked up.
+        owner = getattr(self.how, "__self__", self.how)
+        object.__setattr__(self, "_identity", (id(owner), getattr(self.how, "__name__", None)))
+
+    def derivative(self, name: str) -> LoopProgress:
+        """That of a loop which computes a derivative of this one."""
+        return replace(self, name=f"{name} of {self.name.removeprefix('tangents of ')}")
+
+    def tell(self, done: int, total: int, over: bool) -> None:
+        """So many steps are done of a loop, which may be over before all of them are.
+
+        Whatever goes wrong with telling it, the program goes on.
+        """
+        over = over or done == total
+        shown = _shown(self, total, done, over)
+        if shown.failed:
+            return
+        try:
+            if not callable(self.how):
+                shown.advance(done)
+            elif done or over:  # of the start there is nothing to tell
+                self.how(done, total)
+        except Exception as error:
+            shown.failed = True
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            warnings.warn(
+                f"progress={brief(self.how)} raised {brief(error)} at "
+                f"{place.filename}:{place.lineno}. The "
+                "loop goes on, and does not say any more how far it is.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if over:
+            shown.close()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a program calls, with the steps done and, if it is not known, how many there are.
+
+    Anything may follow. What is known is not passed by the program: each number takes time.
+    """
+
+    progress: LoopProgress
+    total: int | None
+    over: bool
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it is called with, before what may follow."""
+        return 1 if self.total is not None else 2
+
+    def __call__(self, done: Any, *more: Any) -> None:
+        total = int(more[0]) if self.total is None else self.total
+        self.progress.tell(int(done), total, self.over)
+
+
+def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
+    """What the option `progress` asks for, of a loop over steps of `fun`; None for nothing.
+
+    Raises:
+      ArgumentTypeError: it is neither a bool nor callable.
+    """
+    check_progress(how, unit)
+    name = name_of(fun)
+    return None if how is False else LoopProgress(how, name, unit)
+
+
+class _Shown:
+    """What is shown of a loop, from the first call on to one that says it is over."""
+
+    def __init__(self, of: LoopProgress, total: int) -> None:
+        self.failed, self._done = False, 0
+        self._heard, self._longest = time.monotonic(), 0.0
+        self._bar = None
+        if not callable(of.how):
+            self._bar = Progress(of.how, of.name, total, 0, of.unit, attended=True)
+
+    def hear(self) -> None:
+        now = time.monotonic()
+        self._longest = max(self._longest, now - self._heard)
+        self._heard = now
+
+    def advance(self, done: int) -> None:
+        with _lock:
+            more = done - self._done
+            if self._bar is not None and more > 0:
+                self._done = done
+                self._bar.advance(more)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with contextlib.suppress(Exception):
+                self._bar.close()
+
+    def seems_left(self) -> bool:
+        """Whether the last call was so long ago that the program must have failed."""
+        silence = time.monotonic() - self._heard
+        return silence > 5.0 and silence > 10 * self._longest
+
+
+_running: dict[tuple[LoopProgress, int], _Shown] = {}
+_lock = threading.RLock()
+
+
+def _shown(of: LoopProgress, total: int, done: int, over: bool) -> _Shown:
+    """What is shown of a loop of so many steps, which is begun anew when none is done."""
+    loop = of, total
+    with _lock:
+        if not done:  # what is there is of a run that failed, if not of another thread's
+            _forget(loop)
+        if loop not in _running:
+            for other in [other for other, shown in _running.items() if shown.seems_left()]:
+                _forget(other)
+            _running[loop] = _Shown(*loop)
+        shown = _running[loop]
+        shown.hear()
+        if over:
+            del _running[loop]
+    return shown
+
+
+def _forget(loop: tuple[LoopProgress, int]) -> None:
+    left = _running.pop(loop, None)
+    if left is not None:
+        left.close()
+
 
 _CALLS = 50  # in a loop: each takes 0.1 to 0.2 milliseconds
 
