@@ -83,7 +83,7 @@ def run(page):
                 exec(compile("\n" * (line - 1) + text, page, "exec"), namespace)
             printed = output.getvalue()
         elif language == "text" and adjacent and printed is not None:
-            assert printed.rstrip() == text.rstrip(), f"{where}: printed otherwise"
+            assert printed.rstrip() == text.rstrip(), f"{where}: printed otherwise:\n{printed}"
             printed = None
 
 
