@@ -39,12 +39,10 @@ from batchax.errors import (
 from batchax.execution.memory import BatchSizeChoice, batch_size_choices
 from batchax.explain.explain import Explanation, explain
 from batchax.find_nonfinite import find_nonfinite
-from batchax.frontend.containers import register_container, unregister_container
-from batchax.frontend.lane_keys import split_key
-from batchax.frontend.local_rows import local
+from batchax.frontend.arguments import local, split_key
+from batchax.frontend.containers import LANE_INDEX, register_container, unregister_container
 from batchax.frontend.outputs import AUTO, Reduce
-from batchax.frontend.parts import LANE_INDEX
-from batchax.frontend.reduction import Reduction
+from batchax.frontend.reductions import Reduction
 from batchax.gather import gather
 from batchax.host_function import host_function
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, move_axis

@@ -20,10 +20,9 @@ from batchax.execution.chunked import find_chunking
 from batchax.frontend.arguments import array_inside
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
-from batchax.frontend.options import check_small_matrices
+from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
+from batchax.frontend.options import OF_RANKS, check_small_matrices
 from batchax.frontend.outputs import flatten_arrays, is_array
-from batchax.frontend.prefixes import SpecifiedLeaf, anew, spread_specs
-from batchax.frontend.words_of_others import OF_RANKS
 from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
 from batchax.ranks.declared import (

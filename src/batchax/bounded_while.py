@@ -14,7 +14,8 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.progress import Steps, find_progress
 from batchax.execution.steps import run_until
 from batchax.frontend.advice import carry_in_errors
-from batchax.frontend.carries import (
+from batchax.frontend.in_axes import is_position
+from batchax.frontend.outputs import (
     carry_keys,
     check_predicate,
     check_structure,
@@ -22,7 +23,6 @@ from batchax.frontend.carries import (
     flatten_carry,
     settle,
 )
-from batchax.frontend.in_axes import is_position
 from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis

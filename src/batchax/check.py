@@ -16,8 +16,7 @@ from batchax.comparing import difference_of_trees, directions
 from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
-from batchax.frontend.objects import without_objects
+from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes, without_objects
 from batchax.frontend.options import check_callable, check_flags, check_tolerances
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import brief, name_of

@@ -15,11 +15,9 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import argument_names, is_position
-from batchax.frontend.objects import is_array
-from batchax.frontend.options import check_callable
+from batchax.frontend.in_axes import argument_names, is_array, is_position
+from batchax.frontend.options import check_callable, check_options
 from batchax.frontend.outputs import Reduce
-from batchax.frontend.words_of_others import check_options
 from batchax.jaxprs.spoken import brief, show
 from batchax.vmap import MoreOptions, vmap
 

@@ -30,9 +30,9 @@ from batchax.frontend.options import (
     check_one_of,
     check_progress,
     check_small_matrices,
+    in_our_words,
 )
 from batchax.frontend.outputs import check_out_axes
-from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.spoken import brief
 
 _ON_ERROR = ("raise", "quarantine")

@@ -17,9 +17,14 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.option import resolved
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.frontend.in_axes import check_in_axes, is_position
-from batchax.frontend.options import check_callable, check_flags, check_one_of, check_small_matrices
+from batchax.frontend.options import (
+    check_callable,
+    check_flags,
+    check_one_of,
+    check_small_matrices,
+    in_our_words,
+)
 from batchax.frontend.outputs import check_out_axes
-from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.spoken import brief
 
 

@@ -17,20 +17,15 @@ from batchax.execution.scan_steps import run_scan
 from batchax.execution.steps import ScanProgram, run_until
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
+    Mapped,
+    MappedRows,
     check_axis_size,
     find_axis_size,
     flatten_arguments,
+    with_lane_indices,
 )
 from batchax.frontend.batched import Batched
-from batchax.frontend.carries import (
-    carry_keys,
-    check_predicate,
-    check_structure,
-    check_types,
-    flatten_carry,
-    settle,
-)
-from batchax.frontend.containers import is_container_spec
+from batchax.frontend.containers import AxisSpec, is_container_spec
 from batchax.frontend.in_axes import (
     STEPS,
     argument_names,
@@ -38,16 +33,19 @@ from batchax.frontend.in_axes import (
     check_in_axes,
     is_position,
 )
-from batchax.frontend.mapped import Mapped, MappedRows, with_lane_indices
-from batchax.frontend.options import check_callable, check_flags
+from batchax.frontend.options import check_callable, check_flags, in_our_words
 from batchax.frontend.outputs import (
     FlatOutputs,
     as_array,
+    carry_keys,
+    check_predicate,
+    check_structure,
+    check_types,
     flatten_arrays,
+    flatten_carry,
     flatten_outputs,
+    settle,
 )
-from batchax.frontend.parts import AxisSpec
-from batchax.frontend.words_of_others import in_our_words
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
 from batchax.jaxprs.spoken import brief, listed, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value

@@ -12,7 +12,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
-from batchax.frontend.objects import is_array, is_flag
+from batchax.frontend.in_axes import is_array, is_flag
 from batchax.frontend.options import checked_list
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value

@@ -13,7 +13,7 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.containers import arrays_inside
-from batchax.frontend.objects import without_objects
+from batchax.frontend.in_axes import without_objects
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged

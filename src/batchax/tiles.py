@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_one_of
-from batchax.frontend.parts import AxisSpec, Parts
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged

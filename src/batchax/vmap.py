@@ -27,21 +27,20 @@ from batchax.frontend.arguments import (
     check_axis_name,
     check_axis_size,
     find_axis_size,
+    find_mesh_axis,
     flatten_arguments,
     mesh_axis_names,
+    with_lane_indices,
 )
 from batchax.frontend.batched import Batched
-from batchax.frontend.in_axes import LANES, check_in_axes
-from batchax.frontend.mapped import find_mesh_axis, with_lane_indices
-from batchax.frontend.objects import check_same
-from batchax.frontend.options import check_callable, check_flags, check_small_matrices
+from batchax.frontend.in_axes import LANES, check_in_axes, check_same
+from batchax.frontend.options import check_callable, check_flags, check_small_matrices, in_our_words
 from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
-from batchax.frontend.words_of_others import in_our_words
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 

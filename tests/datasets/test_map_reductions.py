@@ -10,7 +10,7 @@ import pytest
 import batchax as bx
 from batchax.datasets.program import program_of
 from batchax.datasets.row_function import RowFunction
-from batchax.frontend.named_reductions import REDUCTIONS
+from batchax.frontend.reductions import REDUCTIONS
 
 from support.oracle import same
 

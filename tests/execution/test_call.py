@@ -10,7 +10,7 @@ from jax.core import eval_jaxpr
 
 from batchax.errors import AxisError
 from batchax.execution.call import AllAtOnce, Call, Way, execute, through
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import flatten_outputs
 from batchax.kernel.axis import Axis
 from batchax.memo import Memo

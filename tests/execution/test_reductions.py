@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.frontend.named_reductions import REDUCTIONS, Kind
+from batchax.frontend.reductions import REDUCTIONS, Kind
 
 from support.chunks import computed
 from support.oracle import at_once, example, same, same_type

@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import batchax as bx
-from batchax.frontend.objects import without_objects
+from batchax.frontend.in_axes import without_objects
 
 from support.oracle import example, same
 

@@ -22,8 +22,8 @@ from batchax.datasets.sources import as_source
 from batchax.datasets.streams import Stream, StreamLeaf, is_one_by_one, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
-from batchax.frontend.converted import converted
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
+from batchax.frontend.options import converted
 from batchax.jaxprs.spoken import brief
 from batchax.rows.arrow import by_axis
 

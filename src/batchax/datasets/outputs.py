@@ -17,9 +17,9 @@ from batchax.datasets.parts import Leaf
 from batchax.datasets.source import native
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.execution.sections import result_type
-from batchax.frontend import reducing
+from batchax.frontend import reductions
 from batchax.frontend.containers import is_container
-from batchax.frontend.in_axes import is_position
+from batchax.frontend.in_axes import is_position, spread_specs
 from batchax.frontend.outputs import (
     AUTO,
     Reduce,
@@ -28,8 +28,7 @@ from batchax.frontend.outputs import (
     is_added,
     is_output_spec,
 )
-from batchax.frontend.prefixes import spread_specs
-from batchax.frontend.reduction import Reduction
+from batchax.frontend.reductions import Reduction
 from batchax.rows.checks import without
 from batchax.rows.ragged import Ragged
 
@@ -59,7 +58,7 @@ class Output:
     def state(self) -> Any:
         """The types of what is known of some of the rows, if it is reduced."""
         assert self.spec is not None
-        return reducing.state_type(self.spec.reduction, self.row)
+        return reductions.state_type(self.spec.reduction, self.row)
 
     @property
     def described(self) -> int | str:
@@ -68,7 +67,7 @@ class Output:
             return self.leaf.axis
         if isinstance(self.spec.kind, str):
             return self.spec.kind
-        parts = functools.partial(reducing.in_two_parts, self.spec.kind)
+        parts = functools.partial(reductions.in_two_parts, self.spec.kind)
         return digest(jax.make_jaxpr(parts)(self.row, self.row))
 
     @property
@@ -213,8 +212,8 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
     for output, x in zip(outputs, leaves, strict=True):
         if output.reduces is not None and not is_added(output.spec):
             index = numbers.astype(np.int32)
-            states = reducing.states_of(output.reduces, x, 0, index, real)
-            x = reducing.folded(output.reduces, *states)
+            states = reductions.states_of(output.reduces, x, 0, index, real)
+            x = reductions.folded(output.reduces, *states)
         arrays.append(x)
     return arrays
 
@@ -222,7 +221,7 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
 def combined(output: Output, parts: Sequence[Any]) -> Any:
     """States of some of the rows as one, in double precision."""
     assert output.reduces is not None
-    return reducing.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
+    return reductions.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
 
 
 def of_no_rows(output: Output) -> Any:
@@ -231,14 +230,14 @@ def of_no_rows(output: Output) -> Any:
     return jax.tree.map(
         lambda x, none: np.full(x.shape, none, x.dtype),
         output.state,
-        reducing.neutral_like(output.reduces, output.state),
+        reductions.neutral_like(output.reduces, output.state),
     )
 
 
 def finished(output: Output, whole: Any, rows: int) -> np.ndarray:
     """A reduction over so many rows, from the state of all."""
     assert output.reduces is not None
-    return reducing.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
+    return reductions.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
 
 
 def named_parts(output: Output, state: Any) -> dict[str, np.ndarray]:

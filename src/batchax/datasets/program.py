@@ -19,7 +19,7 @@ from batchax.datasets.row_function import RowFunction
 from batchax.datasets.row_types import ragged_type
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
-from batchax.frontend.converted import converted
+from batchax.frontend.options import converted
 from batchax.rows.checks import without
 from batchax.rows.ragged import Ragged
 

@@ -27,8 +27,8 @@ from jax.core import Tracer, eval_jaxpr
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import compiled_whole
-from batchax.frontend.mapped import Mapped
-from batchax.frontend.objects import is_array
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.in_axes import SpecifiedLeaf, is_array
 from batchax.frontend.outputs import (
     Described,
     FlatOutputs,
@@ -38,7 +38,6 @@ from batchax.frontend.outputs import (
     is_added,
     place,
 )
-from batchax.frontend.prefixes import SpecifiedLeaf
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position

@@ -36,8 +36,8 @@ from batchax.execution.gathered_lanes import GatheredLanes, put
 from batchax.execution.memory import Auto
 from batchax.execution.progress import LoopProgress
 from batchax.execution.slices import blank, put_part
-from batchax.frontend import reducing
-from batchax.frontend.reduction import Reduction
+from batchax.frontend import reductions
+from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.own_primitive import declare
@@ -97,11 +97,11 @@ class Combined:
 
     def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         """The arrays of the state of both."""
-        return self._arrays(functools.partial(reducing.combined, self.reduction), 0, one, other)
+        return self._arrays(functools.partial(reductions.combined, self.reduction), 0, one, other)
 
     def folded(self, parts: Sequence[Any]) -> list[Any]:
         """The arrays of the state of all parts, which are along axis 0."""
-        return self._arrays(functools.partial(reducing.folded, self.reduction), 1, parts)
+        return self._arrays(functools.partial(reductions.folded, self.reduction), 1, parts)
 
     def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
         for _ in range(self.outer):

@@ -32,7 +32,7 @@ from batchax.execution.devices.shards import (
     sharding_of,
 )
 from batchax.execution.memory import Auto
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of, has_entry

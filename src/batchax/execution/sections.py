@@ -42,9 +42,9 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.devices.shards import Shards
 from batchax.execution.memory import Auto
 from batchax.execution.progress import LoopProgress
-from batchax.frontend import reducing
+from batchax.frontend import reductions
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
-from batchax.frontend.reduction import Reduction
+from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.words import Eqn, Value
@@ -237,14 +237,14 @@ def partial_result(
         result = _result_type(reduction, 0, *of_one)
         return [x.state(reduction, real)], Partial([SUM], _ONE_ARRAY, result)
     result = result_type(reduction, x, axis)
-    states, at = reducing.states_of(reduction, x, axis, index, real)
+    states, at = reductions.states_of(reduction, x, axis, index, real)
     arrays, structure = jax.tree.flatten(states)
     specs: list[Result]
-    operation = reducing.operation_of(reduction)
+    operation = reductions.operation_of(reduction)
     match operation and operation.held:
         case None if operation is None:
-            state = reducing.folded(reduction, states, at)
-            arrays, none = jax.tree.leaves(state), reducing.neutral_like(reduction, state)
+            state = reductions.folded(reduction, states, at)
+            arrays, none = jax.tree.leaves(state), reductions.neutral_like(reduction, state)
             specs = [
                 Combined(reduction, structure, k, number)
                 for k, number in enumerate(jax.tree.leaves(none))
@@ -252,10 +252,10 @@ def partial_result(
         case None:
             # The derivative of a product needs, for each chunk, the product of the others. So the
             # product of each chunk is kept.
-            arrays = [s[None] for s in jax.tree.leaves(reducing.folded(reduction, states, at))]
+            arrays = [s[None] for s in jax.tree.leaves(reductions.folded(reduction, states, at))]
             specs = [PerChunk(0) for _ in arrays]
         case "sum":
-            arrays = jax.tree.leaves(reducing.folded(reduction, states, at))
+            arrays = jax.tree.leaves(reductions.folded(reduction, states, at))
             specs = [SUM for _ in arrays]
         case kind:
             specs = [Extreme(kind, at) for _ in arrays]
@@ -269,8 +269,8 @@ def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: 
     """
     state = jax.tree.unflatten(part.structure, results)
     if PerChunk in map(type, part.specs):
-        state = reducing.folded(reduction, state)
-    return reducing.finished(reduction, state, size).astype(part.result.dtype)
+        state = reductions.folded(reduction, state)
+    return reductions.finished(reduction, state, size).astype(part.result.dtype)
 
 
 def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
@@ -283,7 +283,7 @@ def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
 @memoized("types of reductions", most=256)
 def _result_type(reduction: Reduction, axis: int, shape: Any, dtype: Any, weak_type: bool) -> Any:
     one = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-    return jax.eval_shape(lambda x: reducing.of_all(reduction, x, axis), one)
+    return jax.eval_shape(lambda x: reductions.of_all(reduction, x, axis), one)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,9 @@ from jax.core import Tracer
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.explain.account import Timing
 from batchax.explain.wording import show_options
-from batchax.frontend.arguments import find_axis_size, flatten_arguments
+from batchax.frontend.arguments import find_axis_size, flatten_arguments, with_lane_indices
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import argument_names
-from batchax.frontend.mapped import with_lane_indices
 from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.derivatives import with_values

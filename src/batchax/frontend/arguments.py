@@ -1,8 +1,8 @@
 """From a user's call to flat values, each with its batch axis.
 
-`flatten_arguments` spreads `in_axes` over the arguments, checks every mapped
-leaf, finds the size of the axis, and knows how to rebuild the arguments that
-one example sees. Every check happens before any work is done.
+`flatten_arguments` spreads `in_axes` over the arguments, checks every mapped leaf, finds the size
+of the axis, and rebuilds the arguments that one example sees. Every check happens before any work
+is done. `split_key` makes one random key a key for each lane.
 """
 
 from __future__ import annotations
@@ -11,26 +11,254 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.advice import NO_SUCH_AXIS, by_name, is_key, may_be_key, split_key
-from batchax.frontend.containers import BatchOfRows, parts_of_argument
-from batchax.frontend.in_axes import LANES, Terms, is_position, spread_in_axes
-from batchax.frontend.local_rows import LocalRows, only_mapped
-from batchax.frontend.mapped import LaneIndices, Mapped, MappedRows, OwnRows
-from batchax.frontend.objects import is_array
-from batchax.frontend.parts import LANE_INDEX, AxisSpec
-from batchax.frontend.prefixes import SpecifiedLeaf
+from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.advice import NO_SUCH_AXIS, advise_split_key, by_name, is_key, may_be_key
+from batchax.frontend.containers import (
+    LANE_INDEX,
+    AxisSpec,
+    BatchOfRows,
+    Parts,
+    is_container,
+    parts_of_argument,
+)
+from batchax.frontend.in_axes import (
+    LANES,
+    SpecifiedLeaf,
+    Terms,
+    is_array,
+    is_position,
+    spread_in_axes,
+)
 from batchax.jaxprs.spoken import listed, show
 from batchax.jaxprs.words import Value
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.varying import as_lanes
+
+Self = TypeVar("Self", bound="Mapped")
+
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """An argument of a batched function: an array, where it came from, and its batch axis.
+
+    Attributes:
+      path: what messages call it.
+      value: an array of JAX's, or of NumPy's where lanes go to devices; a reference.
+      axis: its batch axis; None if all lanes have it alike.
+      spec: what `in_axes` says of a batch of rows.
+      given: the user's own, if `value` stands for it.
+      typed: whether the type of its value may tell where lanes are.
+    """
+
+    typed: ClassVar[bool] = True
+
+    path: str
+    value: Value
+    axis: Position
+    spec: Any = None
+    given: Any = None
+
+    @property
+    def lanes(self) -> Any:
+        """How many lanes there are, if it says so."""
+        return None if self.axis is None else self.value.shape[self.axis]
+
+    def with_own_axis(self: Self) -> Self | None:
+        """The same with an axis that is not negative; None if the array has no such axis."""
+        if self.axis is None:
+            return self
+        ndim = len(self.value.shape)
+        if 0 <= self.axis < ndim:
+            return self
+        return replace(self, axis=self.axis % ndim) if -ndim <= self.axis < 0 else None
+
+    def sharded_over(self) -> tuple[Any, ...]:
+        """The mesh axis that its type says lanes are sharded over, or None; if it says anything."""
+        if self.axis is None or not self.typed:
+            return ()
+        spec = getattr(getattr(jax.typeof(self.value), "sharding", None), "spec", ())
+        return (spec[self.axis] if self.axis < len(spec) else None,)
+
+    def put(self: Self, value: Value) -> Self:
+        """The same argument, whose value is now elsewhere, or in another form."""
+        if value is self.value:
+            return self
+        return replace(self, value=value, given=self.value if self.given is None else self.given)
+
+
+class LaneIndices(Mapped):
+    """The index of each lane, once it is known how many there are."""
+
+    typed: ClassVar[bool] = False
+
+    @property
+    def lanes(self) -> Any:
+        return None
+
+    def with_own_axis(self: Self) -> Self:
+        return self
+
+
+class MappedRows(Mapped):
+    """A batch of rows of different lengths, which no type describes."""
+
+    typed: ClassVar[bool] = False
+
+
+class OwnRows(Mapped):
+    """Rows that this process has by itself: not where other processes have theirs."""
+
+    typed: ClassVar[bool] = False
+
+
+def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, Any]:
+    """The mesh axis that types of arguments say the mapped axis is sharded over, and its mesh.
+
+    Raises:
+      AxisError: the arguments say different things, or not what `spmd_axis_name` says.
+    """
+    entries = {m.path: entry for m in mapped for entry in m.sharded_over()}
+    mesh_axes = set(entries.values())
+    if len(mesh_axes) > 1:
+        raise AxisError(
+            "the mapped axes must be sharded over one mesh axis, but they are sharded as\n"
+            + "\n".join(f"  {path}: {entry!r}" for path, entry in entries.items())
+            + "\nUse jax.sharding.reshard on the arguments that differ."
+        )
+    mesh_axis = next(iter(mesh_axes), None)
+    if None not in (mesh_axis, spmd_axis_name) and spmd_axis_name not in (mesh_axis, (mesh_axis,)):
+        raise AxisError(
+            f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
+            f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
+        )
+    if mesh_axis is None:
+        return None, None
+    sharded = next(m for m in mapped if m.sharded_over())
+    return mesh_axis, jax.typeof(sharded.value).sharding.mesh
+
+
+def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:
+    """The arguments with the indices of all lanes where they want that of a lane.
+
+    Raises:
+      UnsupportedError: lanes are sharded by their types over a mesh that is not set.
+    """
+    of_indices = [m for m in mapped if isinstance(m, LaneIndices)]
+    if not of_indices:
+        return list(mapped)
+    indices = jnp.arange(axis.size, dtype=np.int32)
+    if axis.mesh_axis is not None:  # as the types of the arguments have it
+        sharded = next(m for m in mapped if m.axis is not None and m not in of_indices)
+        if jax.sharding.get_abstract_mesh().empty:
+            raise UnsupportedError(
+                f"{of_indices[0].path} needs the index of each lane, and {sharded.path} is sharded "
+                f"over {axis.mesh_axis!r}, an axis of type Explicit, of a mesh that is not set. "
+                "Call it inside `with jax.set_mesh(mesh):`."
+            )
+        on_mesh = jax.typeof(sharded.value).sharding.update(spec=PartitionSpec(axis.mesh_axis))
+        indices = jax.sharding.reshard(indices, on_mesh)
+    (indices,) = as_lanes(axis, [indices], [0])
+    return [Mapped(m.path, indices, 0) if m in of_indices else m for m in mapped]
+
+
+class LocalRows:
+    """An array with this process's own rows of a batch.
+
+    Attributes:
+      array: the rows.
+      shape: that of `array`, and once all processes have said how many rows they have, that of the
+        rows of all.
+      first: the index of the first of them among those of all.
+    """
+
+    def __init__(self, array: Value, shape: tuple[int, ...], first: int = 0) -> None:
+        self.array, self.shape, self.first = array, shape, first
+
+    @property
+    def ndim(self) -> int:
+        """As of an array."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """As of an array."""
+        return self.array.dtype
+
+    def __jax_array__(self) -> NoReturn:
+        raise only_mapped("it was used as an array")
+
+
+@_compat.api_boundary
+def local(tree: Any) -> Any:
+    """Says of an argument of `vmap` that its rows are this process's own.
+
+    Where several processes run one program, an array of NumPy given to ``vmap(..., mesh="all")`` is
+    the whole batch on each of them. Of ``local(x)`` each process has its own rows, as many as it
+    happens to have, or none; they run on its own devices, and the batch is those of process 0, then
+    those of process 1, and so on.
+
+    How many rows each has the processes tell each other, so all of them must make the call.
+    With one process it is the whole batch.
+
+    Args:
+      tree: a pytree of arrays, which `in_axes` goes by as if they were given themselves.
+
+    Returns:
+      What to pass to a function of `vmap` with `mesh`, outside of `jit`.
+
+    Raises:
+      ArgumentTypeError: a leaf is no array.
+      UnsupportedError: it is traced (inside of `jit` arrays are those of all processes), or
+        is spread over several processes already.
+
+    Example:
+      >>> rows = np.arange(4.0) + 4 * jax.process_index()  # what this process has read
+      >>> mean = bx.vmap(jnp.square, out_axes=bx.Reduce("mean"), mesh="all")
+      >>> print(mean(bx.local(rows)))  # over the rows of all processes, here of one
+      3.5
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
+    return structure.unflatten([_local(f"x{jax.tree_util.keystr(k)}", x) for k, x in leaves])
+
+
+def _local(path: str, x: Value) -> LocalRows:
+    if isinstance(x, Tracer):
+        raise UnsupportedError(
+            f"local: {path} is traced. Inside of jit an array is that of all processes, and nobody "
+            "knows yet how many rows each has. Call the function of vmap outside of jit."
+        )
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        raise UnsupportedError(
+            f"local: {path} is an array of several processes already: pass it as it is."
+        )
+    if isinstance(x, BatchOfRows):
+        raise ArgumentTypeError(
+            f"local: {path} is of type {type(x).__name__}. Rows of different lengths are dealt out "
+            "to devices by lengths that all processes must know: give all rows on all processes, "
+            "without local, or pad a process's own: local(x.to_padded())."
+        )
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ArgumentTypeError(
+            f"local: {path} is of type {type(x).__name__}, not an array of NumPy or JAX."
+        )
+    return LocalRows(x, x.shape)
+
+
+def only_mapped(what: str) -> ArgumentTypeError:
+    """The error for rows that are no argument that lanes of a mesh are taken from."""
+    return ArgumentTypeError(
+        f"batchax.local(x) is for an argument that vmap maps, with mesh=, but {what}."
+    )
 
 
 @dataclass(frozen=True)
@@ -111,7 +339,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
         + _hint_for_trees(sized)
         + f"\nGive None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
-        + "".join(split_key(m.path, lanes, terms.each, sure=False) for m in keys)
+        + "".join(advise_split_key(m.path, lanes, terms.each, sure=False) for m in keys)
     )
 
 
@@ -358,7 +586,7 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
             + _hint_for_numbers(wrong)
             + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
-            + "".join(split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
+            + "".join(advise_split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
         )
     return checked
 
@@ -378,3 +606,39 @@ def _check_references(mapped: list[Mapped]) -> None:
 
 def _shape(x: Value) -> str:
     return "(" + ", ".join(map(str, x.shape)) + ("," if len(x.shape) == 1 else "") + ")"
+
+
+class _SplitKey(AxisSpec):
+    """What `in_axes` says for one random key, of which each lane gets a key of its own.
+
+    Lane `i` gets ``jax.random.fold_in(key, i)``, whatever the chunks, the buckets or the mesh that
+    it runs in; in nested vmaps, the key of its outer lane folded with its inner index. It draws
+    what ``fun`` draws alone with that key, also where the key is one of ``impl="rbg"``, of which
+    lanes of ``jax.vmap`` draw other numbers, and take longer.
+
+    A key for which `in_axes` says None is the same in each lane, and so is what is drawn from it:
+    that mistake is the reason to have this. Inside a ``shard_map`` of your own, lanes are counted
+    in each shard: fold ``jax.lax.axis_index`` of the mesh axis into the key before.
+
+    Example:
+      >>> noisy = lambda key, x: x + jax.random.normal(key)
+      >>> ys = bx.vmap(noisy, (bx.split_key, 0))(jax.random.key(0), jnp.zeros(1000))
+      >>> 0.9 < ys.std() < 1.1
+      Array(True, dtype=bool)
+    """
+
+    def of_argument(self, value: Value, path: str) -> Parts:
+        if not (hasattr(value, "dtype") and (is_key(value) or may_be_key(value))):
+            raise ArgumentTypeError(
+                f"in_axes gives {self!r} for {path}, which is {show(value)}: it takes one "
+                "random key, of jax.random.key(seed). Give 0 for an array of keys, one for each "
+                "lane."
+            )
+        names = [path, path]
+        return Parts([value, LANE_INDEX], [None, 0], lambda x: jax.random.fold_in(*x), names)
+
+    def __repr__(self) -> str:
+        return "batchax.split_key"
+
+
+split_key = _SplitKey()

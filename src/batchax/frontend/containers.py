@@ -1,27 +1,228 @@
 """Types whose batch axis is not an array axis.
 
-A registered container is one value to the user: a batch of it goes in, the
-per-example function sees one element, and a batch of it comes out. What it is
-made of, and where the batch axis of each part is, its registration says: the
-user's with `register_container`, or that of JAX (of sparse matrices, say).
+A registered container is one value to the user: a batch of it goes in, the per-example function
+sees one element, and a batch of it comes out. Its registration determines its arrays and the batch
+axis of each: the user's, with `register_container`, or that of JAX (of sparse matrices, say).
+
+To the front end a key for each lane, a tile of an array, a container and a sparse matrix of JAX are
+one thing: *parts*, each with its own specification, and a function that builds the whole from them.
+Parts are arrays, or values that have parts in turn.
+
+A type registered with ``jax.interpreters.batching.register_vmappable`` has a pair of functions that
+map over the arrays inside. They run twice: first with a function that collects the arrays and
+returns placeholders; then with one that returns the batched arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError
-from batchax.frontend import of_jax
-from batchax.frontend.parts import LANE_INDEX, Parts
+from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a value is made of.
+
+    Attributes:
+      values: its parts: those of an argument are of all lanes, those of an output of one lane.
+      specs: what `in_axes`, or `out_axes`, says of each.
+      join: makes the whole again, of what the parts have become meanwhile: an argument of those
+        of one lane, an output of those of all lanes.
+      names: what messages call each part; by default as the whole, and numbered if there are
+        several.
+    """
+
+    values: Sequence[Value]
+    specs: Sequence[Any]
+    join: Callable[[Sequence[Any]], Any]
+    names: Sequence[str] = ()
+
+    def named(self, path: str) -> list[tuple[str, Any, Any]]:
+        """Of each part its name in messages, where `path` is that of the whole; value; spec."""
+        many = len(self.values) > 1
+        numbered = [f"{path} (array {i})" if many else path for i in range(len(self.values))]
+        return list(zip(self.names or numbered, self.values, self.specs, strict=True))
+
+
+class AxisSpec:
+    """Base of kinds of axis, in `in_axes` and `out_axes`, that say what a value is made of.
+
+    A kind of axis for arguments alone, or for outputs alone, overrides one of the methods.
+    """
+
+    def of_argument(self, value: Value, path: str) -> Parts:
+        """What an argument is made of, for which `in_axes` gives this."""
+        raise ArgumentTypeError(
+            f"in_axes gives {self!r} for {path}: that kind of axis is for outputs, in out_axes."
+        )
+
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
+        """What an output of one of `size` lanes is made of, for which `out_axes` gives this."""
+        raise ArgumentTypeError(
+            f"out_axes gives {self!r} for {path}: that kind of axis is for arguments, in in_axes."
+        )
+
+
+class _LaneIndex:
+    """In the place of an array that a container is made of: the index of each lane.
+
+    What `to_arrays` of `register_container` returns may have it, with axis 0. What `to_example` is
+    then given is an int32 scalar: 0 in the first lane, whatever the chunks or the mesh that it runs
+    in. How many lanes there are, arrays say, or ``axis_size``.
+
+    Example:
+      >>> class Grid:  # points from `start`, a step apart, which nobody stores
+      ...     def __init__(self, start, step, size):
+      ...         self.start, self.step, self.size = start, step, size
+      >>> bx.register_container(
+      ...     Grid,
+      ...     to_arrays=lambda g, axis: ([jnp.zeros(g.size), bx.LANE_INDEX], [0, 0]),
+      ...     to_example=lambda g, axis, arrays: g.start + g.step * arrays[1],
+      ...     from_example=lambda g, axis: [],
+      ...     to_batch=lambda g, axis, arrays: g,
+      ... )
+      >>> print(bx.vmap(lambda x: x**2)(Grid(1.0, 0.5, 4)))
+      [1.   2.25 4.   6.25]
+    """
+
+    def __repr__(self) -> str:
+        return "batchax.LANE_INDEX"
+
+
+LANE_INDEX = _LaneIndex()
+
+
+def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
+    """What an argument of such a type is made of.
+
+    Raises:
+      ArgumentTypeError: `spec` is not of the type that the registration takes.
+      AxisError: the registration refuses it.
+    """
+    spec = _position(value, spec, np.ndim(value), path, "in_axes")
+    to_example, _ = _compat.own_batches(value)
+    arrays, axes = [], []
+
+    def note(x: Value, axis: Any) -> Any:
+        arrays.append(x)
+        axes.append(axis)
+        return _example_of(x, axis)
+
+    with _asked(path, "in_axes", spec):
+        to_example(note, lambda: note(LANE_INDEX, 0), value, spec)
+
+    def join(examples: Sequence[Any]) -> Any:
+        each = iter(examples)
+        return to_example(lambda *_: next(each), lambda: next(each), value, spec)
+
+    return Parts(arrays, axes, join)
+
+
+def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts:
+    """What an output of such a type is made of, for one of `size` lanes.
+
+    Raises:
+      ArgumentTypeError: `spec` is not of the type that the registration takes.
+      AxisError: the registration refuses it.
+    """
+    if spec is None:  # it depends on no lane, or is refused with the arrays it is made of
+        made_of, structure = jax.tree.flatten(value)
+        return Parts(
+            made_of, [None] * len(made_of), lambda outs: jax.tree.unflatten(structure, outs)
+        )
+    spec = _position(value, spec, np.ndim(value) + 1, path, "out_axes")
+    _, to_batch = _compat.own_batches(value)
+    arrays, axes = [], []
+
+    def note(lanes: Any, x: Value, axis: Any) -> Any:
+        arrays.append(x)
+        axes.append(axis)
+        shape = list(np.shape(x))
+        shape.insert(axis % (len(shape) + 1), lanes)
+        return _nothing(shape, x)
+
+    with _asked(path, "out_axes", spec):
+        to_batch(note, 1, value, spec)
+
+    example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
+
+    def join(outs: Sequence[Value]) -> Any:
+        each = iter(outs)
+        return to_batch(lambda *_: next(each), size, example, spec)
+
+    return Parts(arrays, axes, join)
+
+
+def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
+    """`spec` as the registration takes it: an int from the end is none for it."""
+    kind, name = _compat.type_of_batch_axis(value), type(value).__name__
+    spec = int(spec) if isinstance(spec, np.integer) else spec
+    if not isinstance(spec, kind) or isinstance(spec, bool):
+        raise ArgumentTypeError(
+            f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
+            f"{kind.__name__}. Give one, or None if it does not depend on the batch."
+        )
+    return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
+
+
+@contextmanager
+def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
+    """Says which axis it was that a registration refuses."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError) as error:
+        raise AxisError(
+            f"{what} gives {brief(spec)} for {path}, which it refuses: {error}"
+        ) from None
+
+
+def _example_of(x: Value, axis: Any) -> Any:
+    """What stands for one lane of `x`: of its type, for which nothing is computed."""
+    if x is LANE_INDEX:
+        return np.int32(0)
+    if axis is None or _compat.has_own_batches(x):
+        return x
+    shape = list(np.shape(x))
+    del shape[axis]
+    return _nothing(shape, x)
+
+
+def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
+    """`value` with stand-ins for what was traced, in a trace that has ended by now."""
+
+    def known(x: Value) -> Any:
+        return stand_in(x) if isinstance(x, Tracer) else x
+
+    if not jax.tree_util.all_leaves([value]):
+        return jax.tree.map(known, value)
+    again = copy.copy(value)
+    for name, x in getattr(value, "__dict__", {}).items():
+        object.__setattr__(again, name, jax.tree.map(known, x))
+    return again
+
+
+def _nothing(shape: Sequence[Any], like: Any) -> Any:
+    """An array of zeros, of that shape and the dtype of `like`, for which no memory is taken."""
+    dtype = jax.typeof(like).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        data = jax.eval_shape(jax.random.key_data, like)
+        zeros: Any = np.zeros((*shape, *data.shape[np.ndim(like) :]), data.dtype)
+        return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(like))
+    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 @dataclass(frozen=True)
@@ -194,7 +395,7 @@ def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
     if container is None:
         if not _compat.has_own_batches(value):
             return None
-        return of_jax.parts_of_argument(value, spec, path)
+        return vmappable_parts_of_argument(value, spec, path)
     spec = _checked(container, spec, path, "in_axes")
     arrays, axes = map(list, container.to_arrays(value, spec))
     _check_one_each(container, "to_arrays", arrays, axes, path)
@@ -224,7 +425,7 @@ def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | No
     if container is None:
         if not _compat.has_own_batches(value):
             return None
-        return of_jax.parts_of_output(value, spec, path, size)
+        return vmappable_parts_of_output(value, spec, path, size)
     if spec is not None:
         spec = _checked(container, spec, path, "out_axes")
     arrays = list(container.from_example(value, spec))
@@ -232,7 +433,7 @@ def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | No
     if spec is not None and container.batch_axes is not None:
         axes = list(container.batch_axes(value, spec))
         _check_one_each(container, "batch_axes", arrays, axes, path)
-    example = of_jax.without_tracers(value, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    example = without_tracers(value, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     return Parts(arrays, axes, lambda outs: container.to_batch(example, spec, outs))
 
 

@@ -1,23 +1,284 @@
-"""What `in_axes` says of each leaf of the arguments."""
+"""The axis of each leaf of the arguments, from specifications that are prefixes of their pytree.
+
+`in_axes=0`, `in_axes=({"w": None}, 1)` and `out_axes=(0, None)` all give the batch axis of each
+leaf. Such a specification is spread here over the leaves that it covers, with an error that names
+the argument if it does not fit.
+
+Leaves may be objects, such as the activation of a model. An axis for a whole pytree is for its
+arrays, and all lanes share the other leaves. If a function returns the same object each time that
+it is traced, the object is returned as it is.
+"""
 
 from __future__ import annotations
 
 import inspect
+import numbers
+import os
+import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.containers import is_container, is_container_spec
-from batchax.frontend.objects import is_flag, is_object, looks_like_array
-from batchax.frontend.parts import AxisSpec
-from batchax.frontend.prefixes import SpecifiedLeaf, spread_specs
+from batchax.frontend.containers import AxisSpec, DictOfBatches, is_container, is_container_spec
 from batchax.jaxprs.spoken import listed, name_of, show
 from batchax.jaxprs.words import Value
+
+
+@dataclass
+class SpecifiedLeaf:
+    """One leaf and what the specification says of it.
+
+    Attributes:
+      path: what messages call it.
+      value: the leaf.
+      spec: what the specification says of it.
+      inside: whether that is said of a tree which it is a leaf of, not of itself.
+    """
+
+    path: str
+    value: Value
+    spec: Any
+    inside: bool = False
+
+
+Rebuild = Callable[[Iterator[Any]], Any]
+"""Puts a tree together again from replacements for its leaves, in order."""
+
+
+def spread_specs(
+    spec: Any,
+    tree: Any,
+    path: str,
+    what: str,
+    is_spec: Callable[[Any], bool],
+    opaque_none: bool = False,
+    unit: str = "axis",
+    is_leaf: Callable[[Any], bool] = is_container,
+    by_name: bool = False,
+) -> tuple[list[SpecifiedLeaf], Rebuild]:
+    """Spreads the prefix `spec` over the leaves of `tree`.
+
+    Args:
+      spec: an axis specification, or a tree of them that is a prefix of `tree`.
+      tree: the arguments or outputs.
+      path: how the user would write `tree`, for messages.
+      what: "in_axes" or "out_axes", for messages.
+      is_spec: tells a specification from a tree of them.
+      opaque_none: whether a part with specification None is one leaf, whatever
+        it is, instead of being taken apart into leaves.
+      unit: what a single specification is, for messages.
+      is_leaf: tells what is one leaf wherever it is under a single specification.
+      by_name: whether a dict in `spec` may name some of the keys of a dict, or of the fields of a
+        NamedTuple or dataclass. For the others 0 is specified.
+
+    Returns:
+      The leaves with their specifications, and how to rebuild the tree.
+
+    Raises:
+      AxisError: `spec` is not a prefix of `tree`.
+    """
+    if spec is None and opaque_none:
+        return [SpecifiedLeaf(path, tree, None)], lambda values: anew(next(values))
+    if spec is None or is_spec(spec) or is_container_spec(spec):
+        if isinstance(tree, Tracer) or type(tree) is np.ndarray:  # as nearly all arguments are
+            return [SpecifiedLeaf(path, tree, spec)], next
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+        leaves = [
+            SpecifiedLeaf(path + jax.tree_util.keystr(keys), value, spec, bool(keys))
+            for keys, value in pairs
+        ]
+        count = len(leaves)
+        return leaves, lambda values: jax.tree_util.tree_unflatten(
+            treedef, [next(values) for _ in range(count)]
+        )
+
+    if is_container(tree) and type(spec) is type(tree):
+        name = type(tree).__name__
+        raise AxisError(
+            f"{what} gives a {name} for {path}: a batch of those has one batch axis, not one for "
+            f"each array that it is made of. Give the {unit} of {path} itself, such as 0."
+        )
+    tree = dict(tree) if isinstance(tree, DictOfBatches) else tree
+    children, treedef = _one_level(tree)
+    child_specs = _specs_by_name(spec, tree, children, path, what) if by_name else None
+    if child_specs is None:
+        pairs, spec_treedef = _one_level(spec)
+        if treedef != spec_treedef:
+            raise AxisError(_mismatch(spec, tree, path, what, unit))
+        child_specs = [child for _, child in pairs]
+    leaves, rebuilds = [], []
+    for (keys, child), child_spec in zip(children, child_specs, strict=True):
+        below = path + jax.tree_util.keystr(keys)
+        child_leaves, rebuild = spread_specs(
+            child_spec, child, below, what, is_spec, opaque_none, unit, is_leaf, by_name
+        )
+        leaves += child_leaves
+        rebuilds.append(rebuild)
+    return leaves, lambda values: jax.tree_util.tree_unflatten(
+        treedef, [rebuild(values) for rebuild in rebuilds]
+    )
+
+
+def _specs_by_name(
+    spec: Any, tree: Any, children: Sequence[Any], path: str, what: str
+) -> list[Any] | None:
+    """What `spec` says of each part of `tree`, if it is a dict and they have names; else None."""
+    names = [_name_of(keys) for keys, _ in children]
+    if type(spec) is not dict or not names or None in names:
+        return None
+    unknown = [name for name in spec if name not in names]
+    if unknown:
+        parts = "keys" if isinstance(tree, dict) else "fields"
+        raise AxisError(
+            f"{what} names {listed(map(repr, unknown))}, but the {parts} of {path} are "
+            f"{listed(map(repr, names))}."
+        )
+    return [spec.get(name, 0) for name in names]
+
+
+def _name_of(keys: Sequence[Any]) -> Any:
+    """The key of a dict, or the name of a field; None for what is found by its place."""
+    match keys[:1]:
+        case (jax.tree_util.DictKey(key=name),) | (jax.tree_util.GetAttrKey(name=name),):
+            return name
+        case _:
+            return None
+
+
+def anew(tree: Any) -> Any:
+    """`tree` with the same leaves in new containers, as a function under vmap sees it.
+
+    It is put together where the function is traced. So what the function does to a list or dict
+    stays inside, and a tree that knows the trace it was made in, as a module of Flax does, was made
+    in that of the function; its leaves are no part of the trace, and a number among them stays
+    known. Something that cannot be taken apart, such as a dict without an order, is passed as it
+    is.
+    """
+    try:
+        return jax.tree.map(lambda leaf: leaf, tree, is_leaf=is_container)
+    except (TypeError, ValueError):
+        return tree
+
+
+def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
+    return jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+
+
+def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
+    return (
+        f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
+        f"{_describe(tree)}. Give one {unit} for the whole of {path}, or {what} of the same "
+        "structure."
+    )
+
+
+def _describe(tree: Any) -> str:
+    if isinstance(tree, dict):
+        return f"a {type(tree).__name__} with keys [{listed(sorted(map(repr, tree)))}]"
+    if isinstance(tree, (tuple, list)):
+        return f"a {type(tree).__name__} of length {len(tree)}"
+    if tree is None:
+        return "None"
+    if hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        return f"an array of shape {tuple(tree.shape)}"
+    return f"a {type(tree).__name__}"
+
+
+def is_object(value: Value, path: str = "") -> bool:
+    """Whether a leaf is an object that is not an array, and was not meant as one.
+
+    In a list, tuple or dict, `path` ends with an index or key. There a collection, a path, or a
+    number of a type that JAX does not know, may be meant as a batch, and so may a string in a
+    list: these are not objects, and an axis for them raises. A field of a module, and what is
+    below one, is what the module says it is, as in ``equinox.filter_vmap``.
+    """
+    if looks_like_array(value):
+        return False
+    if callable(value) or isinstance(value, np.dtype) or _FIELD.match(path):
+        return True
+    if isinstance(value, (str, bytes)):
+        return path.endswith("]") and _ENTRY.search(path) is None
+    meant = (numbers.Number, os.PathLike, Iterable, Sized)
+    return not isinstance(value, meant)
+
+
+def looks_like_array(value: Value) -> bool:
+    """Whether `value` is an array or a number to JAX, or an array or table of another library."""
+    if callable(value) or isinstance(value, np.dtype):  # ``jnp.float32`` has a dtype
+        return False
+    return is_array(value) or any(hasattr(value, name) for name in _OF_ARRAYS)
+
+
+_OF_ARRAYS = ("shape", "dtype", "__array__", "__jax_array__", "__dlpack__")
+_FIELD = re.compile(r"\w*(\[[^\]]*\])*\.")  # a dot that is not in a key
+
+
+def is_array(value: Value) -> bool:
+    """Whether `value` is an array to JAX, or a number."""
+    try:
+        jax.typeof(value)
+    except (TypeError, ValueError):  # of what has a `__jax_array__`, as a batch of rows does
+        return False
+    return True
+
+
+def is_flag(value: Value, path: str) -> bool:
+    """Whether a leaf of a tree is a bool of Python's, by which a model says how it is to run.
+
+    One in a list or tuple may be meant as an entry of an array.
+    """
+    return isinstance(value, bool) and _ENTRY.search(path) is None
+
+
+_ENTRY = re.compile(r"\[\d+\]$")
+
+
+def without_objects(tree: Any) -> Any:
+    """`tree` with None in place of its objects, for who looks at arrays."""
+    # Of leaves alone: a model may be called, and holds arrays.
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: None if is_object(x, jax.tree_util.keystr(keys)) else x, tree
+    )
+
+
+def is_same(x: Value, y: Value) -> bool:
+    """Whether two objects are one, or equal strings, which hold no values of a trace."""
+    return x is y or (isinstance(x, (str, bytes)) and type(x) is type(y) and x == y)
+
+
+def check_same(
+    objects: Sequence[tuple[str, Any]], again: Callable[[], Sequence[tuple[str, Any]]]
+) -> None:
+    """Refuses objects in outputs that are others when the function is traced once more.
+
+    Another object may hold values of a trace, or of a lane.
+
+    Args:
+      objects: those of the first time, with what messages call them.
+      again: traces the function, and returns those of that time.
+
+    Raises:
+      ArgumentTypeError: names the first that is another.
+    """
+    if not objects:
+        return
+    second: list[tuple[str, Any]] = []
+    jax.eval_shape(lambda: second.extend(again()))
+    same = dict(second)
+    for path, x in objects:
+        if not is_same(x, same.get(path)):
+            raise ArgumentTypeError(
+                f"the function returned {path} of type {type(x).__name__}, which is not an array, "
+                "and is another object each time that the function is traced. Every output of a "
+                "batched function must be an array or a number, or the same for all lanes, as a "
+                "function is that is defined outside of it."
+            )
 
 
 @dataclass(frozen=True)

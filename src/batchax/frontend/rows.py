@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.arguments import Mapped, MappedRows
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.mapped import Mapped, MappedRows
 from batchax.frontend.options import check_one_of
 from batchax.frontend.outputs import Described
 from batchax.jaxprs.spoken import show

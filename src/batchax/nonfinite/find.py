@@ -15,8 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import jaxpr_as_fun
 
 from batchax.frontend.arguments import check_untraced
-from batchax.frontend.in_axes import spread_in_axes
-from batchax.frontend.objects import without_objects
+from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken

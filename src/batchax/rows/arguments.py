@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.errors import AxisError, BatchaxError, UnsupportedError
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.memo import Memo

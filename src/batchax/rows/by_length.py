@@ -25,7 +25,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import (
     AUTO,
     FlatOutputs,

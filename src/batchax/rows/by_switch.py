@@ -22,7 +22,7 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording

@@ -10,7 +10,7 @@ import jax
 from jax.core import Tracer
 
 from batchax.execution.call import Call
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described

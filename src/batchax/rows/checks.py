@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.converted import converted
+from batchax.frontend.options import converted
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 

@@ -18,8 +18,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.frontend.mapped import Mapped
-from batchax.frontend.objects import is_array, is_same
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.in_axes import is_array, is_same
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis

@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.call import Call, Outputs, execute
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, OutputArray, place
 from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.words import Value

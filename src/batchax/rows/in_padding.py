@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from batchax.execution.call import Call, execute, through
 from batchax.execution.chunked import Chunking
 from batchax.execution.on_devices import in_parts
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.kernel import recording
 from batchax.rows.arguments import RowSize, SizesOf, index_in

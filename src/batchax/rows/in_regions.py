@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import check_unbatched, place
 from batchax.frontend.rows import RowOptions
 from batchax.jaxprs.words import Value

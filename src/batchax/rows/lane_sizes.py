@@ -10,9 +10,9 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.frontend.arguments import LocalRows
+from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.local_rows import LocalRows
-from batchax.frontend.parts import AxisSpec, Parts
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.checks import as_lengths, known_lengths, shown_lengths

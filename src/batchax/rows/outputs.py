@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import AxisError
-from batchax.frontend.mapped import Mapped
+from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.rows.arguments import RowSize, SizesOf, capacity_of
 from batchax.rows.checks import elements_of

@@ -14,7 +14,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
-from batchax.frontend.words_of_others import in_our_words
+from batchax.frontend.options import in_our_words
 from batchax.jaxprs.spoken import brief, show
 from batchax.rows.building import Building
 from batchax.rows.checks import (

@@ -11,7 +11,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.parts import AxisSpec, Parts
+from batchax.frontend.containers import AxisSpec, Parts
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged

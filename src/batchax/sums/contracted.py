@@ -22,8 +22,8 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
-from batchax.frontend import reducing
-from batchax.frontend.reduction import Reduction
+from batchax.frontend import reductions
+from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
@@ -401,7 +401,7 @@ class Summands(NamedTuple):
 
     def of_all(self, reduction: Reduction) -> Any:
         """A reduction that adds lanes up, of all of them."""
-        result = reducing.finished(reduction, self.state(reduction), self.lanes)
+        result = reductions.finished(reduction, self.state(reduction), self.lanes)
         return result if reduction.lane is None else self.as_output(result)
 
     def state(self, reduction: Reduction, real: Any = None) -> Any:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from batchax.errors import ArgumentTypeError
-from batchax.frontend.objects import is_array
+from batchax.frontend.in_axes import is_array
 from batchax.jaxprs.words import Value
 from batchax.kernel.derivatives import with_values
 from batchax.kernel.rule_results import describe_returned

@@ -42,7 +42,7 @@ from batchax.execution.devices.processes import (
     put_by_program,
 )
 from batchax.execution.devices.shards import Shards, sharding_of, typed_mesh
-from batchax.frontend.local_rows import LocalRows
+from batchax.frontend.arguments import LocalRows
 from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value

@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
-from batchax.frontend.local_rows import LocalRows
-from batchax.frontend.mapped import Mapped, MappedRows, OwnRows
+from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
 from batchax.jaxprs.words import Value
 from batchax.kernel.looking import in_jit
 from batchax.memo import memoized
