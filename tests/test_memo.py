@@ -309,7 +309,7 @@ NO_CACHES = {
         "_facts": "a table, of imports",
         "_asked": "what of that table was asked, until there is more of it",
     },
-    "kernel/fallback.py": {"_warned": "the lines that a warning was given for"},
+    "kernel/interpreter.py": {"_warned": "the lines that a warning was given for"},
     "kernel/own_primitive.py": {"_declared": "a table, of imports"},
     "kernel/registry.py": {
         "_rules": "a table that users fill",

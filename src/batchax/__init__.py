@@ -47,8 +47,13 @@ from batchax.gather import gather
 from batchax.host_function import host_function
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, move_axis
 from batchax.kernel.inner import ZERO_IF_MAPPED
-from batchax.kernel.registry import register_rule, unregister_rule
-from batchax.kernel.rule_makers import broadcasting, reducing, vectorized
+from batchax.kernel.registry import (
+    broadcasting,
+    reducing,
+    register_rule,
+    unregister_rule,
+    vectorized,
+)
 from batchax.map import map
 from batchax.map_batches import map_batches
 from batchax.rows.buckets import Buckets, bucket

@@ -21,8 +21,8 @@ from batchax.frontend.options import check_callable, check_flags, check_toleranc
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
-from batchax.kernel.derivatives import with_values
 from batchax.kernel.inner import NEEDS_VALUES
+from batchax.kernel.own_primitive import with_values
 from batchax.rows.ragged import Ragged
 from batchax.rules.masking import is_inexact
 from batchax.vmap import Options, vmap

@@ -18,7 +18,7 @@ from batchax.frontend.options import check_callable, check_tolerances
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import move_axis
-from batchax.kernel.derivatives import with_values
+from batchax.kernel.own_primitive import with_values
 from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 

@@ -51,7 +51,7 @@ from batchax.jaxprs.spoken import brief, listed, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import example_aval, stage_described, stage_function
-from batchax.kernel.rule_results import describe_returned
+from batchax.kernel.registry import describe_returned
 
 P = ParamSpec("P")
 Carry = TypeVar("Carry")

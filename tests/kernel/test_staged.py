@@ -8,7 +8,7 @@ from jax import lax
 
 from batchax.execution.gathered_lanes import entries_at, put_entries
 from batchax.execution.slices import part_of, put_part
-from batchax.kernel.staged import while_loop
+from batchax.kernel.inner import while_loop
 
 
 def test_a_loop_closes_over_values_in_its_predicate_and_in_its_step():

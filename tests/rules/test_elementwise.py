@@ -13,8 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.kernel.registry import rule_origin
-from batchax.kernel.rule_makers import aligned
+from batchax.kernel.registry import aligned, rule_origin
 from batchax.rules import elementwise
 
 from support.oracle import check, check_all, example, quickly, shares

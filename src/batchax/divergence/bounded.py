@@ -51,10 +51,9 @@ from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, with_derivative_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import BoundedLoop, PlacedOutputs, WhileLoop
+from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import remembered, written_into
+from batchax.kernel.own_primitive import with_values
 from batchax.rules.in_turn import in_turn
 from batchax.rules.masking import is_inexact, select_lanes
 

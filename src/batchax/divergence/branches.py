@@ -49,12 +49,11 @@ from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis
+from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, match_axis
 from batchax.kernel.captured import closed_over
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import Branches, PlacedOutputs
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.own_primitive import with_values
 from batchax.programs.cost import STEPS, Cost, cost_of_program
 from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_one_function

@@ -20,8 +20,8 @@ from batchax.divergence.opening import TODO
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
-from batchax.kernel.divergence import AnyLoop
-from batchax.kernel.written_out import LOOPS, written_out
+from batchax.kernel.axis import AnyLoop
+from batchax.kernel.differing import LOOPS, written_out
 from batchax.memo import kept_with
 from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
 from batchax.programs.expensive_branches import (

@@ -51,11 +51,10 @@ from batchax.jaxprs.evaluate import variables_used
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.inner import batched_aval
+from batchax.kernel.differing import looks_at_lanes
+from batchax.kernel.inner import batched_aval, staged_once, while_loop
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.staged import staged_once, while_loop
-from batchax.kernel.unvmap import looks_at_lanes
-from batchax.kernel.varying import varying_of
+from batchax.kernel.named_axes import varying_of
 from batchax.rules.masked_loops import MaskedBody, predicate
 
 # Results do not depend on these; the benchmark `nests` does.

@@ -35,10 +35,10 @@ from batchax.jaxprs.joined import copied, joined
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.derivatives import Flat, pullback_of, tangents_of
 from batchax.kernel.differing import Differs, differing_in_steps, differing_through, differs_of
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.own_primitive import Flat, pullback_of, tangents_of
 from batchax.programs.shapes import bytes_of
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose

@@ -28,16 +28,13 @@ from batchax.divergence.policy import Flattened, Masked
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis
+from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, match_axis
 from batchax.kernel.captured import closed_over
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.differing import differing_in_steps, differing_in_while
-from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
+from batchax.kernel.differing import LOOPS, differing_in_steps, differing_in_while, written_out
 from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_function
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.varying import varying_of
-from batchax.kernel.written_out import LOOPS, written_out
+from batchax.kernel.named_axes import any_uses_axis, varying_of
+from batchax.kernel.own_primitive import with_values
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.lane_calls import is_seen
 

@@ -29,14 +29,11 @@ from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis, move_axis
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.axis import Axis, PlacedOutputs, Position, WhileLoop, match_axis, move_axis
 from batchax.kernel.inner import batch_inner, remembered, stage_function, written_into
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive
-from batchax.kernel.varying import Varying, types_varying, varying_of
+from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
+from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
 from batchax.programs.for_lanes import for_lanes
 from batchax.programs.shapes import bytes_of
 from batchax.rules.masked_loops import MaskedBody, predicate, run_masking

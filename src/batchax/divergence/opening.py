@@ -24,10 +24,14 @@ from batchax.jaxprs.evaluate import plan, variables_read
 from batchax.jaxprs.joined import called, copied, copy_of, fresh, joined, named_inputs, renamed
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis
-from batchax.kernel.differing import Differs, differing_in, differs_of
+from batchax.kernel.differing import (
+    Differs,
+    asked_of_each_lane,
+    differing_in,
+    differs_of,
+    written_out,
+)
 from batchax.kernel.inner import remembered, stage_function
-from batchax.kernel.unvmap import asked_of_each_lane
-from batchax.kernel.written_out import written_out
 from batchax.programs.expensive_branches import expensive_branches
 from batchax.programs.marks import without_branches
 from batchax.rules.carried_axes import split_operands

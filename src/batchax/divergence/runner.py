@@ -53,10 +53,8 @@ from batchax.divergence.policy import (
 )
 from batchax.execution.bounded_loop import Form, as_while
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
-from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.varying import may_be_spread, varying_of
+from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
 from batchax.programs.cost import STEPS
 from batchax.programs.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 

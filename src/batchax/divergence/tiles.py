@@ -27,7 +27,7 @@ from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
-from batchax.kernel.staged import while_loop
+from batchax.kernel.inner import while_loop
 
 _SEARCHED = 2  # how many times as much as to move a lane it costs if it is to be searched, too
 

@@ -15,10 +15,9 @@ import jax
 
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr
-from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import WhileLoop
+from batchax.kernel.axis import Axis, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
-from batchax.kernel.varying import Varying, varying_of
+from batchax.kernel.named_axes import Varying, varying_of
 
 
 def with_varying_values(loop: WhileLoop) -> WhileLoop:

@@ -32,7 +32,7 @@ from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
-from batchax.kernel.staged import staged_once, while_loop
+from batchax.kernel.inner import staged_once, while_loop
 from batchax.programs.shapes import bytes_of
 
 _ROW = 32

@@ -39,8 +39,7 @@ from batchax.execution.steps import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.divergence import AnyLoop, BoundedLoop, PlacedOutputs
+from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, PlacedOutputs, Position, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.carried_axes import settle

@@ -37,8 +37,8 @@ from batchax.execution.progress import Steps
 from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.captured import closes_over_tracers, rules_of
-from batchax.kernel.derivatives import pullback_of, tangents_of, with_values
 from batchax.kernel.inner import written_into
+from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
 from batchax.rules.masking import is_inexact

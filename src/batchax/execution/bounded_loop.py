@@ -42,11 +42,9 @@ from batchax import _compat
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import remembered, written_into
-from batchax.kernel.own_primitive import declare
+from batchax.kernel.own_primitive import declare, with_values
 
 
 class Operands(NamedTuple):

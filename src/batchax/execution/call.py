@@ -42,10 +42,10 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, running
+from batchax.kernel.debug_nans import WHOLE, looks_here, unseen
 from batchax.kernel.inner import example_aval, remembered, stage_described
-from batchax.kernel.lasting import call_key
-from batchax.kernel.looking import WHOLE, looks_here, unseen
 from batchax.kernel.own_primitive import placeholder
+from batchax.kernel.registry import call_key
 from batchax.memo import Memo
 from batchax.programs.rewritten import Inside, rewritten
 from batchax.sums.contracted import Summands, factored, run_adding

@@ -54,7 +54,7 @@ from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.derivatives import tangents_of, transposed, with_values
+from batchax.kernel.own_primitive import tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact

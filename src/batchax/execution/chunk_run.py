@@ -44,8 +44,7 @@ from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.inner import written_into
-from batchax.kernel.staged import while_loop
+from batchax.kernel.inner import while_loop, written_into
 from batchax.programs.cost import STEPS, cost_of_program
 from batchax.programs.one_function import fits_one_function
 from batchax.programs.weights import LAUNCH, TOGETHER

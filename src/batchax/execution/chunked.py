@@ -59,9 +59,8 @@ from batchax.frontend.options import check_one_of, is_word
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.spoken import brief, line_of, name_of, show, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Divergence, Position
 from batchax.kernel.captured import closed_over
-from batchax.kernel.divergence import Divergence
 from batchax.memo import Memo
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.lane_calls import calls_in

@@ -13,9 +13,8 @@ from batchax import _compat
 from batchax.execution.slices import part_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.inner import batch_function
+from batchax.kernel.inner import batch_function, staged_once
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.kernel.staged import staged_once
 
 _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are made narrower,
 _FEWEST = 16  # but no narrower than this

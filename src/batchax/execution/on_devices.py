@@ -39,9 +39,9 @@ from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
+from batchax.kernel.debug_nans import in_jit, looks_here
 from batchax.kernel.differing import differing, differing_through, differs_of
-from batchax.kernel.looking import in_jit, looks_here
-from batchax.kernel.varying import mesh_around
+from batchax.kernel.named_axes import mesh_around
 from batchax.memo import Memo
 from batchax.rules.hazards import hazards
 

@@ -36,8 +36,8 @@ from batchax.frontend.options import check_progress
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
+from batchax.kernel.named_axes import mesh_around
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.kernel.varying import mesh_around
 from batchax.progress import How, Progress
 from batchax.rules.masking import is_inexact
 

@@ -39,10 +39,9 @@ from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.derivatives import transposed, with_values
 from batchax.kernel.inner import batch_function, remembered, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import own_primitive
+from batchax.kernel.own_primitive import own_primitive, transposed, with_values
 from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle

@@ -22,7 +22,7 @@ from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import argument_names
 from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis
-from batchax.kernel.derivatives import with_values
+from batchax.kernel.own_primitive import with_values
 from batchax.programs.peak import memory_of
 from batchax.progress import Progress
 from batchax.rows.ragged import Ragged

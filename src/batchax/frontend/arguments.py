@@ -42,7 +42,7 @@ from batchax.frontend.in_axes import (
 from batchax.jaxprs.spoken import listed, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.varying import as_lanes
+from batchax.kernel.named_axes import as_lanes
 
 Self = TypeVar("Self", bound="Mapped")
 

@@ -36,7 +36,7 @@ from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, ha
 from batchax.jaxprs.spoken import brief, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
-from batchax.kernel.rule_results import describe_returned
+from batchax.kernel.registry import describe_returned
 
 
 class _Auto:

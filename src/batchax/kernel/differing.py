@@ -1,24 +1,97 @@
-"""Which values of a program differ between lanes, and where in it lanes may wait for others."""
+"""Which values of a jaxpr differ between lanes, and where in it lanes may wait for others.
+
+The predicate of loops of Equinox, and so of diffrax and optimistix, uses a primitive that looks
+through the batch axis: does any lane continue? Their bodies mask the lanes that do not. Where lanes
+may diverge the predicate is evaluated for each lane, which is what such a loop means for one
+example. Loops with checkpoints are different, for derivatives in reverse mode: their counters are
+those of all lanes, and they check that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.extend.core.primitives import cond_p, while_p
 
+from batchax import _compat
 from batchax.jaxprs.bodies import Body, bodies_of
-from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import Anywhere, with_inside
+from batchax.jaxprs.own_primitives import operations_of
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
-from batchax.kernel.unvmap import asked_of_each_lane, looks_at_lanes
-from batchax.kernel.written_out import written_out
-from batchax.memo import kept_with
+from batchax.memo import Memo, kept_with
 from batchax.programs.expensive_branches import expensive_branches
+
+_OF_ONE_LANE = {
+    "unvmap_any": jnp.any,
+    "unvmap_all": jnp.all,
+    "unvmap_max": jnp.max,
+    "nonbatchable": lambda x, **_: x,  # checks that lanes stay together
+}
+enter(
+    """
+    alias: nonbatchable
+    looks: unvmap_any unvmap_all unvmap_max
+    """
+)
+
+looks_at_lanes = Anywhere(lambda eqn: facts_of(eqn.primitive).looks)
+"""Whether a program looks at all lanes: what those hold that are elsewhere may mislead it."""
+
+
+def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
+    """The predicate of a loop, without looking at other lanes; as it is if they stay together."""
+    if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
+        return test
+    if _stays_together(body.jaxpr):
+        return test
+    jaxpr, consts = test.jaxpr, test.consts
+
+    def run_equation(eqn: Eqn, operands: list[Value]) -> Any:
+        of_one_lane = _OF_ONE_LANE.get(eqn.primitive.name)
+        return [of_one_lane(*operands)] if of_one_lane else bind_equation(eqn, operands)
+
+    def run(*args: Any) -> list[Any]:
+        return evaluate(jaxpr, consts, args, run_equation)
+
+    return _asked.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)
+
+
+_asked = Memo("predicates asked of each lane", most=256)
+
+
+@kept_with("whether lanes stay together in a loop")
+def _stays_together(jaxpr: Jaxpr) -> bool:
+    """Whether a program checks that lanes stay together; loops in it check for themselves."""
+    eqns = with_inside(jaxpr.eqns, lambda eqn: eqn.primitive is not while_p)
+    return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)
+
+
+LOOPS = frozenset({"bounded_loop", "reverse_sweep"})
+
+
+def written_out(eqn: Eqn) -> ClosedJaxpr | None:
+    """The program that an equation stands for, of its operands; None if it is no such loop.
+
+    Nor one that uses the name of an axis: nobody says here how large that is.
+    """
+    if eqn.primitive.name not in LOOPS or _compat.named_axes(eqn.effects):
+        return None
+    types = tuple(v.aval for v in eqn.invars)
+    key = value_key((eqn.primitive, types, tuple(sorted(eqn.params.items()))))
+    return _written.get((key, _compat.trace_context()), lambda: operations_of(eqn))
+
+
+_written = Memo("bounded loops as operations", most=256)
+
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
 # derivatives are taken of the program as it was.

@@ -1,8 +1,8 @@
-"""Batching the programs inside a program: of calls, loops and branches.
+"""Batching the jaxprs inside equations: of calls, loops and branches.
 
-A call or loop holds its body as a closed jaxpr. The batched body is built once
-for each distinct body, axis and pattern of batched inputs, and remembered, so
-that a function called many times is batched (and compiled) once.
+A call or loop holds its body as a closed jaxpr. The batched body is built once for each distinct
+body, axis and pattern of batched inputs, and cached, so that a function called many times is
+batched (and compiled) once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
+from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
@@ -29,19 +31,18 @@ from batchax.kernel.axis import (
     names_in,
     sharding_on_mesh,
 )
-from batchax.kernel.captured import may_be_differentiated
+from batchax.kernel.captured import may_be_differentiated, refuse_lost
+from batchax.kernel.debug_nans import looks_here
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.looking import looks_here
-from batchax.kernel.lost import refuse_lost
-from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.registry import registrations
-from batchax.kernel.varying import (
+from batchax.kernel.named_axes import (
     Varying,
+    any_uses_axis,
     as_without_mesh,
     types_varying,
     vary_over,
     without_mesh,
 )
+from batchax.kernel.registry import registrations
 from batchax.memo import Memo
 
 
@@ -377,3 +378,46 @@ def run_inner(
     if axis.bodies is not None and any_uses_axis(axis, program):
         return axis.bodies.run(program, args, axes)
     return interpret(axis, program.jaxpr, program.consts, args, axes, read)
+
+
+_programs = Memo("what moves lanes in windows, and counts them", most=512)
+
+
+def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
+    """What `fun` returns for these operands: it says `key`, and their types, what it does."""
+    types = tuple(map(jax.typeof, operands))
+    whole = key, types, jax.default_backend(), _compat.trace_context()
+    program = _programs.get(whole, lambda: _compat.stage(lambda *xs: list(fun(*xs)), types))
+    return written_into(program, operands)
+
+
+def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:
+    """As ``lax.while_loop``, which takes longer to find out what the loop closes over."""
+    leaves, structure = jax.tree.flatten(state)
+    leaves = list(map(_strong, leaves))
+
+    def flat(*leaves: Any) -> list[Any]:
+        return list(map(_strong, jax.tree.leaves(once(structure.unflatten(leaves)))))
+
+    types = list(map(jax.typeof, leaves))
+    test = _compat.stage(lambda *leaves: [goes_on(structure.unflatten(leaves))], types)
+    body = _compat.stage(flat, types)
+    if list(body.out_avals) != types:  # JAX says what is wrong
+        return lax.while_loop(goes_on, once, state)
+    (test,), asked = _compat.hoist_constants(test)
+    (body,), consts = _compat.hoist_constants(body)
+    outs = while_p.bind(
+        *asked,
+        *consts,
+        *leaves,
+        cond_nconsts=len(asked),
+        cond_jaxpr=test,
+        body_nconsts=len(consts),
+        body_jaxpr=body,
+    )
+    return structure.unflatten(outs)
+
+
+def _strong(x: Any) -> Any:
+    """`x`, not weakly typed: what a step makes of weak types may be strong."""
+    return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x

@@ -1,45 +1,305 @@
-"""The interpreter: walks a staged program and batches it equation by equation.
+"""The interpreter: walks a traced jaxpr and batches it equation by equation.
 
-Each value carries the position of its batch axis, or None while it does not
-depend on the batch. An equation whose operands are all unbatched, and which
-does not use the name of the axis, is emitted once as it is; any other goes to
-the rule of its primitive. Rules emit ordinary JAX operations into whatever
-trace surrounds the call, so every JAX transformation composes from outside.
+Each value carries the position of its batch axis, or None while it does not depend on the batch. An
+equation whose operands are all unbatched, and which does not use the name of the axis, is emitted
+once as it is; any other goes to the rule of its primitive. Rules emit ordinary JAX operations into
+the trace that surrounds the call, so every JAX transformation composes from outside.
+
+A primitive without a rule gets that of JAX, through ``jax.vmap`` of the one equation. If JAX has
+none either, lanes run sequentially, with a warning.
+
+A callback that is called in order (``ordered=True``) makes all calls of one example before those of
+the next. So lanes run sequentially from the first such callback to the last. As few equations as
+possible do: what a later callback does not need of an earlier one is computed before or after, for
+all lanes at once. Calls with unbatched operands are made once, between the lanes before and after.
+The same holds for collectives.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any
 
+import jax
+from jax import lax
 from jax.core import Tracer
-from jax.extend.core.primitives import jit_p
+from jax.extend.core import Literal
+from jax.extend.core.primitives import cond_p, jit_p, while_p
+from jax.sharding import PartitionSpec
 
 from batchax import _compat
-from batchax.jaxprs.bodies import program_called
-from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in
+from batchax.errors import SequentialFallbackWarning
+from batchax.jaxprs.bodies import bodies_of, program_called
+from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
-from batchax.kernel.fallback import run_without_rule
-from batchax.kernel.in_order import Placed, evaluate_in_order, in_order
-from batchax.kernel.looking import found, in_jit, looks_here, unseen
-from batchax.kernel.named_axes import has_rules, may_use_name
-from batchax.kernel.reference_axes import create_batched, references_to_batch
-from batchax.kernel.registry import find
-from batchax.kernel.rule_results import run_rule
-from batchax.kernel.varying import (
+from batchax.kernel.axis import Axis, Position, move_axis, sharding_on_mesh
+from batchax.kernel.debug_nans import found, in_jit, looks_here, unseen
+from batchax.kernel.differing import OPENED, differing_in, differing_through, differs_of
+from batchax.kernel.named_axes import (
     as_lanes,
     check_lanes_apart,
+    create_batched,
+    has_rules,
     holds_programs,
+    may_use_name,
+    references_to_batch,
+    uses_axis,
     varies_as_staged,
     vary_alike,
 )
+from batchax.kernel.registry import find, run_rule
+
+# Where the warning was given: by default once for each line of the user's.
+_warned: dict[Any, Any] = {}
+
+
+def run_without_rule(
+    axis: Axis, eqn: Eqn, operands: list[Value], operand_axes: list[Position]
+) -> tuple[Sequence[Any], Sequence[Position]]:
+    """Outputs of an equation whose primitive has no rule here."""
+    primitive = eqn.primitive
+
+    def one_lane(*xs: Any) -> list[Any]:
+        return list(bind_equation(eqn, xs))
+
+    if _compat.jax_has_rule(primitive):
+        # The results leave `jax.vmap` as a description, beside its outputs: as one of those, each
+        # would have to be placed at an axis, be it batched or not.
+        def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, Position]]]:
+            return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
+
+        def batch(fun: Callable[..., Any]) -> Any:
+            return jax.vmap(
+                fun,
+                in_axes=tuple(operand_axes),
+                axis_name=axis.name,
+                axis_size=axis.size,
+                spmd_axis_name=axis.spmd_name,
+            )(*operands)
+
+        _, placed = _compat.described(look, batch)
+        return [x for x, _ in placed], [position for _, position in placed]
+
+    if not recording.is_watched():  # if one is, `explain` has a finding for it
+        _warn(axis, eqn)
+    outs = one_after_another(axis, one_lane, operands, operand_axes)
+    return outs, [0] * len(outs)
+
+
+def _warn(axis: Axis, eqn: Eqn) -> None:
+    warnings.warn_explicit(
+        f"the primitive {spoken(eqn)} at {line_of(eqn)} has no batching rule: it runs for the "
+        f"{axis.size} lanes one after another. Give it a rule with @batchax.register_rule to run "
+        "them together.",
+        SequentialFallbackWarning,
+        *_compat.user_file_and_line(eqn.source_info),
+        registry=_warned,
+    )
+
+
+def one_after_another(
+    axis: Axis,
+    one_lane: Callable[..., Any],
+    operands: Sequence[Value],
+    operand_axes: Sequence[Position],
+    unroll: bool = False,
+) -> list[Any]:
+    """`one_lane` applied to each lane in order; outputs have the lanes first.
+
+    Lanes run in order of their index, which keeps ordered effects in order.
+    """
+    recording.note(service="lanes")
+    batched = [
+        lanes_together(move_axis(x, a, 0))
+        for x, a in zip(operands, operand_axes, strict=True)
+        if a is not None
+    ]
+
+    def step(carry: None, lane: list[Any]) -> tuple[None, list[Any]]:
+        mine = iter(lane)
+        xs = [x if a is None else next(mine) for x, a in zip(operands, operand_axes, strict=True)]
+        return carry, one_lane(*xs)
+
+    _, outs = lax.scan(step, None, batched, length=axis.size, unroll=unroll)
+    return [lanes_spread(axis, x) for x in outs]
+
+
+def lanes_together(x: Value) -> Any:
+    """`x` with axis 0 on each device, where its type says that it is sharded: to be taken apart."""
+    sharding: Any = jax.typeof(x).sharding
+    if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))
+
+
+def lanes_spread(axis: Axis, x: Value) -> Any:
+    """`x`, with lanes along axis 0, of the type that values batched over `axis` have."""
+    if axis.mesh_axis is None:
+        return x
+    sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
+    spec = PartitionSpec(axis.mesh_axis, *sharding.spec[1:])
+    return jax.sharding.reshard(x, sharding.update(spec=spec))
+
+
+Placed = tuple[Any, Position]
+"""A value, and where it carries the batch axis."""
+
+
+def in_order(jaxpr: Jaxpr) -> bool:
+    """Whether a program has effects that come in order."""
+    return any(eqn.effects and _compat.in_order(eqn.effects) for eqn in jaxpr.eqns)
+
+
+def evaluate_in_order(
+    axis: Axis,
+    jaxpr: Jaxpr,
+    consts: Sequence[Placed],
+    args: Sequence[Placed],
+    run_equation: Callable[[Any, list[Placed]], Iterable[Placed]],
+) -> list[Placed]:
+    """What `jaxpr` returns, as `evaluate` of `run_equation`, with effects in order."""
+    env: dict[Any, Placed] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    steps = [step._replace(dead=()) for step in plan(jaxpr.eqns, jaxpr.outvars)]
+    waiting: list[Step] = []
+    made: set[Any] = set()
+
+    def read(v: Any) -> Placed:
+        return (v.val, None) if isinstance(v, Literal) else env[v]
+
+    def run(steps: Iterable[Step]) -> None:
+        walk(steps, env, read, lambda step, operands: run_equation(step.eqn, operands))
+
+    def run_waiting() -> None:
+        calls, others = _needed(waiting)
+        if len(calls) > 1 or any(_repeats(step.eqn, read(step.inputs[0])) for step in calls):
+            inside = set(map(id, calls))
+            reads = [jaxpr.outvars, *(s.inputs for s in steps if id(s) not in inside)]
+            _run_lanes(axis, calls, env, read, set().union(*map(variables_in, reads)))
+        else:
+            run(calls)
+        run(others)
+        waiting.clear()
+        made.clear()
+
+    for step in steps:
+        waits = not made.isdisjoint(variables_in(step.inputs))
+        if not (waits or _compat.in_order(step.eqn.effects)):
+            run([step])
+        elif waits or _calls_differ(step.eqn, [read(v)[1] is not None for v in step.eqn.invars]):
+            if _needs_all(axis, step.eqn):
+                run_waiting()
+                run([step])
+            else:
+                waiting.append(step)
+                made.update(step.outputs)
+        else:  # what it calls is the same for all lanes
+            run_waiting()
+            run([step])
+    run_waiting()
+    return list(map(read, jaxpr.outvars))
+
+
+def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
+    """Whether lanes make calls of their own in an equation, which makes some in order.
+
+    Not if all that is called with is the same for all, whatever else of the equation differs.
+
+    Args:
+      eqn: the equation.
+      operands: which of its operands differ between lanes.
+    """
+    if not any(operands):
+        return False
+    if eqn.primitive.name not in _LOOKED_INTO or has_rules(eqn):
+        return True
+    results = differing_in(eqn, tuple(operands)).results
+    if eqn.primitive is cond_p and operands[0]:
+        return True
+    if eqn.primitive is while_p and all(results):  # as where lanes leave it one by one
+        return True
+    for body in bodies_of(eqn):
+        first, last = body.same, body.same + body.carried
+        given = [operands[k] for k in body.operands]
+        given[first:last] = results[: body.carried]
+        env = dict(zip(body.jaxpr.invars, given, strict=True))
+        for inside, _ in differing_through(body.jaxpr, env):
+            called = _compat.in_order(inside.effects)
+            if called and _calls_differ(inside, differs_of(env, inside.invars)):
+                return True
+    return False
+
+
+_LOOKED_INTO = OPENED | {"while", "cond"}
+
+
+def _needs_all(axis: Axis, eqn: Eqn) -> bool:
+    """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
+    return uses_axis(axis, eqn) or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
+
+
+def _repeats(eqn: Eqn, first: Placed) -> bool:
+    """Whether an equation runs a program more or less often than once for each lane."""
+    together = eqn.primitive is cond_p and first[1] is None
+    return facts_of(eqn.primitive).nests and not together
+
+
+def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """The steps with effects that come in order, with all that later ones need; and the others."""
+    eqns = [step.eqn for step in steps]
+    needed = plan(eqns, (), keeps=lambda eqn: _compat.in_order(eqn.effects))
+    inside = {id(step.eqn) for step in needed}
+    calls = [step for step in steps if id(step.eqn) in inside]
+    return calls, [step for step in steps if id(step.eqn) not in inside]
+
+
+def _run_lanes(
+    axis: Axis,
+    steps: Sequence[Step],
+    env: dict[Any, Placed],
+    read: Callable[[Any], Placed],
+    needed: set[Any],
+) -> None:
+    """Runs steps for one lane after another; what they make that is `needed` is left in `env`."""
+    # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
+    calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
+    made = {v for step in steps for v in step.outputs}
+    read_here = dict.fromkeys(v for step in steps for v in variables_in(step.inputs))
+    inputs = [v for v in read_here if v not in made]
+    needed = needed | calls
+    outputs = [v for step in steps for v in step.outputs if v in needed]
+
+    def one_lane(*xs: Any) -> list[Any]:
+        own = dict(zip(inputs, xs, strict=True))
+        value = lambda v: v.val if isinstance(v, Literal) else own[v]
+        walk(steps, own, value, lambda step, xs: bind_equation(step.eqn, xs))
+        return [own[v] for v in outputs]
+
+    values, positions = [read(v)[0] for v in inputs], [read(v)[1] for v in inputs]
+    if recording.is_on():
+        at = dict(zip(inputs, positions, strict=True))
+        for step in steps[1:]:
+            with _recorded(axis, step, at):
+                recording.note(service="lanes")
+        with _recorded(axis, steps[0], at):
+            outs = one_after_another(axis, one_lane, values, positions)
+    else:
+        outs = one_after_another(axis, one_lane, values, positions)
+    env.update(zip(outputs, [(x, 0) for x in outs], strict=True))
+
+
+def _recorded(axis: Axis, step: Step, at: dict[Any, Position]) -> Any:
+    """While notes of an equation are taken whose operands have the batch axis `at` a position."""
+    positions = [None if isinstance(v, Literal) else at.get(v, 0) for v in step.inputs]
+    return recording.equation(axis, step.eqn, positions, False)
 
 
 @dataclass(eq=False)

@@ -1,21 +1,38 @@
-"""Which equations use the name of the axis being mapped.
+"""Which equations use the name of the axis being mapped, or vary over the axes of a mesh.
 
-An equation whose operands are all unbatched runs once, unless it is a
-collective over our axis, or a call, loop or branch with one inside.
+An equation whose operands are all unbatched runs once, unless it is a collective over our axis, or
+a call, loop or branch with one inside.
+
+A reference is created before anything is written to it. Whether one that starts out the same for
+all lanes can stay so is known only from later writes, so this is settled before a jaxpr is run.
+
+Inside ``jax.shard_map`` a type has the mesh axes over which its value varies, and an operation
+needs operands that vary over the same. JAX cast the operands of one example while it was traced.
+Batched, some values vary over more axes: over those of ``spmd_axis_name``, or of the predicate that
+selects each lane's branch. So an equation that is emitted again has its operands cast again, and
+the jaxprs inside it are traced again for the types that they are given now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
+from jax.extend.core import unmapped_aval
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.errors import AxisError
+from batchax.jaxprs.evaluate import bind_equation, variables_read
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr
-from batchax.kernel.axis import Axis, names_in
+from batchax.jaxprs.spoken import spoken
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front, lanes_vary_over, names_in
 from batchax.kernel.registry import is_foreign, registrations
 from batchax.memo import kept_with
 
@@ -105,3 +122,214 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
 @kept_with("names of axes that programs use")
 def _unmarked_inside(jaxpr: Jaxpr, _: int) -> frozenset[Hashable]:
     return frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))
+
+
+_CREATES = frozenset({"new_ref", "empty_ref"})
+
+
+def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> frozenset[Any]:
+    """The references created by `jaxpr` that something batched may be written to.
+
+    An equation with a batched operand is taken to make all its results batched,
+    and all that it writes, so a reference may be batched without need but never
+    left unbatched wrongly.
+    """
+    created = {
+        eqn.outvars[0] for eqn in jaxpr.eqns if eqn.effects and eqn.primitive.name in _CREATES
+    }
+    if not created:
+        return frozenset()
+    batched = {v for v, a in zip(jaxpr.invars, axes, strict=True) if a is not None}
+    count = -1
+    while count != len(batched):  # a loop, because an earlier equation may read what a later writes
+        count = len(batched)
+        for eqn in jaxpr.eqns:
+            if not batched.isdisjoint(variables_read(eqn)) or uses_axis(axis, eqn):
+                batched.update(eqn.outvars)
+                batched.update(eqn.invars[i] for i in _compat.written_inputs(eqn))
+    return frozenset(created & batched)
+
+
+def create_batched(
+    axis: Axis, eqn: Eqn, operands: Sequence[Value], operand_axes: Sequence[Position]
+) -> tuple[list[Any], list[Position]]:
+    """The reference that `eqn` creates, with a part for each lane."""
+    if eqn.primitive.name == "empty_ref":
+        params = {**eqn.params, "ty": unmapped_aval(axis.size, 0, eqn.params["ty"])}
+        return [eqn.primitive.bind(**params)], [0]
+    (x,), (position,) = operands, operand_axes
+    if position is None:
+        x, position = axis_to_front(axis, x, None), 0
+    return [eqn.primitive.bind(x, **eqn.params)], [position]
+
+
+Made = TypeVar("Made")
+
+Varying = tuple[frozenset[Hashable], ...]
+"""Over which axes of a mesh each of several values varies."""
+
+
+_without: ContextVar[AbstractMesh | None] = ContextVar("batchax_without_mesh", default=None)
+"""The mesh that functions are being staged without."""
+
+
+def without_mesh() -> AbstractContextManager[None]:
+    """Context to stage a function of one example in, for types `as_without_mesh` has them.
+
+    Inside a ``shard_map`` that has a whole mesh, and whose types do not say what varies, the mesh
+    is of no use to a function. It is staged as it is without one, then. Libraries compare types of
+    arrays, and a number's never tells of a mesh; and JAX cannot compute with known values in
+    there, where a mesh is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return _leaving_out(mesh) if _useless(mesh) else nullcontext()
+
+
+@contextmanager
+def _leaving_out(mesh: AbstractMesh) -> Iterator[None]:
+    token = _without.set(mesh)
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            yield
+    finally:
+        _without.reset(token)
+
+
+def as_without_mesh(types: Sequence[Aval]) -> list[Any]:
+    """These types as they are where a function is staged `without_mesh`, if that leaves one out.
+
+    What is derived of such a function later meets types of the mesh that was left out.
+    """
+    return [_without_mesh(x) if _tells_of_useless(x) else x for x in types]
+
+
+def _without_mesh(aval: Aval) -> Any:
+    spec = PartitionSpec(*[None] * aval.ndim)
+    return aval.update(sharding=NamedSharding(AbstractMesh((), ()), spec))
+
+
+def _tells_of_useless(aval: Aval) -> bool:
+    if hasattr(aval, "inner_aval"):  # a reference is of the mesh that it was made in
+        return False
+    return _useless(aval.sharding.mesh) and not _compat.varying_axes(aval)
+
+
+def _useless(mesh: Any) -> bool:
+    if mesh.empty:
+        return False
+    return set(mesh.axis_types) == {AxisType.Manual} and not _compat.checked_axes()
+
+
+def mesh_around() -> Any:
+    """The mesh in scope, also where a function is staged `without_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    without = _without.get()
+    return without if mesh.empty and without is not None else mesh
+
+
+def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
+    """Whether values may be spread over more devices than `most`.
+
+    Of those that are traced nobody knows, but where each device has its own: inside a
+    ``shard_map`` over all axes of its mesh.
+    """
+    if any(isinstance(x, Tracer) for x in values):
+        mesh = mesh_around()
+        own = bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
+        return jax.device_count() > most and not own
+    return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
+
+
+def varying_of(values: Sequence[Value]) -> Varying:
+    """Over which axes of a mesh each of `values` varies; over none where types do not say."""
+    if not _compat.checked_axes():
+        return (frozenset(),) * len(values)
+    return tuple(_compat.varying_axes(jax.typeof(x)) for x in values)
+
+
+def types_varying(types: Sequence[Aval]) -> Varying:
+    """Over which axes of a mesh values of these types vary."""
+    return tuple(map(_compat.varying_axes, types))
+
+
+def vary_over(values: Sequence[Value], varying: Varying) -> list[Any]:
+    """`values`, cast to vary over these axes, too."""
+    return [_compat.varying_over(x, v) if v else x for x, v in zip(values, varying, strict=True)]
+
+
+def vary_alike(eqn: Eqn, operands: Sequence[Value]) -> list[Any]:
+    """The operands of an equation, cast to vary over the same axes if they did for one example."""
+    if len(operands) < 2 or holds_programs(eqn):
+        return list(operands)
+    if len({_compat.varying_axes(v.aval) for v in eqn.invars}) > 1:
+        return list(operands)
+    return _compat.varying_alike(operands)
+
+
+def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
+    """As `bind_equation`, for operands that may vary over more axes than for one example."""
+    if not _compat.checked_axes():
+        return bind_equation(eqn, operands, **changes)
+    if eqn.primitive.name == "pvary":  # JAX refuses to cast a value that varies already
+        return [_compat.varying_as(x, v.aval) for x, v in zip(operands, eqn.outvars, strict=True)]
+    return bind_equation(eqn, vary_alike(eqn, operands), **changes)
+
+
+def holds_programs(eqn: Eqn) -> bool:
+    """Whether there are programs in `eqn` that its operands are passed to, one by one."""
+    # The program in a scatter or a reduction combines two numbers: the operands of that meet, as
+    # those of any operation do.
+    combines = facts_of(eqn.primitive).combines
+    return not combines and bool(programs_inside(eqn))
+
+
+def varies_as_staged(eqn: Eqn, operands: Sequence[Value]) -> bool:
+    """Whether operands vary over what they did for one example."""
+    return all(
+        _compat.varying_axes(v.aval) == _compat.varying_axes(jax.typeof(x))
+        for v, x in zip(eqn.invars, operands, strict=True)
+    )
+
+
+def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
+    """Refuses a collective of lanes over the very devices that they are spread over.
+
+    Raises:
+      AxisError: `eqn` is one.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for name in axis.spmd_name or ():
+        casts = eqn.primitive.name == "pvary"
+        if name in manual and not casts and not holds_programs(eqn) and uses_name(eqn, name):
+            raise AxisError(
+                f"spmd_axis_name {axis.spmd_name} shards the batch, but inside shard_map "
+                f"{spoken(eqn)} is over {name!r}: different examples would meet in it. Shard "
+                "the batch over another axis of the mesh."
+            )
+
+
+def as_lanes(axis: Axis, values: Sequence[Value], axes: Sequence[Position]) -> list[Any]:
+    """`values`, of which those with the batch axis vary over the mesh axes it is spread over."""
+    over = lanes_vary_over(axis)
+    if not over:
+        return list(values)
+    return [
+        x if a is None else _compat.varying_over(x, over) for x, a in zip(values, axes, strict=True)
+    ]
+
+
+def settle_varying(carry: Varying, build: Callable[[Varying], tuple[Made, Varying]]) -> Made:
+    """What `build` makes for the carry of a loop, whose type must be the same before and after.
+
+    The carry is taken to vary over more axes until a step adds none.
+
+    Args:
+      carry: over which axes of a mesh each part of the first carry varies.
+      build: makes programs for a carry that varies so; and says what the next one varies over.
+    """
+    while True:
+        made, after = build(carry)
+        wider = tuple(old | new for old, new in zip(carry, after, strict=True))
+        if wider == carry:
+            return made
+        carry = wider

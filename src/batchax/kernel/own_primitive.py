@@ -1,8 +1,8 @@
-"""How a primitive of batchax's own is made: all that JAX and batchax ask of one, said in one call.
+"""How batchax defines a primitive: all that JAX and batchax need of one, in one call.
 
 Such a primitive exists so that a derivative or a batch axis can treat what it does as one thing. It
-stands for ordinary operations of JAX, and what is not said otherwise follows from those: how it is
-computed and compiled, what it costs, and that it may hold operations of any kind.
+stands for ordinary operations of JAX, which determine what is not given: how it is computed and
+compiled, what it costs, and that it may hold operations of any kind.
 """
 
 from __future__ import annotations
@@ -13,17 +13,185 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import describe_bodies, held_programs
+from batchax.jaxprs.bodies import (
+    LOOPS_AND_BRANCHES,
+    bind_with,
+    bodies_of,
+    describe_bodies,
+    held_programs,
+)
+from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
-from batchax.kernel.checked_operations import report_errors
-from batchax.kernel.derivatives import tangents_of, transposed, with_values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.kernel.registry import Rule, serve_own
+
+Flat = Callable[..., list[Any]]
+"""A function of arrays that returns a list of arrays."""
+
+
+def with_values(xs: Sequence[Value], places: Sequence[int], values: Sequence[Value]) -> list[Any]:
+    """`xs` with `values` at `places`."""
+    full = list(xs)
+    for i, x in zip(places, values, strict=True):
+        full[i] = x
+    return full
+
+
+def tangents_of(
+    function: Flat,
+    primals: Sequence[Value],
+    moving: Sequence[int],
+    tangents: Sequence[Value],
+    of: Sequence[int],
+) -> tuple[list[Any], list[Any]]:
+    """The results of `function`, and tangents of those `of`, from those of `moving` operands."""
+    some, points = _of_moving(function, primals, moving, of)
+    _, dots, outs = jax.jvp(some, points, tuple(tangents), has_aux=True)
+    return outs, dots
+
+
+def pullback_of(
+    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
+) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
+    """The results of `function`, and from cotangents of those `of` to those of `moving` operands.
+
+    The latter is a pytree of what it keeps of the former.
+    """
+    some, points = _of_moving(function, primals, moving, of)
+    _, pull, outs = jax.vjp(some, *points, has_aux=True)
+    return outs, pull
+
+
+def _of_moving(
+    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
+) -> tuple[Callable[..., tuple[list[Any], list[Any]]], tuple[Any, ...]]:
+    """`function` of some operands, with the results `of` beside all of them; and the operands."""
+
+    def some(*values: Any) -> tuple[list[Any], list[Any]]:
+        outs = function(*with_values(primals, moving, values))
+        return [outs[k] for k in of], outs
+
+    return some, tuple(primals[i] for i in moving)
+
+
+def transposed(
+    function: Flat,
+    others: Sequence[Any],
+    linear: Sequence[int],
+    types: Sequence[Aval],
+    of: Sequence[int],
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """The transpose of `function`, from cotangents of results to those of `linear` operands.
+
+    Args:
+      function: a function that is linear in some operands.
+      others: the values of its other operands, in order.
+      linear: those it is linear in.
+      types: their types.
+      of: the results whose cotangents are given; those of the others are zero.
+    """
+    rest = iter(others)
+    blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
+
+    def of_linear(*values: Any) -> list[Any]:
+        outs = function(*with_values(blank, linear, values))
+        return [outs[k] for k in of]
+
+    pull = jax.linear_transpose(of_linear, *types)
+    return lambda cotangents: list(pull(list(cotangents)))
+
+
+def report_errors(
+    primitive: _compat.Primitive,
+    programs: Sequence[str],
+    operations: Callable[..., Sequence[Any]],
+) -> None:
+    """Has ``checkify`` report errors in the operations that `primitive` stands for.
+
+    Where no error can be reported, the primitive stays.
+
+    Args:
+      primitive: a primitive that runs programs and returns a list.
+      programs: the parameters that hold them.
+      operations: what it stands for.
+    """
+
+    def rule(checking: _compat.Checking, operands: Any, params: Any) -> tuple[Any, Sequence[Any]]:
+        effects = set().union(*(program.effects for program in held_programs(params, programs)))
+        if not checking.needs(effects):
+            return checking.error, primitive.bind(*operands, **params)
+        types = list(map(jax.typeof, operands))
+        stage = lambda params: _compat.stage(lambda *xs: list(operations(*xs, **params)), types)
+        (program,), consts = _compat.hoist_constants(stage(params))
+        if all(_compat.checks([effect]) for effect in effects):
+            # A derivative is not checked: what has it is the primitive without its checks.
+            params = {**params, **{name: _without_checks(params[name]) for name in programs}}
+            effects = stage(params).effects if effects else effects
+        bind = lambda *xs: primitive.bind(*xs, **params)
+        run, leaves, structure = checking.with_errors(program)
+        if not effects and not any(isinstance(x, Tracer) for x in consts):
+            run = _with_derivative_of(bind, run, len(leaves) + len(consts))
+        return jax.tree.unflatten(structure, run(*leaves, *consts, *operands))
+
+    _compat.set_error_rule(primitive, rule)
+
+
+def _without_checks(program: Any) -> Any:
+    """A program, or some, or none, without the runtime checks in it."""
+    if isinstance(program, tuple):
+        return tuple(map(_without_checks, program))
+    if not isinstance(program, ClosedJaxpr) or not _compat.checks(program.effects):
+        return program
+
+    def run_equation(eqn: Eqn, xs: Any) -> Sequence[Any]:
+        if eqn.primitive.name == "check":
+            return []
+        if not _compat.checks(eqn.effects) or eqn.primitive.name not in {
+            *LOOPS_AND_BRANCHES,
+            "jit",
+        }:
+            return bind_equation(eqn, xs)
+        inner = [_without_checks(_compat.close(body.program)) for body in bodies_of(eqn)]
+        if eqn.primitive.name == "jit":
+            return eval_jaxpr(inner[0].jaxpr, inner[0].consts, *xs)
+        return bind_with(eqn, xs, inner, [])
+
+    run = lambda *xs: evaluate(program.jaxpr, program.consts, xs, run_equation)
+    return _compat.stage(run, program.in_avals)
+
+
+def _with_derivative_of(
+    bind: Callable[..., list[Any]], run: Callable[..., list[Any]], first: int
+) -> Callable[..., list[Any]]:
+    """`run`, of `first` other operands and those of `bind`, with the derivative that `bind` has.
+
+    Its last results are those of `bind`, and only those have tangents. As for a ``jax.custom_jvp``
+    function, ``checkify`` does not check the derivative; ``checkify`` of the derivative does.
+    """
+    checked = jax.custom_jvp(run)
+
+    def jvp(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outs = checked(*primals)
+        dots: list[Any] = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in outs]
+        moving = [i for i, t in enumerate(tangents[first:]) if type(t) is not SymbolicZero]
+        given = [tangents[first + i] for i in moving]
+        own = jax.eval_shape(bind, *primals[first:])
+        smooth = [k for k, x in enumerate(own) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        _, moved = tangents_of(bind, primals[first:], moving, given, smooth)
+        before = len(outs) - len(own)
+        return outs, with_values(dots, [before + k for k in smooth], moved)
+
+    checked.defjvp(jvp, symbolic_zeros=True)
+    return checked
+
 
 Derivative = Callable[..., Any]
 

@@ -1,10 +1,13 @@
-"""Which batching rule serves which primitive.
+"""Which batching rule serves which primitive, rules of whole families, and checks of their results.
 
-A rule is a function ``rule(axis, args, axes, **params) -> (out, out_axis)``,
-or ``(outs, out_axes)`` for a primitive with several results. `axis` is the
-`Axis` being mapped, `args` the operands (batched ones carry an extra axis),
-`axes` the position of that axis in each operand or None, `params` the
-primitive's own parameters, which describe one example.
+A rule is a function ``rule(axis, args, axes, **params) -> (out, out_axis)``, or ``(outs,
+out_axes)`` for a primitive with several results. `axis` is the `Axis` being mapped, `args` the
+operands (batched ones carry an extra axis), `axes` the position of that axis in each operand or
+None, `params` the primitive's own parameters, which describe one example.
+
+`vectorized`, `broadcasting`, `reducing` and `leading` register the rule of a primitive that acts on
+each element, on elements of several operands that broadcast, that removes dimensions, or that takes
+leading batch dimensions. Most primitives need no more, those of JAX and those of users.
 """
 
 from __future__ import annotations
@@ -14,19 +17,234 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import mapped_aval
 from jax.interpreters import batching
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, RuleReplacedWarning
-from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of, forget
-from batchax.jaxprs.spoken import show
-from batchax.kernel.axis import Axis, names_in
-from batchax.kernel.rule_results import describe_rule, run_rule
+from batchax._compat import Primitive
+from batchax.errors import ArgumentTypeError, AxisError, RuleReplacedWarning
+from batchax.jaxprs.primitive_facts import UNKNOWN, describe, facts_of, forget
+from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.spoken import brief, listed, show
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel.axis import (
+    Axis,
+    Position,
+    expand_axis,
+    expand_lanes,
+    inserted,
+    match_axis,
+    move_axis,
+    names_in,
+    sharding_with_axis,
+    shift_dims,
+)
+
+
+def describe_rule(rule: Any) -> str:
+    """A rule as messages name it: with the file and line it was written at."""
+    name = getattr(rule, "__qualname__", type(rule).__name__)
+    code = getattr(inspect.unwrap(rule), "__code__", None)
+    return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
+
+
+def describe_returned(out: Any) -> str:
+    """What a function returned, for messages that expect a tuple."""
+    if isinstance(out, jax.Array):
+        return f"one array of shape {out.shape}"
+    what = f"a {type(out).__name__}"
+    return f"{what} of length {len(out)}" if isinstance(out, (tuple, list)) else what
+
+
+def split_pair(where: str, result: Any, form: str, meaning: str) -> tuple[Any, Any]:
+    """The two things that a rule has to return.
+
+    Args:
+      where: the rule, and what it is for, as the subject of a sentence.
+      result: what it returned.
+      form: what the two are called.
+      meaning: what the second one says.
+    """
+    if not (isinstance(result, (tuple, list)) and len(result) == 2):
+        raise ArgumentTypeError(
+            f"{where} must return a pair `{form}`, but it returned "
+            f"{describe_returned(result)}. {meaning}"
+        )
+    return result[0], result[1]
+
+
+def fitted(
+    size: int,
+    where: str,
+    returned_by: str,
+    results: Sequence[tuple[str, Any, str, Position, Any]],
+    meaning: str,
+) -> list[Any]:
+    """The results of a rule, if they fit what one example gives.
+
+    Args:
+      size: how many lanes there are.
+      where: the rule, and what it is for, as the subject of a sentence.
+      returned_by: what gives those types for one example.
+      results: of each its name, the result, how its rule said where the lanes are, where that
+        is, and the type that one example has.
+      meaning: what a rule has to say of where the lanes are.
+
+    Raises:
+      AxisError: some do not; all of them are listed.
+    """
+    matched = [_matched(size, *result[1:]) for result in results]
+    wrong = [
+        f"  {name}: {problem}"
+        for (name, *_), (_, problem) in zip(results, matched, strict=True)
+        if problem
+    ]
+    if wrong:
+        raise AxisError(
+            f"{where} returned what does not fit what {returned_by} returns for one example:\n"
+            + "\n".join(wrong)
+            + f"\n{meaning}"
+        )
+    return [x for x, _ in matched]
+
+
+def _matched(size: int, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
+    """A result of a rule with the type it must have, and what is wrong with it."""
+    try:
+        x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
+    except TypeError:
+        return leaf, f"a {type(leaf).__name__}, which is not an array"
+    got = jax.typeof(x)
+    if not hasattr(aval, "dtype"):  # a token
+        return x, ""
+    shape = aval.shape if position is None else inserted(aval.shape, position, size)
+    if got.shape != shape:
+        return x, f"with {said} expected shape {shape}, got {got.shape}"
+    if got.dtype != aval.dtype and not (isinstance(leaf, (int, float, complex))):
+        return x, f"expected dtype {aval.dtype}, got {got.dtype}"
+    weak = getattr(aval, "weak_type", False)
+    if got.dtype != aval.dtype or getattr(got, "weak_type", False) != weak:
+        x = lax.convert_element_type(x, aval.dtype)
+        x = _compat.weakly(x) if weak else x
+    return x, ""
+
+
+def run_rule(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    rule: Callable[..., Any],
+    args: Sequence[Value],
+    axes: Sequence[Position],
+    params: dict[str, Any],
+    types: Sequence[Aval] | None = None,
+) -> tuple[list[Any], list[Position]]:
+    """The results of a user's rule for a primitive, always as lists.
+
+    Args:
+      axis: the axis being mapped.
+      primitive: what the rule is for.
+      rule: the rule.
+      args, axes, params: what it is given.
+      types: of the results for one example, if they are known.
+
+    Raises:
+      ArgumentTypeError: it returned something of the wrong form.
+      AxisError: it returned arrays that do not fit.
+    """
+    line = _compat.user_line(_compat.current_source(), running=True)
+    if types is None:
+        types = _types_for_one(axis, primitive, args, axes, params)
+    of = f"the batching rule of the primitive `{primitive}`" + (f" (at {line})" if line else "")
+    shown = describe_rule(rule)
+    with noting(f"batchax: raised in {shown}, {of}."):
+        result = rule(axis, args, axes, **params)
+    where = f"{shown}, {of},"
+    several = primitive.multiple_results
+    form = "outs, out_axes" if several else "out, out_axis"
+    outs, out_axes = split_pair(where, result, form, _MEANING)
+    if not several:
+        outs, out_axes = [outs], [out_axes]
+    for name, returned in (("outs", outs), ("out_axes", out_axes)):
+        if not (isinstance(returned, (tuple, list)) and len(returned) == len(types)):
+            raise ArgumentTypeError(
+                f"{where} must return a list of {len(types)} in {name}, one for each result of "
+                f"`{primitive}`, but it returned {describe_returned(returned)}. {_MEANING}"
+            )
+    names = [f"[{i}]" if several else "" for i in range(len(types))]
+    placed = [
+        _position(where, f"out_ax{'es' if several else 'is'}{name}", a, aval)
+        for name, a, aval in zip(names, out_axes, types, strict=True)
+    ]
+    results = [
+        (f"out{'s' if several else ''}{name}", x, f"out_axis {a}", a, aval)
+        for name, x, a, aval in zip(names, outs, placed, types, strict=True)
+    ]
+    return fitted(axis.size, where, f"`{primitive}`", results, _MEANING), placed
+
+
+def _types_for_one(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    args: Sequence[Value],
+    axes: Sequence[Position],
+    params: dict[str, Any],
+) -> Sequence[Any]:
+    """The types of what a primitive returns for one example."""
+
+    def one_example(*xs: Any) -> Any:
+        out = primitive.bind(*xs, **primitive.get_bind_params(params))
+        return out if primitive.multiple_results else [out]
+
+    types = map(jax.typeof, args)
+    examples = [
+        t if a is None else mapped_aval(axis.size, a, t) for t, a in zip(types, axes, strict=True)
+    ]
+    return _compat.stage(one_example, examples).out_avals
+
+
+_MEANING = (
+    "The position says where a result has the lanes; it is None for a result that is the same for "
+    "all lanes, which has the shape it has for one example."
+)
+
+
+def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
+    """Where a rule says the lanes are, counted from the front."""
+    if position is None:
+        return None
+    if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+        raise ArgumentTypeError(
+            f"{where} must return an int or None as {name}, but it returned "
+            f"{show(position)}. {_MEANING}"
+        )
+    ndim = len(getattr(aval, "shape", ())) + 1
+    if not -ndim <= position < ndim:
+        raise AxisError(
+            f"{where} returned {name} = {position}, but with the lanes that result has {ndim} "
+            f"dimension{'s' if ndim > 1 else ''}, of which the last is {ndim - 1}. {_MEANING}"
+        )
+    return int(position) % ndim
+
+
+@contextmanager
+def noting(text: str) -> Iterator[None]:
+    """Adds a note to an exception."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
+
 
 Rule = Callable[..., tuple[Any, Any]]
 R = TypeVar("R", bound=Rule)
@@ -368,3 +586,214 @@ def rule_origin(primitive: _compat.Primitive) -> str | None:
     """The module whose rule serves `primitive`, or None when there is no rule."""
     entry = find(primitive)
     return None if entry is None else entry.origin
+
+
+def vectorized(primitive: Primitive) -> None:
+    """Registers `primitive`, of operands of one shape, as acting on each element alone.
+
+    Rows of a `Ragged` are treated so, too: packed or padded, it runs on all of them at once.
+
+    Args:
+      primitive: a ``jax.extend.core.Primitive``.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> cube_p = Primitive("cube")
+      >>> _ = cube_p.def_impl(lambda x: x**3), cube_p.def_abstract_eval(lambda x: x)
+      >>> bx.vectorized(cube_p)
+      >>> print(bx.vmap(cube_p.bind)(jnp.arange(4)))
+      [ 0  1  8 27]
+    """
+
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
+        if len(set(shapes)) > 1:
+            raise ArgumentTypeError(
+                f"vectorized is for a primitive whose operands have one shape, and those of "
+                f"`{primitive}` have {listed(shapes)}. Use batchax.broadcasting."
+            )
+        args, position = matched(axis, args, axes) if len(args) > 1 else (args, axes[0])
+        return _alike(primitive, primitive.bind(*args, **params), position)
+
+    _register(primitive, rule, "vectorized", elementwise=True)
+
+
+def broadcasting(primitive: Primitive) -> None:
+    """Registers `primitive`, of several operands, as acting on matching elements.
+
+    The operands of the primitive must allow dimensions of size one and scalars
+    to broadcast, as those of ``jax.lax.add`` do. Rows of a `Ragged` are treated so, too:
+    packed or padded, it runs on all of them at once.
+
+    Args:
+      primitive: a ``jax.extend.core.Primitive``.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> hypot_p = Primitive("hypot")
+      >>> _ = hypot_p.def_impl(jnp.hypot), hypot_p.def_abstract_eval(lambda x, y: x)
+      >>> bx.broadcasting(hypot_p)
+      >>> print(bx.vmap(hypot_p.bind, (0, None))(jnp.array([3.0, 0.0]), jnp.float32(4.0)))
+      [5. 4.]
+    """
+
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        args, out_axis = aligned(args, axes)
+        return _alike(primitive, primitive.bind(*args, **params), out_axis)
+
+    _register(primitive, rule, "broadcasting", elementwise=True)
+
+
+def reducing(primitive: Primitive, neutral: Any = None) -> None:
+    """Registers `primitive` as removing the dimensions named by its parameter `axes`.
+
+    Args:
+      primitive: a primitive of one operand, or of several of one shape.
+      neutral: a value that changes no result, as zero does for a sum; or a function of the
+        operand's dtype that returns one. Rows of a `Ragged`, padded with it, are then reduced
+        all at once. Without it those of one length are, for as many lengths as there are.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> norm_p = Primitive("norm")  # of a vector
+      >>> _ = norm_p.def_impl(lambda x, axes: jnp.sqrt(jnp.sum(x**2, axes)))
+      >>> _ = norm_p.def_abstract_eval(lambda x, axes: jax.core.ShapedArray((), x.dtype))
+      >>> bx.reducing(norm_p, neutral=0)
+      >>> print(bx.vmap(lambda x: norm_p.bind(x, axes=(0,)))(jnp.array([[3.0, 4.0], [0.0, 2.0]])))
+      [5. 2.]
+    """
+
+    def rule(axis: Axis, args: Any, axes_: Any, /, **params: Any) -> tuple[Any, Any]:
+        if "axes" not in params:
+            raise ArgumentTypeError(
+                "reducing is for a primitive that has the dimensions it removes as a parameter "
+                f"`axes`; `{primitive}` has {', '.join(map(repr, params)) or 'no parameters'}."
+            )
+        args, position = matched(axis, args, axes_) if len(args) > 1 else (args, axes_[0])
+        dims = shift_dims(reduced_dims(primitive, params["axes"], args[0].ndim - 1), position)
+        out_axis = position - sum(d < position for d in dims)
+        if "input_shape" in params:
+            params["input_shape"] = args[0].shape
+        if "out_sharding" in params:
+            sharding = params["out_sharding"]
+            params["out_sharding"] = sharding_with_axis(sharding, out_axis, args, axes_)
+        return _alike(primitive, primitive.bind(*args, **{**params, "axes": dims}), out_axis)
+
+    of_dtype = neutral if neutral is None or callable(neutral) else lambda dtype: neutral
+    _register(primitive, rule, "reducing", reduces=True, neutral=of_dtype)
+
+
+def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
+    rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
+    register_rule(primitive)(rule)
+    if is_foreign(primitive):  # what JAX's are is said in the tables of their families
+        describe([primitive], **facts)
+
+
+def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
+    """What a primitive registered as `reducing` removes of `rank` dimensions, from the front."""
+    several = isinstance(dims, (tuple, list))
+    if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
+        raise ArgumentTypeError(
+            "reducing is for a primitive whose parameter `axes` is a tuple of ints; that of "
+            f"`{primitive}` is {brief(dims)}."
+        )
+    wrong = [d for d in dims if not -rank <= d < rank]
+    if wrong:
+        raise AxisError(
+            f"the parameter `axes` of the primitive `{primitive}` is {dims}, but its operand has "
+            f"{rank} dimension{'s' if rank != 1 else ''} for one example."
+        )
+    return tuple(d % rank for d in dims)
+
+
+def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
+    """What a primitive returned, with the batch axis of all results in one place."""
+    return (out, [out_axis] * len(out)) if primitive.multiple_results else (out, out_axis)
+
+
+def leading_rule(
+    primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
+) -> tuple[Any, Any]:
+    """The rule of a primitive that takes leading batch dimensions, alike in all operands.
+
+    `ranks` is how many trailing dimensions of each operand the primitive works
+    on: 2 for a matrix. Results have the leading dimensions of the operands.
+    """
+    # Where the batch axis may stay: anywhere before the dimensions that the primitive works on.
+    in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
+    target = next((a for a in axes if a in in_place), 0)
+    args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
+    return _alike(primitive, primitive.bind(*args, **params), target)
+
+
+def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
+    """Operands whose batch axes are in one place and broadcast against each other.
+
+    Unbatched operands get an axis of size one; unbatched scalars stay scalars.
+    """
+    # What has no axis may be a number of Python's.
+    ranks = [np.ndim(x) if a is None else len(x.shape) - 1 for x, a in zip(args, axes, strict=True)]
+    forms = set(zip(ranks, axes, strict=True)) - {(0, None)}
+    if len(forms) == 1:  # aligned as they are: by far the most frequent case
+        return list(args), forms.pop()[1]
+    rank = max(ranks)
+    whole = {a for n, a in forms if n == rank and a is not None}
+    target = whole.pop() if len(whole) == 1 else common_position(args, axes)
+    out = []
+    for x, a, n in zip(args, axes, ranks, strict=True):
+        if a is None:
+            out.append(expand_axis(x, target) if n else x)
+        elif n == rank:
+            out.append(move_axis(x, a, target))
+        else:  # one number per lane
+            out.append(expand_lanes(x, target, rank))
+    return out, target
+
+
+def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
+    """Operands of one shape with their batch axes in one place, repeated where there is none."""
+    target = common_position(args, axes)
+    return [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)], target
+
+
+def example_shape(x: Value, position: Position) -> tuple[int, ...]:
+    """The shape of one example of an operand."""
+    shape = np.shape(x)
+    return shape if position is None else shape[:position] + shape[position + 1 :]
+
+
+def example_rank(args: Any, axes: Any) -> int:
+    """The largest rank of the operands without their batch axes."""
+    return max(np.ndim(x) - (a is not None) for x, a in zip(args, axes, strict=True))
+
+
+def common_position(args: Any, axes: Any) -> int:
+    """Where to align batch axes so that the least has to be moved.
+
+    Only operands of the largest rank count; the others fit anywhere.
+    """
+    ndim = example_rank(args, axes) + 1
+    full = [(x, a) for x, a in zip(args, axes, strict=True) if a is not None and x.ndim == ndim]
+    positions = {a for _, a in full}
+    if len(positions) <= 1:
+        return positions.pop() if positions else 0
+    # Counted in dimensions that are not of size one, as sizes may be symbolic.
+    weight = Counter()
+    for x, a in full:
+        weight[a] += sum(d != 1 for d in x.shape)
+    return min(weight, key=lambda a: (-weight[a], a))  # results are mostly wanted in front
+
+
+def call_key(axis: Axis, program: ClosedJaxpr, *rest: Hashable) -> Hashable:
+    """Equal for calls of programs that do the same, in the same surroundings, outside of tracing.
+
+    A call outside of `jit` stages its function anew each time. What it takes longer to make of the
+    program is remembered under this.
+
+    Args:
+      axis: the axis being mapped.
+      program: the program of one example.
+      rest: what else the call depends on: the types of its arguments, say.
+    """
+    return axis, value_key(program), registrations(), _compat.trace_context(), *rest

@@ -14,7 +14,7 @@ from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described
-from batchax.kernel.lasting import call_key
+from batchax.kernel.registry import call_key
 from batchax.rows.arguments import (
     NotedSize,
     RowSize,

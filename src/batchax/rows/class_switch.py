@@ -21,9 +21,8 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.derivatives import tangents_of, transposed, with_values
 from batchax.kernel.inner import batch_function
-from batchax.kernel.own_primitive import own_primitive
+from batchax.kernel.own_primitive import own_primitive, tangents_of, transposed, with_values
 from batchax.rules.masking import is_inexact
 
 

@@ -13,8 +13,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn
-from batchax.kernel.registry import is_replaced_in_jax
-from batchax.kernel.rule_makers import reduced_dims
+from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.rows.merged import has_several, merge, names_of
 from batchax.rows.padded_rules.custom_derivatives import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule

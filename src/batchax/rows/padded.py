@@ -31,8 +31,8 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
 from batchax.kernel import recording
+from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.registry import is_replaced_in_jax
-from batchax.kernel.varying import bind_varying
 from batchax.rows.found_places import finds_size, leaves_with_found
 from batchax.rows.sizes import Sizes, depends_on_sizes
 from batchax.rules.masking import is_inexact, safe_lanes

@@ -24,7 +24,7 @@ from batchax.jaxprs.words import Aval, Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.kernel.rule_results import fitted
+from batchax.kernel.registry import fitted
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.padded import Operation, Row
 from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis

@@ -23,12 +23,11 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis
-from batchax.kernel.divergence import Branches, PlacedOutputs
+from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import varying_of
 from batchax.kernel.registry import register_rule
-from batchax.kernel.varying import varying_of
 from batchax.rules.hazards import hazards
 from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.in_turn import calls_library, in_turn

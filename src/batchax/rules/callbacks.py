@@ -19,7 +19,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis, axis_to_front, expand_axis, move_axis
-from batchax.kernel.fallback import one_after_another
+from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import register_rule
 from batchax.rules.lane_calls import failures
 

@@ -25,8 +25,8 @@ from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import Place, interpret
+from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.registry import register_looking, register_rule
-from batchax.kernel.varying import varying_of, without_mesh
 from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.sharding import batched_layout, batched_sharding
 from batchax.small.table import chooses

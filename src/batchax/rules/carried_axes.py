@@ -12,7 +12,7 @@ from typing import Any
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner, returning
-from batchax.kernel.varying import Varying, settle_varying, types_varying, vary_over
+from batchax.kernel.named_axes import Varying, settle_varying, types_varying, vary_over
 from batchax.rules.contraction import takes_less_as_rows
 
 

@@ -29,8 +29,7 @@ from batchax.kernel.axis import (
     sharding_with_axis,
     shift_dims,
 )
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import matched
+from batchax.kernel.registry import matched, register_rule
 from batchax.rules.small_matrices import with_lanes_last
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

@@ -33,8 +33,8 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
-from batchax.kernel.fallback import one_after_another
 from batchax.kernel.inner import example_aval
+from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import register_rule
 from batchax.memo import Memo
 from batchax.rules.convolution_by_slices import by_slices, differentiable, pays

@@ -26,8 +26,8 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.captured import Captured, closes_over_tracers, program_behind
 from batchax.kernel.inner import emitted
 from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import types_varying, without_mesh
 from batchax.kernel.registry import register_rule
-from batchax.kernel.varying import types_varying, without_mesh
 from batchax.memo import Memo, kept_with
 from batchax.rules.batched_transpose import match_or_zeros
 from batchax.rules.reverse_rule import Residuals, ReverseRule, known_number

@@ -20,11 +20,11 @@ from batchax.kernel.axis import (
     match_axis,
     move_axis,
 )
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import (
+from batchax.kernel.registry import (
     broadcasting,
     common_position,
     example_shape,
+    register_rule,
     vectorized,
 )
 

@@ -19,7 +19,7 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis
-from batchax.kernel.fallback import one_after_another
+from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.named_axes import as_names
 from batchax.kernel.registry import register_rule
 from batchax.rules.lanes import Groups, axis_size, over_all_lanes, split_names, take, times

@@ -12,8 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, Position, inserted, match_axis
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import common_position, example_shape
+from batchax.kernel.registry import common_position, example_shape, register_rule
 from batchax.rules.gather_scatter import gather, scatter
 
 enter("linear moderate: dynamic_slice dynamic_update_slice slice")

@@ -32,10 +32,9 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, axis_to_front, move_axis
-from batchax.kernel.derivatives import tangents_of
-from batchax.kernel.fallback import lanes_spread, lanes_together
 from batchax.kernel.inner import batched_aval, remembered, stage_function
-from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive
+from batchax.kernel.interpreter import lanes_spread, lanes_together
+from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
 from batchax.memo import memoized
 from batchax.rules.calls import CALLS
 from batchax.rules.hazards import hazards

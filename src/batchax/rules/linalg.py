@@ -21,8 +21,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.interpreter import Place
-from batchax.kernel.registry import register_looking, register_rule
-from batchax.kernel.rule_makers import leading_rule
+from batchax.kernel.registry import leading_rule, register_looking, register_rule
 from batchax.rules.small_matrices import with_lanes_last
 
 enter(

@@ -15,19 +15,17 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Jaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis
-from batchax.kernel.differing import surely_ends_apart
-from batchax.kernel.divergence import AnyLoop, PlacedOutputs, WhileLoop
+from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, move_axis
+from batchax.kernel.differing import asked_of_each_lane, surely_ends_apart
 from batchax.kernel.inner import batch_inner, returning
-from batchax.kernel.registry import register_rule
-from batchax.kernel.unvmap import asked_of_each_lane
-from batchax.kernel.varying import (
+from batchax.kernel.named_axes import (
     Varying,
     settle_varying,
     types_varying,
     vary_over,
     varying_of,
 )
+from batchax.kernel.registry import register_rule
 from batchax.rules.carried_axes import match_carry, settle, split_operands
 from batchax.rules.lane_calls import is_seen
 from batchax.rules.masked_loops import MaskedBody, run_masking

@@ -12,11 +12,17 @@ from jax.extend.core.primitives import while_p
 from batchax import _compat
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
-from batchax.kernel.divergence import PlacedOutputs, WhileLoop
+from batchax.kernel.axis import (
+    Axis,
+    PlacedOutputs,
+    Position,
+    WhileLoop,
+    lanes_vary_over,
+    match_axis,
+)
 from batchax.kernel.inner import batched_aval, remembered, returning
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.varying import Varying, settle_varying, types_varying, vary_over, varying_of
+from batchax.kernel.named_axes import Varying, settle_varying, types_varying, vary_over, varying_of
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.lane_calls import is_seen, with_active

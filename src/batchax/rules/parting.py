@@ -10,8 +10,15 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
-from batchax.kernel.divergence import AnyLoop, BoundedLoop, Branches, PlacedOutputs, WhileLoop
+from batchax.kernel.axis import (
+    AnyLoop,
+    Axis,
+    BoundedLoop,
+    Branches,
+    PlacedOutputs,
+    Position,
+    WhileLoop,
+)
 from batchax.rules.hazards import hazards
 
 Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
@@ -71,7 +78,7 @@ _NONE_LEAVES = (
 def _refuse_order(programs: Sequence[Any]) -> None:
     """Refuses an equation whose lanes were to run one after another, and cannot.
 
-    Where they can they do, before any rule is asked (`kernel/in_order.py`).
+    Where they can they do, before any rule is asked (`kernel/interpreter.py`).
     """
     where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
     if any(hazards(program).collective for program in programs):

@@ -18,9 +18,15 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, axis_to_front, move_axis
-from batchax.kernel.fallback import one_after_another
-from batchax.kernel.registry import Rule, find_rule, register_rule
-from batchax.kernel.rule_makers import broadcasting, leading_rule, vectorized
+from batchax.kernel.interpreter import one_after_another
+from batchax.kernel.registry import (
+    Rule,
+    broadcasting,
+    find_rule,
+    leading_rule,
+    register_rule,
+    vectorized,
+)
 from batchax.rules.threefry import WRITTEN_OUT, drawn
 
 enter(

@@ -13,8 +13,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.axis import Axis, axis_to_front, match_axis, shift_dims
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import matched, reducing
+from batchax.kernel.registry import matched, reducing, register_rule
 
 REDUCTIONS = enter(
     """

@@ -21,8 +21,7 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, match_axis, move_axis
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import vectorized
+from batchax.kernel.registry import register_rule, vectorized
 
 enter(": addupdate broadcast_to freeze get new_ref swap")
 

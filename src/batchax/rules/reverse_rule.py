@@ -20,7 +20,7 @@ from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import Captured
 from batchax.kernel.inner import batched_aval, example_aval, stage_described
-from batchax.kernel.varying import Varying, as_without_mesh
+from batchax.kernel.named_axes import Varying, as_without_mesh
 from batchax.rules.batched_transpose import batched_transpose, multiplies, reached
 from batchax.rules.rule_outputs import Axes
 

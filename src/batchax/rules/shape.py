@@ -24,8 +24,7 @@ from batchax.kernel.axis import (
     sharding_with_axis,
     shift_dims,
 )
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import common_position
+from batchax.kernel.registry import common_position, register_rule
 
 enter(
     """

@@ -25,11 +25,10 @@ from batchax import _compat
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, match_axis
-from batchax.kernel.derivatives import tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
-from batchax.kernel.own_primitive import declare, own_primitive
-from batchax.kernel.varying import vary_over, varying_of
+from batchax.kernel.named_axes import vary_over, varying_of
+from batchax.kernel.own_primitive import declare, own_primitive, tangents_of, transposed
 from batchax.memo import Memo
 from batchax.small import table
 from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays

@@ -12,8 +12,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, shift_dims
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import matched
+from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network
 from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
 

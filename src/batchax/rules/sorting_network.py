@@ -25,9 +25,9 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, shift_dims
+from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.kernel.rule_makers import matched
-from batchax.kernel.varying import may_be_spread
+from batchax.kernel.registry import matched
 from batchax.memo import memoized
 from batchax.rules.sorting_by_image import image, magnitude
 

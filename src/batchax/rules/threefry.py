@@ -22,7 +22,7 @@ from batchax import _compat
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
-from batchax.kernel.rule_makers import aligned
+from batchax.kernel.registry import aligned
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = np.uint32(0x1BD11BDA)

@@ -12,9 +12,8 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.kernel.axis import Axis, inserted
-from batchax.kernel.fallback import one_after_another
-from batchax.kernel.registry import register_rule
-from batchax.kernel.rule_makers import matched
+from batchax.kernel.interpreter import one_after_another
+from batchax.kernel.registry import matched, register_rule
 
 enter(
     """

@@ -32,9 +32,9 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, closed_over
+from batchax.kernel.debug_nans import looks_here
 from batchax.kernel.inner import stage_function
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.looking import looks_here
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.prices import is_fused

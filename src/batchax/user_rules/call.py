@@ -25,9 +25,8 @@ from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import captured_tracers
-from batchax.kernel.derivatives import Flat, tangents_of, transposed
 from batchax.kernel.inner import batch_function, batched_aval
-from batchax.kernel.own_primitive import declare
+from batchax.kernel.own_primitive import Flat, declare, tangents_of, transposed
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""

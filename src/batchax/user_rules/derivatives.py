@@ -12,7 +12,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.derivatives import tangents_of
+from batchax.kernel.own_primitive import tangents_of
 from batchax.rules.batched_transpose import reached
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.call import (

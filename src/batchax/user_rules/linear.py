@@ -16,9 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.derivatives import tangents_of
 from batchax.kernel.inner import batch_inner, written_into
-from batchax.kernel.own_primitive import own_primitive
+from batchax.kernel.own_primitive import own_primitive, tangents_of
 from batchax.memo import Memo
 from batchax.rules.batched_transpose import batched_transpose
 from batchax.rules.custom_derivatives import in_reverse_alone

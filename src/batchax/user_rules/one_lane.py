@@ -19,8 +19,8 @@ from jax.core import eval_jaxpr
 
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis
-from batchax.kernel.derivatives import Flat
 from batchax.kernel.inner import stage_function
+from batchax.kernel.own_primitive import Flat
 from batchax.programs.cost import STEPS, cost_of_program
 from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.user_rules.call import Flags

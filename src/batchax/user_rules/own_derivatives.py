@@ -16,8 +16,8 @@ import numpy as np
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
 from batchax.jaxprs.words import Value
-from batchax.kernel.derivatives import with_values
-from batchax.kernel.rule_results import describe_returned
+from batchax.kernel.own_primitive import with_values
+from batchax.kernel.registry import describe_returned
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.linear import linear_with_transpose

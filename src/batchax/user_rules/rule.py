@@ -18,7 +18,7 @@ from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
-from batchax.kernel.rule_results import describe_rule, fitted, noting, split_pair
+from batchax.kernel.registry import describe_rule, fitted, noting, split_pair
 from batchax.user_rules.arguments import Arguments
 from batchax.user_rules.collectives import run_with_collectives
 

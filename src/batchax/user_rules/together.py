@@ -21,9 +21,9 @@ from batchax import _compat
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
-from batchax.kernel.derivatives import Flat, pullback_of
 from batchax.kernel.inner import batch_function, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
+from batchax.kernel.own_primitive import Flat, pullback_of
 from batchax.user_rules.call import (
     BatchedFlat,
     Cotangents,

@@ -47,8 +47,8 @@ from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position, inserted
-from batchax.kernel.looking import in_jit
-from batchax.kernel.varying import mesh_around
+from batchax.kernel.debug_nans import in_jit
+from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 

@@ -18,7 +18,7 @@ from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
 from batchax.jaxprs.words import Value
-from batchax.kernel.looking import in_jit
+from batchax.kernel.debug_nans import in_jit
 from batchax.memo import memoized
 
 

@@ -33,9 +33,9 @@ from batchax.explain.findings.operations import (
 )
 from batchax.explain.wording import count, show_options, show_seconds, show_work
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis
-from batchax.kernel.divergence import (
+from batchax.kernel.axis import (
     AnyLoop,
+    Axis,
     BoundedLoop,
     Branches,
     Divergence,

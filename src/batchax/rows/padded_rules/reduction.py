@@ -6,7 +6,7 @@ from typing import Any
 
 from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.rule_makers import reduced_dims
+from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
 
 

@@ -1,11 +1,11 @@
 """Where ``jax.debug_nans`` and ``jax.debug_infs`` look, and where they must not.
 
-With these options JAX looks at the results of each operation that it computes at once, and at those
+With these options JAX looks at the results of each operation that it computes eagerly, and at those
 of each compiled program. A batched function computes more than its examples do: for lanes that are
-masked, in padding, in blank buffers, of neutral values. Whoever looks for a NaN must not be sent
-after those. So they are computed with the options off, and then what comes of them, of which all
-is the user's, is looked at; where they are differentiated they are one compiled program besides,
-for JAX looks later, in the reverse pass, at each operation that was computed at once.
+masked, in padding, in blank buffers, of neutral values. A NaN there is not the user's. So such
+operations run with the options off, and then their results, which are the user's, are checked. If
+they are differentiated they are one compiled program besides, because the reverse pass would check
+each operation that was computed eagerly.
 """
 
 from __future__ import annotations
