@@ -298,7 +298,10 @@ NO_CACHES = {
     "datasets/tensorstores.py": {"limited_context": "the one context, of no program"},
     "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
     "execution/progress.py": {"_running": "what is shown of loops that run now"},
-    "explain/page/document.py": {"_resource": "files of this package"},
+    "explain/page.py": {
+        "_template": "a file of this package",
+        "_policy": "the hashes of its parts",
+    },
     "frontend/containers.py": {"_containers": "a table that users fill"},
     "frontend/rows.py": {
         "_run_by": "who runs rows, of imports",
@@ -328,7 +331,7 @@ NO_CACHES = {
     "rules/calls.py": {"function": "a function that an equation holds, staged once for it"},
     "rules/masking.py": {"_values": "jitted, for numbers and words"},
     "small/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},
-    "small/rotations.py": {"rounds": "the same"},
+    "small/elements.py": {"rounds": "the same"},
 }
 
 

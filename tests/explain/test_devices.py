@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.explain.page.document import as_page
+from batchax.explain.page import as_page
 
 X, W = jnp.ones((8, 5), "float32"), jnp.ones((5, 2), "float32")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import batchax as bx
-from batchax.explain.page.document import as_page
+from batchax.explain.page import as_page
 from batchax.programs.source_lines import is_installed
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Service = Literal["once", "own", "user", "jax", "lanes"]
@@ -348,3 +349,37 @@ class Account:
         """
         for eqn in self.equations:
             yield from eqn.walk()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all of it as plain data, which `json.dumps` takes.
+
+        Returns:
+          ``"version"``, now 1, which grows when a name in it is renamed or goes; and each attribute
+          by its name. A `Work`, an `Equation` and so on is a dict of its fields and properties, a
+          tuple a list, and what JSON does not have its ``repr``.
+
+        Example:
+          >>> data = bx.explain(jnp.sin)(jnp.ones(8)).to_dict()
+          >>> data["version"], data["equations"][0]["primitive"]
+          (1, 'sin')
+        """
+        return {"version": 1, **as_plain(self)}
+
+
+def as_plain(x: Any) -> Any:
+    """Data as JSON has it: the fields and properties of each object, by their names.
+
+    Tuples become lists, numbers that are not finite None, and all else that JSON has not its repr.
+    """
+    if is_dataclass(x):
+        properties = (n for c in type(x).__mro__ for n, p in vars(c).items() if type(p) is property)
+        return {
+            name: as_plain(getattr(x, name)) for name in [*(f.name for f in fields(x)), *properties]
+        }
+    if isinstance(x, Mapping):
+        return {str(key): as_plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return list(map(as_plain, x))
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    return x if x is None or isinstance(x, (bool, int, str)) else repr(x)

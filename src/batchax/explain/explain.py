@@ -24,7 +24,7 @@ from batchax.explain.findings.operations import Draft
 from batchax.explain.listing import Attribution, Listing, Names, Tally, arguments_of, outputs_of
 from batchax.explain.measure import as_it_is, check_values, first_call, measure_alone
 from batchax.explain.measure import measure as measure_ways
-from batchax.explain.page.document import as_embedded_page, as_page
+from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.text import as_text, for_terminal
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, count

@@ -1,1 +1,0 @@
-"""The face of an explanation that opens in a browser."""
