@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from jax import lax
 from jax._src.interpreters import mlir
 
-from batchax.rows import by_answer, by_switch
+from batchax.rows import specialize
 
 from support import turns
 
@@ -275,8 +275,8 @@ def own_registrations(monkeypatch):
 @pytest.fixture
 def longer_rows(monkeypatch):
     """As if rows might be too long for a program for each length, and of too many kinds."""
-    monkeypatch.setattr(by_switch, "MOST_LENGTHS", 1)
-    monkeypatch.setattr(by_answer, "MOST_PARTS", 1)
+    monkeypatch.setattr(specialize, "MOST_LENGTHS", 1)
+    monkeypatch.setattr(specialize, "MOST_PARTS", 1)
 
 
 @pytest.fixture

@@ -320,14 +320,14 @@ NO_CACHES = {
     },
     "memo.py": {"_all": "the memos"},
     "programs/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
-    "rows/index_arrays.py": {"PROGRAMS": "a table, of imports"},
+    "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
     "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
-    "rows/padded_rules/custom_derivatives.py": {"_by_name": "a table, of imports"},
-    "rows/padded_rules/spectra.py": {
+    "rows/padded_rules/calls.py": {"_by_name": "a table, of imports"},
+    "rows/padded_rules/linalg.py": {
         "_diagonal_added": "a program outside of `jit`, of one truth value"
     },
-    "rows/padded_rules/transforms.py": {"_sums": "a program outside of `jit`, of two numbers"},
+    "rows/padded_rules/operations.py": {"_sums": "a program outside of `jit`, of two numbers"},
     "rules/calls.py": {"function": "a function that an equation holds, staged once for it"},
     "rules/masking.py": {"_values": "jitted, for numbers and words"},
     "small/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},

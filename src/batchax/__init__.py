@@ -56,11 +56,10 @@ from batchax.kernel.registry import (
 )
 from batchax.map import map
 from batchax.map_batches import map_batches
+from batchax.rows.arguments import ragged, size
 from batchax.rows.buckets import Buckets, bucket
-from batchax.rows.finding import compress, nonzero, unique
-from batchax.rows.lane_sizes import size
+from batchax.rows.dynamic_sizes import compress, nonzero, unique
 from batchax.rows.ragged import Ragged
-from batchax.rows.row_size import ragged
 from batchax.same_program import Comparison, same_program
 from batchax.scan import scan
 from batchax.sequential_vmap import sequential_vmap

@@ -18,10 +18,10 @@ import batchax as bx
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
-from batchax.rows.class_switch import class_switch
-from batchax.rows.found_places import found_places_p
-from batchax.rows.row_places import row_places
+from batchax.rows.index import row_places
 from batchax.rows.row_rules import call_later
+from batchax.rows.size_classes import class_switch
+from batchax.rows.sizes import found_places_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn
 from batchax.rules.sorting_by_image import sorted_floats_p

@@ -8,7 +8,7 @@ from jax.experimental import io_callback, pallas
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.rows.by_switch import MOST_LENGTHS
+from batchax.rows.specialize import MOST_LENGTHS
 
 from support.oracle import same
 from support.rows import check_rows, images, ragged

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.rows import class_choice
+from batchax.rows import size_classes
 
 from support.oracle import at_once, example, same
 from support.rows import check_rows, images, ragged
@@ -20,8 +20,8 @@ TAIL = np.minimum(np.random.default_rng(0).lognormal(3.2, 0.8, 96), 256).astype(
 @pytest.fixture
 def always(monkeypatch):
     """Groups cost nothing to compile, so that there are three, if any gain anything."""
-    monkeypatch.setattr(class_choice, "_RUNS", float("inf"))
-    monkeypatch.setattr(class_choice, "_MOST_GROUPS", 3)
+    monkeypatch.setattr(size_classes, "_RUNS", float("inf"))
+    monkeypatch.setattr(size_classes, "_MOST_GROUPS", 3)
 
 
 def rows(*trailing, **options):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.layouts import Costs, choose_layouts
+from batchax.rows.layouts import Costs, choose_layouts, flatten
 from batchax.rows.regions import find_regions
 from batchax.rows.sizes import Sizes
-from batchax.rows.steps import flatten
 
 from support.oracle import same, shares
 from support.rows import check_rows, check_rows_of_all, layouts, ragged

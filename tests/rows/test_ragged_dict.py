@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.ragged_dict import RaggedDict
+from batchax.rows.building import RaggedDict
 
 from support.oracle import example
 

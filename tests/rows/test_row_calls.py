@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero, linear_call
 import batchax as bx
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.rows import in_regions
+from batchax.rows import regions
 
 from support.oracle import example, same, shares
 from support.rows import check_rows, check_rows_of_all, chosen, ragged
@@ -318,7 +318,7 @@ def test_a_call_outside_of_jit_is_batched_once(monkeypatch):
     monkeypatch.setattr(
         _compat, "stage_described", lambda *a, **k: built.append(1) or real(*a, **k)
     )
-    in_regions.kept_in_regions.cache_clear()
+    regions.kept_in_regions.cache_clear()
     weights = example((4,), seed=1)
 
     def batched(w, scale=1.0, layout="auto"):

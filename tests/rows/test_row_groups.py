@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.groups import groups_of, join_lanes, join_rows, split_lanes, split_rows
+from batchax.rows.buckets import groups_of, join_lanes, join_rows, split_lanes, split_rows
 
 from support.known_lengths import with_known_lengths
 from support.rows import check_rows, ragged

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from batchax.rows.row_places import _operations, row_places
+from batchax.rows.index import _row_places, row_places
 
 LENGTHS = np.array([3, 0, 40, -2, 16, 32, 0, 1, 17], np.int32)
 
@@ -36,7 +36,7 @@ def agree(outs, lengths, capacity, bound):
 @pytest.mark.parametrize(("capacity", "bound"), [(120, 40), (40, 33), (90, 60), (3, 2), (0, 5)])
 def test_rows_follow_one_another(capacity, bound):
     run = functools.partial(row_places, capacity=capacity, bound=bound)
-    others = functools.partial(_operations, capacity=capacity, bound=bound)
+    others = functools.partial(_row_places, capacity=capacity, bound=bound)
     lengths = np.stack([LENGTHS, LENGTHS[::-1]])
     outs = jax.jit(lambda x: (run(x[0]), others(x[0]), jax.vmap(run)(x)))(lengths)
     agree(outs[0], LENGTHS, capacity, bound)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import batchax as bx
-from batchax.rows.on_devices import Dealt, kept_on_devices
+from batchax.rows.run import Dealt, kept_on_devices
 
 from support.oracle import agree, at_once, example, same
 from support.rows import check_rows, check_rows_of_all, chosen, ragged

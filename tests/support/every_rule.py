@@ -21,9 +21,9 @@ import batchax as bx
 from batchax._compat import find_primitive
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
-from batchax.rows.class_switch import class_switch
-from batchax.rows.found_places import found_places_p
-from batchax.rows.index_arrays import index_arrays_p
+from batchax.rows.index import index_arrays_p
+from batchax.rows.size_classes import class_switch
+from batchax.rows.sizes import found_places_p
 from batchax.rules.in_place import some_active_p
 from batchax.rules.in_turn import in_turn_p
 from batchax.rules.lane_calls import lane_calls_p

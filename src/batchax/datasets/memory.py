@@ -20,7 +20,7 @@ from batchax.datasets.parts import Rows, elements_in
 from batchax.datasets.ragged_parts import kept
 from batchax.datasets.source import Index, Source, check_shape, native
 from batchax.errors import ArgumentTypeError
-from batchax.rows.checks import elements_of
+from batchax.rows.building import elements_of
 
 
 class InMemory(Source):

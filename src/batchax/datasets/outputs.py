@@ -29,7 +29,7 @@ from batchax.frontend.outputs import (
     is_output_spec,
 )
 from batchax.frontend.reductions import Reduction
-from batchax.rows.checks import without
+from batchax.rows.building import without
 from batchax.rows.ragged import Ragged
 
 

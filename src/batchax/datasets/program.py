@@ -20,7 +20,7 @@ from batchax.datasets.row_types import ragged_type
 from batchax.execution.eager import whatever_jit
 from batchax.execution.memory import Auto, fitting_chunk, parse_limit
 from batchax.frontend.options import converted
-from batchax.rows.checks import without
+from batchax.rows.building import without
 from batchax.rows.ragged import Ragged
 
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.

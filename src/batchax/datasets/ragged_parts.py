@@ -8,7 +8,7 @@ import numpy as np
 
 from batchax.datasets.parts import Rows
 from batchax.rows.arrow import by_axis, together
-from batchax.rows.checks import as_tuple
+from batchax.rows.building import as_tuple
 from batchax.rows.ragged import Ragged
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from batchax.datasets.inputs import Input, elements_of_batches
-from batchax.rows.checks import as_tuple
+from batchax.rows.building import as_tuple
 from batchax.rows.ragged import Ragged
 
 

@@ -1,8 +1,5 @@
 """Ragged batches: rows of different lengths, each computed as if it were alone."""
 
-from batchax.rows import array_stand_ins as array_stand_ins
-from batchax.rows import more_stand_ins as more_stand_ins
 from batchax.rows import padded_rules as padded_rules
-from batchax.rows import polynomial_stand_ins as polynomial_stand_ins
 from batchax.rows import run as run
 from batchax.rows import stand_ins as stand_ins

@@ -1,7 +1,8 @@
-"""The ragged arguments of a call, and the sizes that they share."""
+"""The ragged arguments of a call, and the sizes that they share: `ragged`, `size`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +17,217 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.errors import AxisError, BatchaxError, UnsupportedError
-from batchax.frontend.arguments import Mapped
+from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
+from batchax.frontend.arguments import LocalRows, Mapped
+from batchax.frontend.containers import AxisSpec, Parts
+from batchax.frontend.in_axes import is_position
+from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval
 from batchax.memo import Memo
-from batchax.rows.checks import elements_of, known_lengths, same_lengths, shown_lengths
-from batchax.rows.comparisons import Lengths, SizeOfRow
+from batchax.rows.building import (
+    as_lengths,
+    elements_of,
+    known_lengths,
+    same_lengths,
+    shown_lengths,
+)
 from batchax.rows.index import RowIndex
 from batchax.rows.ragged import Ragged
-from batchax.rows.row_size import RaggedSize, SizeAlone
+from batchax.rows.sizes import Lengths, SizeOfRow
+
+
+@dataclass(frozen=True)
+class RaggedSize(AxisSpec):
+    """In `in_axes`: the batch is a `Ragged`, whose rows have sizes of these names.
+
+    In `out_axes`: the batch is to be a `Ragged`.
+    """
+
+    names: tuple[str, ...]
+    names_rows = True
+
+    def of_argument(self, value: Value, path: str) -> Parts:
+        raise ArgumentTypeError(
+            f"in_axes gives {self!r} for {path}, which is {show(value)}: that kind of "
+            "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or give an int."
+        )
+
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
+        if jnp.ndim(value) < len(self.names):
+            what = "a number" if not jnp.ndim(value) else "an array of one axis"
+            raise AxisError(
+                f"out_axes gives {self!r} for {path}, which is {what} for each lane: a row has "
+                f"{'an axis' if len(self.names) == 1 else 'axes'} of its own. Give an int."
+            )
+        return Parts([value], [0], lambda outs: _rows_of(outs[0], len(self.names)))
+
+    def __repr__(self) -> str:
+        return f"batchax.ragged({', '.join(map(repr, self.names))})"
+
+
+class SizeAlone(RaggedSize):
+    """Rows that nobody reads, for the size that they have."""
+
+
+def _rows_of(batch: Any, axes: int) -> Ragged:
+    """Rows that all have one size, if they are not rows of their own already."""
+    if isinstance(batch, Ragged):
+        return batch
+    count, *rest = batch.shape
+    sizes, rest = rest[:axes], rest[axes:]
+    lengths = [np.full(count, size, np.int32) for size in sizes]
+    data = jnp.reshape(batch, (math.prod((count, *sizes)), *rest))
+    return Ragged(data, lengths, tuple(sizes), axis=tuple(range(axes)))
+
+
+@_compat.api_boundary
+def ragged(*names: str) -> RaggedSize:
+    """In `in_axes`: the name of the size that the rows of a `Ragged` have, or of each of several.
+
+    Arguments with the same name have rows of the same lengths, which the function may add to
+    each other; arguments with different names have sizes of their own. Without names, arguments
+    share a size if their lengths are one array or known to be equal.
+
+    A `Ragged` with two ragged axes has two sizes: ``ragged("h", "w")`` for images, ``ragged("n",
+    "n")`` for matrices that are square.
+
+    In `out_axes`: the output is to be a `Ragged`, also if its rows turn out to have one size.
+
+    Args:
+      *names: Python identifiers, such as "n": one for each ragged axis.
+
+    Returns:
+      What `in_axes` and `out_axes` of `vmap` take in place of an int.
+
+    Raises:
+      ArgumentTypeError: one is none, or there are none.
+
+    Example:
+      >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
+      >>> y = bx.Ragged(jnp.ones(6, int), [1, 3, 2])
+      >>> print(bx.vmap(lambda x, y: (x * y).sum(), bx.ragged("n"))(x, y))
+      [0 6 9]
+      >>> images = bx.Ragged.from_rows([jnp.ones((2, 3)), jnp.ones((4, 1))], axis=(0, 1))
+      >>> bx.vmap(lambda x: x @ x.T, bx.ragged("h", "w"))(images)
+      Ragged(2 rows of float32[n, n], lengths=([2, 4], [2, 4]), max_length=(4, 4))
+    """
+    if not names:
+        raise ArgumentTypeError(
+            'ragged() takes a name for the size of rows, such as ragged("n"), or for each of '
+            'several, ragged("h", "w"); none is given.'
+        )
+    for name in names:
+        check_size_name(name, "ragged")
+    return RaggedSize(names)
+
+
+def check_size_name(name: Any, maker: str) -> None:
+    """Refuses what cannot be the name of a size.
+
+    Raises:
+      ArgumentTypeError: it is no identifier.
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
+        raise ArgumentTypeError(
+            f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
+        )
+
+
+_OPERATIONS = frozenset({"floordiv", "mod", "max", "min", "non_negative"})
+
+
+@dataclass(frozen=True)
+class LaneSize(AxisSpec):
+    """In `in_axes`: an array of ints holds the size of each lane."""
+
+    name: str
+    max_size: int | None
+
+    def of_argument(self, value: Value, path: str) -> Parts:
+        sizes = self._checked(value, path)
+        values = known_lengths(sizes)
+        count = sizes.shape[0]
+        if values is None:
+            room, bound = count * (self.max_size or 0), self.max_size
+        else:
+            room, bound = int(values.sum()), self.max_size or int(values.max(initial=0))
+        # Rows of those lengths that nobody reads. What the function is given is their size.
+        rows = Ragged(jnp.zeros(room, bool), sizes, bound)
+        return Parts([rows], [SizeAlone((self.name,))], lambda examples: examples[0].shape[0])
+
+    def _checked(self, value: Value, path: str) -> Any:
+        if isinstance(value, LocalRows):
+            raise UnsupportedError(
+                f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes of different "
+                "sizes are dealt out to devices by sizes that all processes must know. Give all "
+                "sizes on all processes, without local."
+            )
+        try:
+            shape, dtype = np.shape(value), jnp.result_type(value)
+        except (TypeError, ValueError):
+            shape, dtype = None, type(value).__name__
+        if shape is None or len(shape) != 1 or not jnp.issubdtype(dtype, np.integer):
+            raise ArgumentTypeError(
+                f"in_axes gives {self!r} for {path}, of shape {shape} and dtype {dtype}: give an "
+                "array of ints of shape (lanes,), the size of each lane."
+            )
+        if not isinstance(shape[0], int):
+            raise UnsupportedError(
+                f"in_axes gives {self!r} for {path}, of which there are {shape[0]}, a symbolic "
+                "number, which must be known. Export the function for a known number of lanes."
+            )
+        sizes = as_lengths(value)
+        values = known_lengths(sizes)
+        if values is None and self.max_size is None:
+            raise ArgumentTypeError(
+                f"in_axes gives {self!r} for {path}, whose values are traced here: give a bound "
+                f"for them, batchax.size({self.name!r}, max_size=...)."
+            )
+        most = np.inf if self.max_size is None else self.max_size
+        if values is not None and len(values) and not (0 <= values.min() <= values.max() <= most):
+            raise AxisError(
+                f"in_axes gives {self!r} for {path}, whose sizes are {shown_lengths(values)}: each "
+                f"must be {'0 or more' if self.max_size is None else f'in [0, {most}]'}."
+            )
+        return sizes
+
+    def __repr__(self) -> str:
+        bound = "" if self.max_size is None else f", max_size={self.max_size}"
+        return f"batchax.size({self.name!r}{bound})"
+
+
+@_compat.api_boundary
+def size(name: str, max_size: int | None = None) -> LaneSize:
+    """In `in_axes`: an array of ints holds a size for each lane, which the function is given.
+
+    The function sees a dimension, of which it may make arrays, as those of a row of a `Ragged`.
+    What has that size in every lane comes back as a `Ragged`.
+
+    Args:
+      name: a Python identifier, such as "n". Rows that `in_axes` says ``batchax.ragged(name)`` of
+        have this size.
+      max_size: an int that no size exceeds; needed where sizes are traced, in ``jax.jit`` say.
+        A traced size beyond it counts as `max_size`, and one below zero as zero.
+
+    Returns:
+      What `in_axes` of `vmap` takes in place of an int.
+
+    Raises:
+      ArgumentTypeError: `name` is no identifier, or `max_size` no int.
+
+    Example:
+      >>> sizes = jnp.array([3, 0, 5])
+      >>> print(bx.vmap(lambda n: jnp.arange(n).sum(), bx.size("n", max_size=5))(sizes))
+      [ 3  0 10]
+    """
+    check_size_name(name, "size")
+    if max_size is not None and not (is_position(max_size) and max_size >= 0):
+        raise ArgumentTypeError(
+            f"size(): max_size must be a non-negative int, got {brief(max_size)}."
+        )
+    return LaneSize(name, max_size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
 from batchax.rows import arrow
-from batchax.rows.checks import elements_of
-from batchax.rows.selecting import as_row
+from batchax.rows.building import as_row, elements_of
 
 R = TypeVar("R", bound="Converters")
 

@@ -1,18 +1,22 @@
 """Where the elements of each row are, and rows between packed and padded arrays.
 
-Packed, the elements of all rows follow one another along an axis; padded, each row has an
-array of the same size. Both ways are gathers, each the transpose of the other. JAX is told so:
-by itself it would transpose a gather to a scatter, a hundred times slower on a CPU.
+Packed, the elements of all rows follow one another along an axis; padded, each row has an array of
+the same size. Both ways are gathers, each the transpose of the other. JAX is told so: by itself it
+would transpose a gather to a scatter, a hundred times slower on a CPU.
 
 A row that is ragged along several axes is so many *pieces* along the last of them, one after
 another. To what is here they are rows: padded, all rows have as many, and some of them are empty.
+
+XLA compiles each sum, sort and gather of a program for a CPU as a function of its own, which takes
+10 milliseconds or more, and the positions of rows take some thirty of them. A loop of small steps
+is one function, and runs faster (`docs/decisions/short_loops.md`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +24,151 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from batchax.jaxprs.words import Value
-from batchax.rows.row_places import row_places
+from batchax import _compat
+from batchax.execution.slices import entry_of, put_entry, put_part
+from batchax.jaxprs.words import Aval, Value
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.inner import batch_function
+from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
+
+
+class IndexProgram(NamedTuple):
+    """How index arrays are computed: functions of arrays of int32, and of the same parameters.
+
+    Attributes:
+      operations: by sums and sorts, side by side.
+      on_cpu: to the same results, in a form that a CPU compiles and runs sooner.
+      shapes: those of the results, from the types of the operands.
+    """
+
+    operations: Callable[..., list[Any]]
+    on_cpu: Callable[..., list[Any]]
+    shapes: Callable[..., Sequence[tuple[int, ...]]]
+
+
+PROGRAMS: dict[str, IndexProgram] = {}
+"""By what they find."""
+
+
+WINDOW = 16
+"""So many elements loops write at once. They go over rows in order: where a window reaches into the
+next row, that one writes over it."""
+
+
+def index_arrays(find: str, operands: Sequence[Value], **params: Any) -> list[Any]:
+    """The arrays that a program of `PROGRAMS` finds, of int32; with their operands they vary."""
+    return index_arrays_p.bind(*_compat.varying_alike(operands), find=find, **params)
+
+
+def _operations(*operands: Any, find: str, **params: Any) -> list[Any]:
+    return PROGRAMS[find].operations(*operands, **params)
+
+
+def _on_cpu(*operands: Any, find: str, **params: Any) -> list[Any]:
+    return PROGRAMS[find].on_cpu(*operands, **params)
+
+
+def _types(*avals: Aval, find: str, **params: Any) -> list[Any]:
+    vector: Any = avals[0]
+    shapes = PROGRAMS[find].shapes(*avals, **params)
+    return [vector.update(shape=shape, dtype=np.dtype(np.int32)) for shape in shapes]
+
+
+def _batched(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Sequence[Position]]:
+    return batch_function(axis, lambda *xs: _operations(*xs, **params), args, axes)
+
+
+index_arrays_p = own_primitive(
+    "index_arrays",
+    called="where rows are",
+    operations=_operations,
+    on_cpu=_on_cpu,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=Of(None),
+    transpose=NoDerivative("where rows are is transposed, which is not linear."),
+)
+
+
+def row_places(lengths: Value, capacity: int, bound: int) -> list[Any]:
+    """Where rows are that follow one another in an array with room for `capacity` elements.
+
+    Args:
+      lengths: of the rows, int32 of shape (B,).
+      capacity: an element that would be beyond is not there.
+      bound: a row that is longer is cut off.
+
+    Returns:
+      Where each row begins and how many elements it has, of shape (B,); the row of each element
+      and its place in padded rows that follow one another, of shape (capacity,). Elements of no row
+      have row B, and a place beyond the last.
+    """
+    return index_arrays("rows", [lengths], capacity=capacity, bound=bound)
+
+
+def _row_places(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
+    clipped = jnp.clip(lengths, 0, min(bound, capacity))
+    ends = jnp.minimum(jnp.cumsum(clipped, dtype=np.int32), capacity)
+    starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
+    sizes = ends - starts
+
+    def of_ended_rows(amounts: Any) -> Any:
+        """For each element, the sum of `amounts` of the rows before its own."""
+        marks = jnp.zeros(capacity, np.int32).at[ends].add(amounts, mode="drop")
+        return jnp.cumsum(marks, dtype=np.int32)
+
+    rows = of_ended_rows(np.int32(1))
+    places = np.arange(capacity, dtype=np.int32) + of_ended_rows(bound - sizes)
+    return [starts, sizes, rows, places]
+
+
+def _row_places_on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
+    count = lengths.shape[0]
+    if not (count and capacity):
+        return _row_places(lengths, capacity=capacity, bound=bound)
+    # Constants of their types: numbers of Python would be converted, each by an operation.
+    zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
+    room, last = np.int32(capacity), np.int32(count - 1)
+    within = np.arange(WINDOW, dtype=np.int32)
+
+    def step(_: Any, state: Any) -> Any:
+        """A few elements of a row; what is written of the next one is written over later."""
+        row, place, element, of_last, (starts, sizes, rows, places) = state
+        in_row = row <= last
+        start = element - place
+        most = lax.min(np.int32(min(bound, capacity)), room - start)
+        size = lax.clamp(zero, entry_of(lengths, lax.min(row, last)), most)
+        start, size = (
+            lax.select(in_row, x, y) for x, y in zip((start, size), of_last, strict=True)
+        )
+        starts = put_entry(starts, start, lax.min(row, last))
+        sizes = put_entry(sizes, size, lax.min(row, last))
+        to = lax.min(element, room)
+        rows = put_part(rows, lax.broadcast(row, (WINDOW,)), to)
+        places = put_part(places, row * np.int32(bound) + place + within, to)
+        leaves = in_row & (size - place <= window)
+        element += lax.select(leaves, size - place, window)
+        place = lax.select(leaves, zero, place + window)
+        row = lax.select(leaves, row + one, row)
+        return row, place, element, (start, size), (starts, sizes, rows, places)
+
+    empty = lambda size: lax.full((size,), 0, np.int32)
+    arrays = empty(count), empty(count), empty(capacity + WINDOW), empty(capacity + WINDOW)
+    steps = np.int32(count + capacity // WINDOW + 1)
+    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), arrays))
+    starts, sizes, rows, places = state[-1]
+    return [starts, sizes, rows[:capacity], places[:capacity]]
+
+
+def _row_places_shapes(lengths: Aval, *, capacity: int, bound: int) -> list[Any]:
+    return [lengths.shape, lengths.shape, (capacity,), (capacity,)]
+
+
+PROGRAMS["rows"] = IndexProgram(_row_places, _row_places_on_cpu, _row_places_shapes)
 
 
 @dataclass(frozen=True)

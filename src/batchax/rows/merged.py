@@ -18,8 +18,7 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, Eqn
 from batchax.memo import Memo
-from batchax.rows.comparisons import Lengths, SizeOfRow
-from batchax.rows.sizes import is_symbolic, ragged_axes
+from batchax.rows.sizes import Lengths, SizeOfRow, is_symbolic, ragged_axes
 
 Names = tuple[str, ...]
 """The sizes of rows along each of several ragged axes, by name."""

@@ -28,11 +28,10 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex, take_clipped
+from batchax.rows.layouts import REDUCED, Constant, RowProgram, flatten, reduce_segments
 from batchax.rows.merged import Names, can_hold, has_several, merge, merged_shape, names_of
-from batchax.rows.packing import REDUCED
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
-from batchax.rows.segments import reduce_segments
 from batchax.rows.sizes import (
     Sizes,
     depends_on_sizes,
@@ -41,7 +40,6 @@ from batchax.rows.sizes import (
     ragged_axes,
     ragged_axis,
 )
-from batchax.rows.steps import Constant, RowProgram, flatten
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.registry import is_replaced_in_jax
-from batchax.rows.found_places import finds_size, leaves_with_found
-from batchax.rows.sizes import Sizes, depends_on_sizes
+from batchax.rows.sizes import Sizes, depends_on_sizes, finds_size, leaves_with_found
 from batchax.rules.masking import is_inexact, safe_lanes
 
 

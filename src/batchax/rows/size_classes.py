@@ -1,25 +1,27 @@
-"""Rows of traced lengths in size classes: each is padded to the least of a few bounds that it fits.
+"""Rows in size classes or known groups: each is padded to the least of a few bounds that it fits.
 
-The bounds are the greatest length, half of it, and so on. Which class a row is in is known when
-the program runs, so rows run in *blocks*: a block has the same number of elements whatever its
-class, as twice as many rows fit where each is half as long. How many blocks there are at most
-follows from the room that packed rows have, since a row fills more than half of its place, but
-in the last class. A chunk loop runs one block after another, each by the program of its class;
-its derivatives are chunk loops as well.
+Lengths are known, and each row is padded to the longest of its group. Or they are traced, and rows
+run in *blocks*, as their bounds are the greatest length, half of it, and so on. A block has the
+same number of elements whatever its class, as twice as many rows fit where each is half as long.
+How many blocks there are at most follows from the room that packed rows have, since a row fills
+more than half of its place, but in the last class. A chunk loop runs one block after another, each
+by the program of its class; its derivatives are chunk loops as well.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import eval_jaxpr
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.execution.chunk_loop import (
@@ -30,16 +32,303 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
+from batchax.kernel.own_primitive import own_primitive, tangents_of, transposed, with_values
+from batchax.programs.weights import BLOCK, COMPILED_STEP, ROWS
+from batchax.rows.arguments import with_room
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
-from batchax.rows.class_switch import class_switch
-from batchax.rows.found_places import find_found
+from batchax.rows.buckets import (
+    Weight,
+    cheapest_ends,
+    fewer_boxes,
+    join_elements,
+    join_lanes,
+    split_elements,
+    split_lanes,
+)
+from batchax.rows.index import RowIndex, pack_rows, pad_rows
+from batchax.rows.layouts import Costs, Layout, RowProgram, RowStep, differing_values
+from batchax.rows.merged import Names, can_hold, names_of
 from batchax.rows.packed import Packed, PackedRows
-from batchax.rows.sizes import Sizes, ragged_axes, ragged_axis
+from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.hazards import find_collective
+from batchax.rules.in_turn import in_turn
+from batchax.rules.masking import is_inexact
+
+
+@dataclass(frozen=True)
+class KnownGroups:
+    """Which rows are padded to which bounds.
+
+    Attributes:
+      rows: the indices of the rows of each group. Each row is in one.
+      lengths: for each group, those of its rows, for each size.
+    """
+
+    rows: tuple[np.ndarray, ...]
+    lengths: tuple[Mapping[str, np.ndarray], ...]
+
+    @classmethod
+    def of(cls, lengths: Mapping[str, np.ndarray], rows: Sequence[np.ndarray]) -> KnownGroups:
+        """Such groups of rows that have these lengths."""
+        own = tuple({name: x[each] for name, x in lengths.items()} for each in rows)
+        return cls(tuple(rows), own)
+
+    def sizes(self, g: int, values: Mapping[str, Any]) -> Sizes:
+        """What symbols stand for in group `g`."""
+        bounds, exact = self.bounds(g), exact_sizes(self.lengths[g], self.bounds(g))
+        own = {n: np.int32(bounds[n]) if n in exact else x for n, x in values.items()}
+        return Sizes(bounds, own, exact)
+
+    def bounds(self, g: int) -> dict[str, int]:
+        """The bound of each size in group `g`: many operations have no meaning for size zero."""
+        return {name: max(int(x.max()), 1) for name, x in self.lengths[g].items()}
+
+    def run(
+        self,
+        rows: PackedRows,
+        one_row: Callable[..., list[Any]],
+        arguments: Sequence[Packed],
+        shapes: Sequence[tuple[Any, ...]],
+    ) -> list[Packed]:
+        """The results of a function of one padded row for all rows: see `regions.RunPadded`."""
+        parts = [self._split(x) for x in arguments]
+        outs: list[list[tuple[Value, Position]]] = []
+        for g in range(len(self.rows)):
+            given = [part[g] for part in parts]
+            if outs:  # no two groups at once: each may call a library
+                given, before = self._after(outs[-1], given, arguments)
+                outs[-1] = before
+            outs.append(self._run_group(g, rows, one_row, given, arguments, shapes))
+        results = zip(*outs, strict=True) if shapes else ()
+        return [self._join(rows, list(x), s) for x, s in zip(results, shapes, strict=True)]
+
+    def _run_group(
+        self,
+        g: int,
+        rows: PackedRows,
+        one_row: Callable[..., list[Any]],
+        given: Sequence[Value],
+        arguments: Sequence[Packed],
+        shapes: Sequence[tuple[Any, ...]],
+    ) -> list[tuple[Value, Position]]:
+        lengths, lanes = self.lengths[g], replace(rows.axis, size=len(self.rows[g]))
+        names = list(lengths)
+
+        def padded_row(*values: Any) -> list[Any]:
+            sizes = self.sizes(g, dict(zip(names, values, strict=False)))
+            return one_row(sizes, *values[len(names) :])
+
+        padded = [self._padded(g, x, each) for x, each in zip(given, arguments, strict=True)]
+        values = [*(jnp.asarray(lengths[name]) for name in names), *(x for x, _ in padded)]
+        axes: list[Position] = [*[0] * len(names), *(a for _, a in padded)]
+        results = zip(*batch_function(lanes, padded_row, values, axes), shapes, strict=True)
+        return [
+            self._packed(g, lanes, x, a, shape)
+            if rows.holds(shape)
+            else (axis_to_front(lanes, x, a), 0)
+            for x, a, shape in results
+        ]
+
+    def _split(self, x: Packed) -> list[Any]:
+        """The part of a value that each group takes."""
+        at = ragged_axes(x.shape)
+        if x.axis is not None:
+            return split_lanes(x.value, self.rows, x.axis)
+        if not at:
+            return [x.value] * len(self.rows)
+        elements = self._elements(_names(x.shape))
+        return split_elements(x.value, elements, self.rows, at[0])
+
+    def _elements(self, names: Names) -> np.ndarray:
+        """How many elements each row has along axes of these sizes, in the order of rows."""
+        together = np.concatenate([_elements_of(own, names) for own in self.lengths])
+        elements = np.zeros_like(together)
+        elements[np.concatenate(self.rows)] = together
+        return elements
+
+    def _after(
+        self,
+        outs: Sequence[tuple[Value, Position]],
+        given: Sequence[Value],
+        arguments: Sequence[Packed],
+    ) -> tuple[list[Value], list[tuple[Value, Position]]]:
+        """What a group is given, later than the results of the one before it."""
+        own = [i for i, x in enumerate(arguments) if x.axis is not None or ragged_axes(x.shape)]
+        before, waiting = in_turn([x for x, _ in outs], [given[i] for i in own])
+        later = dict(zip(own, waiting, strict=True))
+        firsts = [(x, axis) for x, (_, axis) in zip(before, outs, strict=True)]
+        return [later.get(i, x) for i, x in enumerate(given)], firsts
+
+    def _index(self, g: int, names: Names) -> RowIndex:
+        own, bounds = self.lengths[g], self.bounds(g)
+        along = [own[name] for name in names], [bounds[name] for name in names]
+        return RowIndex.of_axes(along[0], int(_elements_of(own, names).sum()), along[1])
+
+    def _padded(self, g: int, x: Value, given: Packed) -> tuple[Any, Position]:
+        """An argument for a group, and where it has the rows of that."""
+        at = tuple(ragged_axes(given.shape))
+        if not at:
+            return x, given.axis
+        if given.axis is None:
+            return pad_rows(x, self._index(g, _names(given.shape)), at), 0
+        sizes = self.sizes(g, self.lengths[g])
+        for k in at:
+            x = lax.slice_in_dim(x, 0, sizes.bound(given.shape[k]), axis=k + 1)
+        return x, given.axis
+
+    def _packed(
+        self, g: int, lanes: Axis, x: Value, axis: Position, shape: tuple[Any, ...]
+    ) -> tuple[Value, Position]:
+        """A result of a group, which is held packed."""
+        at = tuple(ragged_axes(shape))
+        if not at:
+            return x, axis
+        x, index = axis_to_front(lanes, x, axis), self._index(g, _names(shape))
+        capacity = int(_elements_of(self.lengths[g], _names(shape)).sum())
+        return pack_rows(x, index, at, capacity), None
+
+    def _join(
+        self, rows: PackedRows, parts: Sequence[tuple[Value, Position]], shape: tuple[Any, ...]
+    ) -> Packed:
+        """A result for all rows, of what groups returned."""
+        at = ragged_axes(shape)
+        like = functools.partial(_weak_as, parts[0][0])
+        if at and rows.holds(shape):
+            names = _names(shape)
+            x = join_elements([x for x, _ in parts], self._elements(names), self.rows, at[0])
+            return Packed(like(with_room(x, at[0], rows.along(names).capacity)), shape)
+        if not at and all(axis is None for _, axis in parts):
+            return Packed(parts[0][0], shape)  # what rows share is the same in each group
+        lanes = [replace(rows.axis, size=len(own)) for own in self.rows]
+        xs = [axis_to_front(own, x, axis) for own, (x, axis) in zip(lanes, parts, strict=True)]
+        whole = Sizes({name: s.index.bound for name, s in rows.segments.items()}, {})
+        return Packed(
+            like(join_lanes([_wider(x, at, whole, shape) for x in xs], self.rows)), shape, 0
+        )
+
+
+def _names(shape: Sequence[Any]) -> Names:
+    """The sizes of a value that is held packed."""
+    names = names_of(shape)
+    assert names is not None
+    return names
+
+
+def _elements_of(lengths: Mapping[str, np.ndarray], names: Names) -> np.ndarray:
+    """How many elements rows of these lengths have along axes of sizes `names`."""
+    return np.prod([lengths[name] for name in names], 0, dtype=np.int64)
+
+
+def exact_sizes(lengths: Mapping[str, Any], bounds: Mapping[str, int]) -> frozenset[str]:
+    """Which sizes are those bounds in every row, as is known: nothing is padded along them."""
+    of_numpy = {name: x for name, x in lengths.items() if isinstance(x, np.ndarray)}
+    return frozenset(name for name, x in of_numpy.items() if (x == bounds[name]).all())
+
+
+def _wider(x: Value, at: Sequence[int], whole: Sizes, shape: Sequence[Any]) -> Any:
+    """Padded rows of a group with the room that those of all rows have along axes `at`."""
+    for k in at:
+        x = with_room(x, k + 1, whole.bound(shape[k]))
+    return x
+
+
+def _weak_as(x: Value, joined: Value) -> Any:
+    return _compat.weakly(joined) if getattr(x, "weak_type", False) else joined
+
+
+def class_switch(
+    number: Value, programs: Sequence[ClosedJaxpr], operands: Sequence[Value]
+) -> list[Any]:
+    """What one of `programs` returns, which take and return the same types.
+
+    Args:
+      number: which one, clipped to those that there are.
+      programs: of each class.
+      operands: of the program.
+    """
+    programs, consts = _compat.hoist_constants(*programs)
+    operands = _compat.varying_alike([number, *consts, *operands])
+    return class_switch_p.bind(*operands, programs=tuple(programs))
+
+
+def _run(program: ClosedJaxpr, *operands: Any) -> list[Any]:
+    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+
+
+def _operations(number: Any, *operands: Any, programs: Sequence[ClosedJaxpr]) -> list[Any]:
+    return lax.switch(number, [functools.partial(_run, p) for p in programs], *operands)
+
+
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, programs: Any) -> Any:
+    number, *xs = primals
+    outs = class_switch_p.bind(*primals, programs=programs)
+    moving = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
+    smooth = [k for k, x in enumerate(outs) if is_inexact(x)]
+    dots: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+    if not moving or not smooth:
+        return outs, dots
+    given = [tangents[i + 1] for i in moving]
+
+    def of_program(program: ClosedJaxpr) -> ClosedJaxpr:
+        def run(*xs: Any) -> list[Any]:
+            points, dots = xs[: -len(given)], xs[-len(given) :]
+            return tangents_of(functools.partial(_run, program), points, moving, dots, smooth)[1]
+
+        return _compat.stage(run, list(map(jax.typeof, [*xs, *given])))
+
+    moved = class_switch(number, list(map(of_program, programs)), [*xs, *given])
+    for k, dot in zip(smooth, moved, strict=True):
+        dots[k] = dot
+    return outs, dots
+
+
+def _transpose(cotangents: Any, number: Any, *operands: Any, programs: Any) -> list[Any]:
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    nothing: list[Any] = [None] * (1 + len(operands))
+    places = [i + 1 for i in linear]
+    if not given:
+        return with_values(nothing, places, [ad.Zero(operands[i].aval) for i in linear])
+    others = [x for x in operands if not ad.is_undefined_primal(x)]
+    of_linear, cts = [operands[i].aval for i in linear], [cotangents[k] for k in given]
+
+    def of_program(program: ClosedJaxpr) -> ClosedJaxpr:
+        def run(*xs: Any) -> list[Any]:
+            residuals, cts = xs[: len(others)], xs[len(others) :]
+            forward = functools.partial(_run, program)
+            return transposed(forward, residuals, linear, of_linear, given)(cts)
+
+        return _compat.stage(run, list(map(jax.typeof, [*others, *cts])))
+
+    outs = class_switch(number, list(map(of_program, programs)), [*others, *cts])
+    return with_values(nothing, places, outs)
+
+
+def _types(*avals: Aval, programs: Sequence[ClosedJaxpr]) -> list[Any]:
+    return list(programs[0].out_avals)
+
+
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, programs: Any
+) -> tuple[Any, Sequence[Position]]:
+    return batch_function(axis, functools.partial(_operations, programs=programs), args, axes)
+
+
+class_switch_p = own_primitive(
+    "class_switch",
+    called="rows in size classes",
+    operations=_operations,
+    types=_types,
+    programs=("programs",),
+    facts="",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=_transpose,
+)
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
@@ -214,3 +503,179 @@ def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
         return x[np.minimum(np.arange(size), x.shape[0] - 1)]
     return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+_MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
+_MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
+_MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
+_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
+_WORTH = 50_000_000.0  # the same where many rows run at a time
+_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
+
+
+def rows_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) -> int:
+    """How many of the longest rows a block holds.
+
+    The more, the less it weighs to begin a block; the fewer, the less is computed in vain, as the
+    last block of each class is seldom full.
+    """
+    differs = differing_values(program, batched)
+    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
+    work = sum(costs.of(step, "padded", differs) for step in steps) / costs.rows
+    worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
+    rows = 1
+    while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
+        rows *= 2
+    return rows
+
+
+_LEAST_BLOCKS = 16  # that rows of one length should make
+
+
+def find_classes(
+    program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
+) -> SizeClasses:
+    """At most so many classes for the rows of a program."""
+    room, rows = costs.packed.bounds, rows_in_block(program, batched, costs)
+    return SizeClasses.of(costs.padded.bounds, room, costs.rows, most, rows)
+
+
+def choose_classes(
+    program: RowProgram,
+    layouts: Sequence[Layout | None],
+    batched: Sequence[bool],
+    costs: Costs,
+) -> SizeClasses | None:
+    """The size classes that padded steps take least time in; None for one bound for all rows."""
+    differs = differing_values(program, batched)
+    steps = _padded_steps(program, layouts)
+    bounds = costs.padded.bounds
+    time = lambda bounds: float(_times(steps, costs, differs, bounds).sum())
+    if not steps:
+        return None
+    mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
+    least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
+    spread = max(greatest - least_length, 1e-9)
+
+    padded = costs.rows * time(bounds)
+    best, least = None, padded
+    for most in range(2, _MOST_CLASSES + 1):
+        classes = find_classes(program, batched, costs, most)
+        if len(classes.rows) < most:
+            break
+        times = [time(each) for each in classes.bounds]
+        places = classes.blocks * classes.rows[0] * costs.places(bounds)
+        moved = ROWS.place * _MOVED * (places + costs.held) + _joined(program, costs)
+        fixed = moved + _compiling(len(times), steps)
+        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
+            continue
+        # Rows longer than the bound of the next class.
+        longer = [min(1.0, max(0.0, (greatest - 0.5 ** (k + 1)) / spread)) for k in range(most - 1)]
+        shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
+        # The last block of each class is half full, say.
+        taken = fixed + sum(
+            (share * costs.rows / held + 0.5) * (BLOCK + held * each)
+            for share, held, each in zip(shares, classes.rows, times, strict=True)
+        )
+        if taken < least:
+            best, least = classes, taken
+    return best
+
+
+def _filled(costs: Costs, names: Names) -> float:
+    """The share of each size that rows have at the mean, if they fill the room that there is."""
+    several = math.prod(costs.padded.bounds[name] for name in names)
+    room = costs.room[names] if names in costs.room else costs.packed.bounds["".join(names)]
+    return (room / several / costs.rows) ** (1 / len(names))
+
+
+def _joined(program: RowProgram, costs: Costs) -> float:
+    """Nanoseconds to put results together, of rows of all groups, that are held padded."""
+    shapes = [program.shapes[i] for i in program.outputs if isinstance(i, int)]
+    several = [s for s in shapes if has_symbols(s) and not can_hold(costs.room, s)]
+    return sum(costs.move(shape) for shape in several)
+
+
+_MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
+
+
+def choose_groups(
+    program: RowProgram,
+    layouts: Sequence[Layout | None],
+    batched: Sequence[bool],
+    costs: Costs,
+    lengths: Mapping[str, np.ndarray],
+) -> KnownGroups | None:
+    """The groups that padded steps take least time in; None for one bound for all rows."""
+    differs = differing_values(program, batched)
+    steps = _padded_steps(program, layouts)
+    if not steps:
+        return None
+    needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
+    time, fixed = _time_by_size(steps, costs, differs, list(lengths)), _compiling(1, steps)
+    # Into groups, and back.
+    moved = 2 * ROWS.place * costs.held + _joined(program, costs)
+    best, least = None, costs.rows * _times(steps, costs, differs, costs.padded.bounds).sum()
+    for groups in _groupings(needed, time):
+        sizes = np.stack([needed[rows].max(0) for rows in groups])
+        taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
+        taken += (len(groups) > 1) * moved
+        if taken < least:
+            best, least = groups, taken
+    return None if best is None else KnownGroups.of(lengths, best)
+
+
+def _groupings(needed: np.ndarray, time: Weight) -> Iterable[list[np.ndarray]]:
+    """Rows of these sizes in groups that take least time, of each number of groups there may be."""
+    if needed.shape[1] > 1:
+        yield from fewer_boxes(needed, _MOST_GROUPS, time)
+        return
+    candidates, number, counts = np.unique(needed[:, 0], return_inverse=True, return_counts=True)
+    for most in range(1, min(_MOST_GROUPS, len(candidates)) + 1):
+        ends = cheapest_ends(time(candidates[:, None]), counts, most)
+        group = np.searchsorted(ends, number.reshape(-1))
+        yield [np.flatnonzero(group == g) for g in range(len(ends))]
+
+
+def _time_by_size(
+    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool], names: Sequence[str]
+) -> Weight:
+    """Nanoseconds for steps of one padded row, for each of some sizes of rows along `names`.
+
+    Of each step it is taken to be a power of each size.
+    """
+    bounds = costs.padded.bounds
+    most = np.array([bounds[name] for name in names])
+    fewer = np.maximum(most // _SMALLER, 1)
+    greatest = _times(steps, costs, differs, bounds)
+    smaller = [
+        _times(steps, costs, differs, {**bounds, name: int(n)})
+        for name, n in zip(names, fewer, strict=True)
+    ]
+    shrink = np.log(np.where(most > fewer, most / fewer, np.e))
+    powers = np.log(greatest / np.stack(smaller)).T / shrink
+    # Steps that grow alike are one.
+    powers, number = np.unique(np.round(4 * powers) / 4, axis=0, return_inverse=True)
+    together = np.bincount(number.reshape(-1), greatest, len(powers))
+    return lambda sizes: np.exp(np.log(sizes / most) @ powers.T) @ together
+
+
+_SMALLER = 4  # of the greatest size, at which the time that steps take is reckoned, too
+
+
+def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
+    """Nanoseconds of each run for which steps of so many groups are compiled."""
+    return groups * len(steps) * COMPILED_STEP / _RUNS
+
+
+def _padded_steps(program: RowProgram, layouts: Sequence[Layout | None]) -> list[RowStep]:
+    pairs = zip(program.steps, layouts, strict=True)
+    return [step for step, layout in pairs if layout == "padded"]
+
+
+def _times(
+    steps: Sequence[RowStep], costs: Costs, differs: Sequence[bool], bounds: Mapping[str, int]
+) -> np.ndarray:
+    """Nanoseconds for each step of one padded row, by the bounds of its sizes."""
+    each = replace(costs, padded=Sizes(bounds, {}))
+    return np.array([each.of(step, "padded", differs) for step in steps]) / costs.rows + 1e-3

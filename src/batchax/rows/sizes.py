@@ -1,27 +1,44 @@
-"""Symbolic sizes: how large they may be, and how large they are in each row.
+"""Symbolic sizes: their bounds, and how comparisons of them are answered.
 
 A function of one row is staged with a symbolic leading size such as ``n``. What follows from it
 is an expression, ``n - 1`` or ``2*n``. Arrays that hold a row have the *bound* of the
-expression; how much of that belongs to the row its *size* says, which is known when rows are.
+expression; its *size* is how much of that belongs to the row, which is known when rows are.
+
+JAX's symbolic sizes say that ``n == 1`` is False, as they do of all they cannot tell, and that
+``n > 0`` is True, as they take sizes to be positive. A row alone may have one element, or none.
+So comparisons in the user's code are answered by looking at the lengths that rows may have: if the
+answer is the same for all of them it is given, and if not the comparison raises. Questions that
+JAX asks, whether shapes are known to be equal, are answered as JAX does. A size has no hash but for
+JAX, which caches by types what it has traced: in a dict, what is compared depends on the hash.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import operator
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray, Tracer
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import Eqn
+from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Aval, Eqn, Value
+from batchax.kernel.axis import Axis, Position
+from batchax.kernel.inner import batch_function
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
 is_symbolic = jax.export.is_symbolic_dim
 
@@ -215,3 +232,377 @@ def _in_params(params: Any) -> bool:
         return any(map(_in_params, params.values()))
     parts: Any = params if type(params) in (tuple, list) else ()
     return any(map(_in_params, parts)) or (parts == () and is_symbolic(params))
+
+
+_JAX = frozenset({"jax", "jaxlib", "batchax"})
+
+# What they do they do on behalf of whoever calls them, be that the user or JAX.
+_TOOLS = frozenset({"numpy", "scipy", "opt_einsum", *sys.stdlib_module_names})
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether what happens in `frame` happens on behalf of the user, not of JAX."""
+    return not _belongs(_caller(frame), _JAX)
+
+
+def line_around(frame: FrameType) -> str:
+    """`file:line (function)` of the user's code that runs in `frame`, or called what does."""
+    caller = _caller(frame)
+    return _line(caller, caller.f_lineno)
+
+
+def line_of(error: BaseException) -> str:
+    """`file:line (function)` of the user's code that raised `error`; "" if there is none."""
+    places = list(_places(error))
+    return _line(*places[-1]) if places else ""
+
+
+def names_of(error: BaseException) -> dict[str, Any]:
+    """What the names of the user's code that raised `error` stood for."""
+    names: dict[str, Any] = {}
+    for frame, _ in list(_places(error))[-1:]:
+        names |= {k: v for k, v in frame.f_globals.items() if k in frame.f_code.co_names}
+        names |= frame.f_locals
+    return names
+
+
+def _places(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not (_is_tool(frame) or _belongs(frame, _JAX)):
+            yield frame, line
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """The innermost code around `frame` that is no mere tool."""
+    around: FrameType | None = frame
+    while around is not None:
+        if not _is_tool(around):
+            return around
+        around = around.f_back
+    return frame
+
+
+def _is_tool(frame: FrameType) -> bool:
+    # A method that `dataclasses` writes is in the user's module, and has no line.
+    code = frame.f_code
+    written = code.co_filename == "<string>" and code.co_name.startswith("__")
+    return written or _belongs(frame, _TOOLS)
+
+
+def _belongs(frame: FrameType, packages: frozenset[str]) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
+
+
+_MOST_COMPARED = 1 << 20  # of lengths that a question is asked for; arrays hold them all
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about sizes of rows, ``ask(size, other)``."""
+
+    ask: Any
+    size: Any
+    other: Any
+
+    def answers(self) -> np.ndarray | None:
+        """The answer for each length that rows may have; None if they have several sizes."""
+        sizes = [x for x in (self.size, self.other) if _compat.is_row_size(x)]
+        if len(sizes[0].scope.lengths.values) != 1 or any(map(_is_of_found, sizes)):
+            return None
+        values = _in_every_row(self.size, self.other)
+        return None if values is None else np.asarray(self.ask(*values))
+
+
+def _is_of_found(size: Any) -> bool:
+    return not _compat.symbols(size) <= size.scope.lengths.values.keys()
+
+
+def asked_by(error: BaseException | None) -> Asked | None:
+    """The question that rows have different answers to, if that is why a function failed."""
+    while error is not None:
+        asked = getattr(error, "asked", None)
+        if isinstance(asked, Asked):
+            return asked
+        error = error.__cause__
+    return None
+
+
+class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOperation):
+    """A question to which rows have different answers."""
+
+    def __init__(self, line: str, question: str, asked: Asked | None = None) -> None:
+        super().__init__(
+            f"{line}: {question}. Where lengths are known rows of one length can run together: "
+            'batchax.vmap(..., layout="grouped"). Or compute with the size: '
+            "jnp.where(jnp.asarray(x.shape[0]) == 1, ...)."
+        )
+        self.question = question
+        self.asked = asked
+
+
+class HashedSizeError(UndecidedSizeError, TypeError):
+    """A size that is hashed: not hashable, as Python calls it, for those who ask beforehand."""
+
+    def __init__(self, line: str, size: Any) -> None:
+        super().__init__(line, f"the size {size} {_HASHED}")
+
+
+_HASHED = "is hashed, as a key of a dict or set is: which key it is would differ from row to row"
+
+
+# JAX's words, and Python's where `len` or `range` is given what is no number.
+_NO_NUMBER = re.compile(
+    r"Symbolic dimension '.*' used in a context that requires a constant"
+    r"|'SizeOfRow' object cannot be interpreted as an integer"
+)
+
+
+_NO_EQUAL_PARTS = "array split does not result in an equal division"
+
+
+ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
+"""What JAX raises where a size is no number."""
+
+
+def asked_for_number(error: Exception) -> bool:
+    """Whether a function failed because a size is no number."""
+    return isinstance(error, ASKED_FOR_NUMBERS) or (
+        isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
+    )
+
+
+def question_of(error: Exception) -> str:
+    """What was asked, if `error` is that a size does not say; else what that says."""
+    if isinstance(error, UndecidedSizeError):
+        return error.question
+    told = str(error)
+    if _NO_NUMBER.search(told):
+        return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
+    if _NO_EQUAL_PARTS in told:
+        return "`jnp.split` into parts takes a multiple of how many they are; use `jnp.array_split`"
+    hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
+    return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths that the rows of a call may have.
+
+    Attributes:
+      values: for each size the lengths that occur, of row after row; or those that may occur.
+      aligned: whether entries of the same place are of the same row.
+      found: the greatest of each size that the function finds.
+    """
+
+    values: Mapping[str, np.ndarray]
+    aligned: bool
+    found: dict[str, int] = field(default_factory=dict)
+
+    def of(self, names: frozenset[str]) -> dict[str, np.ndarray] | None:
+        """The lengths that sizes may have together; None where those are too many."""
+        arrays = [
+            self.values[name] if name in self.values else np.arange(self.found[name] + 1)
+            for name in sorted(names)
+        ]
+        if not (self.aligned and names <= self.values.keys()):
+            arrays = list(map(np.unique, arrays)) if self.aligned else arrays
+            if np.prod([float(len(x)) for x in arrays]) > _MOST_COMPARED:
+                return None
+            arrays = np.meshgrid(*arrays)
+        return dict(zip(sorted(names), arrays, strict=True))
+
+
+class SizeOfRow(_compat.RowDimension):
+    """A size of rows, which answers the user's questions by the lengths that rows may have."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: Any) -> Any:
+        return self._compared(operator.eq, "==", other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self._compared(operator.ne, "!=", other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compared(operator.lt, "<", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compared(operator.le, "<=", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compared(operator.gt, ">", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compared(operator.ge, ">=", other)
+
+    def __bool__(self) -> bool:
+        frame = sys._getframe(1)
+        return _answer(frame, operator.ne, self, 0, f"bool({self})") if is_users(frame) else True
+
+    def __hash__(self) -> int:
+        # Whoever asks may look for a number, of which nothing is said here.
+        frame = sys._getframe(1)
+        if is_users(frame):
+            raise HashedSizeError(line_around(frame), self)
+        return self.hashed()
+
+    def _compared(self, ask: Any, sign: str, other: Any) -> Any:
+        frame = sys._getframe(2)
+        if not is_users(frame):
+            return self._compared_by_jax(ask, other)
+        if isinstance(other, (jax.Array, Tracer, np.ndarray)):
+            return ask(jnp.asarray(self), other)
+        number = isinstance(other, (int, float, np.number))
+        if not number and not (_compat.is_row_size(other) and other.scope is self.scope):
+            return getattr(super(), f"__{ask.__name__}__")(other)
+        return _answer(frame, ask, self, other, f"{self} {sign} {other}")
+
+    def _compared_by_jax(self, ask: Any, other: Any) -> Any:
+        """JAX's answer, which is for all rows there are; of those there may be, if it has none."""
+        try:
+            answer = getattr(super(), f"__{ask.__name__}__")(other)
+        except ASKED_FOR_NUMBERS as error:
+            answer = agreed(self, other, ask)
+            if answer is None and _is_of_found(self) and (ask, other) in _ARE_THERE_ANY:
+                return True  # as JAX takes it of a size by a name of its own
+            if answer is None:
+                error.asked = Asked(ask, self, other)  # type: ignore[attr-defined]
+                raise
+            return answer
+        if ask in (operator.eq, operator.ne) and answer is (ask is operator.ne):
+            return (ask is operator.eq) == _is_always(self, other)
+        return answer
+
+
+_ARE_THERE_ANY = (operator.ge, 1), (operator.gt, 0)
+
+
+def _is_always(size: Any, other: Any) -> bool:
+    """Whether two expressions that JAX cannot tell to be equal are, in all rows there may be."""
+    if not _compat.is_row_size(other) or other.scope is not size.scope:
+        return False
+    return (
+        _compat.symbols(size) == _compat.symbols(other) and agreed(size, other, operator.eq) is True
+    )
+
+
+def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:
+    """What all rows there may be agree on."""
+    answer = agreed(size, other, ask)
+    if answer is None:
+        question = f"`{question}` may be true of one row and false of another"
+        raise UndecidedSizeError(line_around(frame), question, Asked(ask, size, other))
+    return answer
+
+
+def agreed(size: Any, other: Any, ask: Any = operator.ge) -> bool | None:
+    """The answer to ``ask(size, other)`` if it is one for all rows there may be, else None."""
+    values = _in_every_row(size, other)
+    answers = [] if values is None else np.unique(ask(*values))
+    return bool(answers[0]) if len(answers) == 1 else None
+
+
+def greatest(size: Any) -> int | None:
+    """The most that a size, or number, is in any row there may be; None if that is unknown."""
+    values = _in_every_row(size)
+    return None if values is None else max(int(np.max(values[0])), 0)
+
+
+def may_differ(size: Any, other: Any) -> bool:
+    """Whether one may not be the other, in some row: JAX does not ask that of a reshape."""
+    if not (_compat.is_row_size(size) or _compat.is_row_size(other)):
+        return size != other
+    if _compat.is_row_size(size) and _compat.is_row_size(other) and size == other:
+        return False
+    values = _in_every_row(size, other)
+    return values is not None and bool(np.any(values[0] != values[1]))
+
+
+def _in_every_row(*sizes: Any) -> list[Any] | None:
+    """What sizes come to in each row there may be; None where those are too many."""
+    symbolic = [size for size in sizes if _compat.is_row_size(size)]
+    if not symbolic:
+        return list(sizes)
+    lengths: Lengths = symbolic[0].scope.lengths
+    values = lengths.of(frozenset().union(*map(_compat.symbols, symbolic)))
+    if values is None:
+        return None
+    return [_compat.evaluate_size(x, values) if _compat.is_row_size(x) else x for x in sizes]
+
+
+def places_where(condition: Value, size: int) -> Any:
+    """Where a vector of bools is true: the first `size` places, int32, then zeros."""
+    target = jnp.where(condition, jnp.cumsum(condition, dtype=np.int32) - 1, size)
+    own = jnp.arange(condition.shape[0], dtype=np.int32)
+    return jnp.zeros(size, np.int32).at[target].set(own, mode="drop")
+
+
+def _types(condition: Aval, *, size: Any, **params: Any) -> Any:
+    return _compat.with_varying_axes(
+        ShapedArray((size,), np.dtype(np.int32)), _compat.varying_axes(condition)
+    )
+
+
+def _operations(condition: Value, *, size: Any, **params: Any) -> Any:
+    return places_where(condition, size)
+
+
+def _batched(
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, **params: Any
+) -> tuple[Any, Position]:
+    if is_symbolic(params["size"]):
+        raise UnsupportedError(
+            f"{params['called']} finds a size, which differs between the lanes of an inner vmap "
+            "here, whose results are arrays of one size. Where that is jax.vmap use batchax.vmap, "
+            "of a function that closes over no row."
+        )
+    operations = lambda condition: [_operations(condition, **params)]
+    (out,), (at,) = batch_function(axis, operations, args, axes)
+    return out, at
+
+
+found_places_p = own_primitive(
+    "found_places",
+    called="places where a condition holds",
+    operations=_operations,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=OF_OPERATIONS,
+    transpose=OF_OPERATIONS,
+    several=False,
+)
+"""The places where a vector of bools is true.
+
+Its parameters are `size`, how many there are: a symbol that is new, or an int; `limit`, how many
+there may be, or None for no limit; and `called`, what the user called.
+"""
+
+
+def finds_size(eqn: Eqn) -> bool:
+    """Whether an equation finds a size, which others may need that read no result of it."""
+    return eqn.primitive is found_places_p and is_symbolic(eqn.params["size"])
+
+
+_finds = Anywhere(finds_size)
+
+find_found = _finds.in_program
+"""Whether a program finds a size."""
+
+
+def leaves_with_found(eqn: Eqn) -> str | None:
+    """A size that is found in a loop or branch, and which its results have; None if there is none.
+
+    It is not known there, or is another one by the same name.
+    """
+    if not _finds.in_equation(eqn) or facts_of(eqn.primitive).is_plain_call or finds_size(eqn):
+        return None
+    inner = (inside for program in programs_inside(eqn) for inside in with_inside(program.eqns))
+    inside_it = {str(each.params["size"]) for each in inner if finds_size(each)}
+    dims = (d for v in eqn.outvars for d in getattr(v.aval, "shape", ()) if is_symbolic(d))
+    return next((name for d in dims for name in _compat.symbols(d) if name in inside_it), None)

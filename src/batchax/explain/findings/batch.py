@@ -49,7 +49,7 @@ from batchax.programs.cost import STEPS
 from batchax.programs.weights import FINDINGS, LAUNCH, STEP
 from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
-from batchax.rows.checks import elements_of
+from batchax.rows.building import elements_of
 from batchax.rows.sizes import depends_on_sizes
 
 

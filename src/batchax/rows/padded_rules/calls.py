@@ -1,26 +1,129 @@
-"""Calls: the program inside acts on padded rows, too."""
+"""Calls, branches, loops and custom derivatives: the program inside acts on padded rows, too."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
-from batchax.jaxprs.words import ClosedJaxpr
-from batchax.rows.padded import CannotPad, Operation, Row, padded_rule, run_padded
-from batchax.rows.padded_rules.inside import (
-    Moving,
-    SizedCall,
-    arrays,
-    as_function,
-    run_inside,
-)
+from batchax.jaxprs.own_primitives import expanded
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
 from batchax.rows.row_rules import in_padding, size_of_rule
+from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rules.hazards import hazards
+from batchax.rules.masking import is_inexact, safe_lanes
 from batchax.user_rules.call import per_example
 from batchax.user_rules.linear import linear_with_transpose
+
+Flat = Callable[..., list[Any]]
+
+
+def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
+    """The results of a program, on rows of a function that is being staged inside another."""
+    body = _compat.close(body)
+    return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
+
+
+def arrays(rows: Sequence[Row], avals: Sequence[Aval]) -> list[Any]:
+    """The arrays of rows, in the dtypes of `avals`.
+
+    What loops, branches and rules return must have the same types whichever program ran.
+    """
+    return [_array(row.value, aval.dtype) for row, aval in zip(rows, avals, strict=True)]
+
+
+def _array(x: Value, dtype: Any) -> Any:
+    same = dtype == jax.dtypes.float0 or getattr(x, "dtype", None) == dtype
+    return x if same else lax.convert_element_type(x, dtype)
+
+
+def typed_rows(values: Sequence[Value], avals: Sequence[Aval]) -> list[Row]:
+    """Rows of which nothing but the type is known."""
+    return [Row(x, aval.shape) for x, aval in zip(values, avals, strict=True)]
+
+
+class Moving:
+    """Operands of a program that is staged anew: as its arguments, only those that are not known.
+
+    The others stay known inside, so that rules may look at them.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self.places = [i for i, row in enumerate(rows) if not row.known]
+
+    @property
+    def values(self) -> list[Any]:
+        """The arrays that are not known."""
+        return [self.rows[i].value for i in self.places]
+
+    def emptied(self) -> Moving:
+        """A copy without the values that are not known: what lives on must not hold them."""
+        empty = copy.copy(self)
+        empty.rows = self.filled_in([None] * len(self.places))
+        return empty
+
+    def filled_in(self, values: Sequence[Value]) -> list[Row]:
+        """All operands, with `values` for those that are not known."""
+        rows = list(self.rows)
+        for i, x in zip(self.places, values, strict=True):
+            rows[i] = replace(rows[i], value=x)
+        return rows
+
+
+@dataclass(frozen=True)
+class SizedCall:
+    """A call whose operands are the sizes of the row and the values that are not known.
+
+    Sizes are operands because the rules may run in another trace than the function, in which
+    tracers of the first are of no use.
+    """
+
+    op: Operation
+    operands: Moving
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[Self, list[Any]]:
+        """For an equation and its operands, and the values of those: rules may outlive them."""
+        sizes, operands = op.sizes, Moving(rows)
+        values = [*sizes.values.values(), *operands.values]
+        op = Operation(op.eqn, sizes.inside({}))
+        return cls(op, operands.emptied(), tuple(sizes.values)), values
+
+    def opened(self, values: Sequence[Value]) -> tuple[Operation, list[Row]]:
+        """The equation and its operands, where the call has these `values`."""
+        count = len(self.names)
+        sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
+        return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
+
+
+def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
+    """A program as a function of those arrays of `operands` that are not known."""
+    body = _compat.close(body)
+
+    def run(*values: Any) -> list[Any]:
+        return arrays(run_inside(op.sizes, body, operands.filled_in(values)), body.out_avals)
+
+    return run
+
+
+def staged(fun: Flat, values: Sequence[Value]) -> tuple[ClosedJaxpr, list[Any]]:
+    """A program without constants that computes `fun`, and all of its operands."""
+    (program,), consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
+    return program, [*consts, *values]
 
 
 @padded_rule("composite", fact="is_plain_call")
@@ -117,3 +220,495 @@ def _linear_call(
 
     linear = arrays(rows[first:], [v.aval for v in op.eqn.invars[first:]])
     return jax.custom_derivatives.linear_call(ahead, back, values, linear)
+
+
+@padded_rule("cond")
+def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -> Any:
+    operands = Moving(rows)
+    functions = [as_function(op, branch, operands) for branch in branches]
+    if params.get("branches_platforms"):
+        # The index is that of the platform compiled for, which must be known as such.
+        by_platform: dict[str, Any] = {}
+        for function, platforms in zip(functions, params["branches_platforms"], strict=True):
+            by_platform.update(dict.fromkeys(platforms or ("default",), function))
+        return lax.platform_dependent(*operands.values, **by_platform)
+    return lax.switch(index.value, functions, *operands.values)
+
+
+@padded_rule("scan")
+def _scan(
+    op: Operation,
+    *rows: Row,
+    jaxpr: Jaxpr,
+    length: Any,
+    reverse: bool,
+    unroll: int,
+    **params: Any,
+) -> list[Any]:
+    """The carry after the last step, and what steps give out, as many as the row takes."""
+    n_consts, n_carry = _compat.scan_counts(params)
+    consts, carry, xs = rows[:n_consts], rows[n_consts:][:n_carry], rows[n_consts + n_carry :]
+    body = _compat.close(jaxpr)
+    carry_avals, y_avals = body.out_avals[: len(carry)], body.out_avals[len(carry) :]
+    first = arrays(carry, carry_avals)
+    parts = [jnp.asarray(x.value) for x in xs]
+    steps, sizes, size = op.sizes.bound(length), op.sizes, None
+    again: _Harmless | None = None
+    if not op.sizes.is_exact(length):
+        _check(op, body, length)
+        size = op.sizes.size(length)
+        first = _compat.varying_alike(first, like=[size])  # in a shard_map, of other rows elsewhere
+        danger = hazards(body.jaxpr)
+        if steps and (danger.nonlinear or danger.endless):
+            operands = op, size, consts, first, xs
+            again = _zeros(*operands) if _is_moderate(body) else _first_again(*operands, reverse)
+            sizes, consts, parts = again.sizes, again.consts, again.parts
+
+    def step(carry: list[Value], given: Any) -> tuple[list[Any], list[Any]]:
+        i, parts = given
+        active = None if size is None else lax.lt(i, jnp.asarray(size, i.dtype))
+        before = carry
+        if again is not None:
+            before = [_keep(active, x, y) for x, y in zip(carry, again.carry, strict=True)]
+        own = [Row(x, row.shape[1:], row.fill) for x, row in zip(parts, xs, strict=True)]
+        inputs = [*consts, *typed_rows(before, carry_avals), *own]
+        outs = arrays(run_inside(sizes, body, inputs), body.out_avals)
+        new, ys = outs[: len(carry)], outs[len(carry) :]
+        if active is None:
+            return new, ys
+        # Nothing comes back to a step that was not taken.
+        ys = [safe_lanes(active, y, 0, "keep") if is_inexact(y) else y for y in ys]
+        return [_keep(active, x, old) for x, old in zip(new, carry, strict=True)], ys
+
+    counted = (jnp.arange(steps, dtype=np.int32), parts)
+    last, ys = lax.scan(step, first, counted, steps, reverse, unroll)
+    assert len(ys) == len(y_avals)
+    return [*last, *ys]
+
+
+def _keep(active: Any, new: Any, old: Any) -> Any:
+    return old if new is old else lax.select(active, new, old)
+
+
+@dataclass(frozen=True)
+class _Harmless:
+    """Operands of steps, such that those a row does not take do no harm.
+
+    Attributes:
+      sizes: the sizes of the row whose step it is.
+      consts: what is the same in each step.
+      carry: the carry of steps not taken.
+      parts: what has a part for each step.
+    """
+
+    sizes: Sizes
+    consts: Sequence[Row]
+    carry: list[Value]
+    parts: list[Any]
+
+
+def _first_again(
+    op: Operation,
+    size: Any,
+    consts: Sequence[Row],
+    carry: Sequence[Value],
+    xs: Sequence[Row],
+    reverse: bool,
+) -> _Harmless:
+    """Steps not taken are the first one again, and that of another row where there is none."""
+    some = jnp.asarray(size) > 0
+    start = jnp.maximum(jnp.asarray(size) - 1, 0) if reverse else 0
+
+    def of_a_row_with_steps(x: Value) -> Any:
+        return safe_lanes(some, x, 0)
+
+    def filled(x: Value) -> Any:
+        constant = _without_derivative(x)
+        first = lax.dynamic_index_in_dim(constant, start, 0, False) if reverse else constant[0]
+        taken = jnp.arange(x.shape[0], dtype=np.int32) < jnp.asarray(size)
+        mask = lax.broadcast_in_dim(taken, x.shape, (0,))
+        other = of_a_row_with_steps(first)
+        return lax.select(mask, x, lax.broadcast_in_dim(other, x.shape, tuple(range(1, x.ndim))))
+
+    values = {k: of_a_row_with_steps(jnp.asarray(v)) for k, v in op.sizes.values.items()}
+    safe = [
+        row if row.known else replace(row, value=of_a_row_with_steps(row.value)) for row in consts
+    ]
+    first = [of_a_row_with_steps(_without_derivative(x)) for x in carry]
+    return _Harmless(
+        op.sizes.inside(values), safe, first, [filled(jnp.asarray(x.value)) for x in xs]
+    )
+
+
+def _zeros(
+    op: Operation, size: Any, consts: Sequence[Row], carry: Sequence[Value], xs: Sequence[Row]
+) -> _Harmless:
+    """Steps not taken are of zeros, which padding often holds already, and the first carry."""
+    parts = [op.filled(x, 0, (0,)) if is_inexact(x.value) else x.value for x in xs]
+    first = list(map(_without_derivative, carry))
+    return _Harmless(op.sizes, consts, first, list(map(jnp.asarray, parts)))
+
+
+def _is_moderate(body: Any) -> bool:
+    """Whether a step of zeros does no harm: it cannot make infinity or a NaN.
+
+    Not where something is ragged within a step: an empty row has no element to take. Nor in
+    types of a smaller range than float32 (whose largest exponent is 128), such as float16, where
+    numbers that are not enormous may overflow.
+    """
+    ranges = [jnp.finfo(a.dtype).maxexp for a in body.in_avals if is_inexact(a)]
+    danger = hazards(body.jaxpr)
+    ragged = any(has_symbols(a.shape) for a in body.in_avals)
+    return not (danger.immoderate or danger.endless or ragged) and min(ranges, default=128) >= 128
+
+
+def _without_derivative(x: Value) -> Any:
+    """`x` as in a lane that is not active; unlike ``lax.stop_gradient`` that can be transposed."""
+    return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
+
+
+def _check(op: Operation, body: Any, length: Any) -> None:
+    """Refuses what has effects that a step not taken cannot be kept from."""
+    if hazards(body.jaxpr).collective:
+        raise op.refuse(
+            f"it takes {length} steps, as many as the row has, with a collective in each: rows "
+            "that have ended would have nothing to give. Put the collective outside the loop."
+        )
+    written = any(hasattr(aval, "inner_aval") for aval in body.in_avals)
+    if written or _compat.calls_back(body.effects):
+        raise op.refuse(
+            f"it takes {length} steps, as many as the row has, with an effect in each (a print, "
+            "a callback, a write to a reference), which would come also from rows that have "
+            "ended. Return values instead, or put the effect outside the loop."
+        )
+
+
+@padded_rule("while")
+def _while(
+    op: Operation,
+    *rows: Row,
+    cond_nconsts: int,
+    cond_jaxpr: Any,
+    body_nconsts: int,
+    body_jaxpr: Any,
+) -> list[Any]:
+    tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
+    carry = rows[cond_nconsts + body_nconsts :]
+    avals = _compat.close(body_jaxpr).out_avals
+
+    def run(program: Any, consts: Sequence[Row], values: Sequence[Value]) -> list[Any]:
+        outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
+        return arrays(outs, program.out_avals)
+
+    places = cond_jaxpr.out_avals[0].shape
+    if not places:
+        return lax.while_loop(
+            lambda values: run(cond_jaxpr, tested, values)[0],
+            lambda values: run(body_jaxpr, consts, values),
+            arrays(carry, avals),
+        )
+    # A loop for each place of the row, as `vmap` of a `while_loop` over them makes: until all are
+    # done, each keeps what it has when it is, and those in the padding are from the beginning.
+    mask = op.sizes.mask(places, op.sizes.padded_axes(places))
+
+    def active(values: Sequence[Value]) -> Any:
+        (going,) = run(cond_jaxpr, tested, values)
+        return going if mask is None else lax.bitwise_and(going, mask)
+
+    def step(state: Any) -> Any:
+        going, values = state
+        values = [
+            lax.select(lax.broadcast_in_dim(going, x.shape, range(going.ndim)), x, old)
+            for x, old in zip(run(body_jaxpr, consts, values), values, strict=True)
+        ]
+        return active(values), values
+
+    first = arrays(carry, avals)
+    going = active(first)
+    return lax.while_loop(lambda state: jnp.any(state[0]), step, (going, first))[1]
+
+
+_by_name: dict[str, PaddedRule] = {}
+
+
+def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
+    """Decorator: how a function of JAX by this name, with a jvp rule, acts on padded rows.
+
+    For a function whose rule asks whether a size is 1: JAX says no for any symbolic size, which
+    may be 1 in some row. It returns None where the rule of the function will do.
+    """
+
+    def decorate(rule: PaddedRule) -> PaddedRule:
+        _by_name[name] = rule
+        return rule
+
+    return decorate
+
+
+class _Call(SizedCall):
+    """A call of a function that has derivative rules."""
+
+    def for_each(self, values: Sequence[Value], other: Any) -> list[Any]:
+        """From one entry for each value of the call to one for each operand, else `other`."""
+        given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
+        return [given.get(i, other) for i in range(len(self.operands.rows))]
+
+    def for_values(self, given: Sequence[Value], other: Any) -> list[Any]:
+        """From one entry for each operand of the equation to one for each value of the call."""
+        return [other] * len(self.names) + [given[i] for i in self.operands.places]
+
+    def run(self, body: Any, *values: Any) -> list[Any]:
+        """The results of the function `body`, where the call has these `values`."""
+        op, rows = self.opened(values)
+        return arrays(run_inside(op.sizes, body, rows), body.out_avals)
+
+    def zeros(self, values: Sequence[Value], types: Sequence[Aval], symbolic: bool) -> list[Any]:
+        """Derivatives in which those that are zero, or None, have the form that the rule wants.
+
+        That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
+        """
+        return [
+            x
+            if x is not None and not isinstance(x, SymbolicZero)
+            else SymbolicZero(aval)
+            if symbolic
+            else np.zeros(self.op.sizes.bounds_of(aval.shape), aval.dtype)
+            for x, aval in zip(values, types, strict=True)
+        ]
+
+    def constants(self, consts: Iterable[Value]) -> list[Row]:
+        """What a rule closes over, which is to be no part of the row."""
+        for x in consts:
+            if isinstance(x, Tracer) and not _compat.is_live(x):
+                raise self.op.refuse(
+                    "its derivative rule closes over a value that the function of the row "
+                    f"computes, of shape {jax.typeof(x).str_short()}. Pass the value as an "
+                    "argument of the function that has the rule."
+                )
+        return [Row(x, jax.typeof(x).shape) for x in consts]
+
+
+def staged_jvp_rule(eqn: Eqn) -> ClosedJaxpr:
+    """The derivative rule of a ``custom_jvp``, where every operand has a tangent."""
+    count = len(eqn.invars) - eqn.params["num_consts"]
+    jaxpr, _, _ = eqn.params["jvp_jaxpr_fun"].call_wrapped(*[False] * count)
+    return _compat.close(_compat.constants_as_inputs(jaxpr))
+
+
+@padded_rule("custom_jvp_call")
+def _custom_jvp(
+    op: Operation,
+    *rows: Row,
+    call_jaxpr: Any,
+    jvp_jaxpr_fun: Any,
+    num_consts: int,
+    symbolic_zeros: bool,
+    **params: Any,
+) -> Any:
+    body = _compat.close(call_jaxpr)
+    own = _by_name.get(_compat.name_within_jax(body.jaxpr))
+    outs = None if own is None else own(op, *rows)
+    if outs is not None:
+        return outs
+    call, values = _Call.of(op, rows)
+    op = call.op
+
+    @jax.custom_jvp
+    def function(*values: Any) -> list[Any]:
+        return call.run(body, *values)
+
+    def rule(values: Sequence[Value], tangents: Sequence[Value]) -> Any:
+        inner, rows = call.opened(values)
+        types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
+        moving = call.for_each(tangents, None)
+        moving = call.zeros(moving, types, symbolic_zeros)[num_consts:]
+        zeros = [isinstance(t, SymbolicZero) for t in moving]
+        jaxpr, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*zeros)
+        rule = _compat.close(_compat.constants_as_inputs(jaxpr))
+        rows = rows[num_consts:]
+        given = [
+            Row(t, row.shape) for t, row, zero in zip(moving, rows, zeros, strict=True) if not zero
+        ]
+        results = run_inside(inner.sizes, rule, [*call.constants(consts), *rows, *given])
+        outs = arrays(results, rule.out_avals)
+        count = len(body.out_avals)
+        dots = iter(outs[count:])
+        return outs[:count], [
+            SymbolicZero(jax.typeof(x).to_tangent_aval()) if zero else next(dots)
+            for x, zero in zip(outs, out_zeros, strict=False)
+        ]
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(*values)
+
+
+@padded_rule("call_hi_primitive")
+def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
+    # Its rules know nothing of rows. What it stands for is made of ordinary operations, and so are
+    # its derivative and that one's transpose, which need not be those of these operations:
+    # `jnp.frexp` takes bits apart.
+    body = expanded(_prim, [v.aval for v in op.eqn.invars])
+    if not any(map(is_inexact, body.out_avals)):
+        return run_padded(op.sizes, body.jaxpr, body.consts, rows)
+    call, values = _Call.of(op, rows)
+    op = call.op
+
+    @jax.custom_jvp
+    def function(*values: Any) -> list[Any]:
+        return call.run(body, *values)
+
+    def rule(values: Sequence[Value], tangents: Sequence[Value]) -> Any:
+        moving = [
+            i
+            for i, t in enumerate(call.for_each(tangents, None))
+            if is_inexact(op.eqn.invars[i].aval) and not isinstance(t, SymbolicZero | None)
+        ]
+        try:
+            ahead, back = _staged_derivatives(op.eqn, moving)
+        except NotImplementedError as error:
+            raise op.refuse(f"it has no derivative for rows of any length: {error}.") from error
+
+        def linear(program: ClosedJaxpr) -> Any:
+            def run(values: Sequence[Value], given: Sequence[Value]) -> list[Any]:
+                inner, rows = call.opened(values)
+                types = program.in_avals[len(rows) :]
+                outs = run_inside(inner.sizes, program, [*rows, *typed_rows(given, types)])
+                return arrays(outs, program.out_avals)
+
+            return run
+
+        given = call.for_each(tangents, None)
+        made = linear_with_transpose(
+            linear(ahead), linear(back), values, [given[i] for i in moving]
+        )
+        outs, dots = function(*values), iter(made)
+        return outs, [
+            next(dots) if is_inexact(x) else SymbolicZero(jax.typeof(x).to_tangent_aval())
+            for x in outs
+        ]
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(*values)
+
+
+@_compat.standing_in()
+def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
+    """The derivative of an equation of one row with respect to some operands, and its transpose.
+
+    Operands of both are those of the equation, and then derivatives of those that move, or
+    cotangents of the results that are floats.
+    """
+    avals = [v.aval for v in eqn.invars]
+    dots = [avals[i].to_tangent_aval() for i in moving]
+    cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
+
+    def derivative(kind: Any) -> Any:
+        def run(*xs: Any) -> list[Any]:
+            primals, given = xs[: len(avals)], list(xs[len(avals) :])
+
+            def function(*moved: Any) -> list[Any]:
+                operands = list(primals)
+                for i, x in zip(moving, moved, strict=True):
+                    operands[i] = x
+                outs = eqn.primitive.bind(*operands, **eqn.params)
+                return [x for x in outs if is_inexact(x)]
+
+            return kind(function, [primals[i] for i in moving], given)
+
+        return run
+
+    ahead = derivative(lambda function, xs, given: jax.jvp(function, xs, given)[1])
+    back = derivative(lambda function, xs, given: list(jax.vjp(function, *xs)[1](given)))
+    return [_compat.stage(ahead, [*avals, *dots]), _compat.stage(back, [*avals, *cotangents])]
+
+
+@padded_rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+def _custom_vjp(
+    op: Operation,
+    *rows: Row,
+    call_jaxpr: Any,
+    fwd_jaxpr_thunk: Any,
+    num_consts: int,
+    out_trees: Any,
+    symbolic_zeros: bool,
+    **params: Any,
+) -> Any:
+    body = _compat.close(call_jaxpr)
+    call, values = _Call.of(op, rows)
+    op = call.op
+    _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
+
+    @jax.custom_vjp
+    def function(*values: Any) -> list[Any]:
+        return call.run(body, *values)
+
+    def forward(*primals: Any) -> tuple[list[Any], _Residuals]:
+        values = [p.value for p in primals]
+        inner, rows = call.opened(values)
+        perturbed = call.for_each([p.perturbed for p in primals], False)
+        if any(perturbed[:num_consts]):  # says that what is closed over has no derivative
+            pairs = zip(rows, perturbed, strict=True)
+            perturbs.call_wrapped(*(x for row, moves in pairs for x in (row.value, moves)))
+        jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
+        rule = _compat.close(_compat.constants_as_inputs(jaxpr))
+        results = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
+        outs = arrays(results, rule.out_avals)
+        count = len(outs) - len(body.out_avals)
+        made = iter(zip(outs[:count], rule.out_avals[:count], strict=True))
+        given = [v.aval for v in op.eqn.invars]
+        pairs = [next(made) if i is None else (rows[i].value, given[i]) for i in out_trees()[2]]
+        sizes = list(inner.sizes.values.values())
+        residuals = _Residuals(sizes, [x for x, _ in pairs], tuple(a for _, a in pairs))
+        return outs[count:], residuals
+
+    def reverse(residuals: _Residuals, cotangents: Sequence[Value]) -> tuple[Any, ...]:
+        sizes = op.sizes.inside(dict(zip(call.names, residuals.sizes, strict=True)))
+        types = [v.aval.to_tangent_aval() for v in op.eqn.outvars]
+        cotangents = call.zeros(cotangents, types, symbolic_zeros)
+        given = [
+            ct if isinstance(ct, SymbolicZero) else t
+            for ct, t in zip(cotangents, types, strict=True)
+        ]
+        rule, zeros = _staged_reverse(backward, [*residuals.avals, *given])
+        values = [*residuals.values, *(ct for ct in cotangents if not isinstance(ct, SymbolicZero))]
+        inputs = typed_rows(values, rule.in_avals)
+        call.constants(rule.consts)
+        returned = iter(arrays(run_inside(sizes, rule, inputs), rule.out_avals))
+        return tuple(call.for_values([None if z else next(returned) for z in zeros], None))
+
+    function.defvjp(forward, reverse, symbolic_zeros=True)
+    return function(*values)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class _Residuals:
+    """What reverse mode needs of a call: sizes, and values with their types in the row."""
+
+    sizes: list[Any]
+    values: list[Value]
+    avals: tuple[Aval, ...]
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
+        return (self.sizes, self.values), self.avals
+
+    @classmethod
+    def tree_unflatten(cls, avals: Any, children: tuple[Any, Any]) -> _Residuals:
+        return cls(*children, avals)
+
+
+@_compat.standing_in()
+def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
+    """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
+
+    def one_row(*xs: Any) -> tuple[list[Any], list[bool]]:
+        given = iter(xs)
+        result = backward.call_wrapped(
+            *(x if isinstance(x, SymbolicZero) else next(given) for x in inputs)
+        )
+        cotangents, _ = _compat.cotangents_and_logs(result)
+        zeros = [isinstance(c, (ad.Zero, SymbolicZero)) for c in cotangents]
+        return [c for c, zero in zip(cotangents, zeros, strict=True) if not zero], zeros
+
+    types = [x for x in inputs if not isinstance(x, SymbolicZero)]
+    return _compat.stage_described(one_row, types)

@@ -1,19 +1,195 @@
-"""Operations that move whole parts of a row: their places follow from the row's own size."""
+"""Operations that move, arrange or make the elements of a row.
+
+Places follow from the row's own size. Where elements move by as much in every row, a static slice
+or pad moves them. Where not, each result is gathered from its place; so is, in reverse, each
+derivative, from the place that its element went to. JAX would scatter there, a hundred times slower
+on a CPU.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from batchax.jaxprs.words import Value
+from batchax.rows.index import take_clipped
 from batchax.rows.padded import Operation, Row, padded_rule
-from batchax.rows.padded_rules.moving import moved, padded, steps, window
-from batchax.rows.sizes import is_symbolic
+from batchax.rows.sizes import is_symbolic, may_differ
+from batchax.rules.masking import is_inexact
+from batchax.user_rules.linear import linear_with_transpose
+
+
+def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
+    """An array that holds ``x[source[i]]`` at place `i` of `axis`.
+
+    Args:
+      x: an array.
+      axis: the axis along which elements move.
+      source: for each place of the result, where its element is; negative for zero there.
+      target: for each place of `x`, where its element goes; negative for nowhere. No two go to
+        one place.
+    """
+    if not is_inexact(x):
+        return _pick(x, axis, source)
+
+    def forward(places: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
+        return [_pick(operands[0], axis, places[0])]
+
+    def transpose(places: Sequence[Any], cotangents: Sequence[Value]) -> list[Any]:
+        return [_pick(cotangents[0], axis, places[1])]
+
+    return linear_with_transpose(forward, transpose, [source, target], [x])[0]
+
+
+def _pick(x: Value, axis: int, places: Any) -> Any:
+    shape = (*x.shape[:axis], places.shape[0], *x.shape[axis + 1 :])
+    if x.shape[axis] == 0:
+        return jnp.zeros(shape, x.dtype)
+    taken = take_clipped(x, places, axis)
+    return lax.select(_along(places >= 0, shape, axis), taken, lax.full_like(taken, 0))
+
+
+def _along(mask: Any, shape: Sequence[int], axis: int) -> Any:
+    return lax.broadcast_in_dim(mask, shape, (axis,))
+
+
+def steps(count: int, start: Any, stride: int, limit: Any) -> Any:
+    """`count` places from `start` on, `stride` apart; -1 for those outside of 0 to `limit`."""
+    at = jnp.asarray(start, np.int32) + stride * jnp.arange(count, dtype=np.int32)
+    return jnp.where((at >= 0) & (at < limit), at, -1)
+
+
+def is_static(start: Any) -> bool:
+    """Whether a place is known, and the same in every row."""
+    return not isinstance(start, Tracer)
+
+
+def window(
+    op: Operation, x: Value, axis: int, start: Any, of: Any, dim: Any, stride: int = 1
+) -> Any:
+    """The elements of `x` along `axis` from `start` on.
+
+    Args:
+      op: the operation at hand.
+      x: an array.
+      axis: the axis, along which each row has the size `of`.
+      start: where the window begins, within the row unless the window is empty.
+      of: the size of the row.
+      dim: the size of the window.
+      stride: how far apart its elements are.
+    """
+    count, bound = op.sizes.bound(dim), x.shape[axis]
+    if is_static(start):
+        start = max(int(start), 0)
+        end = start + (count - 1) * stride + 1 if count else start
+        if end > bound:  # where no row of these lengths has such a window
+            x = pad_end(x, axis, end - bound)
+        return lax.slice_in_dim(x, start, end, stride, axis)
+    start, size = jnp.asarray(start, np.int32), op.sizes.size(dim)
+    source = steps(count, start, stride, op.sizes.size(of))
+    source = jnp.where(jnp.arange(count, dtype=np.int32) < size, source, -1)
+    back = jnp.arange(bound, dtype=np.int32) - start
+    target = jnp.where((back >= 0) & (back % stride == 0), back // stride, -1)
+    return moved(x, axis, source, jnp.where(target < size, target, -1))
+
+
+def pad_end(x: Value, axis: int, count: int) -> Any:
+    """`x` with `count` more elements along `axis`, which hold anything."""
+    if count <= 0:
+        return x
+    config = [(0, 0, 0)] * x.ndim
+    config[axis] = (0, count, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def padded(
+    op: Operation,
+    x: Value,
+    value: Value,
+    config: Sequence[tuple[Any, Any, int]],
+    shape: Sequence[Any],
+    out_bounds: Sequence[int],
+) -> Any:
+    """As ``lax.pad``, by amounts that may depend on the row.
+
+    Args:
+      op: the operation at hand.
+      x: an array whose own padding holds `value`.
+      value: a scalar.
+      config: for each axis how much is added before, after and between elements.
+      shape: that of `x` in a row.
+      out_bounds: the shape of the result.
+    """
+    value = jnp.asarray(value, x.dtype)
+    static, late = [], []
+    for axis, ((low, high, inner), bound) in enumerate(zip(config, out_bounds, strict=True)):
+        length = x.shape[axis] + max(x.shape[axis] - 1, 0) * inner
+        low, high = op.sizes.value(low), op.sizes.value(high)
+        if is_static(low):
+            static.append((int(low), int(bound - length - low), int(inner)))
+        else:
+            static.append((0, 0, int(inner)))
+            late.append((axis, low, length, bound))
+    out = lax.pad(x, value, static) if any(map(any, static)) else x
+    for axis, low, length, bound in late:
+        source = steps(bound, -low, 1, length)
+        placed = moved(out, axis, source, steps(length, low, 1, bound))
+        inside = _along(source >= 0, placed.shape, axis)
+        out = lax.select(inside, placed, lax.broadcast(value, placed.shape))
+    return out
+
+
+def overwritten(
+    op: Operation,
+    x: Value,
+    update: Any,
+    starts: Sequence[Any],
+    shape: Sequence[Any],
+    window_shape: Sequence[Any],
+    combine: Any,
+    written: Any = None,
+) -> Any:
+    """`x` with ``combine(x, update)`` in a window.
+
+    Args:
+      op: the operation at hand.
+      x: an array.
+      update: an array of as many dimensions, one element for each of the window.
+      starts: where the window begins along each axis; it lies within the row.
+      shape: that of `x` in a row.
+      window_shape: that of `update` in a row.
+      combine: what is written where, of two arrays.
+      written: whether anything is; None for yes.
+    """
+    mask = None if written is None else lax.broadcast(written, x.shape)
+    for axis, start in enumerate(starts):
+        own, size, bound = shape[axis], window_shape[axis], x.shape[axis]
+        if own == size:  # padding goes to padding
+            continue
+        count = update.shape[axis]
+        if is_static(start):
+            start = int(start)
+            config = [(0, 0, 0)] * x.ndim
+            config[axis] = (start, bound - start - count, 0)
+            update = lax.pad(update, jnp.zeros((), update.dtype), config)
+        else:
+            start = jnp.asarray(start, np.int32)
+            source = steps(bound, -start, 1, op.sizes.size(size))
+            update = moved(update, axis, source, steps(count, start, 1, bound))
+        at = jnp.arange(bound, dtype=np.int32)
+        inside = (at >= start) & (at < start + op.sizes.size(size))
+        inside = _along(inside, x.shape, axis)
+        mask = inside if mask is None else lax.bitwise_and(mask, inside)
+    new = combine(x, update)
+    return new if mask is None else lax.select(mask, new, x)
 
 
 @padded_rule("slice")
@@ -108,3 +284,120 @@ def _pad(op: Operation, x: Row, value: Row, *, padding_config: Any) -> Any:
     bounds = op.sizes.bounds_of(op.out_shape)
     out = padded(op, jnp.asarray(array), fill, padding_config, x.shape, bounds)
     return op.cut(out, op.out_shape)
+
+
+@padded_rule("dim_as_value")
+def _dim_as_value(op: Operation, *, dim: Any) -> Any:
+    value = op.sizes.value(dim)
+    aval = op.eqn.outvars[0].aval
+    return lax.convert_element_type(value, aval.dtype)
+
+
+@padded_rule("iota")
+def _iota(op: Operation, **params: Any) -> Any:
+    return op.bind()
+
+
+@padded_rule("transpose", "squeeze")
+def _rearranged(op: Operation, x: Row, **params: Any) -> Row:
+    return op.result(op.bind(x.value), x.fill)
+
+
+@padded_rule("broadcast_in_dim")
+def _broadcast_in_dim(op: Operation, x: Row, **params: Any) -> Row:
+    out = op.bind(x.value)
+    return op.result(out if x.known else op.cut(out, op.out_shape))
+
+
+@padded_rule("empty", "empty2")
+def _empty(op: Operation, **params: Any) -> Any:
+    return op.bind()
+
+
+@padded_rule("stack")
+def _stack(op: Operation, *rows: Row, **params: Any) -> Row:
+    fill = rows[0].fill
+    same = all(row.fill is not None and row.fill == fill for row in rows)
+    return op.result(op.bind(*(row.value for row in rows)), fill if same else None)
+
+
+@padded_rule("unstack")
+def _unstack(op: Operation, x: Row, *, axis: int, **params: Any) -> list[Row]:
+    if is_symbolic(x.shape[axis]):
+        raise op.refuse(
+            f"it takes apart an axis of size {x.shape[axis]}, which differs from row to row. "
+            "Index the axis instead."
+        )
+    return [op.result(out, x.fill, i) for i, out in enumerate(op.bind(x.value))]
+
+
+@padded_rule("reshape")
+def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
+    if may_differ(math.prod(x.shape), math.prod(new_sizes)):
+        raise op.refuse(
+            f"rows of shape {tuple(x.shape)} are reshaped to {tuple(new_sizes)}, which "
+            "for some of them is another number of elements. Pad them first, with jnp.pad, or give "
+            "-1 for the size."
+        )
+    if dimensions is not None:
+        order = tuple(dimensions)
+        x = Row(lax.transpose(x.value, order), tuple(x.shape[i] for i in order), x.fill)
+    bounds = op.sizes.bounds_of(new_sizes)
+    groups = _groups(x.shape, new_sizes)
+    moving = [not (_leads(op, olds) and _leads(op, news)) for olds, news in groups]
+    total = [math.prod(op.sizes.bounds_of(olds)) for olds, _ in groups]
+    new_total = [math.prod(op.sizes.bounds_of(news)) for _, news in groups]
+    if not any(moving) and total == new_total:
+        return op.result(lax.reshape(x.value, bounds), x.fill)
+    out = lax.reshape(x.value, total)
+    for axis, (olds, news) in enumerate(groups):
+        if moving[axis]:
+            out = moved(out, axis, _places(op, news, olds), _places(op, olds, news))
+        else:
+            out = pad_end(out, axis, new_total[axis] - total[axis])
+            out = lax.slice_in_dim(out, 0, new_total[axis], axis=axis)
+    return lax.reshape(out, bounds)
+
+
+def _groups(olds: Sequence[Any], news: Sequence[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """Dimensions that go together: the elements of the first of each pair fill the second."""
+    groups: list[tuple[list[Any], list[Any]]] = []
+    products = list(itertools.accumulate(news, operator.mul))
+    start, done, product = 0, 0, 1
+    for i, dim in enumerate(olds):
+        product = product * dim
+        for j in range(done, len(news)):
+            if products[j] == product:
+                groups.append((list(olds[start : i + 1]), list(news[done : j + 1])))
+                start, done = i + 1, j + 1
+                break
+    if start < len(olds) or done < len(news):  # of size one, or a product that was not found
+        if not groups:
+            groups.append(([], []))
+        groups[-1][0].extend(olds[start:])
+        groups[-1][1].extend(news[done:])
+    return groups
+
+
+def _leads(op: Operation, dims: Sequence[Any]) -> bool:
+    """Whether elements of a row stay together: nothing but the first dimension is padded."""
+    inner = [dim for dim in dims if not (isinstance(dim, int) and dim == 1)][1:]
+    return all(map(op.sizes.is_exact, inner))
+
+
+def _places(op: Operation, news: Sequence[Any], olds: Sequence[Any]) -> Any:
+    """For each element of `news`, flattened, its place in `olds`; -1 for what is padding."""
+    bounds = op.sizes.bounds_of(news)
+    at = [c.ravel().astype(np.int32) for c in np.indices(bounds)]
+    linear: Any = np.zeros(math.prod(bounds), np.int32)
+    inside: Any = np.ones(math.prod(bounds), bool)
+    for place, dim in zip(at, news, strict=True):
+        size = op.sizes.size(dim)
+        linear, inside = linear * size + place, inside & (place < size)
+    in_olds: Any = 0
+    stride = 1
+    for dim in reversed(olds):
+        size = jnp.maximum(op.sizes.size(dim), 1)
+        in_olds = in_olds + linear % size * stride
+        linear, stride = linear // size, stride * op.sizes.bound(dim)
+    return jnp.where(inside, in_olds, -1)

@@ -1,0 +1,533 @@
+"""Elementwise operations, reductions, products, windows, transforms, random bits and effects."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from batchax.jaxprs.neutral import NEUTRAL, highest, lowest
+from batchax.jaxprs.primitive_facts import facts_of
+from batchax.kernel.registry import reduced_dims
+from batchax.rows.padded import Operation, Row, padded_rule
+from batchax.rows.padded_rules.positions import is_static, pad_end, padded
+from batchax.rows.sizes import is_symbolic
+from batchax.rules.elementwise import UNARY
+from batchax.rules.masking import is_inexact
+
+_KEEP_FILL = frozenset("convert_element_type copy neg real stop_gradient abs sign".split())
+
+
+@padded_rule(*UNARY, "reduced_vary_cast", "pvary")
+def _unary(op: Operation, x: Row, **params: Any) -> Row:
+    keeps_zero = op.eqn.primitive.name in _KEEP_FILL and x.fill is not None and x.fill == 0
+    return op.result(op.bind(x.value), 0 if keeps_zero else None)
+
+
+@padded_rule(fact="elementwise")
+def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
+    return op.bind(*(spread(op, row) for row in rows))
+
+
+@padded_rule("device_put", "optimization_barrier")
+def _together(op: Operation, *rows: Row, **params: Any) -> Any:
+    return op.bind(*(row.value for row in rows))
+
+
+@padded_rule("bitcast_convert_type")
+def _bitcast(op: Operation, x: Row, **params: Any) -> Any:
+    return op.bind(x.value)
+
+
+def spread(op: Operation, row: Row) -> Any:
+    """An operand's array, repeated along ragged axes where it has a single element.
+
+    JAX would repeat those itself, but in reverse add up what padding sends back, too.
+    """
+    shape = op.out_shape
+    if np.ndim(row.value) != len(shape):  # a scalar for all elements
+        if row.known or not is_inexact(row.value) or not op.sizes.padded_axes(shape):
+            return row.value
+        return op.cut(lax.broadcast_in_dim(row.value, op.sizes.bounds_of(shape), ()), shape)
+    repeated = [
+        is_symbolic(dim) and not is_symbolic(own) for dim, own in zip(shape, row.shape, strict=True)
+    ]
+    if not any(repeated):
+        return row.value
+    whole = [
+        dim if again else own for dim, own, again in zip(shape, row.shape, repeated, strict=True)
+    ]
+    bounds = op.sizes.bounds_of(whole)
+    value = lax.broadcast_in_dim(row.value, bounds, tuple(range(len(bounds))))
+    return op.cut(value, whole)
+
+
+@padded_rule(
+    "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor"
+)
+def _reduce(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
+    kind = op.eqn.primitive.name.removeprefix("reduce_")
+    return op.bind(op.filled(x, _neutral(op, kind), axes))
+
+
+@padded_rule(fact="reduces")
+def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> Any:
+    """A third party's reduction, known by a word: `batchax.reducing`."""
+    axes = reduced_dims(op.eqn.primitive, axes, len(rows[0].shape))
+    if all(op.sizes.is_exact(row.shape[a]) for row in rows for a in axes):
+        return op.bind(*(row.value for row in rows))
+    neutral = facts_of(op.eqn.primitive).neutral
+    if neutral is None:
+        raise op.refuse(
+            "what could be in the padding of a row without changing its result is not known. "
+            "Say it where the primitive is registered: batchax.reducing(primitive, neutral=...)."
+        )
+    values = [op.filled(row, neutral(row.value.dtype), axes) for row in rows]
+    return op.bind(*values)
+
+
+@padded_rule("argmax", "argmin")
+def _arg(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
+    # Of equal elements the first counts, and padding is last.
+    return op.bind(op.filled(x, _neutral(op, op.eqn.primitive.name.removeprefix("arg")), axes))
+
+
+@padded_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(op: Operation, x: Row, *, axis: int, **params: Any) -> Any:
+    # Padding comes last, and changes nothing before it, but with `reverse` it comes first.
+    kind = op.eqn.primitive.name.removeprefix("cum")
+    return op.bind(op.filled(x, _neutral(op, kind), (axis,)))
+
+
+def _neutral(op: Operation, kind: str) -> Any:
+    return NEUTRAL[kind](op.eqn.invars[0].aval.dtype)
+
+
+@padded_rule("reduce")
+def _reduce_by_function(op: Operation, *rows: Row, dimensions: Any, **params: Any) -> Any:
+    # The initial value is neutral for the function: combined with it, a value stays what it is. So
+    # it is what the padding holds.
+    count = len(rows) // 2
+    operands, starts = rows[:count], [row.value for row in rows[count:]]
+    pairs = zip(operands, starts, strict=True)
+    filled = [op.masked(x, start, dimensions) for x, start in pairs]
+    return op.bind(*filled, *starts)
+
+
+@padded_rule("dot_general")
+def _dot_general(op: Operation, x: Row, y: Row, *, dimension_numbers: Any, **params: Any) -> Any:
+    # Zeros not only where it is contracted: the derivative with respect to one operand is
+    # contracted over the free axes of the other, where zero times NaN would be NaN.
+    return op.cut(op.bind(op.filled(x, 0), op.filled(y, 0)), op.out_shape)
+
+
+@padded_rule("ragged_dot_general")
+def _ragged_dot_general(op: Operation, x: Row, y: Row, sizes: Row, **params: Any) -> Any:
+    # Beyond the row are groups of no elements, and elements of no group.
+    filled = [op.filled(operand, 0) for operand in (x, y, sizes)]
+    return op.cut(op.bind(*filled), op.out_shape)
+
+
+@padded_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
+def _reduce_window(op: Operation, x: Row, **params: Any) -> Any:
+    kind = op.eqn.primitive.name.removeprefix("reduce_window_")
+    return _over_windows(op, [x], [NEUTRAL[kind](x.value.dtype)], **params)
+
+
+@padded_rule("reduce_window")
+def _general_reduce_window(op: Operation, *rows: Row, **params: Any) -> Any:
+    # Beyond the row a window sees the initial value, as it does where JAX pads the operand.
+    operands, starts = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    return _over_windows(op, operands, [start.value for start in starts], starts, **params)
+
+
+def _over_windows(
+    op: Operation,
+    operands: Sequence[Row],
+    neutral: Sequence[Any],
+    others: Sequence[Row] = (),
+    *,
+    window_dimensions: Any,
+    window_strides: Any,
+    window_dilation: Any,
+    base_dilation: Any,
+    padding: Any,
+    **params: Any,
+) -> Any:
+    _refuse_ragged_windows(op, window_dimensions, op.out_shape)
+    extents = _extents(op, window_dimensions, window_dilation)
+    bounds = op.sizes.bounds_of(op.out_shape)
+    needed = [
+        (count - 1) * stride + extent if count else 0
+        for count, stride, extent in zip(bounds, window_strides, extents, strict=True)
+    ]
+    config = _config(padding, base_dilation)
+    arrays = [
+        padded(op, jnp.asarray(op.filled(row, value)), value, config, row.shape, needed)
+        for row, value in zip(operands, neutral, strict=True)
+    ]
+    if 0 in bounds:
+        outs = [jnp.zeros(bounds, x.dtype) for x in arrays]
+    else:
+        none = [0] * len(bounds)
+        changes = {
+            "padding": tuple(zip(none, none, strict=True)),
+            "base_dilation": (1,) * len(bounds),
+        }
+        outs = op.bind(*arrays, *(row.value for row in others), **changes)
+    outs = outs if isinstance(outs, (list, tuple)) else [outs]
+    return [op.cut(out, op.out_shape) for out in outs]
+
+
+@padded_rule("select_and_scatter_add")
+def _select_and_scatter_add(
+    op: Operation,
+    source: Row,
+    x: Row,
+    *,
+    select_prim: Any,
+    window_dimensions: Any,
+    window_strides: Any,
+    padding: Any,
+) -> Any:
+    array, config = _selected_from(
+        op, x, source.shape, select_prim, window_dimensions, window_strides, padding
+    )
+    cotangent = op.filled(source, 0)
+    bounds = op.sizes.bounds_of(x.shape)
+    if 0 in cotangent.shape:
+        return jnp.zeros(bounds, array.dtype)
+    out = op.bind(cotangent, array, padding=((0, 0),) * len(bounds))
+    back = [(-low, -high, 0) for low, high, _ in config]
+    return padded(op, out, 0, back, x.shape, bounds)
+
+
+@padded_rule("select_and_gather_add")
+def _select_and_gather_add(
+    op: Operation,
+    tangents: Row,
+    x: Row,
+    *,
+    select_prim: Any,
+    window_dimensions: Any,
+    window_strides: Any,
+    window_dilation: Any,
+    base_dilation: Any,
+    padding: Any,
+) -> Any:
+    if any(step != 1 for step in (*window_dilation, *base_dilation)):
+        raise op.refuse("its windows are dilated. Take every second element, x[::2], instead.")
+    array, config = _selected_from(
+        op, x, op.out_shape, select_prim, window_dimensions, window_strides, padding
+    )
+    if 0 in op.sizes.bounds_of(op.out_shape):
+        return jnp.zeros(op.sizes.bounds_of(op.out_shape), array.dtype)
+    moving = padded(op, jnp.asarray(op.filled(tangents, 0)), 0, config, tangents.shape, array.shape)
+    return op.cut(op.bind(moving, array, padding=((0, 0),) * array.ndim), op.out_shape)
+
+
+def _selected_from(
+    op: Operation,
+    x: Row,
+    windows: Sequence[Any],
+    select_prim: Any,
+    dimensions: Any,
+    strides: Any,
+    padding: Any,
+) -> tuple[Any, list[tuple[Any, Any, int]]]:
+    """What windows select from, with all that they reach beyond the row; and how it is padded."""
+    _refuse_ragged_windows(op, dimensions, windows)
+    value = (lowest if select_prim.name == "ge" else highest)(x.value.dtype)
+    config = _config(padding, (1,) * len(dimensions))
+    needed = [
+        (count - 1) * stride + extent if count else 0
+        for count, stride, extent in zip(
+            op.sizes.bounds_of(windows), strides, op.sizes.bounds_of(dimensions), strict=True
+        )
+    ]
+    array = padded(op, jnp.asarray(op.filled(x, value)), value, config, x.shape, needed)
+    return array, config
+
+
+def _config(padding: Any, dilation: Any) -> list[tuple[Any, Any, int]]:
+    return [(low, high, step - 1) for (low, high), step in zip(padding, dilation, strict=True)]
+
+
+def _extents(op: Operation, dimensions: Any, dilation: Any) -> list[int]:
+    """Over how many elements windows reach."""
+    return [
+        (op.sizes.bound(dim) - 1) * int(step) + 1
+        for dim, step in zip(dimensions, dilation, strict=True)
+    ]
+
+
+def _refuse_ragged_windows(op: Operation, dimensions: Any, windows: Any) -> None:
+    """Windows whose size depends on the row may only reach over all of it.
+
+    Raises:
+      CannotPad: there are others.
+    """
+    for dim, count in zip(dimensions, windows, strict=True):
+        if is_symbolic(dim) and (is_symbolic(count) or count != 1):
+            raise op.refuse(
+                f"its windows have {dim} elements, which differs from row to row. Give them a "
+                "fixed size."
+            )
+
+
+@padded_rule("conv_general_dilated")
+def _conv(
+    op: Operation,
+    x: Row,
+    kernel: Row,
+    *,
+    window_strides: Any,
+    padding: Any,
+    lhs_dilation: Any,
+    rhs_dilation: Any,
+    dimension_numbers: Any,
+    **params: Any,
+) -> Any:
+    _refuse_ragged_groups(op, x.shape, kernel.shape, dimension_numbers, params)
+    # Zero in all padding, as for products of matrices: derivatives are convolutions, too.
+    lhs, rhs = jnp.asarray(op.filled(x, 0)), jnp.asarray(op.filled(kernel, 0))
+    spatial, kernel_dims = dimension_numbers.lhs_spec[2:], dimension_numbers.rhs_spec[2:]
+    out_dims = dimension_numbers.out_spec[2:]
+    extents = _extents(op, [kernel.shape[axis] for axis in kernel_dims], rhs_dilation)
+    config: list[Any] = [(0, 0, 0)] * lhs.ndim
+    needed, reached = list(lhs.shape), []
+    dilation = list(lhs_dilation)
+    for i, axis in enumerate(spatial):
+        count = op.sizes.bound(op.out_shape[out_dims[i]])
+        size = (count - 1) * window_strides[i] + extents[i] if count else 0
+        low = op.sizes.value(padding[i][0])
+        if not is_static(low):  # windows begin elsewhere in each row
+            config[axis], needed[axis] = (*padding[i], dilation[i] - 1), size
+            reached.append((0, 0))
+            dilation[i] = 1
+        else:  # the convolution itself sees zeros around an array, and copies none
+            held = max((lhs.shape[axis] - 1) * dilation[i] + 1, 0)
+            reached.append((int(low), int(size - low - held)))
+    bounds = op.sizes.bounds_of(op.out_shape)
+    if 0 in (*bounds, *rhs.shape):
+        return jnp.zeros(bounds, op.eqn.outvars[0].aval.dtype)
+    lhs = padded(op, lhs, 0, config, x.shape, needed)
+    out = op.bind(lhs, rhs, padding=tuple(reached), lhs_dilation=tuple(dilation))
+    return op.cut(out, op.out_shape)
+
+
+def _refuse_ragged_groups(
+    op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Any
+) -> None:
+    """Groups of channels or of a batch may be as many as the row says, but not of as many.
+
+    In padded arrays each group would begin elsewhere.
+
+    Raises:
+      CannotPad: the size of groups differs from row to row.
+    """
+    batch, features = (x[axis] for axis in dimension_numbers.lhs_spec[:2])
+    outputs = kernel[dimension_numbers.rhs_spec[0]]
+    for name, size in (("feature_group_count", features), ("batch_group_count", batch)):
+        count = params[name]
+        if not is_symbolic(count) and count == 1:
+            continue
+        for dim in (size, outputs):
+            if op.sizes.is_exact(dim) and op.sizes.is_exact(count):
+                continue
+            bounds, every = (
+                [op.sizes.bound(n) for n in (dim, count)],
+                op.sizes.in_every_row(dim, count),
+            )
+            if every is None or (every[0] * bounds[1] != every[1] * bounds[0]).any():
+                raise op.refuse(
+                    f"{name}={count} makes groups of {dim}, and how many of these are in one "
+                    "differs from row to row. Convolve each group by itself."
+                )
+
+
+_MOST = 1 << 16  # squares of less are exact in 32 bits
+
+
+@padded_rule("fft")
+def _fft(op: Operation, x: Row, *, fft_type: Any, fft_lengths: Any, **params: Any) -> Any:
+    (out,) = (v.aval for v in op.eqn.outvars)
+    axes = range(len(x.shape) - len(fft_lengths), len(x.shape))
+    if not any(map(is_symbolic, fft_lengths)):
+        return op.bind(x.value)
+    value = jnp.asarray(op.filled(x, 0, list(axes)))
+    value = value.astype(jnp.promote_types(value.dtype, np.complex64))
+    name = jax.lax.FftType(fft_type).name
+    sign = -1 if name in ("FFT", "RFFT") else 1
+    order = list(zip(axes, fft_lengths, strict=True))
+    if name == "IRFFT":
+        value = _both_halves(op, value, x.shape[-1], fft_lengths[-1])
+    for axis, dim in order if name == "IRFFT" else reversed(order):
+        room = op.sizes.bound(out.shape[axis])
+        value = _transformed(op, value, axis, dim, room, sign)
+    if name == "IRFFT":
+        value = value.real
+    return op.cut(value.astype(out.dtype), out.shape)
+
+
+def _both_halves(op: Operation, x: Any, half: Any, dim: Any) -> Any:
+    """Twice each frequency that stands for two, for a transform whose real part is wanted."""
+    at = np.arange(x.shape[-1], dtype=np.int32)
+    alone = (at == 0) | (2 * at == op.sizes.size(dim))
+    return jnp.where(at < op.sizes.size(half), jnp.where(alone, x, 2 * x), 0)
+
+
+def _transformed(op: Operation, x: Any, axis: int, dim: Any, room: int, sign: int) -> Any:
+    """The transform along an axis, in which a row has `dim` elements, and zeros behind them."""
+    size = jnp.maximum(op.sizes.size(dim), 1)
+    scale = 1 / size.astype(x.real.dtype) if sign > 0 else None
+    x = jnp.moveaxis(x, axis, -1)
+    if is_symbolic(dim):
+        y = _by_chirp(op, x, size, room, sign)
+        y = y if scale is None else y * scale
+    else:
+        y = jnp.fft.fft(x, dim) if sign < 0 else jnp.fft.ifft(x, dim)
+        y = y[..., :room]
+    return jnp.moveaxis(y, -1, axis)
+
+
+def _by_chirp(op: Operation, x: Any, size: Any, room: int, sign: int) -> Any:
+    """The sums of ``x[j] * exp(sign * 2 pi i * j * k / size)`` over j, for each k below `room`."""
+    most = max(x.shape[-1], room)
+    if most >= _MOST:
+        raise op.refuse(
+            f"it transforms an axis of up to {most} elements, whose size differs from row to row; "
+            f"it may be {_MOST - 1} at most."
+        )
+    return _sums(x, size, room, sign)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # to be one program outside of `jit`, too
+def _sums(x: Any, size: Any, room: int, sign: int) -> Any:
+    given = x.shape[-1]
+    at = np.arange(max(given, room), dtype=np.uint32)
+    turns = (at * at % (2 * size.astype(np.uint32))).astype(x.real.dtype)
+    angle = sign * np.pi * turns / size.astype(x.real.dtype)
+    chirp = lax.complex(jnp.cos(angle), jnp.sin(angle))
+    length = _convenient(given + room - 1)
+    kernel = jnp.zeros(length, x.dtype).at[:room].set(chirp[:room].conj())
+    if given > 1:
+        kernel = kernel.at[1 - given :].set(chirp[1:given][::-1].conj())
+    padded = pad_end(x * chirp[:given], x.ndim - 1, length - given)
+    sums = jnp.fft.ifft(jnp.fft.fft(padded) * jnp.fft.fft(kernel))
+    return sums[..., :room] * chirp[:room]
+
+
+def _convenient(least: int) -> int:
+    """The least number from there on that is a power of two, or 3, 5, 9 or 15 times one."""
+    sizes = (
+        part << power
+        for part, power in itertools.product((1, 3, 5, 9, 15), range(least.bit_length() + 1))
+    )
+    return min((size for size in sizes if size >= least), default=1 << math.ceil(math.log2(least)))
+
+
+_COUNTED = {"threefry2x32"}
+
+
+@padded_rule("random_wrap", "random_unwrap", "random_clone", "random_seed", "random_fold_in")
+def _each(op: Operation, *rows: Row, **params: Any) -> Any:
+    return op.bind(*(row.value for row in rows))
+
+
+@padded_rule("random_bits", "random_split")
+def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
+    _check(op, keys)
+    if not _padded_behind(op, shape):
+        return op.bind(keys.value)
+    count = functools.reduce(operator.mul, shape, 1)
+    line = op.bind(keys.value, shape=(op.sizes.bound(count),))
+    bounds, at = op.sizes.bounds_of(shape), jnp.asarray(0, np.int32)
+    for axis, dim in enumerate(shape):
+        places = lax.broadcasted_iota(np.int32, bounds, axis)
+        at = at * jnp.asarray(op.sizes.size(dim), np.int32) + places
+    return jnp.take(line, at, axis=len(keys.shape), mode="clip")
+
+
+@padded_rule("random_gamma")
+def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
+    _check(op, keys)
+    if _padded_behind(op, a.shape[len(keys.shape) :]):
+        raise op.refuse(
+            f"it draws an array of shape ({', '.join(map(str, a.shape))}), ragged behind the first "
+            "axis. Draw an array whose first axis is the ragged one, and transpose it."
+        )
+    # It samples until a draw is accepted, which none ever is for a NaN.
+    return op.bind(keys.value, op.filled(a, 1))
+
+
+def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:
+    """Whether an array of that shape has padding between its elements."""
+    return any(axis > 0 for axis in op.sizes.padded_axes(shape))
+
+
+def _check(op: Operation, keys: Row) -> None:
+    """Refuses generators of which it is not known that elements are counted through."""
+    impl = jax.random.key_impl(keys.value)
+    counted = getattr(jax.config, "jax_threefry_partitionable", True)
+    name = impl if isinstance(impl, str) else str(impl)
+    if name not in _COUNTED:
+        raise op.refuse(
+            f"with keys of the implementation {name} what a row draws depends on how much it "
+            "draws. Use keys of 'threefry2x32', the default of jax.random.key."
+        )
+    if not counted:
+        raise op.refuse(
+            "with jax_threefry_partitionable switched off what a row draws depends on how much it "
+            "draws. Switch it on, as it is by default."
+        )
+
+
+_CALLBACK = (
+    "what it hands to Python would be a row with padding. Hand over values whose shape is the same "
+    "for all rows, such as a sum, or call it on the Ragged outside vmap."
+)
+_COLLECTIVE = (
+    "rows of different lengths cannot be added up or exchanged. Reduce over the row first, so that "
+    "each row gives a value of the same shape."
+)
+
+_REFUSED = {
+    "pure_callback": _CALLBACK,
+    "io_callback": _CALLBACK,
+    "debug_callback": _CALLBACK,
+    "debug_print": _CALLBACK,
+    "ffi_call": _CALLBACK,
+    "all_gather": _COLLECTIVE,
+    "all_gather_invariant": _COLLECTIVE,
+    "all_to_all": _COLLECTIVE,
+    "pbroadcast": _COLLECTIVE,
+    "pgather": _COLLECTIVE,
+    "pmax": _COLLECTIVE,
+    "pmin": _COLLECTIVE,
+    "ppermute": _COLLECTIVE,
+    "psum": _COLLECTIVE,
+    "psum2": _COLLECTIVE,
+    "psum_invariant": _COLLECTIVE,
+    "psum_scatter": _COLLECTIVE,
+    "ragged_all_to_all": _COLLECTIVE,
+    "reduce_scatter": _COLLECTIVE,
+}
+
+
+def _refuse(name: str, why: str) -> None:
+    @padded_rule(name)
+    def rule(op: Operation, *rows: Row, **params: Any) -> Any:
+        raise op.refuse(why)
+
+
+for _name, _why in _REFUSED.items():
+    _refuse(_name, _why)

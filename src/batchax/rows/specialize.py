@@ -1,0 +1,711 @@
+"""Functions that need a program for each length, or for each answer to a comparison.
+
+What padding cannot make exact, and what needs the length as a number, is staged for each length
+that occurs, where lengths are known, or for each that a row may have, where they are traced: then
+which of these programs a row runs is known when the program runs. Where the function only asks
+whether a row is long (`jnp.gradient` does, to reject less than two elements), lengths are divided
+by the answer, and each part has a program for any length in it, on padded rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray, eval_jaxpr
+
+from batchax import _compat
+from batchax.errors import UnsupportedError
+from batchax.execution.call import Call, Outputs, execute, through
+from batchax.execution.chunked import Chunking
+from batchax.execution.on_devices import in_parts
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import (
+    AUTO,
+    FlatOutputs,
+    OutputArray,
+    check_unbatched,
+    place,
+)
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, move_axis
+from batchax.kernel.inner import stage_described
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.programs.canonical_form import same_results
+from batchax.rows.arguments import (
+    RowSize,
+    SizesOf,
+    all_known,
+    find_sizes,
+    index_in,
+    row_avals,
+    sizes_in_errors,
+)
+from batchax.rows.buckets import Placed, check_constants, groups_of, in_front, run_in_groups
+from batchax.rows.call import RowCall, place_ragged, refuse_order
+from batchax.rows.dynamic_sizes import with_lengths
+from batchax.rows.index import RowIndex, pack_rows, pad_rows
+from batchax.rows.layouts import flatten
+from batchax.rows.padded import Row, run_padded
+from batchax.rows.ragged import Ragged
+from batchax.rows.sizes import Sizes, asked_by, find_found, is_symbolic
+from batchax.rows.stand_ins import rows_of_one_length
+from batchax.rules.in_turn import calls_library
+
+
+def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
+    """What a call of arrays returns that stands for rows, so many of them at a time.
+
+    A padded row is computed by a program that was staged for one mesh, so it stays where it is.
+    """
+    return execute(through([in_parts(chunking, where_types_say=False)], call))
+
+
+def padded_arguments(
+    mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
+) -> list[Mapped]:
+    """The lengths of rows, for each size, and the arguments, each row padded to the longest."""
+    arguments = [
+        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0) for size in sizes
+    ]
+    for m, own in zip(mapped, sizes_of, strict=True):
+        if own:
+            padded = pad_rows(m.value.data, index_in(m.value, own), m.value.axis)
+            m = Mapped(m.path, padded, 0)
+        arguments.append(m)
+    return arguments
+
+
+def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
+    """What a call returns, each of whose rows is padded to the longest."""
+    if recording.is_on():
+        steps = flatten(call.staged).steps
+        recording.fact("region", layout="padded", steps=steps, rows=call.noted)
+    recording.found_program(call.axis, call.staged, call.mapped)
+    staged, bounds = call.staged, call.bounds
+    shapes = [v.aval.shape for v in staged.jaxpr.invars]
+
+    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        lengths = dict(zip(bounds, values, strict=False))
+        arguments = [
+            Row(x, shape, 0 if own else None)
+            for x, shape, own in zip(values[len(bounds) :], shapes, call.sizes_of, strict=True)
+        ]
+        sizes = Sizes(bounds, lengths)
+        rows = run_padded(sizes, staged.jaxpr, staged.consts, arguments)
+        return with_lengths(sizes, rows, call.outputs, list, call)
+
+    arguments = padded_arguments(call.mapped, call.sizes_of, call.sizes)
+    outs, outputs = executed_as_arrays(Call(call.axis, padded_row, arguments), chunking)
+    return outputs.rebuild(outs), call.outputs
+
+
+Lengths = tuple[Any, ...]
+"""The length of a row, for each of the sizes that rows have: a number, or a symbol."""
+
+
+def run_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Outputs:
+    """The outputs of a function of one row, by a batch for each length of rows.
+
+    Args:
+      call: of a function of one row, some of whose arguments are `Ragged`.
+      chunking: how many rows of one length run at a time; None for all.
+      why: Why rows of any length cannot run together, if they cannot.
+
+    Raises:
+      UnsupportedError: lengths are traced; or the function uses the name of the axis, which
+        stands for all rows; or outputs are of different kinds for different lengths.
+      AxisError: `out_axes` asks for what an output cannot be.
+    """
+    axis, one_row, mapped = call.axis, call.function, call.mapped
+    _check_known(mapped)
+    sizes_of, sizes = find_sizes(mapped)
+    groups, lengths = _groups_and_lengths(axis, sizes)
+    recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups], why=why)
+    stage = functools.partial(stage_at, call, sizes_of, sizes)
+    staged = [stage(at) for at in lengths]
+    programs, outputs = [program for program, _ in staged], staged[-1][1]
+    described = outputs.described
+    _check_programs(axis, programs, lengths)
+    if len(groups) > 1:
+        for program in programs:
+            refuse_order(program)
+    check_constants([each for _, each in staged])
+    for at in _more_lengths(lengths):
+        try:
+            more, _ = stage(at)
+        except Exception:  # no row has this length, so the function need not work for it
+            continue
+        if kinds(more) == kinds(programs[0]):
+            programs.append(more)
+    shapes = [symbolic_shape(kind) for kind in zip(*map(_shapes, programs), strict=True)]
+    of_groups = [
+        place_for_lengths(axis, output, shape, same)
+        for output, shape, same in zip(described, shapes, same_results(programs), strict=True)
+    ]
+
+    def one_row_in_group(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        arrays, outputs = one_row(*values)
+        return arrays, replace(outputs, described=of_groups)
+
+    def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], FlatOutputs]:
+        arrays = Call(group, one_row_in_group, list(map(_dense, part)))
+        outs, _ = executed_as_arrays(arrays, chunking)
+        return [_of_group(group, x, shape) for x, shape in zip(outs, shapes, strict=True)], outputs
+
+    # What the name of the axis stands for is all rows, in each of the groups.
+    with _compat.named_scope(axis.name, axis.size):
+        nameless = replace(axis, name=None)
+        in_turn = any(calls_library(program.jaxpr) for program in programs)
+        outs, _ = run_in_groups(nameless, mapped, groups, run_group, in_turn)
+    return [
+        x if isinstance(x, Ragged) else place(axis, output, x, position)
+        for (x, position), output in zip(outs, described, strict=True)
+    ], outputs
+
+
+def stage_at(
+    call: Call, sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize], at: Lengths
+) -> tuple[ClosedJaxpr, FlatOutputs]:
+    """The function of a row staged for rows of such lengths, and what describes its outputs."""
+    axis, mapped = call.axis, call.mapped
+    avals = row_avals(axis, mapped, sizes_of, sizes, at)
+    with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
+        return stage_described(axis, call.function, avals, [m.path for m in mapped])
+
+
+def _check_known(mapped: Sequence[Mapped]) -> None:
+    if not all_known(mapped):
+        raise UnsupportedError(
+            "the function needs rows grouped by their length, and the lengths are traced here: "
+            "call it outside of jit, or close over the Ragged so that its lengths are known."
+        )
+
+
+def _groups_and_lengths(
+    axis: Axis, sizes: Sequence[RowSize]
+) -> tuple[list[np.ndarray], list[Lengths]]:
+    """The rows of each group, and how long they are."""
+    if not axis.size:  # a group of no rows, for what the outputs are
+        return [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
+    lengths = [np.asarray(size.lengths) for size in sizes]
+    groups = groups_of(*lengths)
+    return groups, [tuple(int(x[rows[0]]) for x in lengths) for rows in groups]
+
+
+def _more_lengths(lengths: Sequence[Lengths]) -> Iterator[Lengths]:
+    """Lengths that no row has, to see how outputs change: longer ones, one size at a time."""
+    longest = lengths[-1]
+    for i, n in enumerate(longest):
+        for longer in (n + 1, 2 * n + 16):
+            yield (*longest[:i], longer, *longest[i + 1 :])
+
+
+def _shapes(program: ClosedJaxpr) -> list[tuple[int, ...]]:
+    return [getattr(aval, "shape", ()) for aval in program.out_avals]
+
+
+def kinds(program: ClosedJaxpr) -> list[Any]:
+    """What must be the same for rows of all lengths."""
+    return [
+        (getattr(aval, "dtype", None), len(shape))
+        for aval, shape in zip(program.out_avals, _shapes(program), strict=True)
+    ]
+
+
+def _check_programs(
+    axis: Axis,
+    programs: Sequence[ClosedJaxpr],
+    lengths: Sequence[Lengths],
+) -> None:
+    for program, at in zip(programs, lengths, strict=True):
+        if kinds(program) != kinds(programs[0]):
+            raise UnsupportedError(
+                "the function returns "
+                f"{', '.join(a.str_short() for a in programs[0].out_avals) or 'nothing'} for a row "
+                f"of length {_shown(lengths[0])}, and "
+                f"{', '.join(a.str_short() for a in program.out_avals) or 'nothing'} for one of "
+                f"length {_shown(at)}. Let it return the same number of arrays, of the same dtypes "
+                "and numbers of axes, for each row."
+            )
+        if any_uses_axis(axis, program):
+            raise UnsupportedError(
+                f"the function uses the axis {axis.name!r}, whose lanes are all rows, but it can "
+                "only run for rows of one length at a time. Compute what rows share outside of "
+                "this vmap, or reduce over them with out_axes=batchax.Reduce(...)."
+            )
+
+
+def _shown(at: Lengths) -> str:
+    return " and ".join(map(str, at))
+
+
+def symbolic_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[Any, ...]:
+    """The shape of an output for each row, with a symbol for what differs with the length."""
+    (n,) = jax.export.symbolic_shape("n")
+    return tuple(dims[0] if len(set(dims)) == 1 else n for dims in zip(*shapes, strict=True))
+
+
+def place_for_lengths(
+    axis: Axis, output: OutputArray, shape: tuple[Any, ...], same: bool
+) -> OutputArray:
+    """Where an output goes in each group; `same`, if programs of all lengths compute it alike."""
+    output = in_front(place_ragged(output, shape))
+    shared = output.spec is None or output.spec is AUTO
+    if not shared or same:
+        return output
+    check_unbatched(axis, [output], [0])
+    return replace(output, spec=0)
+
+
+def _dense(m: Mapped) -> Mapped:
+    """Rows of one length, all at the bound, as an array with the rows in front."""
+    if not isinstance(m.value, Ragged):
+        return m
+    x, at, axes = m.value.data, m.value.element_axis, m.value.axes
+    x = x.reshape(*x.shape[:at], len(m.value), *m.value.each_bound, *x.shape[at + 1 :])
+    together = range(at + 1, at + 1 + len(axes))
+    return Mapped(m.path, jnp.moveaxis(move_axis(x, at, 0), together, [k + 1 for k in axes]), 0)
+
+
+def _of_group(group: Axis, x: Value, shape: tuple[Any, ...]) -> Placed:
+    """An output of rows of one length."""
+    ragged = [i for i, dim in enumerate(shape) if not isinstance(dim, int)]
+    if not ragged:
+        return x, 0 if np.ndim(x) > len(shape) else None
+    at, count = ragged[0], len(ragged)
+    sizes = [x.shape[k + 1] for k in ragged]
+    x = jnp.moveaxis(x, [0, *(k + 1 for k in ragged)], range(at, at + count + 1))
+    flat = x.reshape(*x.shape[:at], group.size * math.prod(sizes), *x.shape[at + count + 1 :])
+    lengths = [np.full(group.size, size, np.int32) for size in sizes]
+    return Ragged(flat, lengths, tuple(sizes), axis=tuple(ragged)), 0
+
+
+MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
+
+
+def are_few(sizes: Sequence[RowSize]) -> bool:
+    """Whether there may be a program for each length of rows, or for all lengths together."""
+    programs = math.prod(size.bound + 1 for size in sizes)
+    return programs <= MOST_LENGTHS and not any(size.of_lanes for size in sizes)
+
+
+def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
+    """The outputs of a function of one row, by a branch for each length that a row may have.
+
+    Rows of a length that the function does not take (of no elements, of which there is no greatest)
+    have what ``jnp.take`` fills in for what is not there: NaN, or the least number.
+
+    Args:
+      call: of a function of one row, some of whose arguments are `Ragged`.
+      chunking: how many rows run at a time; None for all.
+
+    Returns:
+      None if it cannot be: lengths may be too many, or the function works for none, or uses the
+      name of the axis, or references, or returns arrays of other kinds for some.
+    """
+    mapped = call.mapped
+    sizes_of, sizes = find_sizes(mapped)
+    if not are_few(sizes) or not all(size.bound for size in sizes):
+        return None
+    lengths = AllLengths(sizes)
+    staged = _staged(lambda k: stage_at(call, sizes_of, sizes, lengths.of(k)), lengths.count)
+    longest = lengths.count - 1
+    if longest not in staged:
+        return None
+    for k in [k for k in staged if 0 in lengths.of(k)]:
+        if not takes_nothing(staged[k][0], staged[longest][0]):
+            del staged[k]
+    programs = [program for program, _ in staged.values()]
+    runs = [
+        _run(sizes_of, mapped, lengths.named(k), staged[k][0]) if k in staged else None
+        for k in range(lengths.count)
+    ]
+    shapes = {k: program.out_avals for k, (program, _) in staged.items()}
+    return switched(
+        call, chunking, lengths, list(staged.values()), shapes, same_results(programs), runs
+    )
+
+
+Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""The results for a row of the lengths, and arrays with room for the longest, that it is given."""
+
+
+def switched(
+    call: Call,
+    chunking: Chunking | None,
+    lengths: AllLengths,
+    staged: Sequence[tuple[ClosedJaxpr, FlatOutputs]],
+    avals: Mapping[int, Sequence[Any]],
+    same: Sequence[bool],
+    runs: Sequence[Run | None],
+    which: np.ndarray | None = None,
+) -> Outputs | None:
+    """The outputs of a call by branches, of which each row runs one.
+
+    Args:
+      call: of a function of one row.
+      chunking: how many rows run at a time; None for all.
+      lengths: those that rows may have.
+      staged: the function for rows of some lengths, and what describes its outputs; the longest
+        ones last.
+      avals: for each number of lengths that the function takes, what it returns.
+      same: of each result, whether all branches compute it alike.
+      runs: the branches; None for rows that the function does not take.
+      which: the branch of each number of lengths; None if that is the number.
+
+    Returns:
+      None if it cannot be: the function uses the name of the axis, or references, or returns arrays
+      of other kinds for some rows.
+    """
+    axis = call.axis
+    programs = [program for program, _ in staged]
+    alike = all(kinds(program) == kinds(programs[0]) for program in programs)
+    if not alike or any(any_uses_axis(axis, program) for program in programs):
+        return None
+    if any(_compat.makes_references(program.effects) for program in programs):
+        return None
+    for program in programs:
+        refuse_order(program)
+    check_constants([outputs for _, outputs in staged])
+    sizes_of, sizes = find_sizes(call.mapped)
+    ends = np.flatnonzero(np.diff(which, append=-1)) if which is not None else range(lengths.count)
+    of_groups = [lengths.of(int(k)) for k in ends if int(k) in avals]
+    recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows])
+    outputs = staged[-1][1]
+    results = [_Result(lengths, list(avals), each) for each in zip(*avals.values(), strict=True)]
+    placed = [
+        place_for_lengths(axis, output, result.shape, alike)
+        for output, result, alike in zip(outputs.described, results, same, strict=True)
+    ]
+    branches = [_branch(run, results) for run in runs]
+
+    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        own, arrays = values[: len(sizes)], values[len(sizes) :]
+        place = lengths.place(own)
+        branch = place if which is None else jnp.asarray(which, np.int32)[place]
+        return lax.switch(branch, branches, own, arrays), replace(outputs, described=placed)
+
+    arguments = padded_arguments(call.mapped, sizes_of, sizes)
+    with _compat.named_scope(axis.name, axis.size):
+        rows = Call(replace(axis, name=None), padded_row, arguments)
+        outs, _ = executed_as_arrays(rows, chunking)
+    return [
+        result.packed(x)
+        if result.axes
+        else place(axis, output, x, 0 if np.ndim(x) > len(result.shape) else None)
+        for x, result, output in zip(outs, results, outputs.described, strict=True)
+    ], outputs
+
+
+class AllLengths:
+    """All lengths that rows may have, by number: the last are the longest.
+
+    Attributes:
+      sizes: of rows.
+      count: how many there are.
+    """
+
+    def __init__(self, sizes: Sequence[RowSize]) -> None:
+        self.sizes = sizes
+        self._each = tuple(size.bound + 1 for size in sizes)
+        self.count = math.prod(self._each)
+        self.along = np.indices(self._each, np.int32).reshape(len(sizes), -1)
+
+    def of(self, k: int) -> tuple[int, ...]:
+        """The lengths of that number."""
+        return tuple(self.along[:, k].tolist())
+
+    def named(self, k: int) -> dict[str, int]:
+        """Those lengths by the names of sizes."""
+        return {size.name: n for size, n in zip(self.sizes, self.of(k), strict=True)}
+
+    def place(self, own: Sequence[Any]) -> Any:
+        """The number of such lengths."""
+        k = own[0]
+        for count, n in zip(self._each[1:], own[1:], strict=True):
+            k = k * count + n
+        return k
+
+
+def _staged(
+    stage: Callable[[int], tuple[ClosedJaxpr, FlatOutputs]], count: int
+) -> dict[int, tuple[ClosedJaxpr, FlatOutputs]]:
+    """The program for all lengths that the function takes, by their number."""
+    staged = {}
+    for k in range(count - 1, -1, -1):
+        try:
+            staged[k] = stage(k)
+        except Exception:  # maybe no row has these lengths, and so the function need not take them
+            if k == count - 1:  # it is wrong
+                break
+    return dict(sorted(staged.items()))
+
+
+def takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
+    """Whether the program of a row without elements can be compiled, and returns what others do.
+
+    JAX stages a Fourier transform of no elements, and fails where it is compiled; and a Python loop
+    over none may return a number of Python's.
+    """
+    if kinds(program) != kinds(longest):
+        return False
+    types = [v.aval for v in program.jaxpr.invars]
+    consts = list(map(jax.typeof, program.consts))
+    run = lambda consts, *xs: eval_jaxpr(program.jaxpr, consts, *xs)
+    shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (*consts, *types)]
+    try:
+        jax.jit(run).lower(shapes[: len(consts)], *shapes[len(consts) :])
+    except Exception:
+        return False
+    return True
+
+
+class _Result:
+    """A result for rows of all lengths.
+
+    Attributes:
+      shape: for one row, with a symbol for what differs with the length.
+      axes: those of that.
+      bounds: the shape of an array that has room for that of each row.
+    """
+
+    def __init__(self, lengths: AllLengths, taken: list[int], avals: Sequence[Aval]) -> None:
+        shapes = [getattr(aval, "shape", ()) for aval in avals]
+        self.shape = symbolic_shape(shapes)
+        self.axes = tuple(i for i, dim in enumerate(self.shape) if is_symbolic(dim))
+        self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
+        self.dtype, self._lengths = jnp.result_type(avals[-1]), lengths
+        self._own = [self._size_of([s[at] for s in shapes], taken) for at in self.axes]
+
+    def _size_of(self, own: Sequence[int], taken: list[int]) -> RowSize | np.ndarray:
+        """What a result has along an axis: a size of the rows, or what it comes to, by number."""
+        for size, along in zip(self._lengths.sizes, self._lengths.along, strict=True):
+            if np.array_equal(along[taken], own):
+                return size
+        all_own = np.zeros(self._lengths.count, np.int32)
+        all_own[taken] = own
+        return all_own
+
+    def padded(self, x: Any) -> Any:
+        """The result of one row as part of an array with room for that of each."""
+        room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
+            words = jax.random.key_data(x)
+            words = lax.pad(words, lax.full((), 0, words.dtype), [*room, (0, 0, 0)])
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
+        return lax.pad(x, lax.full((), 0, x.dtype), room)
+
+    def missing(self) -> Any:
+        """What stands for the result of a row that there is none of."""
+        nothing = jnp.zeros(1, self.dtype)
+        filled = nothing.at[1].get(mode="fill")
+        return lax.broadcast(filled, self.bounds)
+
+    def packed(self, x: Any) -> Ragged:
+        """Padded results of rows, the rows in front, as rows."""
+        bounds = tuple(self.bounds[at] for at in self.axes)
+        place = self._lengths.place([size.index.lengths for size in self._lengths.sizes])
+        lengths = [
+            own.lengths if isinstance(own, RowSize) else jnp.asarray(own)[place]
+            for own in self._own
+        ]
+        first = self._own[0]
+        if len(lengths) == 1 and isinstance(first, RowSize):
+            capacity, index = first.capacity, first.index
+        else:
+            capacity = len(x) * math.prod(bounds)
+            index = RowIndex.of_axes(lengths, capacity, bounds)
+        return Ragged(pack_rows(x, index, self.axes, capacity), lengths, bounds, axis=self.axes)
+
+
+def _branch(run: Run | None, results: Sequence[_Result]) -> Callable[..., list[Any]]:
+    def branch(own: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        if run is None:
+            return [result.missing() for result in results]
+        # Numbers of Python's come out as they are written in the program.
+        outs = map(jnp.asarray, run(own, arrays))
+        return [result.padded(x) for result, x in zip(results, outs, strict=True)]
+
+    return branch
+
+
+def _run(
+    sizes_of: Sequence[SizesOf],
+    mapped: Sequence[Mapped],
+    lengths: dict[str, int],
+    program: ClosedJaxpr,
+) -> Run:
+    """A program of rows of those lengths, on arrays with room for the longest."""
+
+    def run(_: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        own = cropped(sizes_of, mapped, lengths, arrays)
+        return eval_jaxpr(program.jaxpr, program.consts, *own)
+
+    return run
+
+
+def cropped(
+    sizes_of: Sequence[SizesOf],
+    mapped: Sequence[Mapped],
+    lengths: Mapping[str, int],
+    arrays: Sequence[Any],
+) -> list[Any]:
+    """Arrays with room for the longest rows, as arrays with room for rows of those lengths."""
+    own = []
+    for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
+        for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
+            x = lax.slice_in_dim(x, 0, lengths[size.name], axis=axis)
+        own.append(x)
+    return own
+
+
+MOST_PARTS = 12
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of some lengths, which have one program.
+
+    Attributes:
+      lengths: those, in order.
+      staged: the function of one such row, and what describes its outputs; None if it takes none.
+      program: for one length that function; for several, one of the length and of arrays with room
+        for the longest.
+    """
+
+    lengths: np.ndarray
+    staged: tuple[ClosedJaxpr, FlatOutputs] | None = None
+    program: ClosedJaxpr | None = None
+
+    def avals(self) -> dict[int, list[Any]]:
+        """For each length, what the function returns for a row of that length."""
+        if self.staged is None:
+            return {}
+        of_row = self.staged[0].out_avals
+        return {int(n): [_at_length(aval, n) for aval in of_row] for n in self.lengths}
+
+
+def _at_length(aval: Any, length: Any) -> Any:
+    dims = [
+        max(int(_compat.evaluate_size(dim, dict.fromkeys(_compat.symbols(dim), length))), 0)
+        if is_symbolic(dim)
+        else dim
+        for dim in aval.shape
+    ]
+    return jax.ShapeDtypeStruct(dims, aval.dtype)
+
+
+def run_by_answer(call: Call, chunking: Chunking | None, error: Exception) -> Outputs | None:
+    """The outputs of a function of one row, by a branch for each part of the lengths of rows.
+
+    Rows of a length that the function does not take have what ``jnp.take`` fills in for what is not
+    there: NaN, or the least number.
+
+    Args:
+      call: of a function of one row, some of whose arguments are `Ragged`.
+      chunking: how many rows run at a time; None for all.
+      error: why there is no program for all lengths.
+
+    Returns:
+      None if it cannot be: the function failed for another reason, or there are too many parts, or
+      rows have several sizes; or the longest are not taken, or it is asked that all rows share an
+      output, or branches cannot be (`switched`).
+    """
+    sizes_of, sizes = find_sizes(call.mapped)
+    if len(sizes) != 1 or sizes[0].of_lanes or not sizes[0].bound:
+        return None
+    (size,) = sizes
+    parts = _parts_by_answer(call, np.arange(size.bound + 1), error)
+    if parts is None or parts[-1].staged is None:
+        return None
+    last, outputs = parts[-1].staged
+    if any(output.spec is None for output in outputs.described):
+        return None  # whether all rows have one result is not known for all lengths
+    first = parts[0]
+    if not first.lengths.any() and first.staged is not None:
+        parts[0] = first if takes_nothing(first.staged[0], last) else _Part(first.lengths)
+
+    def run_of(part: _Part) -> Run | None:
+        program = part.program
+        if part.staged is None or program is None:
+            return None
+
+        def run(own: Any, arrays: Any) -> list[Any]:
+            arrays = cropped(sizes_of, call.mapped, {size.name: int(part.lengths[-1])}, arrays)
+            given = arrays if len(part.lengths) == 1 else (*own, *arrays)
+            return eval_jaxpr(program.jaxpr, program.consts, *given)
+
+        return run
+
+    which = np.repeat(np.arange(len(parts)), [len(part.lengths) for part in parts])
+    avals = {n: of_row for part in parts for n, of_row in part.avals().items()}
+    staged = [part.staged for part in parts if part.staged is not None]
+    not_same = [False] * len(last.out_avals)
+    runs = list(map(run_of, parts))
+    return switched(call, chunking, AllLengths(sizes), staged, avals, not_same, runs, which)
+
+
+def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
+    """Parts of the lengths, in each of which all questions of the function have one answer."""
+    asked = asked_by(error)
+    answers = None if asked is None else asked.answers()
+    if answers is None or len(answers) != len(lengths):
+        return None
+    runs = np.split(lengths, np.flatnonzero(answers[1:] != answers[:-1]) + 1)
+    if len(runs) == 1 or len(runs) > MOST_PARTS:
+        return None
+    parts: list[_Part] = []
+    for run in runs:
+        own = list(map(_part_of_one(call), run)) if len(run) <= 2 else _parts_of_many(call, run)
+        if own is None or len(parts) + len(own) > MOST_PARTS:
+            return None
+        parts += own
+    return parts
+
+
+def _parts_of_many(call: Call, lengths: np.ndarray) -> list[_Part] | None:
+    """One part for all of the lengths, or as many as it takes."""
+    sizes_of, sizes = find_sizes(call.mapped, lengths)
+    (size,) = sizes
+    try:
+        staged, outputs = stage_at(call, sizes_of, sizes, (size.symbol,))
+        if find_found(staged):
+            return None
+        bounds = {size.name: size.bound}
+
+        def padded(length: Any, *arrays: Any) -> list[Any]:
+            shapes = [v.aval.shape for v in staged.jaxpr.invars]
+            given = zip(arrays, shapes, sizes_of, strict=True)
+            rows = [Row(x, shape, 0 if own else None) for x, shape, own in given]
+            sizes = Sizes(bounds, {size.name: length})
+            return [row.value for row in run_padded(sizes, staged.jaxpr, staged.consts, rows)]
+
+        room = Sizes(bounds, {})
+        avals = [v.aval.update(shape=room.bounds_of(v.aval.shape)) for v in staged.jaxpr.invars]
+        program = _compat.stage(padded, [ShapedArray((), np.dtype(np.int32)), *avals])
+    except Exception as error:
+        return _parts_by_answer(call, lengths, error)
+    return [_Part(lengths, (staged, outputs), program)]
+
+
+def _part_of_one(call: Call) -> Any:
+    sizes_of, sizes = find_sizes(call.mapped)
+
+    def part_of(length: Any) -> _Part:
+        lengths = np.array([length])
+        try:
+            staged = stage_at(call, sizes_of, sizes, (int(length),))
+        except Exception:  # maybe no row has this length, and so the function need not take it
+            return _Part(lengths)
+        return _Part(lengths, staged, staged[0])
+
+    return part_of
