@@ -31,8 +31,8 @@ from batchax._compat import one_function
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
+from batchax.programs.hlo import integer, message, messages, read_message
 from batchax.programs.one_function import fits_for_lanes, fits_one_function
-from batchax.programs.wire import integer, message, messages, read_message
 
 from support.high_operations import cube
 from support.shared_store import clients

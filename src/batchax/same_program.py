@@ -13,9 +13,9 @@ import jax
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.spoken import brief
-from batchax.programs import hlo_text
+from batchax.programs import hlo
+from batchax.programs.canonical import Table
 from batchax.programs.canonical_form import canonical
-from batchax.programs.canonical_values import Table
 from batchax.programs.differences import Difference, first_difference, operations
 
 
@@ -149,8 +149,8 @@ def _compare_compiled(f: Callable[..., Any], g: Callable[..., Any], args: Any) -
         jax.jit(lambda *a, fun=fun: fun(*a), keep_unused=True).lower(*args).compile().as_text()
         for fun in (f, g)
     ]
-    first, second = (hlo_text.normalised_hlo(t or "") for t in texts)
-    listed = hlo_text.operations(first), hlo_text.operations(second)
+    first, second = (hlo.normalised_hlo(t or "") for t in texts)
+    listed = hlo.operations(first), hlo.operations(second)
     if first == second and "{...}" in first:
         what = (
             "They hold constants that the compiler does not print, and that cannot be compared. "

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import batchax as bx
-from batchax.programs.hlo_text import normalised_hlo, operations
+from batchax.programs.hlo import normalised_hlo, operations
 from benchmarks import __main__ as command
 from benchmarks.measure import ratio_of_medians
 from benchmarks.programs import counts, primitives

@@ -12,7 +12,7 @@ import batchax as bx
 from batchax.execution import eager, memory
 from batchax.execution.memory import parse_limit, show_bytes
 from batchax.memo import Memo
-from batchax.programs.peak import memory_of
+from batchax.programs.liveness import memory_of
 
 from support.oracle import example, plainly, same
 

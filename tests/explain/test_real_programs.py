@@ -8,7 +8,7 @@ import pytest
 
 import batchax as bx
 from batchax.explain.page import as_page
-from batchax.programs.source_lines import is_installed
+from batchax.programs.differences import is_installed
 
 
 def told(explanation, fun, lines, page):

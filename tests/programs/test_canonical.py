@@ -10,8 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
 from batchax import _compat
-from batchax.programs.canonical import CanonicalProgram
-from batchax.programs.canonical_values import Table
+from batchax.programs.canonical import CanonicalProgram, Table
 
 from support.expressions import random_expression
 from support.programs import random_program

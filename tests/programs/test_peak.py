@@ -14,11 +14,13 @@ from batchax.programs.hlo import (
     Module,
     Shape,
     UnreadableProgram,
+    integer,
+    integers,
+    read_message,
     read_module,
+    text,
 )
-from batchax.programs.liveness import held_at_worst
-from batchax.programs.peak import memory_of, peak_of
-from batchax.programs.wire import integer, integers, read_message, text
+from batchax.programs.liveness import held_at_worst, memory_of, peak_of
 from benchmarks.workloads import WORKLOADS
 
 from support.oracle import example

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.programs.cost import STEPS, Cost, cost_of_program
-from batchax.programs.shapes import reading_symbols
-from batchax.programs.weights import FINDINGS, PLANS, ROWS, TOGETHER
+from batchax.programs.cost import (
+    FINDINGS,
+    PLANS,
+    ROWS,
+    STEPS,
+    TOGETHER,
+    Cost,
+    cost_of_program,
+    reading_symbols,
+)
 
 W = np.ones((50, 50), np.float32)
 X = np.ones(50, np.float32)

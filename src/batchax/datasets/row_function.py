@@ -19,8 +19,7 @@ from batchax.errors import UnsupportedError
 from batchax.frontend.advice import come_from
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
-from batchax.programs.cost import cost_of_program
-from batchax.programs.weights import PLANS
+from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.arrow import by_axis
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap

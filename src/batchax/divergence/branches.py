@@ -54,11 +54,9 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import with_values
-from batchax.programs.cost import STEPS, Cost, cost_of_program
+from batchax.programs.cost import ALONE, STEPS, TOGETHER, Cost, bytes_of, cost_of_program
 from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_one_function
-from batchax.programs.shapes import bytes_of
-from batchax.programs.weights import ALONE, TOGETHER
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 from batchax.rules.many_lanes import least_lanes

@@ -23,7 +23,17 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import AnyLoop
 from batchax.kernel.differing import LOOPS, written_out
 from batchax.memo import kept_with
-from batchax.programs.cost import STEPS, Cost, cost_of_equation, cost_of_program
+from batchax.programs.cost import (
+    GPU_LAUNCH,
+    LAUNCH,
+    STEPS,
+    TOGETHER,
+    Cost,
+    bytes_of,
+    cost_of_equation,
+    cost_of_program,
+    size_of,
+)
 from batchax.programs.expensive_branches import (
     NARROWEST,
     may_be_expensive,
@@ -32,8 +42,6 @@ from batchax.programs.expensive_branches import (
 )
 from batchax.programs.inner import integers_in
 from batchax.programs.one_function import fits_for_lanes
-from batchax.programs.shapes import bytes_of, size_of
-from batchax.programs.weights import GPU_LAUNCH, LAUNCH, TOGETHER
 from batchax.rules.aliases import kept_carries
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and

@@ -39,7 +39,7 @@ from batchax.kernel.differing import Differs, differing_in_steps, differing_thro
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.own_primitive import Flat, pullback_of, tangents_of
-from batchax.programs.shapes import bytes_of
+from batchax.programs.cost import bytes_of
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.linear import linear_with_transpose
 

@@ -34,8 +34,8 @@ from batchax.kernel.inner import batch_inner, remembered, stage_function, writte
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
-from batchax.programs.for_lanes import for_lanes
-from batchax.programs.shapes import bytes_of
+from batchax.programs.cost import bytes_of
+from batchax.programs.one_function import for_lanes
 from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 

@@ -35,8 +35,8 @@ from batchax.kernel.differing import (
     differs_of,
 )
 from batchax.kernel.inner import remembered
-from batchax.programs.for_lanes import for_lanes
-from batchax.programs.shapes import bytes_of
+from batchax.programs.cost import bytes_of
+from batchax.programs.one_function import for_lanes
 from batchax.rules.aliases import kept_carries
 
 

@@ -32,8 +32,8 @@ from batchax.kernel.differing import (
     written_out,
 )
 from batchax.kernel.inner import remembered, stage_function
+from batchax.programs.counted import without_branches
 from batchax.programs.expensive_branches import expensive_branches
-from batchax.programs.marks import without_branches
 from batchax.rules.carried_axes import split_operands
 
 _COUNT = jax.typeof(np.int32(0))

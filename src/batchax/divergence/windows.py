@@ -33,7 +33,7 @@ from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 from batchax.kernel.inner import staged_once, while_loop
-from batchax.programs.shapes import bytes_of
+from batchax.programs.cost import bytes_of
 
 _ROW = 32
 _ROWS = 16

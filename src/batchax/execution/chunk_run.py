@@ -45,9 +45,8 @@ from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.inner import while_loop, written_into
-from batchax.programs.cost import STEPS, cost_of_program
+from batchax.programs.cost import LAUNCH, STEPS, TOGETHER, cost_of_program
 from batchax.programs.one_function import fits_one_function
-from batchax.programs.weights import LAUNCH, TOGETHER
 from batchax.rules.in_turn import zero_after
 
 

@@ -17,7 +17,7 @@ from batchax.errors import ArgumentTypeError, MemoryLimitError
 from batchax.execution.devices import meetings
 from batchax.jaxprs.spoken import brief
 from batchax.memo import Memo
-from batchax.programs.peak import CompilersAccount, memory_of
+from batchax.programs.liveness import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
 

@@ -22,9 +22,8 @@ from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Record, Recorder
-from batchax.programs.counted import Counted
-from batchax.programs.marks import Mark, loop_number, with_marks
-from batchax.programs.peak import LiveValue, peak_of
+from batchax.programs.counted import Counted, Mark, loop_number, with_marks
+from batchax.programs.liveness import LiveValue, peak_of
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 

@@ -25,10 +25,9 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.kernel.registry import find_rule, rule_origin
-from batchax.programs.cost import Cost, cost_around, cost_of_equation
+from batchax.programs.cost import Cost, bytes_of, cost_around, cost_of_equation
+from batchax.programs.differences import calling_line, is_installed, source_line
 from batchax.programs.inner import devices_of, integers_in, programs_in
-from batchax.programs.shapes import bytes_of
-from batchax.programs.source_lines import calling_line, is_installed, source_line
 from batchax.rows.ragged import Ragged
 from batchax.staging import Staged
 

@@ -23,7 +23,7 @@ from batchax.frontend.in_axes import argument_names
 from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import with_values
-from batchax.programs.peak import memory_of
+from batchax.programs.liveness import memory_of
 from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
 from batchax.staging import Staged, stage, with_arrays_traced

@@ -33,7 +33,7 @@ from batchax.explain.wording import (
     show_unmeasured,
     told_again,
 )
-from batchax.programs.source_lines import is_installed, shown_place
+from batchax.programs.differences import is_installed, shown_place
 
 _MOST_LINKS = 40  # from a line to its equations: those that cost most
 

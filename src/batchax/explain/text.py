@@ -29,7 +29,7 @@ from batchax.explain.wording import (
     show_work,
     told_again,
 )
-from batchax.programs.source_lines import shown_place
+from batchax.programs.differences import shown_place
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from batchax import _compat
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.memo import Memo
-from batchax.programs.marks import mark_for, numbered, put_mark
+from batchax.programs.counted import mark_for, numbered, put_mark
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")

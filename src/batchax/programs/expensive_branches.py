@@ -12,10 +12,16 @@ from jax.extend.core.primitives import cond_p
 
 from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
-from batchax.programs.cost import STEPS, Cost, cost_of_program, costs_of_program
-from batchax.programs.shapes import bytes_of
+from batchax.programs.cost import (
+    LAUNCH,
+    STEPS,
+    TOGETHER,
+    Cost,
+    bytes_of,
+    cost_of_program,
+    costs_of_program,
+)
 from batchax.programs.thresholds import ANY_MACHINE, TABLE
-from batchax.programs.weights import LAUNCH, TOGETHER
 
 NARROWEST = 32  # lanes in a block, if there are twice as many
 ROW = TABLE[ANY_MACHINE]

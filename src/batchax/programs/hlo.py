@@ -1,20 +1,100 @@
-"""Reading a compiled program: a scheduled module of HLO.
+"""Reads a compiled program: a scheduled module of HLO, and the memory that XLA assigned to it.
 
-What is read is what the life of values takes: the instructions of each computation in the order
-in which they run, their operands, what they call, and where they come from. The numbers of fields
-are those of `xla/service/hlo.proto` and `xla/xla_data.proto`.
+It reads what the life of values depends on: the instructions of each computation in the order in
+which they run, their operands, the computations that they call, and their source. The numbers of
+fields are those of `xla/service/hlo.proto` and `xla/xla_data.proto`.
+
+A protocol buffer is a sequence of fields, each with a number and a value: an integer, or bytes,
+which may be a text, a message, or packed integers. The encoding does not distinguish these; the
+reader does, by the numbers.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from batchax._compat import hlo_proto
-from batchax.programs.wire import Fields, integer, integers, message, messages, read_message, text
+
+Fields = defaultdict[int, list[Any]]
+
+
+def read_message(data: bytes) -> Fields:
+    """The values of each field, in order: none of a field that is at its default.
+
+    Raises:
+      ValueError: it is not a message.
+    """
+    fields: Fields = defaultdict(list)
+    at = 0
+    while at < len(data):
+        key, at = _integer(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _integer(data, at)
+        else:
+            if kind == 2:
+                size, at = _integer(data, at)
+            elif kind in (1, 5):  # numbers of 8 and of 4 bytes
+                size = 8 if kind == 1 else 4
+            else:
+                raise ValueError(f"no field of a message starts with {key}")
+            value, at = data[at : at + size], at + size
+        fields[key >> 3].append(value)
+    if at > len(data):
+        raise ValueError("a message ends within a field")
+    return fields
+
+
+def _integer(data: bytes, at: int) -> tuple[int, int]:
+    """The integer that starts there, and where it ends: seven bits to a byte, lowest first."""
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    raise ValueError("a message ends within an integer")
+
+
+def message(values: Sequence[bytes]) -> Fields:
+    """The value of a field that holds a message."""
+    return read_message(values[-1] if values else b"")
+
+
+def messages(values: Sequence[bytes]) -> Iterator[Fields]:
+    """The values of a field that holds messages."""
+    return map(read_message, values)
+
+
+def integers(values: Sequence[int | bytes]) -> tuple[int, ...]:
+    """The values of a field that holds any number of integers, by themselves or packed."""
+    numbers: list[int] = []
+    for value in values:
+        if isinstance(value, int):
+            numbers.append(value)
+            continue
+        at = 0
+        while at < len(value):
+            one, at = _integer(value, at)
+            numbers.append(one)
+    return tuple(numbers)
+
+
+def integer(values: Sequence[int]) -> int:
+    """The value of a field that holds an integer."""
+    return values[-1] if values else 0
+
+
+def text(values: Sequence[bytes]) -> str:
+    """The value of a field that holds a text."""
+    return values[-1].decode() if values else ""
 
 
 class UnreadableProgram(Exception):
@@ -175,3 +255,75 @@ def read_shape(shape: Fields) -> Shape:
     digits = _DIGITS.match(kind)
     bits = _BITS[kind] if kind in _BITS else int(digits[1]) if digits else 8
     return Shape(f"{kind}[{','.join(map(str, sizes))}]", math.prod(sizes) * bits // 8)
+
+
+def normalised_hlo(text: str) -> str:
+    """Optimised HLO without what depends on names and source lines alone."""
+    text = re.sub(r"/\*.*?\*/", "", text)
+    text = re.sub(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
+    # Before the first computation: the module's name, and tables of source lines.
+    lines = text.splitlines()
+    first = next((i for i, x in enumerate(lines) if x.startswith(("%", "ENTRY"))), 0)
+    lines = [re.sub(r"[\w.\-]+: ", "", x) if x.endswith("{") else x for x in lines[first:]]
+    names: dict[str, str] = {}
+    return re.sub(
+        r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), "\n".join(lines)
+    )
+
+
+def operations(hlo: str) -> Counter[str]:
+    """How often each operation occurs in normalised HLO."""
+    return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", hlo))
+
+
+Kind = Literal["argument", "output", "temporary", "constant"]
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A piece of memory.
+
+    Attributes:
+      allocation: the number of the allocation that it is part of.
+      offset: where in there it starts.
+      bytes: its size.
+      kind: what the allocation is for.
+    """
+
+    allocation: int
+    offset: int
+    bytes: int
+    kind: Kind
+
+
+# By the id of an instruction and the path to a value in what it returns.
+Places = Mapping[tuple[int, tuple[int, ...]], Place]
+
+
+def read_places(assignment: bytes) -> Places:
+    """Reads a compiler's assignment of buffers: the place of each value that has one.
+
+    A value without is another by another name, such as an element of a tuple.
+    """
+    fields = read_message(assignment)
+    made = {integer(b[1]): message(b[3]) for b in messages(fields[1])}
+    places = {}
+    for allocation in messages(fields[3]):
+        for assigned in messages(allocation[9]):
+            place = Place(
+                integer(allocation[1]),
+                integer(assigned[2]),
+                integer(assigned[3]),
+                _kind(allocation),
+            )
+            location = made[integer(assigned[1])]
+            places[integer(location[4]), integers(location[3])] = place
+    return places
+
+
+def _kind(allocation: Fields) -> Kind:
+    if integer(allocation[5]):
+        return "argument"
+    if integer(allocation[12]):
+        return "constant"
+    return "output" if integer(allocation[7]) else "temporary"

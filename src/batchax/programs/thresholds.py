@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import jax
 
-from batchax.programs.weights import GPU_LAUNCH
+from batchax.programs.cost import GPU_LAUNCH
 
 
 class Thresholds(NamedTuple):

@@ -27,7 +27,7 @@ from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
-from batchax.programs.canonical_values import Table
+from batchax.programs.canonical import Table
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import take_clipped
 from batchax.rows.ragged import Ragged

@@ -37,7 +37,7 @@ from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import own_primitive, tangents_of, transposed, with_values
-from batchax.programs.weights import BLOCK, COMPILED_STEP, ROWS
+from batchax.programs.cost import BLOCK, COMPILED_STEP, ROWS
 from batchax.rows.arguments import with_room
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
 from batchax.rows.buckets import (

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Value
-from batchax.programs.for_lanes import from_zero
+from batchax.programs.one_function import from_zero
 
 _MOST_SLICES = 49  # they are written out in the program
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough

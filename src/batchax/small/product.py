@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.programs.for_lanes import from_zero
+from batchax.programs.one_function import from_zero
 from batchax.small.pays import pays_back
 
 

@@ -37,7 +37,7 @@ from batchax.kernel.inner import stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.programs.prices import is_fused
+from batchax.programs.cost import is_fused
 from batchax.sums.products import (
     OPERATIONS,
     Group,

@@ -21,8 +21,7 @@ from batchax.jaxprs.words import ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 from batchax.kernel.own_primitive import Flat
-from batchax.programs.cost import STEPS, cost_of_program
-from batchax.programs.weights import LAUNCH, TOGETHER
+from batchax.programs.cost import LAUNCH, STEPS, TOGETHER, cost_of_program
 from batchax.user_rules.call import Flags
 from batchax.user_rules.rule import UserRule
 

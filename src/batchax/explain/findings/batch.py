@@ -45,8 +45,7 @@ from batchax.kernel.axis import (
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record
 from batchax.kernel.registry import find_rule
-from batchax.programs.cost import STEPS
-from batchax.programs.weights import FINDINGS, LAUNCH, STEP
+from batchax.programs.cost import FINDINGS, LAUNCH, STEP, STEPS
 from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
 from batchax.rows.building import elements_of

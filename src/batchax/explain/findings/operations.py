@@ -14,11 +14,18 @@ from batchax.explain.account import Equation, Finding, StepCount, Timing, Value,
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
 from batchax.kernel.recording import Record, Recorder
-from batchax.programs.cost import cost_of_equation
+from batchax.programs.cost import (
+    CALLBACK,
+    FINDINGS,
+    SCATTERS,
+    STEP,
+    calls_of,
+    cost_of_equation,
+    matrices_of,
+    size_of,
+    windows_of,
+)
 from batchax.programs.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
-from batchax.programs.prices import SCATTERS, calls_of, windows_of
-from batchax.programs.shapes import matrices_of, size_of
-from batchax.programs.weights import CALLBACK, FINDINGS, STEP
 from batchax.small.table import chooses
 
 
