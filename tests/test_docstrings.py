@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.report import Report
+from batchax.datasets.run import Report
 from batchax.nonfinite.find import NonFinite
 
 # The note that frames are hidden is a part of an error's message to doctest.

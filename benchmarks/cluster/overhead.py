@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import batchax as bx
-from batchax.datasets.engines.pools import find_pool
+from batchax.datasets.engines.engine import find_pool
 from batchax.datasets.journal import read_journal
 
 WORKERS = 2

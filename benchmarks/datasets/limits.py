@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from batchax.datasets.bad_rows import Policy
-from batchax.datasets.pipeline import WRITERS
+from batchax.datasets.pipeline import WRITERS, Work
 from batchax.datasets.plan import Plan
 from batchax.datasets.row_function import RowFunction
-from batchax.datasets.stores import open_store
-from batchax.datasets.work import Work
+from batchax.datasets.store import open_store
+from batchax.datasets.units import Policy
 from benchmarks.datasets.workloads import DatasetWorkload
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import batchax as bx
 from batchax.datasets.journal import Journal
-from batchax.datasets.parts import Record, Unit
+from batchax.datasets.plan import Record, Unit
 from benchmarks.datasets.by_hand import WORKLOADS as BY_HAND
 from benchmarks.datasets.by_hand import AgainstByHand, ByHand, measured_by_hand
 from benchmarks.datasets.limits import limits

@@ -12,14 +12,12 @@ import numpy as np
 
 from batchax import _compat
 from batchax.datasets.addresses import Address, address
-from batchax.datasets.bad_rows import Policy, Streak
 from batchax.datasets.engines.engine import find_engine
-from batchax.datasets.memory import Sliced
-from batchax.datasets.options import check_batch_size, check_key, of_this_process
-from batchax.datasets.report import Report
+from batchax.datasets.files import Sliced
 from batchax.datasets.row_function import RowFunction
-from batchax.datasets.run import How, run
-from batchax.datasets.stores import kind_of
+from batchax.datasets.run import How, Report, check_batch_size, check_key, of_this_process, run
+from batchax.datasets.store import kind_of
+from batchax.datasets.units import Policy, Streak
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import resolved
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError

@@ -8,11 +8,10 @@ from typing import Any, Literal
 import jax
 
 from batchax import _compat
-from batchax.datasets.batches import Batches, of_sources, of_streams
 from batchax.datasets.inputs import NoRowsError
-from batchax.datasets.options import check_batch_size, check_key, of_this_process
-from batchax.datasets.program import fitting, program_of
-from batchax.datasets.row_function import RowFunction
+from batchax.datasets.pipeline import Batches, of_sources, of_streams
+from batchax.datasets.row_function import RowFunction, fitting, program_of
+from batchax.datasets.run import check_batch_size, check_key, of_this_process
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import resolved
 from batchax.errors import ArgumentTypeError, UnsupportedError

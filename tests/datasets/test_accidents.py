@@ -18,8 +18,8 @@ import pytest
 import batchax as bx
 from batchax.command import main
 from batchax.datasets import pipeline
+from batchax.datasets.files import Mapped
 from batchax.datasets.inspect import status, verify
-from batchax.datasets.memory import Mapped
 from batchax.datasets.store import Store
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)

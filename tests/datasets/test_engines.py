@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.engines import apart, submitting
-from batchax.datasets.engines import call as engines_call
-from batchax.datasets.engines.attempts import Attempts, EndedError
-from batchax.datasets.engines.pools import Pool
+from batchax.datasets.engines import engine as engine_module
+from batchax.datasets.engines import worker
+from batchax.datasets.engines.engine import Pool
+from batchax.datasets.engines.worker import Attempts, EndedError
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.journal import read_journal
 from batchax.datasets.sources import as_source
@@ -191,15 +191,15 @@ def test_little_goes_through_the_scheduler_and_few_units_wait(x, processes, monk
         future.add_done_callback(lambda f: sizes.append(len(pickle.dumps(f.result()))))
         return future
 
-    running = submitting.Submitting._some_that_ended
+    running = engine_module.Submitting._some_that_ended
 
     def count(self):
         most[0] = max(most[0], len(self._running))
         return running(self)
 
-    monkeypatch.setattr(submitting, "_LEAST", 600.0)  # no unit is begun again
+    monkeypatch.setattr(engine_module, "_LEAST", 600.0)  # no unit is begun again
     monkeypatch.setattr(Pool, "submit", watched)
-    monkeypatch.setattr(submitting.Submitting, "_some_that_ended", count)
+    monkeypatch.setattr(engine_module.Submitting, "_some_that_ended", count)
     w = jnp.ones((3, 100_000))
     fun = lambda x: (x @ w).sum()
     bx.map(fun, x, out="y.npy", executor=processes, batch_size=2, commit_rows=4, progress=False)
@@ -266,7 +266,7 @@ def test_what_is_no_executor_or_cannot_be_one(x, processes):
 def test_who_computes_reads_files_and_is_handed_sources(x, processes, monkeypatch):
     np.savez("x.npz", x=np.load("x.npy"))
     source = as_source(Path("x.npy").absolute(), "rows")
-    monkeypatch.setattr(engines_call, "_MOST_BYTES", 0)  # of what would be copied
+    monkeypatch.setattr(worker, "_MOST_BYTES", 0)  # of what would be copied
     for i, rows in enumerate(("x.npz:x", source)):
         bx.map(jnp.sin, rows, out=f"y{i}.npy", executor=processes, progress=False)
         np.testing.assert_allclose(np.load(f"y{i}.npy"), np.sin(np.load("x.npy")), rtol=1e-5)
@@ -305,7 +305,7 @@ class DyingPool(Pool):
 
 @pytest.mark.parametrize("error", [BrokenExecutor("ended"), BlockingIOError(11, "no processes")])
 def test_workers_that_end_while_they_start_are_started_again(x, threads, error, monkeypatch):
-    monkeypatch.setattr(submitting, "_PAUSE", 1e-3)
+    monkeypatch.setattr(engine_module, "_PAUSE", 1e-3)
 
     def begin(times):
         pool = lambda: DyingPool(threads, times, error)
@@ -323,10 +323,10 @@ def test_workers_that_end_while_they_start_are_started_again(x, threads, error, 
 )
 def test_a_process_of_a_unit_that_ends_while_it_starts(tmp_path, monkeypatch, end, how):
     """The unit is not to blame: nobody sees that it began."""
-    monkeypatch.setattr(apart, "_CHILD", f"import os; os.{end}  # {{!r}}")
+    monkeypatch.setattr(worker, "_CHILD", f"import os; os.{end}  # {{!r}}")
     attempts = Attempts.of_new_call(tmp_path, b"")
     with pytest.raises(EndedError, match=how):
-        apart.run_apart(attempts, 0, 0)
+        worker.run_apart(attempts, 0, 0)
     assert not attempts.is_running(0, 0)
 
 

@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 
 from batchax.datasets import inspect
-from batchax.datasets.checksums import checksum
+from batchax.datasets.disk import Holder, last_holder
 from batchax.datasets.inspect import Damaged, Status, Verified, status, verify
-from batchax.datasets.lock import Holder, last_holder
-from batchax.datasets.opening import open_job
-from batchax.datasets.parts import Bad, Leaf, Record, Rows, Unit
-from batchax.datasets.plan import Plan
-from batchax.datasets.stores import open_store
+from batchax.datasets.job import open_job
+from batchax.datasets.plan import Bad, Leaf, Plan, Record, Rows, Unit, checksum
+from batchax.datasets.store import open_store
 from batchax.errors import JobError
 
 from support import kills
@@ -113,8 +111,8 @@ def test_while_it_runs_in_another_process(out):
     script = """
 from pathlib import Path
 from batchax.datasets.journal import Journal
-from batchax.datasets.lock import Lock
-from batchax.datasets.parts import Record, Unit
+from batchax.datasets.disk import Lock
+from batchax.datasets.plan import Record, Unit
 folder = Path(sys.argv[1])
 lock = Lock(folder / "lock")
 Journal(folder / "journal", "main").append(Record(Unit(0, 0, 4), [0]))

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchax.datasets import lock as lock_module
-from batchax.datasets.checksums import checksum
-from batchax.datasets.lock import Lock, is_held, last_holder
-from batchax.datasets.opening import open_job
-from batchax.datasets.parts import Bad, Record
-from batchax.datasets.plan import Plan
+from batchax.datasets import disk
+from batchax.datasets.disk import Lock, is_held, last_holder
+from batchax.datasets.job import open_job
+from batchax.datasets.plan import Bad, Plan, Record, checksum
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 
 from support import kills
@@ -136,7 +134,7 @@ def test_a_description_that_is_damaged_or_gone(out):
 
 def test_a_description_of_another_version(out, monkeypatch):
     completed(out)
-    monkeypatch.setattr("batchax.datasets.job_files._FORMAT", 2)
+    monkeypatch.setattr("batchax.datasets.journal._FORMAT", 2)
     with pytest.raises(JobError, match="written by another version"):
         opened(out)
 
@@ -277,7 +275,7 @@ def test_one_at_a_time_in_a_process(out):
 HOLD = """
 import sys
 from pathlib import Path
-from batchax.datasets.lock import Lock
+from batchax.datasets.disk import Lock
 lock = Lock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -294,7 +292,7 @@ def test_another_process_is_named_and_what_a_dead_one_held_is_free(out, monkeypa
         assert is_held(path)
         with pytest.raises(JobError, match=rf"held by process {other.pid}, since 20.* Wait for it"):
             opened(out)
-        monkeypatch.setattr(lock_module.socket, "gethostname", lambda: "elsewhere")
+        monkeypatch.setattr(disk.socket, "gethostname", lambda: "elsewhere")
         with pytest.raises(JobError, match=rf"held by process {other.pid} on "):
             opened(out)
         other.kill()
@@ -318,7 +316,7 @@ def test_looking_whether_a_lock_is_held_does_not_stop_who_takes_it(tmp_path):
 FORK = """
 import os, signal, sys, time
 from pathlib import Path
-from batchax.datasets.lock import Lock, is_held
+from batchax.datasets.disk import Lock, is_held
 path = Path(sys.argv[1])
 lock = Lock(path)
 child = os.fork()
@@ -348,7 +346,7 @@ RACE = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from batchax.datasets.opening import open_job
+from batchax.datasets.job import open_job
 from batchax.datasets.plan import Plan
 from batchax.errors import JobError
 from support.tiny_store import TinyStore
@@ -396,11 +394,11 @@ import json, random, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 import numpy as np
-from batchax.datasets.checksums import checksum
-from batchax.datasets.opening import open_job
-from batchax.datasets.job_files import JobFiles
+from batchax.datasets.plan import checksum
+from batchax.datasets.job import open_job
+from batchax.datasets.journal import JobFiles
 from batchax.datasets.journal import read_journal
-from batchax.datasets.parts import Bad, Record
+from batchax.datasets.plan import Bad, Record
 from batchax.datasets.plan import Plan
 from support.tiny_store import TinyStore
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchax.datasets import steps
+from batchax.datasets import disk
 from batchax.datasets.journal import Journal, read_journal, sizes
-from batchax.datasets.parts import Bad, Record, Unit
+from batchax.datasets.plan import Bad, Record, Unit
 from batchax.errors import ArgumentTypeError, StorageError
 
 
@@ -149,15 +149,15 @@ def test_an_error_while_appending_leaves_a_journal_that_goes_on(folder):
     journal.append(record(0))
 
     def full(step):
-        if step == steps.IN_JOURNAL:
+        if step == disk.IN_JOURNAL:
             raise OSError(28, "No space left on device")
 
-    steps.watch(full)
+    disk.watch(full)
     try:
         with pytest.raises(StorageError, match=r"main\.jsonl .* no space is left"):
             journal.append(record(1))
     finally:
-        steps.watch()
+        disk.watch()
     assert set(read_journal(folder)) == {0}
     journal.append(record(1))
     assert set(read_journal(folder)) == {0, 1}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import kinds
+from batchax.datasets import addresses
 from batchax.datasets.sources import SOURCES, as_source
-from batchax.datasets.stores import STORES
+from batchax.datasets.store import STORES
 
 from support.packages import install, install_of_page
 
@@ -78,7 +78,7 @@ def test_what_is_no_source_or_store(table, packages):
 
 def test_what_is_installed_is_not_looked_at_for_what_is_ours(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(kinds, "entry_points", None)
+    monkeypatch.setattr(addresses, "entry_points", None)
     rows = np.ones((4, 2), np.float32)
     np.save("x.npy", rows)
     for out in ("y.zarr", "y.npy", "y", "z/"):

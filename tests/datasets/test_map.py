@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchax as bx
-from batchax.datasets.program import Program
+from batchax.datasets.row_function import Program
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -193,7 +193,7 @@ def test_batches_of_few_elements_are_padded_to_few(monkeypatch):
         return compile(self, room, masked)
 
     monkeypatch.setattr(Program, "_compiled", watched)
-    monkeypatch.setattr("batchax.datasets.program._WORTH", 0)
+    monkeypatch.setattr("batchax.datasets.row_function._WORTH", 0)
     few = bx.map(fun, x, out_axes={"twice": 0, "sum": bx.Reduce("sum")}, **options)
     assert compiled == {0, 1, 2, 3}
     for got, expected in zip(few.outputs["twice"].rows(), rows, strict=True):

@@ -80,7 +80,7 @@ def test_goes_on_where_it_was(x, out, monkeypatch):
 
 def test_a_finished_job_compiles_nothing(x, monkeypatch):
     bx.map(double, "x.npy", out="y.zarr", **SIZE)
-    monkeypatch.setattr("batchax.datasets.work.Program", None)
+    monkeypatch.setattr("batchax.datasets.pipeline.Program", None)
     assert bx.map(double, "x.npy", out="y.zarr", **SIZE).reused == ROWS
 
 
@@ -463,7 +463,7 @@ def test_units_and_programs_of_rows_along_two_axes(x, pictures, monkeypatch):
     less = {name: x for name, x in HOW.items() if name != "commit_rows"}
     check_squares(bx.map(square, *arguments, out="units/", **less), images)
     assert len(json.loads(Path("units.job/job.json").read_text())["plan"]["ends"]) > 3
-    monkeypatch.setattr("batchax.datasets.program._WORTH", 0)
+    monkeypatch.setattr("batchax.datasets.row_function._WORTH", 0)
     back = bx.map(lambda x: x.T, arguments[0], **HOW).outputs
     for mine, image in zip(back.rows(), images, strict=True):
         np.testing.assert_array_equal(mine, image.T)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.program import program_of
-from batchax.datasets.row_function import RowFunction
+from batchax.datasets.row_function import RowFunction, program_of
 from batchax.frontend.reductions import REDUCTIONS
 
 from support.oracle import same

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import stream_units
+from batchax.datasets import pipeline
 from batchax.datasets.addresses import address
 from batchax.datasets.inspect import status, verify
-from batchax.datasets.parts import Leaf
+from batchax.datasets.plan import Leaf
 from batchax.datasets.store import Store
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -170,7 +170,7 @@ def test_units_that_are_missing_wait_until_the_others_were_compared(monkeypatch)
     with pytest.raises(bx.JobError, match="other rows from 20 to 22"):
         bx.map(jnp.sum, iter(others), out="y.npy", **SIZES)
     assert status("y.npy").done == 18
-    monkeypatch.setattr(stream_units, "_MOST_HELD", 0)  # however many are missing, few are held
+    monkeypatch.setattr(pipeline, "_MOST_HELD", 0)  # however many are missing, few are held
     assert bx.map(jnp.sum, iter(X), out="y.npy", **SIZES).reused == 18
     np.testing.assert_allclose(np.load("y.npy"), X.sum(1), rtol=1e-5)
 

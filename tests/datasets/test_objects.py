@@ -22,17 +22,15 @@ import pytest
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import leases, objects, steps
-from batchax.datasets.addresses import address
+from batchax.datasets import disk, objects
+from batchax.datasets.addresses import address, masked
+from batchax.datasets.disk import LockedError
 from batchax.datasets.inspect import status, verify
-from batchax.datasets.job_files import JobFiles
-from batchax.datasets.lock import LockedError
-from batchax.datasets.masking import masked
-from batchax.datasets.opening import open_job
-from batchax.datasets.parts import Leaf
-from batchax.datasets.places import place_of
-from batchax.datasets.plan import Plan
-from batchax.datasets.stores import open_store
+from batchax.datasets.job import open_job
+from batchax.datasets.journal import JobFiles
+from batchax.datasets.objects import place_of
+from batchax.datasets.plan import Leaf, Plan
+from batchax.datasets.store import open_store
 
 from support import object_servers
 from support.ports import reserved_port
@@ -74,7 +72,7 @@ def root(request):
 @pytest.fixture(autouse=True)
 def nobody_watches():
     yield
-    steps.watch()
+    disk.watch()
 
 
 @pytest.fixture
@@ -462,9 +460,9 @@ def test_shards(on_s3):
 
 def expire(monkeypatch):
     """From now on a lease lasts for a moment, unless it is renewed; those there are are not."""
-    for lease in list(leases._held):
+    for lease in list(objects._held):
         lease._stop.set()
-    monkeypatch.setattr(leases, "LASTS", 0.0)
+    monkeypatch.setattr(objects, "LASTS", 0.0)
 
 
 class Paused:
@@ -474,7 +472,7 @@ class Paused:
         self.error, self._at, self._go = None, threading.Event(), threading.Event()
         self._step, self._left, self._whom = step, count, None
         self._thread = threading.Thread(target=self._run, args=(call,))
-        steps.watch(self._reached)
+        disk.watch(self._reached)
         self._thread.start()
         assert self._at.wait(60)
         time.sleep(0.2)  # what others of its threads do comes to its end, or to a step
@@ -498,15 +496,15 @@ class Paused:
         self._go.set()
         self._thread.join(60)
         assert not self._thread.is_alive()
-        steps.watch()
+        disk.watch()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-@pytest.mark.parametrize("step", [steps.BEFORE_WRITE, steps.IN_JOURNAL])
+@pytest.mark.parametrize("step", [disk.BEFORE_WRITE, disk.IN_JOURNAL])
 def test_who_was_stopped_writes_nothing_once_its_lease_was_taken(root, step, deleted, monkeypatch):
     """It goes on right before a write, after it has looked whether it may."""
     out = f"{root}/y.zarr"
-    count = 4 if step == steps.BEFORE_WRITE else 1  # lines may go to the journal together
+    count = 4 if step == disk.BEFORE_WRITE else 1  # lines may go to the journal together
     old = Paused(lambda: bx.map(double, X, out=out, **UNIT, retries=0), step, count)
     expire(monkeypatch)
     if deleted:
@@ -536,19 +534,19 @@ def journal(out):
 def test_a_lease_lasts_as_long_as_it_is_renewed(store, request, monkeypatch):
     path = address(f"{request.getfixturevalue(store)}/y.zarr.job/lock", "x")
     with monkeypatch.context() as patched:
-        patched.setattr(leases, "LASTS", 0.4)  # so it is renewed every tenth of a second
-        lease = leases.Lease(path)
+        patched.setattr(objects, "LASTS", 0.4)  # so it is renewed every tenth of a second
+        lease = objects.Lease(path)
     begun, end = objects.meta(path).modified, time.monotonic() + 60
     while objects.meta(path).modified == begun:
         assert time.monotonic() < end
         time.sleep(0.02)
     # As if that much later, when one that was not renewed would be free.
-    monkeypatch.setattr(leases, "_now", lambda _: begun + leases.LASTS)
+    monkeypatch.setattr(objects, "_now", lambda _: begun + objects.LASTS)
     with pytest.raises(LockedError):
-        leases.Lease(path)
+        objects.Lease(path)
     assert lease.holds
     lease.release()
-    other = leases.Lease(path)
+    other = objects.Lease(path)
     assert not lease.renew()
     assert not lease.holds
     other.release()
@@ -556,7 +554,7 @@ def test_a_lease_lasts_as_long_as_it_is_renewed(store, request, monkeypatch):
 
 def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch):
     path = address(f"{root}/y.zarr.job/lock", "x")
-    lease = leases.Lease(path)
+    lease = objects.Lease(path)
     told = json.loads(objects.read(path))
     for change, free in [
         ({"machine": "another one"}, False),
@@ -566,10 +564,10 @@ def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch):
         ({"machine": None, "pid": "no"}, False),
     ]:
         objects.put(path, json.dumps({**told, **change}).encode())
-        assert leases.is_leased(path) is not free, change
+        assert objects.is_leased(path) is not free, change
     objects.put(path, b"\xff")
-    assert not leases.is_leased(path)
-    assert leases.last_holder(path) is None
+    assert not objects.is_leased(path)
+    assert objects.last_holder(path) is None
     assert not lease.holds
 
 
@@ -577,18 +575,18 @@ def test_a_lease_of_a_process_that_is_gone_is_free(root, monkeypatch):
 def test_a_lease_is_held_where_the_system_has_no_proc(root, monkeypatch, proc):
     """As on macOS."""
     if not proc:
-        monkeypatch.setattr(leases, "_PROC", "/nowhere")
+        monkeypatch.setattr(objects, "_PROC", "/nowhere")
     path = address(f"{root}/y.zarr.job/lock", "x")
-    lease = leases.Lease(path)
+    lease = objects.Lease(path)
     with pytest.raises(LockedError, match="is held by this process"):
-        leases.Lease(path)
+        objects.Lease(path)
     told = json.loads(objects.read(path))
     assert (told["started"] is not None) is proc
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     for change, held in [({"pid": ended.pid}, False), ({"pid": 1, "started": None}, True)]:
         objects.put(path, json.dumps({**told, **change}).encode())
-        assert leases.is_leased(path) is held
+        assert objects.is_leased(path) is held
     lease.forget()
 
 

@@ -22,8 +22,8 @@ import xarray
 import batchax as bx
 from batchax.command import main
 from batchax.datasets import journal
-from batchax.datasets.checksums import sealed, unsealed
 from batchax.datasets.inspect import status, verify
+from batchax.datasets.plan import sealed, unsealed
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 

@@ -12,9 +12,9 @@ import pytest
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import steps
+from batchax.datasets import disk
 from batchax.datasets.disk import Disk
-from batchax.datasets.object_place import Objects
+from batchax.datasets.objects import Objects
 
 X = np.arange(40, dtype=np.float32)
 OUTS = ["y.zarr", "y.npy", "y.parquet", "memory://overwrite/y.zarr", "memory://overwrite/y.parquet"]
@@ -82,11 +82,11 @@ def test_killed_while_it_removes_nothing_is_mixed(out, monkeypatch):
     for count in range(1, 36):
         left[0] = 0
         bx.map(sin, x, out=out, overwrite=True, **HOW)
-        steps.watch(at_step)
+        disk.watch(at_step)
         left[0] = count
         with contextlib.suppress(Killed, bx.StorageError):  # of a folder that is half made
             bx.map(cos, x, out=out, overwrite=True, **HOW)
-        steps.watch()
+        disk.watch()
         left[0] = 0
         fun, expected = cos, np.cos
         try:

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchax.datasets import durable
-from batchax.datasets.checksums import checksum, crc32c
-from batchax.datasets.parts import Rows, Unit
-from batchax.datasets.plan import Plan
+from batchax.datasets import disk
+from batchax.datasets.plan import Plan, Rows, Unit, checksum, crc32c
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 
 MIB = 2**20
@@ -103,26 +101,26 @@ def test_checksum_of_rows_does_not_depend_on_the_type_of_lengths():
 
 def test_a_file_is_replaced_whole(tmp_path):
     path = tmp_path / "a"
-    durable.replace_file(path, b"old")
-    with pytest.raises(TypeError), durable.replacing(path) as beside:
+    disk.replace_file(path, b"old")
+    with pytest.raises(TypeError), disk.replacing(path) as beside:
         beside.write_bytes("no bytes")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert path.read_bytes() == b"old"
-    with durable.replacing(path) as beside:
+    with disk.replacing(path) as beside:
         beside.write_bytes(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
 
 
 def test_folders(tmp_path):
-    durable.make_folder(tmp_path / "a" / "b")
-    durable.make_folder(tmp_path / "a" / "b")
+    disk.make_folder(tmp_path / "a" / "b")
+    disk.make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"file.* could not be written: File exists"):
-        durable.make_folder(tmp_path / "file")
-    durable.remove_file(tmp_path / "file")
-    durable.remove_file(tmp_path / "file")
+        disk.make_folder(tmp_path / "file")
+    disk.remove_file(tmp_path / "file")
+    disk.remove_file(tmp_path / "file")
     assert not (tmp_path / "file").exists()
 
 
@@ -135,14 +133,14 @@ def test_folders(tmp_path):
     ],
 )
 def test_errors_say_what_to_do(tmp_path, number, says):
-    with pytest.raises(StorageError, match=says) as caught, durable.writing(tmp_path / "x.npy"):
+    with pytest.raises(StorageError, match=says) as caught, disk.writing(tmp_path / "x.npy"):
         raise OSError(number, os.strerror(number))
     assert caught.value.errno == number
     assert str(tmp_path / "x.npy") in str(caught.value)
 
 
 def test_errors_that_name_their_file_stay_as_they_are():
-    with pytest.raises(StorageError, match="as it was"), durable.writing(Path("x.npy")):
+    with pytest.raises(StorageError, match="as it was"), disk.writing(Path("x.npy")):
         raise StorageError("as it was")
 
 

@@ -16,8 +16,8 @@ import xarray
 import zarr
 
 import batchax as bx
-from batchax.datasets import npy_layout
-from batchax.datasets.checksums import crc32c
+from batchax.datasets import files
+from batchax.datasets.plan import crc32c
 from batchax.datasets.sources import as_source
 from batchax.testing import SourceTests
 
@@ -212,11 +212,11 @@ def test_dtypes_of_machine_learning(tmp_path):
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [(50, 7, 3), (3, 900, 5), (2, 300, 7, 2), (5, 1)])
 def test_npy_files_of_every_layout(shape, order, tmp_path, monkeypatch):
-    monkeypatch.setattr(npy_layout, "_SPAN", 700)
+    monkeypatch.setattr(files, "_SPAN", 700)
     x = np.asarray(np.arange(np.prod(shape)).reshape(shape), order=order)
     source = as_source(save(tmp_path / "x.npy", x), "x")
     for gap in (0, 100, 10**9):
-        monkeypatch.setattr(npy_layout, "_GAP", gap)
+        monkeypatch.setattr(files, "_GAP", gap)
         for axis, size in enumerate(shape):
             for start, stop in ((0, size), (size // 3, size // 2 + 1), (size - 1, size)):
                 same(source.read(axis, start, stop), x.take(range(start, stop), axis))
@@ -393,7 +393,7 @@ def test_nothing_of_storage_is_imported_with_the_package():
     import subprocess
 
     code = (
-        "import sys, batchax, batchax.datasets.sources, batchax.datasets.stores; "
+        "import sys, batchax, batchax.datasets.sources, batchax.datasets.store; "
         "print({'tensorstore', 'pyarrow', 'h5py', 'google_crc32c'} & set(sys.modules))"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import steps
-from batchax.datasets.checksums import checksum
-from batchax.datasets.memory_store import MemoryStore
-from batchax.datasets.npy_store import NpyStore
-from batchax.datasets.parquet_store import ParquetStore
-from batchax.datasets.parts import Leaf
-from batchax.datasets.plan import Plan
+from batchax.datasets import disk
+from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
+from batchax.datasets.plan import Leaf, Plan, checksum
 from batchax.datasets.sources import as_source
-from batchax.datasets.stores import open_store, reopen_store
-from batchax.datasets.zarr_store import ZarrStore
+from batchax.datasets.store import MemoryStore, open_store, reopen_store
 from batchax.testing import StoreTests
 
 PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
@@ -208,13 +203,13 @@ def test_a_part_that_a_killed_writer_left_half_written(place):
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
 def test_steps_of_writing(kind, place):
     store, unit, seen = written(place(kind), [leaf()]), PLAN.unit(1), []
-    steps.watch(seen.append)
+    disk.watch(seen.append)
     try:
         store.write(unit, [rows_of(leaf(), unit)])
     finally:
-        steps.watch()
-    seen = [step for step in seen if step != steps.BEFORE_RENAME]
-    assert seen == [steps.BEFORE_WRITE, steps.IN_WRITE, steps.AFTER_WRITE]
+        disk.watch()
+    seen = [step for step in seen if step != disk.BEFORE_RENAME]
+    assert seen == [disk.BEFORE_WRITE, disk.IN_WRITE, disk.AFTER_WRITE]
 
 
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])

@@ -23,14 +23,14 @@ import tensorstore
 import zarr
 
 import batchax as bx
-from batchax.datasets import disk, known_files, objects, pipeline
+from batchax.datasets import disk, objects, pipeline
+from batchax.datasets import source as source_module
 from batchax.datasets.addresses import address
-from batchax.datasets.checksums import crc32c
 from batchax.datasets.inspect import verify
-from batchax.datasets.job_files import JobFiles
-from batchax.datasets.journal import read_journal
-from batchax.datasets.known_files import _SMALL, Files
-from batchax.datasets.places import place_of
+from batchax.datasets.journal import JobFiles, read_journal
+from batchax.datasets.objects import place_of
+from batchax.datasets.plan import crc32c
+from batchax.datasets.source import _SMALL, Files
 from batchax.datasets.store import Store
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -114,7 +114,7 @@ def test_an_input_that_is_written_in_place_and_has_its_time_restored(
 ):
     x = np.tile(X, (10, 1))
     np.save("x.npy", x)
-    monkeypatch.setattr(known_files, "_SMALL", 2**24 * small)
+    monkeypatch.setattr(source_module, "_SMALL", 2**24 * small)
     time.sleep(0.02)  # a time has no more digits than the clock of the system
     before_write(1, lambda: written_in_place(-x))
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_an_input_that_somebody_writes_through_a_memory_map(
         folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
         monkeypatch.setattr(Files, "check", lambda self: None)  # wherever it is
     elif kind != "small":
-        monkeypatch.setattr(known_files, "_SMALL", 0)
+        monkeypatch.setattr(source_module, "_SMALL", 0)
         if not memory_moves_time(tmp_path):
             pytest.skip("this file system moves no time")
     path, x = str(folder / "x.npy"), np.tile(X, (10, 1))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchax.datasets.inspect import status
-from batchax.datasets.job_files import JobFiles
+from batchax.datasets.journal import JobFiles
 from kills.engines import PATIENCE, assert_whole, grown, run, started, wait
 from kills.tally import Tally
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from batchax.datasets.inspect import status, verify
-from batchax.datasets.job_files import JobFiles
-from batchax.datasets.journal import read_journal
+from batchax.datasets.journal import JobFiles, read_journal
 from kills.tally import Tally
 
 from support.engine_calls import ROWS, write_inputs

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from batchax.datasets.checksums import is_whole, unsealed
+from batchax.datasets.plan import is_whole, unsealed
 from kills.jobs import ROWS, UNIT
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import obstore  # noqa: F401  (imported once, for all that are forked: its threads begin later)
 
-from batchax.datasets import objects, steps
+from batchax.datasets import disk, objects
 from batchax.datasets.addresses import ObjectPath, address
 from batchax.datasets.inspect import status, verify
 from kills.disk import AT_ANY_TIME, MOMENTS, Watch, forked_to_do
@@ -52,7 +52,7 @@ def below(url: str) -> dict[str, bytes]:
 
 def call(job: Any, inputs: Path, url: str, watch: Watch, **more: Any) -> Any:
     """What a child does: the call, and what is there then."""
-    steps.watch(watch)
+    disk.watch(watch)
     report = job(inputs, Root(url), **more)
     out = next(f"{url}/{name}" for name in ("y.zarr", "y.parquet") if below(f"{url}/{name}"))
     assert verify(out)
@@ -66,7 +66,7 @@ def on_disk(job: Any, inputs: Path, folder: Path) -> Any:
     """What the call leaves on a disk."""
     folder.mkdir()
     watch = Watch()
-    steps.watch(watch)
+    disk.watch(watch)
     report = job(inputs, folder)
     (out,) = [path for path in folder.iterdir() if path.suffix != ".job"]
     left = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}

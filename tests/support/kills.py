@@ -14,7 +14,7 @@ _BEGIN = """
 import os, signal, sys, types
 batchax = sys.modules["batchax"] = types.ModuleType("batchax")
 batchax.__path__ = [{package!r}]
-from batchax.datasets import steps
+from batchax.datasets import disk
 
 def killed_at(count, work):
     '''Runs `work` in a child that is killed at the step with this number.
@@ -33,7 +33,7 @@ def killed_at(count, work):
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        steps.watch(at_step)
+        disk.watch(at_step)
         code = 1
         try:
             work()

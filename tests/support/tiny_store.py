@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from batchax.datasets import durable
+from batchax.datasets import disk
 from batchax.errors import JobError, StorageError
 
 
@@ -15,8 +15,8 @@ class TinyStore:
     def prepare(self):
         if self.out.exists():
             raise JobError(f"{self.out} is there already")
-        durable.make_folder(self.out)
-        durable.replace_file(self.out / "meta", json.dumps(self.describe()).encode())
+        disk.make_folder(self.out)
+        disk.replace_file(self.out / "meta", json.dumps(self.describe()).encode())
 
     def clean(self):
         pass
@@ -43,7 +43,7 @@ class TinyStore:
         pass
 
     def write(self, unit, results):
-        durable.replace_file(self.file(unit), b"".join(r.tobytes() for r in results))
+        disk.replace_file(self.file(unit), b"".join(r.tobytes() for r in results))
 
     def read(self, unit):
         try:

@@ -12,7 +12,7 @@ from batchax.commands.words import Mistake
 from batchax.datasets.addresses import at_home
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
-from batchax.datasets.stores import kind_of
+from batchax.datasets.store import kind_of
 
 _SHARDS = 16  # if nobody says how many
 _NO_TIME = 60  # seconds before the time is over, at which a task is told

@@ -1,18 +1,44 @@
-"""Where files are: a path on a disk, or the name of an object in a store of objects.
-
-Whoever has an address asks `places.place_of` for what can be done there.
-"""
+"""Where files are, what formats they have, and which libraries read them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from batchax.datasets.masking import masked
-from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.errors import ArgumentTypeError, BatchaxError, StorageError, UnsupportedError
+from batchax.jaxprs.spoken import brief
+
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SIGNATURE|SAS|CONNECTION_STRING", re.I)
+_SIGNED = re.compile(
+    r"((?:sig|signature|token|x-amz-[a-z-]+|key|secret)\s*[=:]\s*)[^&\s\"']+", re.I
+)
+_USER = re.compile(r"(:/+)[^\s/?#\"']*@")  # of one slash, too, as pathlib.Path leaves it
+
+
+def masked(text: str, *addresses: str) -> str:
+    """A text with dots in place of each secret.
+
+    These are signatures, user info of addresses in the text, in the environment and of `addresses`
+    (of which the text may hold a part, as they may be malformed), and values of variables that
+    are named like secrets.
+    """
+    for name, value in [*os.environ.items(), *(("", address) for address in addresses)]:
+        if _SECRET.search(name) and len(value) > 3:
+            text = text.replace(value, "...")
+        user, at, _ = value.partition("://")[2].rpartition("@")
+        if at:
+            text = text.replace(f"{user}@", "...@")
+            password = user.partition(":")[2]
+            text = text.replace(password, "...") if len(password) > 3 else text
+    return _SIGNED.sub(r"\1...", _USER.sub(r"\1...@", text))
+
 
 SCHEMES = {
     "s3": "Amazon S3, and what speaks its protocol",
@@ -150,3 +176,117 @@ def _match(text: str) -> re.Match[str] | None:
     if match is None or (not match[2] and match[1] not in SCHEMES):
         return None
     return match
+
+
+_INSTALLED_BY = {
+    "cloudpickle": ("cloudpickle", "'batchax[cluster]'"),
+    "distributed": ("Dask", "'batchax[cluster]'"),
+    "h5py": ("h5py", "h5py"),
+    "obstore": ("obstore", "'batchax[objects]'"),
+    "pandas": ("pandas", "pandas"),
+    "pyarrow": ("PyArrow", "'batchax[parquet]'"),
+    "tensorstore": ("TensorStore", "'batchax[data]'"),
+    "xarray": ("xarray", "xarray"),
+}
+
+
+def needed(module: str, what: str) -> Any:
+    """A library, imported where it is used.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        library, package = _INSTALLED_BY[module.split(".")[0]]
+        raise ImportError(f"{what} needs {library}: pip install {package}") from error
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever fails in this block becomes a StorageError that begins with `what`.
+
+    Libraries raise errors of many types for a file that they cannot read.
+    """
+    try:
+        yield
+    except (BatchaxError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        raise StorageError(f"{what} cannot be read: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """What an error says, without the page of settings that TensorStore adds."""
+    said = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
+    return f"{said or type(error).__name__}.".replace("..", ".")
+
+
+T = TypeVar("T")
+
+
+class Kinds(Generic[T]):
+    """Classes by name, each imported when it is asked for, and no earlier.
+
+    Of our own names nobody else's are looked for: what is installed beside batchax changes nothing
+    that it can do by itself, and costs it nothing.
+
+    Args:
+      group: of the entry points by which other packages add theirs.
+      base: of which all are subclasses.
+      own: ``"module:Class"`` for each of our own.
+    """
+
+    def __init__(self, group: str, base: type[T], own: Mapping[str, str]) -> None:
+        self._group, self._base = group, base
+        self._own = {name: EntryPoint(name, value, group) for name, value in own.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._own or (name != "" and bool(self._added(name)))
+
+    def listed(self) -> str:
+        """All names as suffixes, for messages."""
+        added = sorted({entry.name for entry in entry_points(group=self._group)} - set(self._own))
+        *most, last = [f".{name}" for name in (*self._own, *added)]
+        return f"{', '.join(most)} and {last}"
+
+    def load(self, name: str) -> type[T]:
+        """The class with this name.
+
+        Raises:
+          ImportError: it cannot be imported, is none, or there are several; it names the packages.
+        """
+        entries = [self._own[name]] if name in self._own else self._added(name)
+        if not entries:
+            raise ImportError(
+                f"{self._base.__name__} {name!r}: no package that is installed adds an entry point "
+                f"with this name to the group {self._group}. Install the one that did."
+            )
+        if len(entries) > 1:
+            packages = " and ".join(sorted(map(_package, entries)))
+            raise ImportError(
+                f"{self._base.__name__} {name!r}: the packages {packages} each add an entry point "
+                f"with this name to the group {self._group}. Uninstall all but one."
+            )
+        (entry,) = entries
+        where = f"{_package(entry)}: the entry point {name} = {entry.value} of {self._group}"
+        try:
+            loaded = entry.load()
+        except Exception as error:
+            raise ImportError(
+                f"{where} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+        if not (isinstance(loaded, type) and issubclass(loaded, self._base)):
+            raise ImportError(
+                f"{where} must be a subclass of batchax.datasets.{self._base.__name__}, and is "
+                f"{brief(loaded)}."
+            )
+        return loaded
+
+    def _added(self, name: str) -> list[EntryPoint]:
+        return list(entry_points(group=self._group, name=name))
+
+
+def _package(entry: EntryPoint) -> str:
+    return "batchax" if entry.dist is None else entry.dist.name

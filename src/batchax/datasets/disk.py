@@ -1,29 +1,516 @@
-"""The files of a job on a disk."""
+"""Files of a job on a disk: durable writes, locks, and appended logs."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
+import json
 import os
 import secrets
 import shutil
+import socket
+import stat
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-from batchax.datasets.durable import (
-    append,
-    discard,
-    make_folder,
-    open_own,
-    own_folder,
-    read_own,
-    remove_file,
-    remove_unfinished,
-    replace_file,
-    writing,
-)
-from batchax.datasets.lock import Holder, Lock, is_held, last_holder
-from batchax.datasets.place import TORN, AnyLock, Log
-from batchax.errors import StorageError
+from batchax.errors import JobError, StorageError
+
+BEFORE_WRITE = "before a write"
+IN_WRITE = "in the middle of a write"
+AFTER_WRITE = "after a write is durable"
+IN_JOURNAL = "in the middle of a journal line"
+BEFORE_RENAME = "before a file gets its name"
+BEFORE_END = "before the completion mark"
+
+STEPS = (BEFORE_WRITE, IN_WRITE, AFTER_WRITE, IN_JOURNAL, BEFORE_RENAME, BEFORE_END)
+
+
+def _go_on(step: str) -> None:
+    """Does nothing."""
+
+
+_at_step: Callable[[str], None] = _go_on
+
+
+def reached(step: str) -> None:
+    """Called by whatever writes."""
+    _at_step(step)
+
+
+def watch(at_step: Callable[[str], None] = _go_on) -> None:
+    """From now on `at_step` is called with the name of each step; without it, nothing is."""
+    global _at_step
+    _at_step = at_step
+
+
+_UNFINISHED = ".{}.{}.unfinished"
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An error of the system in this block becomes one that names `path` and says what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        told = StorageError(f"{path} could not be written: {_reason(error)}")
+        told.errno = error.errno
+        raise told from error
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"no space is left for it ({error.strerror}). Free some, and call again: what was "
+            "committed is kept, and the job goes on from there."
+        )
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return f"{error.strerror}. Choose an output that this process may write to."
+    return f"{error.strerror or error}."
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write a file to. When the block ends, that file is durable, and called `path`.
+
+    If the block raises, `path` is what it was.
+    """
+    beside = path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4)))
+    reached(BEFORE_WRITE)
+    with writing(path):
+        try:
+            yield beside
+            _sync(beside)
+            reached(BEFORE_RENAME)
+            os.replace(beside, path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+    reached(AFTER_WRITE)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Makes `path` a file with this content, durably."""
+    with replacing(path) as beside, open(beside, "xb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        reached(IN_WRITE)
+        file.write(content[len(content) // 2 :])
+
+
+def give_name(partial: Path, path: Path) -> None:
+    """Gives a file or folder that is whole its name, durably; who finds it done has nothing to do.
+
+    Raises:
+      JobError: something else has that name.
+    """
+    with writing(path):
+        if not os.path.lexists(partial):
+            return
+        if os.path.lexists(path):
+            raise JobError(
+                f"{path} was made by something else while its results were computed, in {partial}. "
+                "Move it away, and make the call again."
+            )
+        reached(BEFORE_RENAME)
+        with contextlib.suppress(FileNotFoundError):  # somebody else gave it its name
+            os.rename(partial, path)
+        _sync(path.parent)
+    reached(AFTER_WRITE)
+
+
+def append(path: Path, file: int, content: bytes) -> None:
+    """Appends to a file that is open, at `path`; durable when it returns."""
+    with writing(path):
+        _write_all(file, content[: len(content) // 2])
+        reached(IN_JOURNAL)
+        _write_all(file, content[len(content) // 2 :])
+        os.fsync(file)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Opens a file of ours: a regular one. A link, a pipe or a device in its place is none, and
+    what is written to it would reach whatever it stands for.
+
+    Raises:
+      StorageError: it is no regular file.
+      OSError: it cannot be opened.
+    """
+    others = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        file = os.open(path, flags | others, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _not_ours(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _not_ours(path)
+    return file
+
+
+def read_own(path: Path) -> bytes:
+    """What a file of ours holds, as `open_own` opens it."""
+    with open(open_own(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def own_folder(path: Path) -> Path:
+    """A folder of ours, or the place for one: a link in its place is none.
+
+    Raises:
+      StorageError: it is a link.
+    """
+    if path.is_symlink():
+        raise _not_ours(path)
+    return path
+
+
+def _not_ours(path: Path) -> StorageError:
+    return StorageError(
+        f"{path} is a link, or is not a file or folder, so batchax did not make it and does not "
+        "read or write through it. Look who put it there, and delete it."
+    )
+
+
+def _write_all(file: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those that it is to be in, durably."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with writing(path):
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, durably; that there is none is no error."""
+    with writing(path):
+        path.unlink(missing_ok=True)
+        _sync(path.parent)
+
+
+def discard(path: Path) -> None:
+    """Removes a file or folder of ours, if there is one: others see all of it, or nothing.
+
+    What a process leaves that is killed here, `remove_unfinished` removes.
+    """
+    with writing(own_folder(path)):
+        if not os.path.lexists(path):
+            return
+        reached(BEFORE_RENAME)
+        os.rename(path, path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4))))
+        _sync(path.parent)
+        reached(AFTER_WRITE)
+        remove_unfinished(path.parent, path.name)
+
+
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Removes what writers that were killed left in a folder: of one file or folder, or of all.
+
+    Nobody else may write there now.
+    """
+    for path in folder.glob(_UNFINISHED.format("*" if name is None else glob.escape(name), "*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            remove_file(path)
+
+
+def _sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, durable."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+# Somebody who only looks whether a lock is held, holds it for a moment. On a busy machine that is
+# longer, and so is each pause: it is looked so often, not for so long.
+_LOOKS, _PAUSE = 25, 0.01
+
+
+class Holder(NamedTuple):
+    """Who took a lock, and when, in seconds since 1970."""
+
+    pid: int
+    host: str
+    since: float
+
+    def __str__(self) -> str:
+        own = self.host == socket.gethostname()
+        who = f"process {self.pid}" + ("" if own else f" on {self.host}")
+        if own and self.pid == os.getpid():
+            who = "this process"
+        return f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(self.since))}"
+
+
+class LockedError(JobError):
+    """Somebody else has the lock."""
+
+
+class Lock:
+    """A lock on a file, which says in it who has it. Several may have one that is `shared`.
+
+    The system lets go of it when the process ends, however it ends. A child that the process forks
+    does not have it: it would keep it after the parent's end.
+    """
+
+    def __init__(self, path: Path, shared: bool = False):
+        with writing(path):
+            file = open_own(path, os.O_RDWR | os.O_CREAT)
+            try:
+                if not _taken(file, shared):
+                    raise LockedError(
+                        f"{path} is held by {last_holder(path) or 'another process'}."
+                    )
+                holder = Holder(os.getpid(), socket.gethostname(), time.time())
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(holder._asdict()).encode(), 0)
+            except BaseException:
+                os.close(file)
+                raise
+        self._file: int | None = file
+        self._path = path
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        return self._file is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps others away: one whose file was deleted keeps away nobody."""
+        if self._file is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._file), os.lstat(self._path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Lets go of it, if it is held."""
+        _held.discard(self)
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _not_in_children() -> None:
+    for lock in list(_held):
+        lock.release()  # the child's copy is closed; the parent has its own
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_not_in_children)
+
+
+def last_holder(path: Path) -> Holder | None:
+    """Who took the lock last; who has it, if it is held."""
+    try:
+        return Holder(**json.loads(read_own(path)))
+    except (OSError, StorageError, ValueError, TypeError):
+        return None  # nobody yet, or somebody is writing it down
+
+
+def is_held(path: Path) -> bool:
+    """Whether anybody has the lock."""
+    try:
+        file = open_own(path, os.O_RDONLY)  # to lock it, this is enough
+    except FileNotFoundError:
+        return False
+    try:
+        return not _locked(file)
+    finally:
+        os.close(file)
+
+
+def _taken(file: int, shared: bool) -> bool:
+    for _ in range(_LOOKS):
+        if _locked(file, shared):
+            return True
+        time.sleep(_PAUSE)
+    return _locked(file, shared)
+
+
+def _locked(file: int, shared: bool = False) -> bool:
+    import fcntl  # which not all systems have on which batchax can be imported
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+TORN = b" torn\n"
+"""The end of a line of a log that was never whole, and says nothing."""
+
+
+class OvertakenError(StorageError):
+    """Somebody else wrote in the meantime where this process was about to.
+
+    Whoever is told so looks whether it may still write, and then tries again.
+    """
+
+
+class UnreachableError(StorageError):
+    """A store does not answer, or not as it should, and so nobody knows what it holds.
+
+    That is no damage: whoever looks what is there looks again later.
+    """
+
+
+class Log(Protocol):
+    """Lines that one writer appends. Threads may share it."""
+
+    def begin(self) -> None:
+        """From now on, whoever had this log before and goes on cannot append to it."""
+
+    def append(self, lines: bytes) -> None:
+        """Appends whole lines; durable when it returns.
+
+        Raises:
+          OvertakenError: somebody else appended meanwhile.
+        """
+
+    def close(self) -> None:
+        """Closes it; what is appended later opens it again."""
+
+
+class AnyLock(Protocol):
+    """What keeps others away."""
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps others away, now: it may have been deleted, or taken."""
+        ...
+
+    def release(self) -> None:
+        """Lets go of it, if it is held."""
+
+
+class Place(Protocol):
+    """What can be done where the files of a job lie. What is written is durable on return.
+
+    Attributes:
+      shared: whether other processes see the same files.
+    """
+
+    shared: bool
+
+    def read(self, path: Any) -> bytes:
+        """What a file holds. Raises FileNotFoundError if there is none."""
+        ...
+
+    def replace(self, path: Any, content: bytes) -> None:
+        """Puts a file, over whatever is there."""
+
+    def create(self, path: Any, content: bytes) -> None:
+        """Puts a file where there is none.
+
+        Raises:
+          OvertakenError: there is another one, which this writer does not know of.
+        """
+
+    def remove(self, path: Any) -> None:
+        """Removes a file; that there is none is no error."""
+
+    def remove_all(self, folder: Any) -> None:
+        """Removes a folder with all that is in it, as far as that is possible."""
+
+    def discard(self, path: Any) -> None:
+        """Removes a file or folder of ours; that there is none is no error.
+
+        Raises:
+          StorageError: it cannot be removed, or a link is in its place.
+        """
+
+    def mark(self, path: Any) -> None:
+        """Puts an empty file, which need not outlive this machine.
+
+        Raises:
+          FileExistsError: there is one.
+          FileNotFoundError: its folder is gone.
+        """
+
+    def unmark(self, path: Any) -> None:
+        """Removes such a file; that there is none is no error."""
+
+    def put_first(self, path: Any, content: bytes) -> None:
+        """Puts the first file of a new folder, which need not outlive this machine."""
+
+    def folders(self, folder: Any, prefix: str) -> list[Any]:
+        """The folders in a folder whose names begin so."""
+        ...
+
+    def set_aside(self, path: Any, folder: Any) -> None:
+        """Moves a file or folder into another folder, under a name of its own."""
+
+    def exists(self, path: Any) -> bool:
+        """Whether there is a file or folder of this name, be it a link that leads nowhere."""
+        ...
+
+    def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
+        """The files in a folder: their names, in order, and sizes."""
+        ...
+
+    def make_folder(self, folder: Any) -> None:
+        """Makes a folder, where there are such things."""
+
+    def clean(self, folder: Any, *inside: Any) -> None:
+        """Removes what writers that were killed left unfinished. Nobody else may write there."""
+
+    def log(self, folder: Any, writer: str) -> Log:
+        """The log of a writer."""
+        ...
+
+    def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
+        """All logs: the writer, what it is called in messages, and its lines."""
+        ...
+
+    def log_sizes(self, folder: Any) -> dict[str, int]:
+        """How much there is of each log: it never becomes less."""
+        ...
+
+    def lock(self, path: Any, shared: bool = False) -> AnyLock:
+        """Takes a lock. Raises LockedError if somebody else has it."""
+        ...
+
+    def is_held(self, path: Any) -> bool:
+        """Whether anybody has a lock."""
+        ...
+
+    def last_holder(self, path: Any) -> Holder | None:
+        """Who took a lock last; who has it, if it is held."""
+        ...
+
+
+def is_torn(line: bytes) -> bool:
+    """Whether a line, without its end, was never whole."""
+    return line.endswith(TORN.rstrip(b"\n"))
 
 
 class Disk:

@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.datasets.failures import reading
-from batchax.datasets.parts import Rows, elements_in
-from batchax.datasets.ragged_parts import one_row
+from batchax.datasets.addresses import reading
+from batchax.datasets.plan import Rows, elements_in, one_row
 from batchax.datasets.source import Source, native
-from batchax.datasets.sources import as_source
-from batchax.datasets.streams import Stream, StreamLeaf, is_one_by_one, is_stream
+from batchax.datasets.sources import Stream, StreamLeaf, as_source, is_one_by_one, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes

@@ -10,14 +10,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from batchax.datasets.addresses import Address, address
-from batchax.datasets.checksums import checksum
-from batchax.datasets.job_files import Description, JobFiles
-from batchax.datasets.journal import Journal, read_journal
-from batchax.datasets.lock import Holder
-from batchax.datasets.parts import Record, Unit
-from batchax.datasets.place import UnreachableError
-from batchax.datasets.store import Store, called
-from batchax.datasets.stores import reopen_store
+from batchax.datasets.disk import Holder, UnreachableError
+from batchax.datasets.journal import Description, JobFiles, Journal, read_journal
+from batchax.datasets.plan import Record, Unit, checksum
+from batchax.datasets.store import Store, called, reopen_store
 from batchax.errors import JobError, StorageError
 from batchax.progress import duration
 

@@ -1,24 +1,41 @@
-"""Objects of a store: read, put under conditions, listed. What moves bytes is obstore.
-
-A store has no files to append to, to rename or to lock. What it has is that an object is put whole
-or not at all, and on a condition: that there is none of that name, or that it is what it was. Every
-answer may be lost, so whoever is told that the condition was not met looks who met it before.
-"""
+"""Files of a job in object storage: requests, leases, and logs of objects."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import functools
+import json
 import os
+import secrets
+import socket
+import threading
+import time
 import urllib.parse
+import uuid
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from batchax.datasets.addresses import ObjectPath
-from batchax.datasets.failures import needed
-from batchax.datasets.masking import masked
-from batchax.datasets.place import UnreachableError
+from batchax.datasets.addresses import Address, ObjectPath, masked, needed
+from batchax.datasets.disk import (
+    AFTER_WRITE,
+    BEFORE_RENAME,
+    BEFORE_WRITE,
+    DISK,
+    IN_JOURNAL,
+    IN_WRITE,
+    TORN,
+    AnyLock,
+    Holder,
+    LockedError,
+    Log,
+    OvertakenError,
+    Place,
+    UnreachableError,
+    reached,
+)
 from batchax.errors import StorageError
 
 T = TypeVar("T")
@@ -275,3 +292,411 @@ def _checked(name: str, address: str | None) -> str | None:
             "such as / and @ in a password percent-encoded."
         )
     return scheme
+
+
+LASTS = 30.0  # seconds for which a lease that is not renewed keeps others away
+_RENEWALS = 4  # in that time
+_PROC = "/proc"
+
+
+class Lease:
+    """A lease at a name in a store.
+
+    Args:
+      path: of the lease.
+      against: others that must not be held, found by what is returned; asked once this is put, so
+        that of two who want what excludes the other at least one sees the other's.
+
+    Raises:
+      LockedError: it, or one of `against`, is held.
+    """
+
+    def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._told = {**_this_process(), "since": time.time(), "token": secrets.token_hex(8)}
+        self._renewed = 0
+        self._version: Version | None = self._taken()
+        try:
+            for other in against():
+                if is_leased(other):
+                    raise LockedError(f"{other} is held by {last_holder(other) or 'somebody'}.")
+        except BaseException:
+            self.release()
+            raise
+        self._stop = threading.Event()
+        _held.add(self)
+        args = weakref.ref(self), self._stop, LASTS / _RENEWALS
+        threading.Thread(target=_renew, args=args, name="batchax-lease", daemon=True).start()
+
+    @property
+    def held(self) -> bool:
+        """Whether this process has it, as far as it knows."""
+        return self._version is not None
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps others away, now: the store is asked."""
+        with self._lock:
+            if self._version is None:
+                return False
+            try:
+                content, version = read_version(self._path)
+            except FileNotFoundError:
+                self._version = None
+                return False
+            if not self._is_own(content):
+                self._version = None
+                return False
+            self._version = version  # of a renewal whose answer was lost
+            return True
+
+    def renew(self) -> bool:
+        """Says that the holder is still there; False if it does not hold it any more."""
+        with self._lock:
+            if self._version is None:
+                return False
+            self._renewed += 1
+            try:
+                self._version = replace(self._path, self._content(), self._version)
+                return True
+            except FileExistsError:
+                pass
+        return self.holds  # it may have been our own, of a request whose answer was lost
+
+    def release(self) -> None:
+        """Lets go of it, if it is held."""
+        _held.discard(self)
+        if hasattr(self, "_stop"):
+            self._stop.set()
+        with self._lock:
+            version, self._version = self._version, None
+            if version is None:
+                return
+            self._told["released"] = True
+            with contextlib.suppress(FileExistsError, StorageError):  # it is another's, or will be
+                replace(self._path, self._content(), version)
+
+    def forget(self) -> None:
+        """Without letting go of it: a child that was forked does not have it."""
+        self._version = None
+
+    def _taken(self) -> Version:
+        content = self._content()
+        try:
+            return create(self._path, content)
+        except FileExistsError:
+            pass
+        try:
+            there, version = read_version(self._path)
+        except FileNotFoundError:
+            raise LockedError(f"{self._path} is being taken by somebody else.") from None
+        if _is_held(self._path, there):
+            raise LockedError(f"{self._path} is held by {_holder(there) or 'somebody'}.")
+        try:
+            return replace(self._path, content, version)
+        except FileExistsError:
+            raise LockedError(f"{self._path} was just taken by somebody else.") from None
+
+    def _content(self) -> bytes:
+        return json.dumps({**self._told, "renewed": self._renewed}).encode()
+
+    def _is_own(self, content: bytes) -> bool:
+        return _read(content).get("token") == self._told["token"]
+
+
+def _renew(lease: weakref.ref[Lease], stop: threading.Event, pause: float) -> None:
+    while not stop.wait(pause):
+        held = lease()
+        if held is None:
+            return
+        with contextlib.suppress(StorageError):  # it is tried again, and if others have it by
+            if not held.renew():  # then, that is seen
+                return
+        del held
+
+
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+
+
+def _not_in_children() -> None:
+    for lease in list(_held):
+        lease.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_not_in_children)
+
+
+class NoLease:
+    """Of a lock that is shared: what keeps others away are the leases of those who share it."""
+
+    held = holds = True
+
+    def release(self) -> None:
+        self.held = self.holds = False
+
+
+def is_leased(path: ObjectPath) -> bool:
+    """Whether anybody has it."""
+    try:
+        return _is_held(path, read(path))
+    except FileNotFoundError:
+        return False
+
+
+def last_holder(path: ObjectPath) -> Holder | None:
+    """Who took it last; who has it, if it is held."""
+    try:
+        return _holder(read(path))
+    except (OSError, StorageError):
+        return None
+
+
+def _is_held(path: ObjectPath, content: bytes) -> bool:
+    told = _read(content)
+    if told.get("released") or not told:
+        return False
+    if told.get("machine") == _machine() and not _runs(told.get("pid"), told.get("started")):
+        return False
+    try:
+        return _now(path) - meta(path).modified < LASTS
+    except FileNotFoundError:
+        return False
+
+
+def _now(path: ObjectPath) -> float:
+    """The time, by the clock of the store: of something that is put there now."""
+    probe = path.with_name(f"time-{secrets.token_hex(4)}")
+    try:
+        put(probe, b"")
+        return meta(probe).modified
+    finally:
+        remove(probe)
+
+
+def _holder(content: bytes) -> Holder | None:
+    told = _read(content)
+    try:
+        return Holder(int(told["pid"]), str(told["host"]), float(told["since"]))
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    try:
+        told = json.loads(content)
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "pid": pid,
+        "host": socket.gethostname(),
+        "machine": _machine(),
+        "started": _started(pid),
+    }
+
+
+def _machine() -> str:
+    """Where numbers of processes mean the same."""
+    try:
+        with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.stat(f'{_PROC}/self/ns/pid').st_ino}"
+    except OSError:  # a system without that, as macOS
+        return f"{socket.gethostname()} {uuid.getnode():x}"
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in ticks since the machine did: numbers of processes come again.
+
+    None if it has ended, or the system does not tell.
+    """
+    try:
+        with open(f"{_PROC}/{pid}/stat", "rb") as file:
+            state, *rest = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in (b"Z", b"X") else rest[18].decode()
+
+
+def _runs(pid: Any, started: Any) -> bool:
+    """Whether a process of this machine may still run."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    if started is not None:
+        return _started(pid) == started
+    if os.name != "posix":
+        return True  # how old the lease is decides
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's, or the number is none
+        return pid < 2**31
+    return True
+
+
+_AT_A_TIME = 16  # requests, where many objects are read
+
+
+class Objects:
+    """Objects of a bucket, under names with slashes.
+
+    There are no folders, and what is put is whole, so nothing is ever unfinished.
+    """
+
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
+
+    def read(self, path: ObjectPath) -> bytes:
+        return read(path)
+
+    def replace(self, path: ObjectPath, content: bytes) -> None:
+        for step in (BEFORE_WRITE, IN_WRITE, BEFORE_RENAME):  # those of a disk, before the one put
+            reached(step)
+        put(path, content)
+        reached(AFTER_WRITE)
+
+    def create(self, path: ObjectPath, content: bytes) -> None:
+        reached(BEFORE_WRITE)
+        try:
+            create(path, content)
+        except FileExistsError:
+            raise OvertakenError(f"{path} was written by somebody else just now.") from None
+        reached(AFTER_WRITE)
+
+    def remove(self, path: ObjectPath) -> None:
+        remove(path)
+
+    def remove_all(self, folder: ObjectPath) -> None:
+        for path, _ in below(folder):
+            remove(path)
+
+    def discard(self, path: ObjectPath) -> None:
+        self.remove_all(path)
+
+    def mark(self, path: ObjectPath) -> None:
+        create(path, secrets.token_hex(8).encode())  # which nobody else's has
+
+    def unmark(self, path: ObjectPath) -> None:
+        remove(path)
+
+    def put_first(self, path: ObjectPath, content: bytes) -> None:
+        put(path, content)
+
+    def folders(self, folder: ObjectPath, prefix: str) -> list[ObjectPath]:
+        names = {path.key[len(folder.key) + 1 :].split("/")[0] for path, _ in below(folder)}
+        return [folder / name for name in sorted(names) if name.startswith(prefix)]
+
+    def set_aside(self, path: ObjectPath, folder: ObjectPath) -> None:
+        to = folder / f"half-made-{secrets.token_hex(4)}"
+        for part, _ in list(below(path)):
+            put(to / part.key[len(path.key) + 1 :], read(part))
+            remove(part)
+
+    def exists(self, path: ObjectPath) -> bool:
+        return exists(path)
+
+    def sizes(self, folder: ObjectPath, prefix: str = "", suffix: str = "") -> dict[str, int]:
+        return {
+            path.name: meta.size
+            for path, meta in sorted(below(folder))
+            if path.parent == folder and path.name.startswith(prefix) and path.name.endswith(suffix)
+        }
+
+    def make_folder(self, folder: ObjectPath) -> None:
+        """There are none."""
+
+    def clean(self, folder: ObjectPath, *inside: ObjectPath) -> None:
+        """Nothing is unfinished."""
+
+    def log(self, folder: ObjectPath, writer: str) -> Log:
+        return _Segments(folder / writer)
+
+    def logs(self, folder: ObjectPath) -> Iterator[tuple[str, str, bytes]]:
+        paths = [path for path, _ in sorted(below(folder))]
+        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+            for path, content in zip(paths, pool.map(read, paths), strict=True):
+                yield path.parent.name, str(path), content
+
+    def log_sizes(self, folder: ObjectPath) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for path, meta in below(folder):
+            sizes[path.parent.name] = sizes.get(path.parent.name, 0) + meta.size
+        return sizes
+
+    def lock(self, path: ObjectPath, shared: bool = False) -> AnyLock:
+        """The lock of a job, or of a shard of it: these exclude the job's, and it excludes them."""
+        if shared:
+            return NoLease()
+        main = path.with_name("lock")
+        if path != main:
+            return Lease(path, against=lambda: [main])
+        folder = path.parent
+        return Lease(path, against=lambda: [folder / x for x in self.sizes(folder, "lock-")])
+
+    def is_held(self, path: ObjectPath) -> bool:
+        return is_leased(path)
+
+    def last_holder(self, path: ObjectPath) -> Holder | None:
+        return last_holder(path)
+
+
+OBJECTS, IN_MEMORY = Objects(shared=True), Objects(shared=False)
+
+
+class _Segments:
+    """A log as objects with numbers, each put where there is none.
+
+    So who appends finds out if somebody else has appended since it looked: who takes over a log
+    puts a segment first that says nothing, and so takes the number of a writer that was stopped and
+    goes on.
+    """
+
+    def __init__(self, folder: ObjectPath) -> None:
+        self._folder, self._next, self._lock = folder, -1, threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            while True:
+                self._look()
+                try:
+                    self._put(secrets.token_hex(8).encode() + TORN)  # a line that says nothing
+                    return
+                except OvertakenError:
+                    continue
+
+    def append(self, lines: bytes) -> None:
+        with self._lock:
+            if self._next < 0:
+                self._look()
+            reached(IN_JOURNAL)
+            self._put(lines)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _look(self) -> None:
+        numbers = [int(path.name.partition(".")[0]) for path, _ in below(self._folder)]
+        self._next = max(numbers, default=-1) + 1
+
+    def _put(self, content: bytes) -> None:
+        path = self._folder / f"{self._next:08d}.jsonl"
+        try:
+            create(path, content)
+        except FileExistsError:
+            self._next = -1
+            raise OvertakenError(
+                f"{path} was written by somebody else, who took the job over."
+            ) from None
+        self._next += 1
+
+
+def place_of(path: Address) -> Place:
+    """What can be done where that is."""
+    if isinstance(path, ObjectPath):
+        return IN_MEMORY if path.scheme == "memory" else OBJECTS
+    return DISK

@@ -1,23 +1,27 @@
-"""Units read, computed and written at the same time, by threads of one process.
-
-One thread reads ahead, the caller's computes, some write what was computed, and one says in the
-journal what is durable: many units at once if they come fast. Between them only a few units wait,
-so memory does not grow with the dataset.
-"""
+"""Units read, computed, and written at the same time; units and batches of streams."""
 
 from __future__ import annotations
 
+import functools
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from batchax.datasets.parts import Record, Unit
-from batchax.errors import StorageError
+import numpy as np
+
+from batchax.datasets.disk import OvertakenError
+from batchax.datasets.plan import ENDLESS, Plan, Record, Rows, Unit, checksum
+from batchax.datasets.row_function import Program, RowFunction, program_of
+from batchax.datasets.sources import arrays_of, taken
+from batchax.datasets.units import Computed, Policy, begin_batch, begin_unit
+from batchax.errors import JobError, StorageError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -210,3 +214,358 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What there is to do for each unit of a plan.
+
+    Attributes:
+      function: of a row.
+      plan: which rows are a unit.
+      store: keeps results.
+      policy: what becomes of rows that fail.
+      retries: how many times reading and writing are tried again.
+      stop: may say that nothing is to be tried again.
+      check: raises an error if nothing may be written.
+    """
+
+    function: RowFunction
+    plan: Plan
+    store: Any
+    policy: Policy
+    retries: int
+    stop: Stop = field(default_factory=Stop)
+    check: Callable[[], None] = lambda: None
+    _compiling: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def program(self) -> Program:
+        """The program of a batch. Compiled when it is first asked for."""
+        with self._compiling:
+            program = program_of(self.function, self.plan.batch_size)
+            _ = program.compiled
+            return program
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        """The rows of a unit, of each mapped argument."""
+        parts = []
+        for m in self.function.inputs.mapped:
+            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
+            parts.append(trying(read, self.retries, self.stop))
+        return parts
+
+    def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
+        """Begins to compute them; returns what waits for the results."""
+        return begin_unit(self.program, unit, data, self.policy)
+
+    def write(self, computed: Computed) -> Record:
+        """Keeps results; says of them what the journal is to say."""
+        trying(functools.partial(self._write, computed), self.retries, self.stop)
+        return Record(
+            computed.unit,
+            list(map(checksum, computed.results)) if self.store.lasts else [],
+            seconds=computed.seconds,
+            quarantined=computed.bad,
+            reduced=computed.reduced,
+        )
+
+    def _write(self, computed: Computed) -> None:
+        """Looks before each attempt whether it may write: who was overtaken looks once more."""
+        while True:
+            self.check()
+            try:
+                return self.store.write(computed.unit, computed.results)
+            except OvertakenError:
+                continue
+
+
+_MOST_HELD = 16  # units that wait: more are not lost with a process that is killed
+_Taken = tuple[Unit, list[np.ndarray]]
+
+
+class StreamUnits:
+    """The units of the streams of a call that are not done.
+
+    Args:
+      function: whose arguments they are.
+      plan: of the job, with as many rows as there may be.
+      done: the records of units that are done.
+      named: whether the user has named the rows.
+      out: the output, for messages.
+
+    Attributes:
+      rows: how many there are, once all were taken.
+    """
+
+    def __init__(
+        self,
+        function: RowFunction,
+        plan: Plan,
+        done: Mapping[int, Record],
+        named: bool,
+        out: Any,
+    ) -> None:
+        self.rows: int | None = None
+        self._streams = function.inputs.streams
+        self._leaves = [m.source for m in function.inputs.mapped]
+        self._plan, self._done, self._named, self._out = plan, dict(done), named, out
+        self._ready: dict[int, list[np.ndarray]] = {}
+        self._sums: dict[int, list[int]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def total(self) -> int | None:
+        """How many rows there are, if the streams say so."""
+        totals = [stream.total for stream in self._streams]
+        return totals[0] if totals[0] is not None and len(set(totals)) == 1 else None
+
+    def __iter__(self) -> Iterator[Unit]:
+        """Those that are not done. `read` has the rows of each that was handed out."""
+        last, held = max(self._done, default=-1), list[_Taken]()
+        for unit, rows in self._all():
+            held.append((unit, rows))
+            # All that are done were looked at; or somebody says of many that they are not.
+            while held and (unit.number > last or len(held) > _MOST_HELD):
+                yield self._handed_out(*held.pop(0))
+        for each in held:
+            yield self._handed_out(*each)
+
+    def read(self, unit: Unit) -> list[np.ndarray]:
+        """The rows of a unit, once."""
+        with self._lock:
+            return self._ready.pop(unit.number)
+
+    def sums(self, unit: Unit) -> list[int]:
+        """Of the rows of that unit the checksums, once."""
+        with self._lock:
+            return self._sums.pop(unit.number)
+
+    def _handed_out(self, unit: Unit, rows: list[np.ndarray]) -> Unit:
+        sums = list(map(checksum, rows))
+        with self._lock:
+            self._ready[unit.number], self._sums[unit.number] = rows, sums
+        return unit
+
+    def _all(self) -> Iterator[_Taken]:
+        """The units that are not done, with their rows. Of the others it is seen that they are."""
+        size, first, last = self._plan.unit_rows, 0, max(self._done, default=-1)
+        for number in range(max(1, ENDLESS // size)):
+            record = self._done.get(number)
+            if record is not None and self._named:
+                count = min(stream.skip(record.unit.rows) for stream in self._streams)
+                rows = None
+            else:
+                parts = taken(self._streams, size, first)
+                rows = arrays_of(self._leaves, parts)
+                count = len(rows[0])
+            if record is not None:
+                self._compare(record, count, rows)
+            elif count and rows is not None:
+                yield Unit(number, first, first + count), rows
+            del rows
+            first += count
+            if count < size:
+                break
+        if first <= last * size:
+            raise self._ends_early(first)
+        if any(len(x) for x in arrays_of(self._leaves, taken(self._streams, 1, first))):
+            if first > ENDLESS - size:
+                raise UnsupportedError(
+                    f"{self._streams[0].name} has more than {first:,} rows, whose numbers do not "
+                    "fit into an int32. Map them in several calls."
+                )
+            raise self._goes_on(first)
+        self.rows = first
+
+    def _compare(self, record: Record, count: int, rows: list[np.ndarray] | None) -> None:
+        unit = record.unit
+        if count < unit.rows:
+            raise self._ends_early(unit.start + count)
+        if count > unit.rows:
+            raise self._goes_on(unit.stop)
+        if rows is not None and list(map(checksum, rows)) != list(record.read):
+            raise self._other(f"gives other rows from {unit.start:,} to {unit.stop:,} than before")
+
+    def _ends_early(self, rows: int) -> JobError:
+        return self._other(f"ends after {rows:,} rows, and more of them are done")
+
+    def _goes_on(self, rows: int) -> JobError:
+        return self._other(f"goes on after {rows:,} rows, where it ended before")
+
+    def _other(self, what: str) -> JobError:
+        return JobError(
+            f"{self._streams[0].name} {what}. Results of both are never mixed. Give the stream "
+            "that the job was begun with, from its first row on; or use another out=, or delete "
+            f"{self._out} and {self._out}.job to compute it again."
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StreamWork(Work):
+    """The work of units of streams.
+
+    Attributes:
+      taken: the units.
+    """
+
+    taken: StreamUnits
+
+    def read(self, unit: Unit) -> list[Any]:
+        """The rows of a unit, which were taken."""
+        return list(self.taken.read(unit))
+
+    def write(self, computed: Computed) -> Record:
+        """Keeps results; the journal is to say of which rows."""
+        return replace(super().write(computed), read=self.taken.sums(computed.unit))
+
+
+_Read = tuple[Unit, Sequence[Any]]
+_JOIN_READER = 5.0  # seconds that a thread may take to end, if what it reads from lets it wait
+
+
+class Batches(Iterator[Any]):
+    """What `batchax.map_batches` returns: an iterator of batches of results, in order.
+
+    It holds a thread, which ends with the last batch, an exception, `close`, a ``with`` statement,
+    or when nobody has the iterator any more.
+
+    Attributes:
+      rows: how many rows were handed out, and passed over before them: as `start` of another
+        call this goes on after them.
+
+    Example:
+      >>> with bx.map_batches(jnp.sum, np.ones((5, 3)), batch_size=2) as batches:
+      ...     print(next(batches), batches.rows)
+      [3. 3.] 2
+    """
+
+    def __init__(
+        self,
+        function: RowFunction | None,
+        read: Iterator[_Read],
+        batch_size: int,
+        start: int,
+        ahead: int,
+    ) -> None:
+        self.rows = start
+        self._function, self._ahead, self._batch_size = function, ahead, batch_size
+        self._stop = Stop()
+        self._ready: queue.Queue[Any] = queue.Queue(max(1, ahead))
+        self._begun: deque[tuple[Unit, Callable[[], list[Any]]]] = deque()
+        self._end: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_read_ahead,
+            args=(read, self._ready, self._stop),
+            name="batchax-read",
+            daemon=True,
+        )
+        weakref.finalize(self, self._stop.asked.set)
+        self._thread.start()
+
+    def __next__(self) -> Any:
+        try:
+            self._begin_some()
+            if not self._begun:
+                assert self._end is not None
+                raise self._end
+            unit, wait = self._begun.popleft()
+            results = wait()
+        except BaseException:
+            self.close()
+            raise
+        self.rows += unit.rows
+        assert self._function is not None
+        return self._function.tree_of(results)
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it: nothing more is read or computed.
+
+        Example:
+          >>> batches = bx.map_batches(jnp.sum, np.ones((5, 3)), batch_size=2)
+          >>> batches.close()
+          >>> list(batches)
+          []
+        """
+        self._stop.asked.set()
+        self._begun.clear()
+        self._end = StopIteration()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_READER)
+
+    def _begin_some(self) -> None:
+        """Begins as many batches as may be ahead; waits for the first, if none is begun."""
+        while self._end is None and len(self._begun) <= self._ahead:
+            try:
+                item = self._ready.get(timeout=0 if self._begun else LOOK)
+            except queue.Empty:
+                if self._begun:
+                    return
+                if self._stop.now:  # somebody else closed it
+                    self._end = StopIteration()
+                continue
+            if isinstance(item, BaseException):
+                self._end = item
+                return
+            assert self._function is not None
+            program = program_of(self._function, self._batch_size)
+            unit, data = item
+            self._begun.append((unit, begin_batch(program, unit, data)))
+
+
+def _read_ahead(read: Iterator[_Read], ready: queue.Queue[Any], stop: Stop) -> None:
+    """Reads, in a thread that does not hold the iterator which it reads for."""
+    end: BaseException = StopIteration()
+    try:
+        for item in read:
+            put(ready, item, stop)
+            del item  # nobody else is to hold it
+            if stop.now:
+                break
+    except BaseException as error:
+        end = error
+    finally:
+        close = getattr(read, "close", None)
+        if close is not None:
+            close()
+        put(ready, end, stop)
+
+
+def of_sources(
+    function: RowFunction, batch_size: int, start: int, last: str, retries: int
+) -> Iterator[_Read]:
+    """Batches of rows that can be read in any order."""
+    rows, stop = function.inputs.rows, Stop()
+    for number, first in enumerate(range(start, rows, batch_size)):
+        unit = Unit(number, first, min(first + batch_size, rows))
+        if unit.rows < batch_size and last == "drop":
+            return
+        parts: list[np.ndarray | Rows] = []
+        for m in function.inputs.mapped:
+            one = lambda m=m: m.source.read(m.axis, unit.start, unit.stop)
+            parts.append(trying(one, retries, stop))
+        yield unit, parts
+
+
+def of_streams(function: RowFunction, batch_size: int, start: int, last: str) -> Iterator[_Read]:
+    """Batches of rows that come one after another."""
+    streams, leaves = function.inputs.streams, [m.source for m in function.inputs.mapped]
+    try:
+        for number, first in enumerate(range(start, 2**62, batch_size)):
+            parts = taken(streams, batch_size, first)
+            count = len(next(iter(parts.values()))[0])
+            if count == 0 or (count < batch_size and last == "drop"):
+                return
+            yield Unit(number, first, first + count), arrays_of(leaves, parts)
+            del parts
+            if count < batch_size:
+                return
+    finally:
+        for stream in streams:
+            stream.close()

@@ -1,19 +1,269 @@
-"""Which rows are committed at once."""
+"""Which rows are committed at once, what is recorded of them, and their checksums."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from batchax.datasets.parts import Unit
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError, AxisError, StorageError
 from batchax.jaxprs.spoken import brief
+from batchax.rows.arrow import by_axis, together
+from batchax.rows.building import as_tuple
+from batchax.rows.ragged import Ragged
+
+NOT_FINITE = " is not finite"
+ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
+
+
+class Unit(NamedTuple):
+    """Rows that are committed at once.
+
+    Attributes:
+      number: its place in the plan.
+      start: its first row.
+      stop: the row after its last.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An array of results, for all rows.
+
+    Attributes:
+      name: its path in what the function returns: "" if it returns one array, else "y", "0", "a/b".
+      shape: of all rows; of rows of different lengths, without the axis along which these differ.
+      dtype: of its elements.
+      axis: along which the rows lie.
+      ragged: the axis of a row along which rows have different lengths, or several; None if they do
+        not.
+      grows: whether rows are counted as they come. By `shape` there are none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axis: int = 0
+    ragged: int | tuple[int, ...] | None = None
+    grows: bool = False
+
+    def of_rows(self, rows: int) -> tuple[int, ...]:
+        """The shape if there are so many rows."""
+        return *self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]
+
+    def without_elements(self, rows: int) -> Rows:
+        """So many rows, of those that have different lengths, without elements."""
+        axes = (len(self.ragged),) if isinstance(self.ragged, tuple) else ()
+        return Rows(np.zeros((0, *self.shape[1:]), self.dtype), np.zeros((rows, *axes), np.int64))
+
+
+class Rows(NamedTuple):
+    """Rows of different lengths.
+
+    Attributes:
+      data: the elements of one row after another along axis 0, shape (elements, ...).
+      lengths: of each row, shape (rows,). Along several axes, the last of which is the fastest:
+        shape (rows, axes).
+    """
+
+    data: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def elements(self) -> np.ndarray:
+        """How many elements each row has."""
+        return elements_in(self.lengths)
+
+
+def elements_in(lengths: np.ndarray) -> np.ndarray:
+    """How many elements rows of such lengths have, as `Rows` has lengths."""
+    return lengths if lengths.ndim == 1 else lengths.prod(1)
+
+
+@dataclass(frozen=True, slots=True)  # there may be millions
+class Bad:
+    """A row whose result could not be had.
+
+    Attributes:
+      row: its index in the dataset.
+      error: what went wrong, in a line.
+      traceback: where, if that is known.
+    """
+
+    row: int
+    error: str
+    traceback: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The name of the type of its error."""
+        return self.error.partition(":")[0]
+
+    @property
+    def is_nonfinite(self) -> bool:
+        """Whether it has results that are not finite."""
+        return self.error.endswith(NOT_FINITE) and not self.traceback
+
+
+def alike(bad: Iterable[Bad]) -> list[Bad]:
+    """The same rows; those that fail in one way have one traceback, that of the first of them.
+
+    A traceback takes kilobytes, and ends with what is told of its own row.
+    """
+    first: dict[str, str] = {}
+    rows = []
+    for b in bad:
+        told = first.setdefault(b.traceback.removesuffix(b.error), b.traceback)
+        rows.append(b if told is b.traceback else replace(b, traceback=told))
+    return rows
+
+
+def packed(bad: Iterable[Bad]) -> dict[str, list[Any]]:
+    """Rows without a result, for JSON, with each traceback once."""
+    places: dict[str, int] = {}
+    rows = [[b.row, b.error, places.setdefault(b.traceback, len(places))] for b in bad]
+    return {"rows": rows, "tracebacks": list(places)}
+
+
+def unpacked(entry: dict[str, list[Any]]) -> list[Bad]:
+    """What `packed` was given."""
+    texts = entry["tracebacks"]
+    return [Bad(row, error, texts[place]) for row, error, place in entry["rows"]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the journal says of a unit that is done.
+
+    Attributes:
+      unit: its rows.
+      checksums: crc32c of the results, one for each leaf.
+      attempt: how many times it was begun before, by anyone.
+      seconds: how long it took to compute.
+      quarantined: the rows that have no result.
+      reduced: for each reduction over the rows, the part of this unit.
+      ended: when that was written down, in seconds since 1970; the journal sets it.
+      ids: by which it is withdrawn, of all attempts that wrote the same; the journal sets them.
+      writer: whose journal says it, if it was read there.
+      read: crc32c of the rows of a stream that it was computed of, one for each array of them.
+    """
+
+    unit: Unit
+    checksums: Sequence[int]
+    attempt: int = 0
+    seconds: float = 0.0
+    quarantined: Sequence[Bad] = ()
+    reduced: Mapping[str, Any] = field(default_factory=dict)
+    ended: float = 0.0
+    ids: Sequence[Any] = field(default=(), compare=False)
+    writer: str = field(default="", compare=False)
+    read: Sequence[int] = ()
+
+
+def kept(x: Ragged, rows: int) -> Rows:
+    """The first rows of a batch, so many, on the host."""
+    each = [np.asarray(n)[:rows].astype(np.int64) for n in x.each_length]
+    got = Rows(np.asarray(x.data), together(each))
+    data = np.moveaxis(got.data, x.element_axis, 0)
+    return got._replace(data=np.ascontiguousarray(data[: got.elements.sum()]))
+
+
+def as_ragged(
+    x: Rows, axes: int | tuple[int, ...], bounds: tuple[int, ...] | None = None, dtype: Any = None
+) -> Ragged:
+    """Rows as a batch.
+
+    Args:
+      x: the rows.
+      axes: along which they are ragged.
+      bounds: of the lengths along each; None: the greatest ones.
+      dtype: of lengths; None: as they are.
+    """
+    each = by_axis(x.lengths).astype(dtype or x.lengths.dtype)
+    data = np.moveaxis(x.data, 0, as_tuple(axes)[0])
+    return Ragged(data, list(each.T), bounds, axis=as_tuple(axes))
+
+
+def one_row(elements: np.ndarray, lengths: Any) -> np.ndarray:
+    """The elements of a row, as `Rows` has them, as an array with the ragged axes in front."""
+    return elements.reshape(*np.atleast_1d(lengths), *elements.shape[1:])
+
+
+def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
+    """The crc32c of bytes, or of an array's in C order, that follow those with the crc `so_far`."""
+    try:
+        import google_crc32c
+    except ImportError as error:
+        raise ImportError(
+            "Checksums of what is written need google-crc32c: pip install 'batchax[data]'"
+        ) from error
+    if isinstance(data, np.ndarray):
+        # As plain bytes: types that NumPy has not of itself, bfloat16 for one, lend out no memory.
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return google_crc32c.extend(so_far, data)
+
+
+def checksum(result: np.ndarray | Rows) -> int:
+    """The crc32c of a result: of an array, or of the data of rows and then their lengths."""
+    if isinstance(result, Rows):
+        # Stores hand lengths back in the type of integers that they keep them in.
+        return crc32c(np.asarray(result.lengths, np.int64), crc32c(result.data))
+    return crc32c(result)
+
+
+_SEAL = b',"crc32c":"%08x"}'
+_SEAL_SIZE = len(_SEAL % 0)
+
+
+def sealed(entry: Mapping[str, Any]) -> bytes:
+    """A line of JSON that holds its own checksum, with its end; there must be something in it."""
+    text = json.dumps(entry, separators=(",", ":")).encode()[:-1]
+    return text + _SEAL % crc32c(text) + b"\n"
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a line, without its end, is what `sealed` made it."""
+    text, seal = line[:-_SEAL_SIZE], line[-_SEAL_SIZE:]
+    return seal == _SEAL % crc32c(text)
+
+
+def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
+    """What lines say that are whole. All at once: a parser is begun once for all of them."""
+    return json.loads(b"[" + b",".join(lines) + b"]")
+
+
+@contextlib.contextmanager
+def foreign(path: object) -> Iterator[None]:
+    """For what is read of lines that are whole: if they say something else than ours do, somebody
+    else wrote them.
+
+    Raises:
+      StorageError: they do.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StorageError(
+            f"{path} holds what batchax did not write: {type(error).__name__}: {error}. Look who "
+            "put it there, and delete it, or the folder that it is in, to compute that again."
+        ) from error
+
 
 # Of work, by an estimate, that a unit is worth committing for: engines add 0.3 to 1.0% to so much
 # (benchmark: `cluster`).

@@ -1,28 +1,331 @@
-"""The function of a row: what is known of it, of its arguments and of what it returns."""
+"""The function of one row: what it takes, what it returns, and its compiled programs."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from batchax.datasets.inputs import Inputs, find_inputs
-from batchax.datasets.outputs import Output, find_outputs, lanes_of, states_to_add
-from batchax.datasets.row_types import type_of_batch, type_of_row
+from batchax.datasets.fingerprint import digest
+from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
+from batchax.datasets.plan import Leaf, Rows, as_ragged, kept
+from batchax.datasets.source import native
 from batchax.divergence.runner import for_any_machine
-from batchax.errors import UnsupportedError
+from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.execution.eager import whatever_jit
+from batchax.execution.memory import Auto, fitting_chunk, parse_limit
+from batchax.execution.sections import result_type
+from batchax.frontend import reductions
 from batchax.frontend.advice import come_from
-from batchax.frontend.outputs import flatten_arrays
+from batchax.frontend.containers import is_container
+from batchax.frontend.in_axes import is_position, spread_specs
+from batchax.frontend.options import converted
+from batchax.frontend.outputs import (
+    AUTO,
+    Reduce,
+    check_lanes,
+    check_reduces,
+    flatten_arrays,
+    is_added,
+    is_output_spec,
+)
+from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
 from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.arrow import by_axis
+from batchax.rows.building import as_tuple, without
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
+
+
+def type_of_row(m: Input) -> Any:
+    """The type of a row of an argument, of rows of different lengths the longest."""
+    shape = list(m.source.shape)
+    del shape[m.axis]
+    for axis, size in zip(as_tuple(m.source.axes), m.longest, strict=False):
+        shape.insert(axis, size)
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(m.source.dtype))
+
+
+def type_of_batch(m: Input, batch_size: int) -> Any:
+    """The type of so many rows of an argument, for the largest batch of them."""
+    source, dtype = m.source, jax.dtypes.canonicalize_dtype(m.source.dtype)
+    if source.lengths is not None:
+        elements = elements_of_batches(source.lengths, batch_size)
+        capacity = max(1, int(elements.max(initial=0)))
+        axes = as_tuple(source.axes)
+        return ragged_type(capacity, source.shape[1:], dtype, batch_size, m.longest, axes)
+    shape = (*source.shape[: m.axis], batch_size, *source.shape[m.axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ragged_type(
+    capacity: int,
+    rest: tuple[int, ...],
+    dtype: Any,
+    rows: int,
+    longest: tuple[int, ...],
+    axes: tuple[int, ...],
+) -> Any:
+    """The type of rows of different lengths with so much room for elements."""
+    shape = (*rest[: axes[0]], capacity, *rest[axes[0] :])
+    data, lengths = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((rows,), np.int32)
+    made = lambda data, *each: Ragged(data, each, longest, axis=axes)
+    return jax.eval_shape(made, data, *[lengths] * len(axes))
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of what the function returns.
+
+    Attributes:
+      path: for messages: "out['loss']".
+      leaf: the array of all rows; what is reduced over them has the shape of one row.
+      spec: how it is reduced over the rows; None if each row has its own.
+      row: the type of what one row has, if it is reduced.
+    """
+
+    path: str
+    leaf: Leaf
+    spec: Reduce | None = None
+    row: Any = None
+
+    @property
+    def reduces(self) -> Reduction | None:
+        """The reduction over the rows, if it is reduced."""
+        return None if self.spec is None else self.spec.reduction
+
+    @functools.cached_property
+    def state(self) -> Any:
+        """The types of what is known of some of the rows, if it is reduced."""
+        assert self.spec is not None
+        return reductions.state_type(self.spec.reduction, self.row)
+
+    @property
+    def described(self) -> int | str:
+        """For JSON: where it has the rows, or which reduction it is."""
+        if self.spec is None:
+            return self.leaf.axis
+        if isinstance(self.spec.kind, str):
+            return self.spec.kind
+        parts = functools.partial(reductions.in_two_parts, self.spec.kind)
+        return digest(jax.make_jaxpr(parts)(self.row, self.row))
+
+    @property
+    def of_row(self) -> Any:
+        """The type of what one row has; of rows of different lengths of an element."""
+        shape = [n for i, n in enumerate(self.leaf.shape) if i != self.leaf.axis]
+        return self.row if self.reduces else jax.ShapeDtypeStruct(shape, self.leaf.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row of it takes; of rows of different lengths an element."""
+        shape = [n for i, n in enumerate(self.leaf.shape) if self.reduces or i != self.leaf.axis]
+        return int(np.prod(shape)) * self.leaf.dtype.itemsize
+
+
+def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> list[Output]:
+    """The outputs for all rows.
+
+    Args:
+      types: of the outputs of one batch, as `lanes_of` has them.
+      out_axes: as the user gave it.
+      rows: how many there are.
+      grows: whether that is only how many there are at most.
+
+    Raises:
+      UnsupportedError: an output cannot be kept.
+      AxisError: `out_axes` does not fit the outputs.
+    """
+    leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
+    named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
+    outputs, size = [], 0 if grows else rows  # of arrays, to begin with
+    for leaf, (keys, _) in zip(leaves, named, strict=True):
+        x, spec = leaf.value, leaf.spec
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
+        if isinstance(x, Ragged):
+            if not is_position(spec):
+                raise UnsupportedError(
+                    f"{leaf.path} has rows of different lengths, and out_axes gives {spec!r}: such "
+                    "rows are kept one after another, and out_axes is 0."
+                )
+            row, dtype = without(x.data.shape, [x.element_axis]), native(x.data.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, (size, *row), dtype, 0, x.axis, grows)))
+            continue
+        if is_container(x):
+            raise UnsupportedError(
+                f"{leaf.path} is of type {type(x).__name__}, which is kept as no array. Return "
+                "the arrays that it is made of."
+            )
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            raise UnsupportedError(
+                f"{leaf.path} are random keys, which are kept as no array. Return "
+                "jax.random.key_data(key)."
+            )
+        if isinstance(spec, Reduce):
+            if spec.unmapped == "keep":
+                raise UnsupportedError(
+                    f"out_axes gives {spec!r} for {leaf.path}: map reduces what it is told to; "
+                    'leave out unmapped="keep".'
+                )
+            one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            check_reduces(spec, one, leaf.path)
+            check_lanes(spec, rows, leaf.path, "there are no rows")
+            reduction, result = spec.reduction, result_type(spec.reduction, x, 0)
+            if reduction.index and rows > np.iinfo(np.int32).max:
+                raise UnsupportedError(
+                    f"out_axes gives {spec!r} for {leaf.path}, and there are {rows:,} rows: their "
+                    "numbers do not fit into an int32. Map fewer rows in a call."
+                )
+            whole = Leaf(name, result.shape, np.dtype(result.dtype))
+            outputs.append(Output(leaf.path, whole, spec, one))
+        elif is_position(spec) or spec is AUTO:
+            axis = 0 if spec is AUTO else int(spec) % len(x.shape)
+            shape, dtype = (*x.shape[:axis], size, *x.shape[axis + 1 :]), native(x.dtype, leaf.path)
+            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, axis, None, grows)))
+        else:
+            raise UnsupportedError(
+                f"out_axes gives {spec!r} for {leaf.path}: map keeps what each row has, at an axis "
+                'given by its number, and reductions, batchax.Reduce("mean").'
+            )
+    names = [o.leaf.name for o in outputs]
+    if len(set(names)) < len(names) or ("" in names and len(names) > 1):
+        raise ArgumentTypeError(
+            "the outputs need names of their own, which are their paths, but they are "
+            f"{', '.join(map(repr, names))}. Return a dict with a name for each."
+        )
+    return outputs
+
+
+def lanes_of(out_axes: Any, added: bool = False) -> Any:
+    """`out_axes` for the lanes of everything: of what is reduced or left to us, too.
+
+    added: what `states_to_add` made is added up.
+    """
+
+    def of_one(x: Any) -> Any:
+        if added and is_added(x):
+            return _TOTAL
+        return 0 if isinstance(x, Reduce) or x is AUTO else x
+
+    is_leaf = lambda x: x is None or is_output_spec(x)
+    return jax.tree.map(of_one, out_axes, is_leaf=is_leaf)
+
+
+_TOTAL = Reduce(Reduction(jnp.add, 0))
+
+
+def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
+    """What a row returned, with the states of what rows add up in the place of that.
+
+    So lanes are added up by `vmap`, which needs no array for each of them (`sums/`).
+
+    Args:
+      out: what it returned.
+      out_axes: as the user gave it.
+      counts: whether the row is not left out of sums; None: it is not.
+    """
+    leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
+
+    def state(x: Any, reduction: Reduction) -> Any:
+        x = jnp.asarray(x)
+        x = x if reduction.lane is None else reduction.lane(x)
+        return x if counts is None else lax.select(counts, x, lax.full_like(x, 0))
+
+    values = (state(x.value, x.spec.reduction) if is_added(x.spec) else x.value for x in leaves)
+    return rebuild(iter(values))
+
+
+def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
+    """Inside a program: what the lanes of a batch come to.
+
+    Args:
+      outputs: all of them.
+      out: what the function of a batch returned: lanes, but for what it added up.
+      numbers: of the rows of the batch in the dataset.
+      real: which lanes count in reductions; None: all.
+
+    Returns:
+      An array, a `Ragged` or the state of a reduction for each output.
+    """
+    leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
+    arrays = []
+    for output, x in zip(outputs, leaves, strict=True):
+        if output.reduces is not None and not is_added(output.spec):
+            index = numbers.astype(np.int32)
+            states = reductions.states_of(output.reduces, x, 0, index, real)
+            x = reductions.folded(output.reduces, *states)
+        arrays.append(x)
+    return arrays
+
+
+def combined(output: Output, parts: Sequence[Any]) -> Any:
+    """States of some of the rows as one, in double precision."""
+    assert output.reduces is not None
+    return reductions.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
+
+
+def of_no_rows(output: Output) -> Any:
+    """A state that changes no other."""
+    assert output.reduces is not None
+    return jax.tree.map(
+        lambda x, none: np.full(x.shape, none, x.dtype),
+        output.state,
+        reductions.neutral_like(output.reduces, output.state),
+    )
+
+
+def finished(output: Output, whole: Any, rows: int) -> np.ndarray:
+    """A reduction over so many rows, from the state of all."""
+    assert output.reduces is not None
+    return reductions.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
+
+
+def named_parts(output: Output, state: Any) -> dict[str, np.ndarray]:
+    """The arrays of a state by names, as a journal keeps them."""
+    arrays = jax.tree.leaves(state)
+    return dict(zip(_part_names(output, len(arrays)), arrays, strict=True))
+
+
+def state_of(output: Output, named: Mapping[str, np.ndarray]) -> Any:
+    """What `named_parts` was given."""
+    structure = jax.tree.structure(output.state)
+    names = _part_names(output, structure.num_leaves)
+    return structure.unflatten([named[name] for name in names])
+
+
+def _part_names(output: Output, count: int) -> list[str]:
+    name = output.leaf.name
+    return [name] if count == 1 else [f"{name}#{i}" for i in range(count)]
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    """In the widest dtype of its kind: so that parts of many rows add up."""
+    if x.dtype == np.bool_:
+        return x
+    for kind, wide in (
+        (np.complexfloating, np.complex128),
+        (np.unsignedinteger, np.uint64),
+        (np.signedinteger, np.int64),
+    ):
+        if np.issubdtype(x.dtype, kind):
+            return x.astype(wide)
+    return x.astype(np.float64)  # bfloat16, too, which NumPy has no kind for
+
+
+def nothing(dtype: np.dtype) -> Any:
+    """What stands where a row has no result: NaN, or zero where there is none."""
+    has_nan = jnp.issubdtype(dtype, jnp.inexact)
+    return np.array(np.nan if has_nan else 0).astype(dtype)
+
 
 _FEW = 8  # rows, by whose program it is seen what a row takes
 _COUNTS = "counts in sums"  # no name that an argument may have
@@ -254,3 +557,193 @@ def _by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool)
 def _with_key(in_axes: Any, count: int) -> Any:
     """`in_axes` of a function whose first argument is the key of its row."""
     return (0, *(in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * count))
+
+
+# Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
+_MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
+_ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
+_PARTS = 8  # of a batch in which rows that fail are looked for; so many more in each of these
+_WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
+
+
+class Program:
+    """A function of `batch_size` rows, compiled.
+
+    Units have about as many elements each, and batches as many rows. Where lengths
+    differ much, there are several programs: for the largest batch, and for half as many elements,
+    and so on.
+
+    Attributes:
+      function: of a row.
+      batch_size: how many rows.
+    """
+
+    def __init__(
+        self, function: RowFunction, batch_size: int, shared: Sequence[Any] | None = None
+    ) -> None:
+        self._given = function.inputs.shared if shared is None else shared
+        self.function, self.batch_size = function, batch_size
+        self._types = function.types(batch_size)
+        self._programs: dict[tuple[bool, int], Any] = {}
+        self._lock = threading.Lock()  # several threads may want one
+
+    @functools.cached_property
+    def traced(self) -> Any:
+        """The program for the largest batch, before it is compiled."""
+        return self._traced(0)
+
+    @property
+    def compiled(self) -> Any:
+        """The program for the largest batch."""
+        return self._compiled(0)
+
+    @functools.cached_property
+    def _shared(self) -> list[Any]:
+        (_, _, places), _ = self.compiled.input_shardings
+        shared = self._given
+        return [jax.device_put(x, place) for x, place in zip(shared, places, strict=True)]
+
+    @functools.cached_property
+    def smaller(self) -> Program:
+        """A program of fewer rows, which looks for those that fail.
+
+        Batches of it divide the batches of this one, so each has elements of rows as it expects.
+        """
+        most = max(1, self.batch_size // _PARTS)
+        size = max(n for n in range(1, most + 1) if self.batch_size % n == 0)
+        return Program(self.function, size, self._shared)
+
+    def room_for(self, elements: Sequence[int]) -> int:
+        """Which program has room for so many elements of the rows of each argument.
+
+        The one of number `k` has room for the largest batch, halved `k` times: rows of different
+        lengths are padded to that. So it depends on nothing but the rows of a batch.
+        """
+        rows = [x for x in zip(self._types[1], elements, strict=True) if isinstance(x[0], Ragged)]
+        fits = lambda room: all(n <= _capacity(type, room) for type, n in rows)
+        return max(filter(fits, range(self._rooms)), default=0)
+
+    @functools.cached_property
+    def _rooms(self) -> int:
+        """How many programs there are. That depends on the lengths of all rows."""
+        saved = 0
+        for m, type in zip(self.function.inputs.mapped, self._types[1], strict=True):
+            if m.source.lengths is not None:
+                elements = elements_of_batches(m.source.lengths, self.batch_size)
+                rooms = np.array([_capacity(type, room) for room in range(_ROOMS)])
+                least = np.where(elements[:, None] <= rooms, rooms, rooms[0]).min(1)
+                saved += int((rooms[0] - least).sum())
+        return _ROOMS if saved >= _WORTH else 1
+
+    @whatever_jit
+    def start(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> list[Any]:
+        """Begins to compute a batch, of rows of these numbers, by the program with that room."""
+        return self._compiled(room)(*self._arguments(numbers, rows, room))
+
+    @whatever_jit
+    def reduced(
+        self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
+    ) -> list[Any]:
+        """What those rows of a batch that are `real` are reduced to."""
+        arguments = self._arguments(numbers, rows, room)
+        return jax.tree.map(np.asarray, self._compiled(room, masked=True)(*arguments, real))
+
+    def _compiled(self, room: int, masked: bool = False) -> Any:
+        """The program with that room; `masked` takes rows that count, and has reductions only."""
+        with self._lock:
+            if (masked, room) not in self._programs:
+                largest = room == 0 and not masked
+                traced = self.traced if largest else self._traced(room, masked)
+                self._programs[masked, room] = traced.lower().compile()
+            return self._programs[masked, room]
+
+    @whatever_jit
+    def _traced(self, room: int, masked: bool = False) -> Any:
+        run = self._run_masked if masked else self._run
+        types = [*self._types]
+        types[1] = [_in_room(type, room) for type in types[1]]
+        if masked:
+            types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
+        # What is not used stays an argument: all programs are called alike.
+        return jax.jit(run, keep_unused=True).trace(*types)
+
+    def _run(self, *batch: Any) -> list[Any]:
+        numbers, *_ = batch
+        return arrays_of(self.function.outputs, self.function.batched(*batch), numbers)
+
+    def _run_masked(self, numbers: Any, rows: Any, shared: Any, real: Any) -> list[Any]:
+        outputs = self.function.outputs
+        out = self.function.batched(numbers, rows, shared, real)
+        arrays = arrays_of(outputs, out, numbers, real)
+        return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
+
+    def _arguments(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> Any:
+        typed = [
+            _as_typed(x, _in_room(type, room)) for x, type in zip(rows, self._types[1], strict=True)
+        ]
+        return numbers.astype(np.uint32), typed, self._shared
+
+
+def program_of(function: RowFunction, batch_size: int) -> Program:
+    """The program of a batch. Of the sizes that were asked for the last is kept."""
+    program: Program | None = function._latest
+    if program is None or program.batch_size != batch_size:
+        program = Program(function, batch_size)
+        object.__setattr__(function, "_latest", program)
+    return program
+
+
+def staged_batch(function: RowFunction, batch_size: int) -> Any:
+    """The program of a batch, which runs whatever the user gave: rules for a batch and the
+    functions of reductions, too. Not over how many devices it is spread, which may change.
+    """
+    if function.options.get("mesh") is not None:
+        function = replace(function, options={**function.options, "mesh": None}, _latest=None)
+    return program_of(function, batch_size).traced.jaxpr
+
+
+def fitting(function: RowFunction, memory_limit: Any) -> int:
+    """How many rows fit the memory at a time: `batch_size="auto"`."""
+    room = _MOST_BYTES if jax.default_backend() == "cpu" else _MOST_ELSEWHERE
+    most = max(1, min(function.inputs.rows, room // max(function.row_bytes, 1)))
+    auto = Auto(parse_limit(memory_limit), function.name)
+    compile_for = lambda size: program_of(function, size).compiled
+    return fitting_chunk(auto, most, ("map", object()), compile_for, all_at_first=True)
+
+
+def _capacity(type: Ragged, room: int) -> int:
+    """How many elements a program has room for."""
+    return -(-type.data.shape[type.element_axis] // 2**room)
+
+
+def _in_room(type: Any, room: int) -> Any:
+    """The type of an argument of the program with that room."""
+    if not isinstance(type, Ragged) or room == 0:
+        return type
+    rest = without(type.data.shape, [type.element_axis])
+    return ragged_type(
+        _capacity(type, room), rest, type.dtype, len(type), type.each_bound, type.axes
+    )
+
+
+def _as_typed(x: Any, type: Any) -> Any:
+    """Rows as the program wants them."""
+    if isinstance(x, Rows):
+        rest = without(type.data.shape, [type.element_axis])
+        data = np.zeros((_capacity(type, 0), *rest), type.dtype)
+        data[: len(x.data)] = converted(x.data, type.dtype)
+        return as_ragged(x._replace(data=data), type.axes, type.each_bound, np.int32)
+    return converted(x, type.dtype)
+
+
+def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list[Any]:
+    """What `Program.start` began, on the host: of each output the first `rows` of the batch."""
+    results = []
+    for output, x in zip(outputs, arrays, strict=True):
+        if isinstance(x, Ragged):
+            results.append(kept(x, rows))
+        elif output.reduces:
+            results.append(jax.tree.map(np.asarray, x))
+        else:
+            results.append(np.asarray(x)[(slice(None),) * output.leaf.axis + (slice(rows),)])
+    return results

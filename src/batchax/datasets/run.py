@@ -1,40 +1,291 @@
-"""A map, from the call to the report."""
+"""What `batchax.map` does, and what it returns."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from batchax.datasets.addresses import Address
-from batchax.datasets.bad_rows import OutageError, Policy
+from batchax.datasets.addresses import Address, needed
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
-from batchax.datasets.jobs import AnyJob, JobInMemory
-from batchax.datasets.labels import Labels
-from batchax.datasets.opening import open_job
-from batchax.datasets.outputs import combined, finished, of_no_rows, state_of
-from batchax.datasets.parts import Bad, Leaf, Rows, elements_in
-from batchax.datasets.pipeline import Stop, interruptible
-from batchax.datasets.plan import Plan, whole_batches
-from batchax.datasets.program import fitting, staged_batch
-from batchax.datasets.ragged_parts import as_ragged
-from batchax.datasets.report import Report
-from batchax.datasets.row_function import RowFunction
-from batchax.datasets.source import ByContent
+from batchax.datasets.job import AnyJob, JobInMemory, open_job
+from batchax.datasets.pipeline import Stop, StreamUnits, StreamWork, Work, interruptible
+from batchax.datasets.plan import (
+    Bad,
+    Leaf,
+    Plan,
+    Rows,
+    as_ragged,
+    elements_in,
+    kept,
+    one_row,
+    whole_batches,
+)
+from batchax.datasets.row_function import (
+    RowFunction,
+    combined,
+    finished,
+    fitting,
+    of_no_rows,
+    staged_batch,
+    state_of,
+)
+from batchax.datasets.source import ByContent, Labels
 from batchax.datasets.sources import as_source
-from batchax.datasets.stores import open_store
-from batchax.datasets.stream_units import StreamUnits, StreamWork
-from batchax.datasets.tables import Results
-from batchax.datasets.work import Work
-from batchax.errors import BatchaxError, JobError, RowError
-from batchax.progress import Progress
+from batchax.datasets.store import open_store
+from batchax.datasets.units import OutageError, Policy
+from batchax.errors import (
+    ArgumentTypeError,
+    AxisError,
+    BatchaxError,
+    JobError,
+    RowError,
+    StorageError,
+    UnsupportedError,
+)
+from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import is_word
+from batchax.jaxprs.spoken import brief, name_of
+from batchax.progress import Progress, duration
+from batchax.rows.arrow import from_dense, from_rows
+from batchax.rows.ragged import Ragged
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuses what is no number of rows, nor "auto"."""
+    if not is_word(batch_size, "auto") and not (is_position(batch_size) and batch_size > 0):
+        raise AxisError(f'batch_size must be a positive int or "auto", got {brief(batch_size)}.')
+
+
+def of_this_process(mesh: Any) -> Any:
+    """A mesh of devices of this process alone."""
+    if isinstance(mesh, str) and mesh == "all" and jax.process_count() > 1:
+        return jax.sharding.Mesh(jax.local_devices(), ("devices",))
+    if getattr(mesh, "is_multi_process", False):
+        raise UnsupportedError(
+            "mesh has devices of several processes, and each process that calls this does the "
+            "whole dataset. Give a mesh of this process's own: jax.local_devices()."
+        )
+    return mesh
+
+
+def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
+    """Refuses a `key` that is not one random key, or that the function has no parameter for."""
+    if key is None:
+        return
+    try:
+        single = jax.random.key_data(key).ndim == 1
+    except TypeError:
+        single = False
+    if not single:
+        raise ArgumentTypeError(
+            f"key must be one random key, of which each row gets its own, as jax.random.key(0) "
+            f"makes it; got {brief(key)}."
+        )
+    with contextlib.suppress(ValueError):  # no signature
+        parameters = inspect.signature(fun).parameters.values()
+        kinds = [p.kind for p in parameters]
+        if len(kinds) <= count and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            name = name_of(fun)
+            raise ArgumentTypeError(
+                f"key is given, and {name} has no parameter for the key of a row beside those for "
+                f"its {count} arrays: it comes first, or is called key."
+            )
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that have rows.
+
+    Attributes:
+      names: of each array, by its path in what the function returns: "" if it is alone.
+      values: the array, or the path of it, or None of what was reduced.
+      axes: along which rows lie.
+      labels: of the rows.
+    """
+
+    names: Sequence[str]
+    values: Sequence[Any]
+    axes: Sequence[int]
+    labels: Labels
+
+    def columns(self) -> dict[str, np.ndarray | Rows]:
+        """Each with rows along axis 0; what is on a disk is read."""
+        return {
+            name or "result": x if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
+            for name, x, axis in self._read()
+        }
+
+    def to_arrow(self) -> Any:
+        """A table of Arrow."""
+        arrow = needed("pyarrow", "to_arrow")
+        made = {name: _in_arrow(name, x) for name, x in self.columns().items()}
+        if not made:
+            raise ArgumentTypeError("all results are reduced, so there are no rows for a table.")
+        return arrow.table(made)
+
+    def to_pandas(self) -> Any:
+        """A data frame of pandas, with the rows' coordinate as its index."""
+        pandas = needed("pandas", "to_pandas")
+        made = {name: _in_pandas(x) for name, x in self.columns().items()}
+        index = self.labels.coordinates.get(self.labels.dimension)
+        frame = pandas.DataFrame(made, index=None if index is None else index.to_index())
+        for name, coordinate in self.labels.coordinates.items():
+            if name != self.labels.dimension and name not in frame and coordinate.dims:
+                frame[name] = np.asarray(coordinate)
+        return frame
+
+    def to_xarray(self) -> Any:
+        """An array of xarray, or a dataset of such."""
+        xarray = needed("xarray", "to_xarray")
+        arrays = {name: self._in_xarray(xarray, *rest) for name, *rest in self._read()}
+        if set(arrays) == {""}:
+            return arrays[""].assign_coords(self.labels.coordinates)
+        return xarray.Dataset(arrays, coords=self.labels.coordinates)
+
+    def _read(self) -> list[tuple[str, Any, int]]:
+        triples = zip(self.names, self.values, self.axes, strict=True)
+        return [(name, _whole(x), axis) for name, x, axis in triples if x is not None]
+
+    def _in_xarray(self, xarray: Any, x: Any, axis: int) -> Any:
+        if isinstance(x, Rows):
+            raise ArgumentTypeError(
+                "a result has rows of different lengths, for which xarray has no array. Use "
+                "to_arrow."
+            )
+        # By number, so that equal sizes need not mean the same axis.
+        names = [f"dim_{i}" for i in range(x.ndim)]
+        names[axis] = self.labels.dimension
+        return xarray.DataArray(x, dims=names)
+
+
+def _whole(x: Any) -> Any:
+    if isinstance(x, Ragged):
+        return kept(x, len(x))
+    return as_source(x, "the output").whole() if isinstance(x, str) else x
+
+
+def _in_arrow(name: str, x: np.ndarray | Rows) -> Any:
+    values = x.data if isinstance(x, Rows) else x
+    if values.dtype.kind not in "biuf" or values.dtype.isbuiltin != 1:
+        raise ArgumentTypeError(f"{name} is of dtype {values.dtype}, for which Arrow has no type.")
+    if isinstance(x, Rows):
+        return from_rows(*x)
+    return from_dense(np.ascontiguousarray(x))
+
+
+def _in_pandas(x: np.ndarray | Rows) -> Any:
+    """A column: numbers, or an array for each row."""
+    if isinstance(x, Rows):
+        parts = np.split(x.data, np.cumsum(x.elements)[:-1]) if len(x.lengths) else []
+        return list(map(one_row, parts, x.lengths))
+    return x if x.ndim == 1 else [*x]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `batchax.map` returns.
+
+    Attributes:
+      rows: how many rows there are.
+      reused: how many of them an earlier call had done.
+      quarantined: how many of them have no result; `bad` says which.
+      outputs: where results are: what the function returns, with a path in place of each array;
+        if they were kept in memory, an array of NumPy, or a `Ragged`. None for what is reduced.
+      reduced: what the function returns, with what `batchax.Reduce` makes of all rows in place of
+        each array that is reduced, and None in place of others.
+      seconds: how long this call took.
+      left: how many rows are left to other shards of the job.
+      bad: the rows without a result, each with its number `row`, its `error` and a `traceback`.
+
+    Example:
+      >>> x = np.array([1.0, -1.0, 4.0])
+      >>> report = bx.map(jnp.log, x, on_nonfinite="quarantine", progress=False)
+      >>> print(report)
+      3 rows, 1 quarantined, ...
+      >>> report.bad[0].row
+      1
+    """
+
+    rows: int
+    reused: int
+    quarantined: int
+    outputs: Any
+    reduced: Any
+    seconds: float
+    bad: Sequence[Bad] = field(default=(), repr=False)
+    left: int = 0
+    _results: Results | None = field(default=None, repr=False, compare=False)
+
+    def to_arrow(self) -> Any:
+        """The results as a table of Arrow, with a column for each.
+
+        Columns are named by the path of the result in what the function returns, and "result" if it
+        is alone. Results with axes of their own are lists. What is on a disk is read.
+
+        Example:
+          >>> bx.map(jnp.sum, np.ones((2, 3)), progress=False).to_arrow().to_pydict()
+          {'result': [3.0, 3.0]}
+        """
+        return self._table.to_arrow()
+
+    def to_pandas(self) -> Any:
+        """The same as a data frame of pandas.
+
+        If an argument of `batchax.map` was an array of xarray, the index of the frame is the
+        coordinate of its rows, and other coordinates of rows are columns.
+
+        Example:
+          >>> frame = bx.map(jnp.sum, np.ones((2, 3)), progress=False).to_pandas()
+          >>> frame["result"].tolist()
+          [3.0, 3.0]
+        """
+        return self._table.to_pandas()
+
+    def to_xarray(self) -> Any:
+        """The same as an array of xarray, or a dataset with a variable for each result.
+
+        The axis of rows has the name and the coordinates that it has in the first argument of
+        `batchax.map` that is an array of xarray, and is called "row" if there is none.
+
+        Example:
+          >>> import xarray
+          >>> x = xarray.DataArray(np.ones((2, 3)), dims=["day", "x"], coords={"day": [1, 4]})
+          >>> sums = bx.map(jnp.sum, x, progress=False).to_xarray()
+          >>> float(sums.sel(day=4)), sums.dims
+          (3.0, ('day',))
+        """
+        return self._table.to_xarray()
+
+    @property
+    def _table(self) -> Results:
+        if self._results is None or self.left:
+            raise StorageError("some rows are left to other shards, so there is no table of all.")
+        return self._results
+
+    def __str__(self) -> str:
+        new = self.rows - self.reused - self.left
+        whole = f"{self.rows:,} rows"
+        parts = [f"{self.rows - self.left:,} of {whole}" if self.left else whole]
+        if self.reused:
+            parts.append(f"{self.reused:,} reused")
+        if self.quarantined:
+            parts.append(f"{self.quarantined:,} quarantined")
+        if self.left:
+            parts.append(f"{self.left:,} left to other shards")
+        parts.append(duration(self.seconds))
+        if new and self.seconds:
+            parts.append(f"{new / self.seconds:,.0f} rows/s")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,207 @@
-"""What all sources have in common: rows are read as fresh arrays, and failures are named."""
+"""Where rows come from: what a source is, the files that it reads, and several as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import ctypes
+import fnmatch
+import glob
+import hashlib
+import itertools
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from batchax.datasets.checksums import crc32c
-from batchax.datasets.failures import reading
-from batchax.datasets.parts import Rows
+from batchax.datasets import objects
+from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, reading
+from batchax.datasets.journal import JOB, JobFiles
+from batchax.datasets.plan import Rows, crc32c
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What an array of xarray calls its rows.
+
+    Attributes:
+      dimension: the name of the axis along which rows lie.
+      coordinates: the coordinates along it, and those of the whole array, by name.
+    """
+
+    dimension: str = "row"
+    coordinates: Mapping[str, Any] = field(default_factory=dict)
+
+
+def labels_of(x: Any, axis: int) -> Labels | None:
+    """Those of an array of xarray's; None of any other."""
+    if type(x).__module__.split(".")[0] != "xarray":
+        return None
+    dimension = x.dims[axis]
+    along = {str(name): c for name, c in x.coords.items() if c.dims in ((), (dimension,))}
+    return Labels(str(dimension), along)
+
+
+_BEFORE, _WRITE, _AFTER = 1, 2, 4  # flags of sync_file_range(2)
+_SMALL = 2**24  # bytes: of so few, what they hold is read when a call is made
+
+
+_File = tuple[str, int, int, int, int]
+"""What is known of a file without reading it: where it is below a path, its size, when it was
+written to, when it or what is known of it was changed, both in nanoseconds, and its inode. Whoever
+writes may set the first of these times to what it was, and nobody the second."""
+
+
+class Files:
+    """What is known of files without reading them: that they are what they were when opened.
+
+    Args:
+      path: a file, or a folder of which all files count.
+      name: of the argument, for messages.
+      linked: files elsewhere that it is read from, too.
+
+    Attributes:
+      path: the same, absolute and without links.
+      count: of how many inputs these are one.
+
+    Raises:
+      StorageError: it cannot be looked at; or it is the output of a job that is not finished.
+    """
+
+    def __init__(self, path: Path, name: str, linked: Sequence[Path] = ()) -> None:
+        # One file has one path, from whatever folder and through whatever links it is named.
+        self.path, self._name = path.resolve(), name
+        self.count = 1
+        self._linked = linked
+        refuse_unfinished(self.path, name)
+        for file in (self.path, *linked):
+            if file.is_file():
+                _write_out(file)
+        self._seen = self._look()
+
+    def check(self) -> None:
+        """Raises a StorageError if they were changed since they were opened."""
+        try:
+            same = self._look() == self._seen
+        except StorageError:  # some of it is gone
+            same = False
+        if not same:
+            raise self._changed()
+
+    def check_content(self) -> None:
+        """The same, and what is small holds what it did when `identity` was asked for.
+
+        Of what another process has mapped to write to it, a file system in memory moves no time.
+        """
+        self.check()
+        if "_content" in vars(self) and self._digest() != self._content:
+            raise self._changed()
+
+    def _changed(self) -> StorageError:
+        return StorageError(
+            f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
+            "it, and make the call again."
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Where they are, how large all are together, when the latest was changed, and more.
+
+        Of a folder, a digest of the names, sizes and times of all files. What is small is also
+        known by what it holds: so that is the same which was written again, and holds the same.
+        """
+        seen = self._seen
+        told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
+        told["modified_ns"] = max((file[2] for file in seen), default=0)
+        told["changed_ns"] = max((file[3] for file in seen), default=0)
+        if self.path.is_dir() or self._linked:  # files that were swapped are others
+            told["files"] = hashlib.sha256(repr(sorted(f[:4] for f in seen)).encode()).hexdigest()
+        if told["size"] * self.count <= _SMALL:
+            told["sha256"] = self._content
+        return told
+
+    @cached_property
+    def _content(self) -> str:
+        return self._digest()
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        with reading(self._name):
+            for name, *_ in sorted(self._seen):
+                content = (self.path / name if name else self.path).read_bytes()
+                digest.update(f"{name!r} {len(content)} ".encode() + content)
+        self.check()
+        return digest.hexdigest()
+
+    def _look(self) -> list[_File]:
+        with reading(self._name):
+            if not self.path.is_dir():
+                linked = [_described(str(path), os.stat(path)) for path in self._linked]
+                return [_described("", os.stat(self.path)), *linked]
+            return [
+                _described(os.path.relpath(os.path.join(folder, file), self.path), status)
+                for folder, _, names in os.walk(self.path, followlinks=True)
+                for file in names
+                for status in [os.stat(os.path.join(folder, file))]
+            ]
+
+
+def refuse_unfinished(address: Address, name: str) -> None:
+    """Refuses what a job has not computed yet, or what was lost since: it would count as zeros.
+
+    Raises:
+      StorageError: it is, or is in, the output of a job that is not finished, or of which a file is
+        missing.
+    """
+    from batchax.datasets.store import reopen_store  # which imports sources
+
+    for path in (address, *address.parents):
+        if path.name.endswith(PARTIAL) and path in (address, address.parent):
+            raise StorageError(
+                f"{name}: {path} is the output of a job that is not finished, or a copy of it. The "
+                "call that began it goes on with it. Rename it if it is something else."
+            )
+        job = JobFiles(path) if path.name else None
+        if job is None or not job.is_begun:
+            continue
+        end, description = job.read_end(), job.read()
+        if end is None or description is None:
+            raise StorageError(
+                f"{name}: {path} is the output of a job that is not finished, and rows "
+                f"that are still to come would count as zeros. `batchax status {path}` says "
+                "how far it is; the call that began it goes on with it."
+            )
+        units = description.plan_at_end(end).units
+        for file in reopen_store(path, description.store).missing(units).values():
+            raise StorageError(
+                f"{name}: {file} is missing, and its rows would count as zeros, or not at all. "
+                f"Restore it, or make the call that wrote {path} again: it computes these rows."
+            )
+
+
+def _described(name: str, status: os.stat_result) -> _File:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return name, status.st_size, *times, status.st_ino
+
+
+def _write_out(path: Path) -> None:
+    """Has the system write what another process wrote to a memory map of the file.
+
+    From then on its next write to a page is noticed, and moves the time of the file, which writes
+    to a page that is to be written out anyway do not.
+    """
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        if sys.platform != "linux":
+            return os.fsync(file.fileno())
+        whole = ctypes.c_int64(0), ctypes.c_int64(0)
+        # Unlike fsync it does not wait until the disk itself has it: microseconds if nothing waits.
+        ctypes.CDLL(None).sync_file_range(file.fileno(), *whole, _BEFORE | _WRITE | _AFTER)
+
 
 Index = tuple[slice, ...]
 
@@ -215,3 +405,150 @@ def native(dtype: Any, name: str) -> np.dtype:
             f"{name}: elements of dtype {own} are no numbers. Convert them, or leave them out."
         )
     return own
+
+
+Fits = Callable[[Any], bool]
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path names several, and is not that of a file which is called so."""
+    return glob.has_magic(path) and not os.path.exists(path)
+
+
+def matching(pattern: str) -> list[Path]:
+    """What a pattern names, by name, but for the folders of jobs; ``**`` is folders in folders."""
+    named = map(Path, glob.glob(pattern, recursive=True))
+    return sorted(path for path in named if _no_job(path.parts, Path(pattern).parts))
+
+
+def fits_files(pattern: str) -> Fits:
+    """Whether a file would fit a pattern, once it is there."""
+    resolved = Path(pattern).resolve()
+    return lambda path: isinstance(path, Path) and _fits(path, resolved)
+
+
+def fits_objects(pattern: ObjectPath) -> Fits:
+    """The same of names of objects, of which slashes make folders."""
+    place, parts = (pattern.scheme, pattern.bucket), pattern.key.split("/")
+    return lambda path: (
+        isinstance(path, ObjectPath)
+        and (path.scheme, path.bucket) == place
+        and _fit_parts(path.key.split("/"), parts)
+        and _no_job(path.key.split("/"), parts)
+    )
+
+
+def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether nothing is the folder of a job, or in one; or the pattern asks for those."""
+    asked = any(pattern.endswith(JOB) for pattern in patterns)
+    return asked or not any(name.endswith(JOB) for name in names)
+
+
+def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """As `glob` has it: two stars are any folders, and none of the stars stands for a first dot."""
+    if not (names and patterns):
+        return not names and all(pattern == "**" for pattern in patterns)
+    (name, *more), (pattern, *rest) = names, patterns
+    shown = pattern.startswith(".") or not name.startswith(".")
+    if pattern == "**":
+        return _fit_parts(names, rest) or (shown and _fit_parts(more, patterns))
+    return shown and fnmatch.fnmatchcase(name, pattern) and _fit_parts(more, rest)
+
+
+def matching_objects(pattern: ObjectPath) -> list[ObjectPath]:
+    """What a pattern names in a store, by name: objects, and what these are in."""
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.key.split("/"))
+    root = ObjectPath(pattern.scheme, pattern.bucket, "/".join(fixed))
+    seen: set[ObjectPath] = set()
+    for path, _ in objects.below(root):
+        seen.update((path, *path.parents))
+    return sorted(filter(fits_objects(pattern), seen))
+
+
+def _fits(path: Path, pattern: Path) -> bool:
+    """Whether a file of that path would fit a pattern, once it is there."""
+    if "**" in pattern.parts:  # any folders may stand for that
+        return fnmatch.fnmatch(str(path), str(pattern).replace("**/", "*"))
+    each = zip(path.parts, pattern.parts, strict=False)
+    return len(path.parts) == len(pattern.parts) and all(fnmatch.fnmatch(*x) for x in each)
+
+
+class Joined(Source):
+    """Rows of several sources, one after another, along axis 0.
+
+    Args:
+      parts: the sources.
+      fits: whether what is written to a path would be one of them.
+      name: for messages.
+
+    Raises:
+      StorageError: rows of them differ in shape, in dtype, or in whether their lengths differ.
+    """
+
+    lends = True
+
+    def __init__(self, parts: Sequence[Source], fits: Fits, name: str) -> None:
+        first, *_ = parts
+        kind = lambda x: (x.shape[1:], x.dtype, x.ragged, x.axes)
+        for part in parts:
+            if not part.shape:
+                raise StorageError(f"{name}: {part.name} is a number, and has no rows.")
+            if kind(part) != kind(first):
+                raise StorageError(
+                    f"{name}: rows of all files must be alike. {first.name} has rows of "
+                    f"{_row_of(first)}, and {part.name} of {_row_of(part)}."
+                )
+        self.ragged, self.axes = first.ragged, first.axes
+        self.in_process = any(part.in_process for part in parts)
+        self._parts, self._fits = parts, fits
+        self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
+        self._files = [files for part in parts for files in part.all_files]
+        for files in self._files:
+            files.count = len(self._files)
+        super().__init__(name, (self._ends[-1], *first.shape[1:]), first.dtype)
+
+    @property
+    def all_files(self) -> Sequence[Any]:
+        return self._files
+
+    def would_hold(self, path: Any) -> bool:
+        return self._fits(path) or super().would_hold(path)
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        lengths = [part.lengths for part in self._parts]
+        return np.concatenate([x for x in lengths if x is not None]) if self.ragged else None
+
+    def origin(self) -> dict[str, Any] | None:
+        origins = [part.origin() for part in self._parts]
+        return None if any(origin is None for origin in origins) else {"parts": origins}
+
+    def get(self, index: Index) -> Any:
+        if len(index) != 1:
+            raise AxisError(
+                f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
+                f"along axis {len(index) - 1}."
+            )
+        got, picked = [], index[0]
+        first = bisect_right(self._ends, picked.start)
+        for i in range(first, len(self._parts)):
+            begin = self._ends[i] - self._parts[i].shape[0]
+            if i > first and begin >= picked.stop:
+                break
+            start = max(picked.start - begin, 0)
+            stop = max(start, min(picked.stop, self._ends[i]) - begin)
+            got.append(self._parts[i].read(0, start, stop, fresh=False))
+        if not got:
+            return self._parts[-1].read(0, self._parts[-1].shape[0], self._parts[-1].shape[0])
+        if len(got) == 1:
+            return got[0]
+        if isinstance(got[0], Rows):
+            return Rows(*map(np.concatenate, zip(*got, strict=True)))
+        return np.concatenate(got)
+
+
+def _row_of(part: Source) -> str:
+    lengths = " and lengths that differ" if part.ragged else ""
+    if isinstance(part.axes, tuple):
+        lengths += f" along the axes {part.axes}"
+    return f"shape {part.shape[1:]}{lengths} and dtype {part.dtype}"

@@ -1,8 +1,11 @@
-"""Where rows come from: from an argument of the user's to a source of rows."""
+"""From what a user passes to sources of rows: arrays, files, patterns, and streams."""
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,248 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from batchax.datasets.addresses import ObjectPath, at_home, is_url
-from batchax.datasets.columns import ArrowColumn
-from batchax.datasets.failures import reading
-from batchax.datasets.joined import Joined, fits_files, is_pattern, matching
-from batchax.datasets.kinds import Kinds
-from batchax.datasets.masking import masked
-from batchax.datasets.memory import InMemory, InRagged, Sliced, in_memory
-from batchax.datasets.source import Source, native
-from batchax.datasets.tensorstores import zarr_format
-from batchax.errors import ArgumentTypeError, StorageError
+from batchax.datasets.addresses import Kinds, ObjectPath, at_home, is_url, masked, reading
+from batchax.datasets.files import (
+    ArrowColumn,
+    InMemory,
+    InRagged,
+    Sliced,
+    in_memory,
+    refuse_masked,
+    zarr_format,
+)
+from batchax.datasets.plan import ENDLESS
+from batchax.datasets.source import Index, Joined, Source, fits_files, is_pattern, matching, native
+from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.rows.ragged import Ragged
+
+
+def is_one_by_one(x: Any) -> bool:
+    """Whether Python iterates over it, and it is no tree of JAX's: else JAX warns of iterators."""
+    return isinstance(x, Iterable) and jax.tree_util.all_leaves([x])
+
+
+def is_stream(x: Any) -> bool:
+    """Whether rows of an argument are had by iterating over it, or by their numbers."""
+    if isinstance(x, (str, bytes, os.PathLike, Source, np.generic, set, frozenset)):
+        return False  # the last two have no order that they had in another process
+    if not jax.tree_util.all_leaves([x]):  # it is a tree, of arrays
+        return False
+    if all(hasattr(x, name) for name in ("shape", "dtype")) or _is_arrow(x):
+        return False
+    return hasattr(x, "__iter__") or _has_numbers(x)
+
+
+def _is_arrow(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice")
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether rows can be asked for by number: none has to be made that is passed over."""
+    return hasattr(x, "__len__") and hasattr(x, "__getitem__")
+
+
+class StreamLeaf(Source):
+    """An array of each row of a stream, which is read in order and by `Stream.take` alone.
+
+    Args:
+      stream: the stream.
+      leaf: number of the array among those of a row.
+    """
+
+    def __init__(self, stream: Stream, leaf: int, name: str, shape: Any, dtype: Any) -> None:
+        super().__init__(name, (ENDLESS, *shape), dtype)
+        self.stream, self.leaf = stream, leaf
+
+    def get(self, index: Index) -> Any:
+        raise UnsupportedError(f"{self.name} are rows that come one after another, and in order.")
+
+    def origin(self) -> dict[str, Any]:
+        """That it is one: which rows those were that are done, the journal says."""
+        return {"stream": self.stream.name}
+
+    def content(self) -> dict[str, Any]:
+        return self.origin()
+
+    def identity(self) -> dict[str, Any]:
+        return {**super().identity(), "shape": [None, *self.shape[1:]]}
+
+
+class Stream:
+    """The rows of an argument, in order.
+
+    Args:
+      x: what `is_stream` takes.
+      name: of the argument, for messages.
+      batched: whether each item is a batch, with rows along axis 0, and not a row.
+      start: how many rows are passed over.
+
+    Attributes:
+      name: as given.
+      argument: what stands for it: a tree with a `StreamLeaf` for each array of a row; None if
+        there are no rows.
+      size: rows of the first item.
+    """
+
+    def __init__(self, x: Any, name: str, batched: bool, start: int) -> None:
+        self.name, self._batched = name, batched
+        self._by_number = x if not batched and _has_numbers(x) else None
+        self._iterator: Iterator[Any] = iter(()) if self._by_number is not None else iter(x)
+        self._own = self._iterator is not x  # and not the user's, who may go on with it
+        self._structure: Any = None
+        self._types: list[tuple[tuple[int, ...], np.dtype]] = []
+        self._left: list[np.ndarray] = []  # rows of a batch that were not taken yet
+        self._items = 0 if self._by_number is None else start  # that were taken, or passed over
+        self.argument: Any = None
+        first = self._item()
+        if first is not None:
+            self.size = len(first[0])
+            self._left = first
+            leaves = [
+                StreamLeaf(self, i, f"{name}{path}", x.shape[1:], x.dtype)
+                for i, (path, x) in enumerate(zip(self._paths, first, strict=True))
+            ]
+            self.argument = self._structure.unflatten(leaves)
+            if self._by_number is None:
+                self.skip(start)
+
+    def take(self, rows: int) -> list[np.ndarray]:
+        """The next rows of each array, so many or as many as there are: shape (rows, ...)."""
+        parts, count = [self._left], len(self._left[0])
+        while count < rows:
+            item = self._item()
+            if item is None:
+                break
+            parts.append(item)
+            count += len(item[0])
+        whole = [x[0] if len(x) == 1 else np.concatenate(x) for x in zip(*parts, strict=True)]
+        self._left = [x[rows:] for x in whole]
+        return [x[:rows] for x in whole]
+
+    def close(self) -> None:
+        """Ends a generator that was made here."""
+        close = getattr(self._iterator, "close", None)
+        if self._own and close is not None:
+            with contextlib.suppress(ValueError):  # a thread waits in it for a row
+                close()
+
+    @property
+    def total(self) -> int | None:
+        """How many rows it has, if it says so."""
+        return None if self._by_number is None else len(self._by_number)
+
+    def skip(self, rows: int) -> int:
+        """Passes over rows, which are not made if they have numbers; returns how many."""
+        passed = 0
+        while passed < rows:
+            if not len(self._left[0]):
+                if self._by_number is not None:
+                    count = max(0, min(rows - passed, len(self._by_number) - self._items))
+                    self._items += count
+                    return passed + count
+                item = self._item()
+                if item is None:
+                    break
+                self._left = item
+            count = min(rows - passed, len(self._left[0]))
+            self._left = [x[count:] for x in self._left]
+            passed += count
+        return passed
+
+    def _next(self) -> Any:
+        if self._by_number is None:
+            return next(self._iterator)
+        if self._items >= len(self._by_number):
+            raise StopIteration
+        return self._by_number[self._items]
+
+    def _item(self) -> list[np.ndarray] | None:
+        """The arrays of the next item, with rows along axis 0; None if there is none."""
+        try:
+            item = self._next()
+        except StopIteration:
+            return None
+        name = f"{self.name}, item {self._items}"
+        self._items += 1
+        named, structure = jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_numbers)
+        paths = [jax.tree_util.keystr(keys) for keys, _ in named]
+        arrays = [_array(x, f"{name}{path}") for path, (_, x) in zip(paths, named, strict=True)]
+        if not self._batched:
+            arrays = [x[None] for x in arrays]
+        if self._structure is None:
+            self._structure, self._paths = structure, paths
+            if not arrays:
+                raise ArgumentTypeError(f"{name} has no arrays.")
+            self._types = [(x.shape[1:], x.dtype) for x in arrays]
+        self._check(name, structure, arrays)
+        return arrays
+
+    def _check(self, name: str, structure: Any, arrays: Sequence[np.ndarray]) -> None:
+        if structure != self._structure:
+            raise ArgumentTypeError(
+                f"{name} is {structure}, and the first was {self._structure}: all must be alike."
+            )
+        counts = {x.shape[:1] for x in arrays}
+        if len(counts) > 1 or () in counts:
+            shapes = ", ".join(str(x.shape) for x in arrays)
+            raise AxisError(
+                f"{name} is to be a batch of rows along axis 0 of each array, and these have the "
+                f"shapes {shapes}. If it is one row, leave out batched=True."
+            )
+        for path, x, (shape, dtype) in zip(self._paths, arrays, self._types, strict=True):
+            if x.shape[1:] != shape or not np.can_cast(x.dtype, dtype, "same_kind"):
+                raise AxisError(
+                    f"{name}{path} has rows of shape {x.shape[1:]} and dtype {x.dtype}, and the "
+                    f"first ones had {shape} and {dtype}: all must be alike. Pad them, or give "
+                    "rows of different lengths as a batchax.Ragged."
+                )
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether a list stands for an array: loaders hand on rows as they are in JSON."""
+    while isinstance(x, list) and x:
+        x = x[0]
+    return isinstance(x, numbers.Number)
+
+
+def _array(x: Any, name: str) -> np.ndarray:
+    """An array of its own: whoever makes rows may make the next one in the same memory."""
+    refuse_masked(x, name)
+    try:
+        array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
+        array = array if isinstance(x, (list, numbers.Number)) else array.copy()
+    except Exception as error:
+        raise ArgumentTypeError(f"{name} cannot be made an array of NumPy's: {error}") from error
+    return np.asarray(array, native(array.dtype, f"{name}, of type {type(x).__name__}"))
+
+
+def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list[np.ndarray]]:
+    """The next rows of streams that end together, so many or as many as there are.
+
+    Args:
+      streams: which.
+      rows: how many.
+      first: the number of the first one.
+
+    Raises:
+      AxisError: one of them ends before another.
+    """
+    parts = {stream: stream.take(rows) for stream in streams}
+    counts = [len(arrays[0]) for arrays in parts.values()]
+    if len(set(counts)) > 1:
+        raise AxisError(
+            f"the arguments end after different numbers of rows: from row {first} on there are "
+            f"{' and '.join(map(str, counts))} in them."
+        )
+    return parts
+
+
+def arrays_of(
+    sources: Sequence[Any], parts: Mapping[Stream, Sequence[np.ndarray]]
+) -> list[np.ndarray]:
+    """For each `StreamLeaf` its array, of what was `taken`."""
+    return [parts[leaf.stream][leaf.leaf] for leaf in sources]
+
 
 SOURCES = Kinds(
     "batchax.sources",
@@ -32,7 +266,7 @@ SOURCES = Kinds(
         "h5": "batchax.datasets.files:Hdf5Dataset",
         "hdf5": "batchax.datasets.files:Hdf5Dataset",
         "he5": "batchax.datasets.files:Hdf5Dataset",
-        "parquet": "batchax.datasets.columns:ParquetColumn",
+        "parquet": "batchax.datasets.files:ParquetColumn",
     },
 )
 """By the suffix of a file. Another package adds its own as entry points of that group."""
@@ -99,7 +333,7 @@ def open_path(path: str, name: str) -> Source:
       ImportError: a package that this needs is not installed, or is wrong.
     """
     if is_url(path):
-        from batchax.datasets.object_sources import open_object
+        from batchax.datasets.object_files import open_object
 
         return open_object(path, name)
     file, member = _split(path)

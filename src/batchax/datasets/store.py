@@ -1,21 +1,103 @@
-"""What all stores have in common."""
+"""Where results go: what a store is, and which store an `out` is."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as bfloat16)
 import numpy as np
 
-from batchax.datasets.addresses import PARTIAL
-from batchax.datasets.durable import give_name, make_folder, remove_unfinished
-from batchax.datasets.held import Held
-from batchax.datasets.parts import Leaf, Rows, Unit
-from batchax.errors import ArgumentTypeError, JobError, StorageError
+from batchax.datasets.addresses import PARTIAL, Address, Kinds, ObjectPath, address, needed
+from batchax.datasets.disk import give_name, make_folder, remove_unfinished
+from batchax.datasets.plan import Leaf, Plan, Rows, Unit
+from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
+from batchax.jaxprs.spoken import brief
+
+
+class Held:
+    """A file or folder that is to stay the one that it is.
+
+    As long as it is open here, the system gives its number to no other. Of files in a folder, each
+    of which is written once, what they were then is compared in the end.
+
+    Args:
+      path: of it, for messages.
+      at: returns where it is now: others may give it its name.
+
+    Raises:
+      StorageError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, at: Callable[[], Path]) -> None:
+        self._path, self._at = path, at
+        self._written: dict[int, tuple[Sequence[str], int | None]] = {}  # there may be millions
+        self._lock = threading.Lock()
+        try:
+            self._file: int | None = os.open(at(), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise StorageError(f"{path} could not be opened: {error.strerror}.") from error
+
+    def check(self) -> None:
+        """Raises a JobError if something else has its path, or nothing."""
+        if self._file is None:
+            return
+        try:
+            same = os.path.samestat(os.fstat(self._file), os.stat(self._at()))
+        except OSError:
+            same = False
+        if not same:
+            raise JobError(
+                f"{self._path} was deleted, moved, or replaced by something else while this "
+                "process wrote to it, and so nothing more is written. Put it back, and make the "
+                "call again; or delete it and the folder of its job to compute it again."
+            )
+
+    def written(self, number: int, files: Sequence[Path]) -> None:
+        """The files of a unit are written, and are to be what they are."""
+        if files:
+            at = self._at()
+            names = [str(file.relative_to(at)) for file in files]
+            stamp = _stamp(at, names)
+            with self._lock:
+                self._written[number] = names, stamp
+
+    def check_written(self) -> None:
+        """Raises a JobError if such files were changed since."""
+        for names, stamp in self._written.values():
+            if stamp is None or _stamp(self._at(), names) != stamp:
+                raise written_over(self._path, names[0])
+
+    def close(self) -> None:
+        """From now on it may be anything."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def written_over(out: Any, what: str) -> JobError:
+    """The error of an output of which somebody changed a part that was written before."""
+    return JobError(
+        f"{out} does not hold what was written to it: somebody wrote over {what}, or deleted it, "
+        f"while this process was at work. `batchax verify {out}` says what is damaged, and the "
+        "same call computes it again."
+    )
+
+
+def _stamp(at: Path, names: Sequence[str]) -> int | None:
+    """What tells files from what they are once somebody wrote to them; None if one is gone."""
+    try:
+        told = [os.stat(at / name) for name in names]
+    except OSError:
+        return None
+    return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in told))
+
 
 Results = Sequence[np.ndarray | Rows]
 
@@ -279,3 +361,169 @@ def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | 
             f"{leaf.dtype}{expected} was to be written."
         )
     return result if isinstance(result, Rows) else data
+
+
+class MemoryStore(Store):
+    """Arrays of NumPy, filled unit by unit. Of rows of different lengths, `Rows`."""
+
+    kind = "memory"
+    lasts = False
+    can_grow = True
+
+    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
+        self._arrays: list[np.ndarray | None] = []
+        self._parts: dict[tuple[int, int], Any] = {}  # of no array: by unit and leaf
+
+    def prepare(self) -> None:
+        self._arrays = [
+            None if leaf.grows or leaf.ragged is not None else np.empty(leaf.shape, leaf.dtype)
+            for leaf in self.leaves
+        ]
+
+    def check(self) -> None:
+        raise JobError("results in memory are gone with their process: there is no job to go on.")
+
+    def put(self, unit: Unit, results: Results) -> None:
+        for i, (leaf, array, result) in enumerate(
+            zip(self.leaves, self._arrays, results, strict=True)
+        ):
+            if isinstance(result, Rows):
+                self._parts[unit.number, i] = Rows(result.data.copy(), result.lengths.copy())
+            elif array is None:
+                self._parts[unit.number, i] = result.copy()
+            else:
+                array[part_of(leaf, unit)] = result
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        if any((unit.number, i) not in self._parts for i in self._leaves_in_parts()):
+            raise StorageError(f"rows {unit.start} to {unit.stop} were not written.")
+        return [
+            self._parts[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
+            for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
+        ]
+
+    def result(self) -> Any:
+        return self.each(
+            [self._joined(i) if array is None else array for i, array in enumerate(self._arrays)]
+        )
+
+    def _leaves_in_parts(self) -> list[int]:
+        return [i for i, array in enumerate(self._arrays) if array is None]
+
+    def _joined(self, i: int) -> Any:
+        """The rows of all units."""
+        leaf = self.leaves[i]
+        units = [self._parts[key] for key in sorted(self._parts) if key[1] == i]
+        if leaf.ragged is None:
+            return np.concatenate([np.empty(leaf.shape, leaf.dtype), *units], leaf.axis)
+        return Rows(*map(np.concatenate, zip(leaf.without_elements(0), *units, strict=True)))
+
+
+FOLDER = "parquet"  # of a name without a suffix
+
+STORES = Kinds(
+    "batchax.stores",
+    Store,
+    {
+        "zarr": "batchax.datasets.file_stores:ZarrStore",
+        "npy": "batchax.datasets.file_stores:NpyStore",
+        "parquet": "batchax.datasets.file_stores:ParquetStore",
+    },
+)
+"""By the suffix of an output. Another package adds its own as entry points of that group."""
+
+OF_OBJECTS = {
+    "zarr": "batchax.datasets.object_files:ObjectZarr",
+    "parquet": "batchax.datasets.object_files:ObjectParquet",
+}
+"""The same in a store of objects, where nothing can be written into the middle of a file."""
+
+
+def open_store(
+    out: str | Address | None, leaves: Sequence[Leaf], plan: Plan, kind: str | None = None
+) -> Store:
+    """The store of a job's results. Nothing is written yet.
+
+    Args:
+      out: "x.zarr", "x.npy", a folder for Parquet files, which has no suffix or ".parquet" or ends
+        in a slash; a path with a suffix that another package writes; None for memory.
+      leaves: the arrays of results.
+      plan: says how many rows are written at once.
+      kind: of the store, if that is known: a path has lost the slash at its end.
+
+    Raises:
+      ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
+      ImportError: a library that it needs is not installed, or a package that adds it is wrong.
+    """
+    return _store(kind or kind_of(out), out, leaves, plan.chunk_rows)
+
+
+def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
+    """The store that `Store.describe` described."""
+    leaves, unit_rows = described_leaves(description), description["unit_rows"]
+    return _store(description["kind"], out, leaves, unit_rows)
+
+
+def _store(kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
+    if kind == MemoryStore.kind:
+        return MemoryStore(Path(), leaves, unit_rows)
+    place = address(out, "out")
+    of_objects = isinstance(place, ObjectPath)
+    store_class: Any = _of_objects(kind) if of_objects else STORES.load(kind)
+    store: Store = store_class(place, leaves, unit_rows)
+    store.kind = kind
+    return store
+
+
+def _of_objects(kind: str) -> type[Store]:
+    module, _, name = OF_OBJECTS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def kind_of(out: Any) -> str:
+    """The kind of the store for an output.
+
+    Raises:
+      ArgumentTypeError: there is none.
+    """
+    if out is None:
+        return MemoryStore.kind
+    if isinstance(out, ObjectPath):
+        out = str(out)
+    if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
+        raise ArgumentTypeError(f"out must be a path or None, and is {brief(out)}.")
+    name = str(os.fspath(out))
+    if "\0" in name:
+        raise ArgumentTypeError(f"out={name!r}: a path has no zero bytes.")
+    place = address(out, "out")
+    kind = place.suffix[1:]
+    if not kind and place.name[1:] in STORES:
+        raise ArgumentTypeError(f"out={name!r} is a suffix without a name before it.")
+    if isinstance(place, ObjectPath):
+        if not kind or name.endswith("/"):
+            return FOLDER
+        if kind not in OF_OBJECTS:
+            raise UnsupportedError(
+                f"out={name!r}: in a store of objects, results are written to .zarr, or to "
+                "Parquet files (.parquet, no suffix, or a slash at the end). Other files are "
+                "written into, and an object is put whole: write to a disk, and copy it there."
+            )
+        return kind
+    if kind in STORES:
+        return kind
+    if not kind or name.endswith("/"):
+        if importlib.util.find_spec("pyarrow") is None:  # who forgot the suffix means another kind
+            needed(
+                "pyarrow", f"out={name!r} without a suffix ({STORES.listed()}) is Parquet, which"
+            )
+        return FOLDER
+    why = (
+        " HDF5 is read but not written: a writer that is killed damages the file."
+        if kind in ("h5", "hdf5", "he5")
+        else ""
+    )
+    raise ArgumentTypeError(
+        f"out={name!r}: results are written to {STORES.listed()}, or a folder of Parquet files (no "
+        f"suffix, or a slash at the end).{why}"
+    )

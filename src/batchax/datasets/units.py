@@ -1,28 +1,431 @@
-"""A unit computed: batch after batch, and the rows found for which that cannot be done."""
+"""Units computed batch by batch, and the rows of them that fail."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from batchax.datasets.bad_rows import (
-    Policy,
-    failing_rows,
-    row_error,
-    without_failing,
-    without_nonfinite,
+from batchax import _compat
+from batchax.datasets.inputs import rows_of
+from batchax.datasets.plan import NOT_FINITE, Bad, Rows, Unit, alike
+from batchax.datasets.row_function import (
+    Program,
+    combined,
+    fetched,
+    named_parts,
+    nothing,
+    of_no_rows,
 )
-from batchax.datasets.one_batch import Waiting, ahead, batches_of, tried, without_rows
-from batchax.datasets.outputs import combined, named_parts
-from batchax.datasets.parts import Bad, Rows, Unit
-from batchax.datasets.program import Program
+from batchax.errors import MemoryLimitError, RowError
 from batchax.rows.ragged import Ragged
+
+
+def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What `work` returns, or the error that it raises: of the user's, if a callback fails."""
+    try:
+        return work(), None
+    except Exception as error:
+        if last_line(error).startswith("KeyboardInterrupt"):  # raised while a callback ran
+            raise KeyboardInterrupt from None
+        return None, error
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some rows of a unit, to be computed at a time.
+
+    Attributes:
+      program: computes them.
+      unit: the unit.
+      data: the rows of the unit.
+      first: of these the first of the batch.
+      count: how many there are; where that is less than the program takes, the last is repeated.
+    """
+
+    program: Program
+    unit: Unit
+    data: Sequence[np.ndarray | Rows]
+    first: int
+    count: int
+
+    def start(self, instead: dict[int, int] | None = None) -> list[Any]:
+        """Begins to compute it; `instead` says which rows of it others take the places of."""
+        return self.program.start(*self._arguments(instead or {}))
+
+    def reduced(self, instead: dict[int, int]) -> list[Any]:
+        """What the rows whose places no others take are reduced to."""
+        real = np.arange(self.program.batch_size) < self.count
+        real[list(instead)] = False
+        return self.program.reduced(*self._arguments(instead), real)
+
+    def parts(self) -> Iterator[Batch]:
+        """Its rows in smaller batches, computed by a smaller program."""
+        program, stop = self.program.smaller, self.first + self.count
+        for first in range(self.first, stop, program.batch_size):
+            count = min(program.batch_size, stop - first)
+            yield replace(self, program=program, first=first, count=count)
+
+    @property
+    def is_full(self) -> bool:
+        return self.count == self.program.batch_size
+
+    def places_of(self, rows: Iterable[int]) -> list[int]:
+        """Where these rows of the dataset are in the batch, of those that are in it."""
+        places = (row - self.unit.start - self.first for row in rows)
+        return sorted(place for place in places if 0 <= place < self.count)
+
+    def row(self, place: int) -> int:
+        """The number of a row in the dataset."""
+        return self.unit.start + self.first + place
+
+    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any], int]:
+        mapped = self.program.function.inputs.mapped
+        if self.is_full and not instead and not any(isinstance(x, Rows) for x in self.data):
+            data: Sequence[Any] = self.data
+            stop = self.first + self.count  # what most batches are: rows as they lie
+            parts = [
+                x[(slice(None),) * m.axis + (slice(self.first, stop),)]
+                for m, x in zip(mapped, data, strict=True)
+            ]
+            start = self.unit.start
+            return np.arange(start + self.first, start + stop), parts, 0
+        places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
+        index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
+        index, places = index + self.first, places + self.first
+        rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
+        # By the rows that are there, whichever others take their places: so bits do not change.
+        elements = [int(x.elements[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]
+        return index + self.unit.start, rows, self.program.room_for(elements)
+
+
+Waiting = tuple[Batch, Callable[[], list[Any]]]
+"""A batch that was begun, and what waits for its results."""
+
+
+def batches_of(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[Batch]:
+    for first in range(0, unit.rows, program.batch_size):
+        yield Batch(program, unit, data, first, min(program.batch_size, unit.rows - first))
+
+
+def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
+    """Each batch, and its results once they are there; the next is begun before they are read."""
+    waiting: list[Waiting] = []
+    for batch in batches:
+        waiting.append((batch, begun(batch)))
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+def begun(batch: Batch) -> Callable[[], list[Any]]:
+    """Begins to compute a batch; returns what waits for its results."""
+    outputs = batch.program.function.outputs
+    arrays, error = tried(batch.start)  # some errors are known at once, others when it is read
+    if error is not None:
+
+        def fail() -> list[Any]:
+            raise error
+
+        return fail
+    if any(o.reduces for o in outputs) and not batch.is_full:
+        return lambda: fetched(outputs, _with_reduced(batch, arrays, {}), batch.count)
+    return lambda: fetched(outputs, arrays, batch.count)
+
+
+def _with_reduced(batch: Batch, arrays: list[Any], instead: dict[int, int]) -> list[Any]:
+    """`arrays`, with reductions over the rows of the batch that count."""
+    outputs = batch.program.function.outputs
+    if not any(o.reduces for o in outputs):
+        return arrays
+    reduced = iter(batch.reduced(instead))
+    return [next(reduced) if o.reduces else x for o, x in zip(outputs, arrays, strict=True)]
+
+
+def recomputed(batch: Batch, failing: dict[int, Any]) -> list[Any]:
+    """The results of a batch, and in place of failing rows those of one that does not fail."""
+    outputs, good = batch.program.function.outputs, set(range(batch.count)) - set(failing)
+    if not good:
+        return [without_rows(o, batch.count) for o in outputs]
+    instead = dict.fromkeys(failing, min(good))
+    arrays = _with_reduced(batch, batch.start(instead), instead)
+    results = fetched(outputs, arrays, batch.count)
+    return [
+        x if o.reduces else _blanked(o, x, sorted(failing))
+        for o, x in zip(outputs, results, strict=True)
+    ]
+
+
+def _blanked(output: Any, x: Any, places: list[int]) -> Any:
+    """Results with none for some rows."""
+    if isinstance(x, Rows):
+        kept = np.ones(len(x.lengths), bool)
+        kept[places] = False
+        lengths = np.where(kept.reshape(-1, *[1] * (x.lengths.ndim - 1)), x.lengths, 0)
+        return Rows(x.data[np.repeat(kept, x.elements)], lengths)
+    x = np.array(x)
+    x[(slice(None),) * output.leaf.axis + (places,)] = nothing(x.dtype)
+    return x
+
+
+def without_rows(output: Any, rows: int) -> Any:
+    """The results of so many rows, none of which has one."""
+    leaf = output.leaf
+    if output.reduces:
+        return of_no_rows(output)
+    if leaf.ragged is not None:
+        return leaf.without_elements(rows)
+    shape = list(leaf.shape)
+    shape[leaf.axis] = rows
+    return np.full(shape, nothing(leaf.dtype))
+
+
+def last_line(error: Exception) -> str:
+    """The error in a line. JAX hands on what a callback raised as a text that ends with it."""
+    text = str(error).strip().splitlines() or [""]
+    return text[-1] if len(text) > 1 else f"{type(error).__name__}: {text[0]}"
+
+
+class OutageError(RowError):
+    """So many rows in succession fail with one type of error that they are not to blame.
+
+    Attributes:
+      kind: that type, by its name.
+    """
+
+    kind = ""
+
+
+class Streak:
+    """Rows that fail in succession, with no row between them that does not, with one type of error.
+
+    Args:
+      most: how many may be quarantined; None: any number.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = most
+        self.end()
+
+    def end(self) -> None:
+        """A row did not fail."""
+        self._kind, self._rows = "", list[int]()
+
+    def add(self, batch: Batch, bad: Bad) -> None:
+        """A row failed.
+
+        Raises:
+          OutageError: with it there are too many.
+        """
+        kind = bad.kind
+        if kind != self._kind:
+            self.end()
+        self._kind = kind
+        self._rows.append(bad.row)
+        if self._most is None or len(self._rows) <= self._most:
+            return
+        error = OutageError(
+            f"{len(self._rows)} rows of {_sources(batch)} fail in succession with {kind}, rows "
+            f"{self._rows[0]} to {self._rows[-1]}, the last with: {bad.error}\nA service may be "
+            "away, or memory full, so the job stopped and did not quarantine these rows. The same "
+            "call resumes it. If the rows are bad, pass max_consecutive_errors=None, or a larger "
+            "number."
+        )
+        error.kind = kind
+        raise error
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What becomes of rows for which the function fails.
+
+    Attributes:
+      on_error: "raise" or "quarantine".
+      on_nonfinite: the same of rows with results that are not finite; None: nothing.
+      streak: rows that failed last, in this process.
+    """
+
+    on_error: str
+    on_nonfinite: str | None
+    streak: Streak = field(default_factory=Streak, compare=False)
+
+
+_TIMES = 2  # that the rows of a batch which fail are looked for: an error may be gone by then
+
+
+def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[list[Any], list[Bad]]:
+    """The results of a batch that fails, and the rows that it fails for."""
+    raises, bad = policy.on_error == "raise", dict[int, Bad]()
+    for _ in range(_TIMES):
+        streak = None if raises else policy.streak
+        bad |= {b.row: b for b in failing_rows(batch, error, 1 if raises else batch.count, streak)}
+        if raises and bad:
+            break
+        failing = dict.fromkeys(batch.places_of(bad))
+        work = functools.partial(recomputed, batch, failing) if failing else begun(batch)
+        results, again = tried(work)
+        if again is None:
+            return results, sorted(bad.values(), key=lambda b: b.row)
+        error = again
+    raise row_error(batch, [*bad.values()] if raises else [], "on_error", error) from error
+
+
+def failing_rows(
+    batch: Batch, error: Exception, most: int, streak: Streak | None = None
+) -> list[Bad]:
+    """The rows that a batch fails for, so many at most.
+
+    Raises:
+      MemoryLimitError: it does not fit the memory, and no row is to blame.
+    """
+    if str(error).startswith("RESOURCE_EXHAUSTED"):
+        raise MemoryLimitError(
+            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
+            f"batch_size={batch.program.batch_size} rows does not fit the memory of the device "
+            f'({str(error).splitlines()[0]}). Pass a smaller batch_size, or batch_size="auto" '
+            "with a memory_limit; an out= that was begun keeps its batches, so give another one."
+        ) from error
+    bad: list[Bad] = []
+    with _compat.callbacks_fail_silently():  # the same one, again and again
+        for row, why in itertools.islice(_failing(batch, error, streak), most):
+            bad.append(Bad(row, last_line(why), str(why)))
+            if streak is not None:
+                streak.add(batch, bad[-1])
+    return alike(bad)
+
+
+def _failing(
+    batch: Batch, error: Exception, streak: Streak | None
+) -> Iterator[tuple[int, Exception]]:
+    """The rows that fail by themselves, of a batch that fails, and their errors.
+
+    They are looked for by programs of fewer and fewer rows: of a batch of `n` rows with one that
+    fails, about `n` are computed again, and not `n` for each part that is tried.
+    """
+    if batch.count == 1:
+        yield batch.row(0), error
+        return
+    for part in batch.parts():
+        again = tried(lambda part=part: jax.block_until_ready(part.start()))[1]
+        if again is not None:
+            yield from _failing(part, again, streak)
+        elif streak is not None:
+            streak.end()
+
+
+def without_nonfinite(
+    batch: Batch, results: list[Any], policy: Policy, bad_rows: set[int]
+) -> tuple[list[Any], list[Bad]]:
+    """The same for rows whose results are not finite."""
+    outputs = batch.program.function.outputs
+    wrong: dict[int, Exception] = {}
+    for output, x in zip(outputs, results, strict=True):
+        if output.reduces or not jnp.issubdtype(output.leaf.dtype, jnp.inexact):
+            continue
+        error = FloatingPointError(f"{output.path}{NOT_FINITE}")
+        for place in _places_not_finite(x, output.leaf.axis).tolist():
+            if batch.row(place) not in bad_rows:
+                wrong.setdefault(place, error)
+    wrong |= _not_finite_in_sums(batch, results, {*batch.places_of(bad_rows), *wrong}, policy)
+    if not wrong:
+        return results, []
+    bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
+    if policy.on_nonfinite == "raise":
+        raise row_error(batch, bad, "on_nonfinite")
+    return recomputed(batch, {**dict.fromkeys(batch.places_of(bad_rows)), **wrong}), bad
+
+
+def _not_finite_in_sums(
+    batch: Batch, results: list[Any], without: set[int], policy: Policy
+) -> dict[int, Exception]:
+    """Rows that make a reduction over the batch not finite, which keeps none of what rows have."""
+    outputs = batch.program.function.outputs
+    reduces = [o for o in outputs if o.reduces]
+    states = [x for o, x in zip(outputs, results, strict=True) if o.reduces]
+
+    def error_of(states: Sequence[Any]) -> Exception | None:
+        for output, state in zip(reduces, states, strict=True):
+            if not all(map(_is_finite, jax.tree.leaves(state))):
+                return FloatingPointError(f"{output.path}{NOT_FINITE}")
+        return None
+
+    def tried(part: Sequence[int]) -> Exception | None:
+        return error_of(batch.reduced(dict.fromkeys(set(range(batch.count)) - set(part), part[0])))
+
+    good = [place for place in range(batch.count) if place not in without]
+    error = error_of(states)
+    if error is None or not good or tried(good) is None:
+        return {}
+    return _fail_alone(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
+
+
+def _fail_alone(
+    rows: Sequence[int],
+    error: Exception,
+    tried: Callable[[Sequence[int]], Exception | None],
+    most: int,
+) -> dict[int, Exception]:
+    """Of rows that fail together those that fail by themselves, each with its error, by halves.
+
+    Args:
+      rows: the rows.
+      error: what they fail with.
+      tried: runs some of them; returns what they fail with, or None.
+      most: how many to look for.
+    """
+    if len(rows) == 1:
+        return {rows[0]: error}
+    alone: dict[int, Exception] = {}
+    half = len(rows) // 2
+    for part in (rows[:half], rows[half:]):
+        again = tried(part)
+        if again is not None:
+            alone |= _fail_alone(part, again, tried, most - len(alone))
+        if len(alone) >= most:
+            break
+    return alone
+
+
+def _is_finite(x: Any) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.isfinite(x).all())
+
+
+def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
+    """Which rows have elements that are not finite."""
+    data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
+    places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
+    return (
+        np.repeat(np.arange(len(x.lengths)), x.elements)[places] if isinstance(x, Rows) else places
+    )
+
+
+def row_error(
+    batch: Batch, bad: Sequence[Bad], option: str | None, error: Exception | None = None
+) -> RowError:
+    names = _sources(batch)
+    if not bad:
+        return RowError(
+            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, and "
+            f"none of them by itself: {error}"
+        )
+    told = f"row {bad[0].row} of {names} fails: {bad[0].error}"
+    if option is None:
+        return RowError(told)
+    return RowError(
+        f"{told}\nWhat was done is kept, and the same call goes on from there; with "
+        f'{option}="quarantine" without such rows.'
+    )
+
+
+def _sources(batch: Batch) -> str:
+    return ", ".join(m.source.name for m in batch.program.function.inputs.mapped)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchax.datasets.parts import Rows
+from batchax.datasets.plan import Rows
 from batchax.datasets.source import Source
 from batchax.datasets.sources import SOURCES
 from batchax.errors import AxisError

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchax.datasets.parts import Leaf, Rows, Unit, elements_in
-from batchax.datasets.store import Store, described_leaves
-from batchax.datasets.stores import STORES
+from batchax.datasets.plan import Leaf, Rows, Unit, elements_in
+from batchax.datasets.store import STORES, Store, described_leaves
 from batchax.errors import JobError, StorageError
 
 UNITS = Unit(0, 0, 4), Unit(1, 4, 8), Unit(2, 8, 10)
@@ -230,7 +229,7 @@ class StoreTests:
 # TensorStore has threads, and ends a process that forks after it was used.
 _MAKE_AND_DIE = """
 import importlib, os, pathlib, sys
-from batchax.datasets import steps
+from batchax.datasets import disk
 from batchax.testing.stores import UNITS, _leaf, _rows
 
 module, name, folder, out = sys.argv[1:]
@@ -246,7 +245,7 @@ for left in range(30):
                 os.kill(os.getpid(), 9)
             left -= 1
 
-        steps.watch(at_step)
+        disk.watch(at_step)
         store.prepare()
         store.write(UNITS[0], [_rows(_leaf(), UNITS[0])])
         store.end(UNITS[-1].stop)

@@ -1,26 +1,473 @@
-"""Who runs the units of a job: what the option `executor` of `map` says."""
+"""Who runs the units of a job: this process, a pool, Dask, or a shard of an array of jobs."""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
+import queue
 import re
+import signal
+import statistics
+import threading
+import time
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from batchax.datasets.addresses import Address
-from batchax.datasets.engines.attempts import refuse_repeated
-from batchax.datasets.engines.call import saved
-from batchax.datasets.engines.pools import Pool, find_pool
-from batchax.datasets.engines.submitting import Submitting
-from batchax.datasets.job_files import JobFiles
-from batchax.datasets.parts import Record, Unit
-from batchax.datasets.pipeline import run_units
-from batchax.datasets.places import place_of
-from batchax.datasets.plan import Plan
-from batchax.datasets.work import Work
-from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.jaxprs.spoken import brief
+from batchax.datasets.addresses import Address, masked, needed
+from batchax.datasets.engines.worker import (
+    UNGUARDED,
+    Attempts,
+    Done,
+    EndedError,
+    refuse_repeated,
+    run_apart,
+    run_unit,
+    saved,
+)
+from batchax.datasets.journal import JobFiles
+from batchax.datasets.objects import place_of
+from batchax.datasets.pipeline import Stop, Work, run_units
+from batchax.datasets.plan import Plan, Record, Unit
+from batchax.errors import ArgumentTypeError, JobError, RowError, UnsupportedError
+from batchax.jaxprs.spoken import brief, show
+
+_KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster has
+
+
+class Pool:
+    """An executor.
+
+    Attributes:
+      deaths: the errors of units whose worker ended.
+    """
+
+    deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
+
+    def __init__(self, executor: Executor, own: bool = False) -> None:
+        self._executor, self._own, self._broken = executor, own, 0
+
+    @property
+    def workers(self) -> int:
+        """How many units run at a time."""
+        return getattr(self._executor, "_max_workers", None) or os.cpu_count() or 1
+
+    @property
+    def generation(self) -> int:
+        """How often it was made anew."""
+        return self._broken
+
+    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
+        """A future of ``fun(*args)``; `name` is what people see."""
+        if not self._own:
+            return self._executor.submit(fun, *args)
+        # It starts processes here, which have the mask of this thread: Ctrl-C is not for them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return self._executor.submit(fun, *args)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def cancel(self, futures: Sequence[Any]) -> None:
+        """Takes units back that were not begun; others may run on."""
+        for future in futures:
+            future.cancel()
+
+    def make_anew(self) -> None:
+        """Makes another one, since a process that ended breaks it for all others, too."""
+        if not isinstance(self._executor, ProcessPoolExecutor):
+            raise JobError(
+                f"the workers of {brief(self._executor)} ended. What was done is kept: the same "
+                "call, with another executor, goes on from there."
+            )
+        workers, self._broken = self.workers, self._broken + 1
+        if self._own:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        self._executor, self._own = _spawned(workers), True
+
+    def wait_until_there(self) -> None:
+        """Returns once it takes units, after it cancelled some that nobody had asked it to."""
+
+    def close(self, hurry: bool = False) -> None:
+        """Ends what was made here; in a `hurry` what still runs there, too."""
+        if not self._own:
+            return
+        # There is no public way to end processes that are at work before Python 3.14.
+        processes = list((getattr(self._executor, "_processes", None) or {}).values())
+        self._executor.shutdown(wait=not hurry, cancel_futures=True)
+        if hurry:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+class DaskPool(Pool):
+    """The workers of a cluster."""
+
+    def __init__(self, client: Any, own: bool = False) -> None:
+        distributed = needed("distributed", "executor, to run units on a cluster,")
+        self._client, self._own = client, own
+        self.deaths = (distributed.scheduler.KilledWorker, EndedError)
+        self._names = 0
+        self._counted, self._workers = -_KNOWN_SECONDS, 1
+
+    @property
+    def workers(self) -> int:
+        if time.monotonic() - self._counted > _KNOWN_SECONDS:
+            self._counted = time.monotonic()
+            try:
+                self._workers = max(1, sum(self._client.nthreads().values()))
+            except OSError:  # the connection is lost
+                self.wait_until_there()
+        return self._workers
+
+    @property
+    def generation(self) -> int:
+        return 0
+
+    def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
+        self._names += 1  # Dask gives one answer for one name
+        key = f"{name}-{self._names}-{id(self):x}"
+        if self._client.status != "running":
+            self.wait_until_there()
+        return self._client.submit(fun, *args, key=key, pure=False)
+
+    def cancel(self, futures: Sequence[Any]) -> None:
+        if futures and self._client.status == "running":
+            self._client.cancel(list(futures))
+
+    def make_anew(self) -> None:
+        """Dask starts workers itself."""
+
+    def wait_until_there(self) -> None:
+        while self._client.status == "connecting":
+            time.sleep(0.1)
+        if self._client.status != "running":
+            raise JobError(
+                "the scheduler of Dask is gone. What was done is kept: the same call, with another "
+                "executor, goes on from there."
+            )
+
+    def close(self, hurry: bool = False) -> None:
+        """The cluster stays."""
+        if self._own:
+            self._client.close()
+
+
+def find_pool(executor: Any) -> Callable[[], Pool]:
+    """What makes the pool that the option `executor` names.
+
+    Raises:
+      ArgumentTypeError: it is no executor.
+      UnsupportedError: its processes are forked.
+    """
+    if isinstance(executor, str):
+        kind, _, where = executor.partition(":")
+        if kind == "processes" and re.fullmatch("0*[1-9][0-9]*", where):
+            return lambda: Pool(_spawned(int(where)), own=True)
+        if kind == "dask" and where:
+            distributed = needed("distributed", f"executor={executor!r}")
+            return lambda: DaskPool(_client_of(distributed, where), own=True)
+        raise ArgumentTypeError(
+            f'executor={masked(brief(executor))}: give "processes:4", "dask:tcp://host:8786" or '
+            '"shard:3/16".'
+        )
+    if type(executor).__module__.split(".")[0] == "distributed":
+        return functools.partial(DaskPool, executor)
+    if not isinstance(executor, Executor):
+        raise ArgumentTypeError(
+            "executor must be None, an executor of concurrent.futures, a client of Dask, or one of "
+            f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {show(executor)}.'
+        )
+    context = getattr(executor, "_mp_context", None)
+    if context is not None and context.get_start_method() == "fork":
+        raise UnsupportedError(
+            "executor forks its processes, and JAX does not survive that. Give it "
+            'mp_context=multiprocessing.get_context("spawn"), or pass executor="processes:4".'
+        )
+    return functools.partial(Pool, executor)
+
+
+def _client_of(distributed: Any, where: str) -> Any:
+    try:
+        return distributed.Client(where, set_as_default=False)
+    except (OSError, ValueError) as error:
+        told = f'executor="dask:{where}": there is no scheduler of Dask ({error}).'
+        raise JobError(
+            f"{masked(told, where)} Start one, `dask scheduler`, and give the address that it "
+            "prints."
+        ) from None
+
+
+def _spawned(workers: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent)
+
+
+def _end_with_parent() -> None:
+    """Sees to it that this process ends when who made it was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+_LOOK = 0.2  # seconds after which it is looked who is slow, and whether somebody asked to stop
+_SLOW = 10.0  # times the median, after which a unit is begun a second time
+_LEAST = 1.0  # seconds: what takes less is not slow, whatever the median is
+_KNOWN = 5  # units that say what the median is
+_RECENT = 101  # units of which the median is taken
+_IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
+_PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
+_ENDING = (
+    "the workers end, again and again, before they have begun a unit. What was done is kept. If "
+    "the system ends them, memory may be short: take fewer workers. What they print may say more."
+)
+
+_IN_WORKERS, _APART, _ALONE, _GIVEN_UP = range(4)  # how carefully a unit is run
+_ENDS = "ends the process that computes it, at last with nothing else beside it"
+
+
+def _rows(unit: Unit) -> str:
+    return f"rows {unit.start} to {unit.stop - 1}"
+
+
+@dataclass(eq=False)
+class _Tried:
+    """An attempt at a unit, that was submitted.
+
+    Attributes:
+      unit: the unit.
+      attempt: which attempt at it this is.
+      care: how carefully: how many processes ended with it.
+      generation: of the pool that has it.
+      submitted: when.
+      seen: when it was first seen to run.
+      twice: whether it was so slow that there is another attempt.
+      over: whether that was faster.
+    """
+
+    unit: Unit
+    attempt: int
+    care: int
+    generation: int
+    submitted: float
+    seen: float | None = None
+    twice: bool = False
+    over: bool = False
+
+
+class Submitting:
+    """Submits units.
+
+    Args:
+      pool: to whom.
+      attempts: at the units of the call.
+      name: of what is done, for people.
+      quarantine: whether rows of units that end their workers are left out.
+      done: is told of each unit that is done, once.
+      stop: may be told to stop by others.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        attempts: Attempts,
+        name: str,
+        quarantine: bool,
+        done: Callable[[Done], None],
+        stop: Stop,
+    ) -> None:
+        self._pool, self._attempts, self._name, self._stop = pool, attempts, name, stop
+        self._quarantine, self._tell = quarantine, done
+        self._running: dict[Any, _Tried] = {}
+        self._ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
+        self._suspects: deque[tuple[Unit, int]] = deque()  # to be run alone, and how carefully
+        self._tries: Counter[int] = Counter()  # of units that were tried more than once
+        self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._examining = False  # these
+        self._in_vain = 0  # workers that ended since somebody had something of them
+
+    def run(self, units: Iterable[Unit]) -> None:
+        """Runs these units.
+
+        Raises:
+          Exception: the first that one of them raised. Units that were begun are waited for.
+        """
+        self._left = iter(units)
+        try:
+            while True:
+                if not self._stop.now:
+                    self._submit_some()
+                if all(t.over for t in self._running.values()):
+                    break  # at nothing, or at what is done already
+                for future in self._some_that_ended():
+                    self._take(future)
+                if self._stop.now:
+                    self._cancel(self._is_waiting)
+                else:
+                    self._begin_slow_ones_again()
+        finally:
+            left = bool(self._running)
+            self._cancel(lambda tried: True)
+            self._attempts.end_all()
+            self._pool.close(hurry=left)
+        if self._stop.error is not None:
+            raise self._stop.error
+
+    def _submit_some(self) -> None:
+        """Submits units as long as there is room for them.
+
+        Suspects are run one at a time when there is nothing else, or when they have become many.
+        """
+        if any(t.care >= _ALONE for t in self._running.values()):
+            return
+        room = 2 * self._pool.workers
+        self._examining = bool(self._suspects) and (self._examining or len(self._suspects) >= room)
+        while not self._examining and len(self._running) < room:
+            if not self._again:
+                unit = next(self._left, None)
+                if unit is None:
+                    break
+                self._again.append((unit, _IN_WORKERS))
+            self._submit(*self._again.popleft())
+        if self._suspects and all(t.over for t in self._running.values()):
+            self._examining = True
+            self._submit(*self._suspects.popleft())
+
+    def _submit(self, unit: Unit, care: int) -> None:
+        attempt = self._tries[unit.number]
+        fun = run_apart if care in (_APART, _ALONE) else run_unit
+        args = [self._attempts, unit.number, attempt]
+        if care == _GIVEN_UP:
+            args.append(f"its unit, {_rows(unit)}, {_ENDS}")
+        name = f"{self._name}-unit-{unit.number}"
+        while True:
+            try:
+                future = self._pool.submit(name, fun, *args)
+                break
+            except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
+                if self._ends_in_vain(2 * self._pool.workers):
+                    raise JobError(f"{_ENDING} They end with {error!r}.") from error
+                self._make_anew()
+        now = time.monotonic()
+        self._running[future] = _Tried(unit, attempt, care, self._pool.generation, now)
+        future.add_done_callback(self._ended.put)
+
+    def _some_that_ended(self) -> list[Any]:
+        """Futures that have ended; waits a moment for one."""
+        futures = []
+        try:
+            futures.append(self._ended.get(timeout=_LOOK))
+            while True:
+                futures.append(self._ended.get_nowait())
+        except queue.Empty:
+            return futures
+
+    def _take(self, future: Any) -> None:
+        """What came of an attempt."""
+        tried = self._running.pop(future)
+        try:
+            done = future.result()
+        except self._pool.deaths as error:
+            self._after_death(tried, error)
+        except CancelledError:
+            if not self._stop.now and not tried.over:
+                self._pool.wait_until_there()
+                self._try_again(tried, tried.care)
+        except BaseException as error:
+            if not tried.over:
+                self._stop.because(error)
+        else:
+            if done is not None and not tried.over:
+                self._is_done(tried, done)
+
+    def _is_done(self, tried: _Tried, done: Done) -> None:
+        self._in_vain = 0
+        self._seconds.append(done.seconds)
+        if self._tries.pop(done.number, 0):
+            self._attempts.end(done.number)
+            for other in self._running.values():
+                other.over = other.over or other.unit == tried.unit
+            self._again = deque(x for x in self._again if x[0] != tried.unit)
+            self._suspects = deque(x for x in self._suspects if x[0] != tried.unit)
+            self._cancel(lambda other: other.over and self._is_waiting(other))
+        self._tell(done)
+
+    def _after_death(self, tried: _Tried, how: BaseException) -> None:
+        """Its worker ended: of this unit, or of another that was in it or in its pool."""
+        in_vain = self._is_waiting(tried)
+        if not in_vain:
+            self._in_vain = 0
+        if tried.generation == self._pool.generation:
+            try:
+                self._make_anew()
+            except Exception as error:
+                self._stop.because(error)
+        if self._stop.now or tried.over:
+            return
+        care = tried.care if in_vain else tried.care + 1
+        if in_vain and self._ends_in_vain(1):
+            self._stop.because(JobError(_ENDING))
+        elif care > _GIVEN_UP or (care == _GIVEN_UP and not self._quarantine):
+            self._stop.because(
+                RowError(
+                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS} ({how}). What was "
+                    "done is kept. Its rows may need more memory than there is: pass a smaller "
+                    'batch_size and another out=. Or pass on_error="quarantine" to go on without '
+                    "them."
+                )
+            )
+        else:
+            self._try_again(tried, care)
+
+    def _ends_in_vain(self, attempts: int) -> bool:
+        """Notes attempts that ended before they had begun; whether these are too many."""
+        self._in_vain += attempts
+        return self._in_vain > _IN_VAIN * 2 * self._pool.workers
+
+    def _make_anew(self) -> None:
+        """Starts workers again: after a while, if the last ones had ended while they started."""
+        if self._attempts.is_repeated:
+            raise JobError(UNGUARDED)
+        times = self._in_vain // (2 * self._pool.workers)
+        self._stop.asked.wait(_PAUSE * 2**times if times else 0)
+        self._pool.make_anew()
+
+    def _try_again(self, tried: _Tried, care: int) -> None:
+        self._tries[tried.unit.number] += 1
+        (self._again if care <= _APART else self._suspects).append((tried.unit, care))
+
+    def _cancel(self, which: Callable[[_Tried], bool]) -> None:
+        self._pool.cancel([future for future, tried in self._running.items() if which(tried)])
+
+    def _is_waiting(self, tried: _Tried) -> bool:
+        return not self._attempts.is_running(tried.unit.number, tried.attempt)
+
+    def _begin_slow_ones_again(self) -> None:
+        if len(self._seconds) < _KNOWN:
+            return
+        most = max(_LEAST, _SLOW * statistics.median(self._seconds))
+        now = time.monotonic()
+        for tried in self._running.values():
+            if tried.twice or tried.care or now - tried.submitted < most:
+                continue
+            if tried.seen is None and not self._is_waiting(tried):
+                tried.seen = now  # it may have begun just now: clocks of workers may be wrong
+            if tried.seen is not None and now - tried.seen > most:
+                tried.twice = True
+                self._try_again(tried, _IN_WORKERS)
+
 
 _SHARD = re.compile(r"shard:(\d+)/(\d+)")
 

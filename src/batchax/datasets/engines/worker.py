@@ -4,24 +4,351 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import multiprocessing
 import os
 import pickle
 import secrets
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchax.datasets.engines.attempts import Attempts
-from batchax.datasets.units import not_computed
-from batchax.datasets.work import Work
-from batchax.errors import JobError
+import jax
+import numpy as np
+
+from batchax.datasets.addresses import Address, is_url, needed
+from batchax.datasets.disk import Place
+from batchax.datasets.fingerprint import as_seen_here, but_for_platform, differences
+from batchax.datasets.journal import CALLS, JobFiles, Journal
+from batchax.datasets.objects import place_of
+from batchax.datasets.pipeline import Work
+from batchax.datasets.plan import Plan
+from batchax.datasets.row_function import RowFunction, staged_batch
+from batchax.datasets.sources import as_source
+from batchax.datasets.store import reopen_store
+from batchax.datasets.units import Policy, not_computed
+from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
+from batchax.frontend.in_axes import spread_in_axes
+
+_CALL = "call.pickle"
+
+
+_REPEATED = "repeated"
+UNGUARDED = (
+    "the script calls bx.map where it is imported, and the processes of executor= import it, so "
+    "each makes the same call again. Put the call below `if __name__ == '__main__':`."
+)
+
+
+def refuse_repeated(job: Address) -> None:
+    """Raises a JobError in a worker that imports the script which started it, and so makes the call
+    again. The attempts of that call, in the folder of the job, are told.
+    """
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames)
+    if ("__mp_main__", "<module>") not in names:
+        return
+    place = place_of(job)
+    for folder in place.folders(job, CALLS):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            place.mark(folder / _REPEATED)
+    raise JobError(UNGUARDED)
+
+
+class EndedError(Exception):
+    """A process ended in the middle of an attempt, and did not say why."""
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The attempts of a call.
+
+    Attributes:
+      folder: of the call. Once it is gone, all of them are over.
+      digest: of what is to be done. Others may write to the folder, and what a worker loads is
+        code: so it is told by who made the call what to load.
+    """
+
+    folder: Address
+    digest: str = ""
+
+    @classmethod
+    def of_new_call(cls, job: Address, call: bytes) -> Attempts:
+        """In the folder of a job.
+
+        Args:
+          job: the folder.
+          call: what is to be done.
+        """
+        place = place_of(job)
+        folder = job / f"{CALLS}{secrets.token_hex(4)}"
+        place.put_first(folder / _CALL, call)
+        return cls(folder, hashlib.sha256(call).hexdigest())
+
+    @property
+    def call(self) -> bytes:
+        """What is to be done.
+
+        Raises:
+          JobError: what is there is something else.
+        """
+        call = self._place.read(self._call)
+        if hashlib.sha256(call).hexdigest() != self.digest:
+            raise JobError(
+                f"{self._call} was changed after the call was made, and so is not loaded: look who "
+                "else may write to that folder."
+            )
+        return call
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the call goes on."""
+        return self._place.exists(self._call)
+
+    @property
+    def _call(self) -> Address:
+        return self.folder / _CALL
+
+    @property
+    def _place(self) -> Place:
+        return place_of(self.folder)
+
+    @contextlib.contextmanager
+    def running(self, unit: int, attempt: int) -> Iterator[None]:
+        """While the block runs, others see that the attempt does.
+
+        Raises:
+          EndedError: it was running before, and did not come to its end.
+        """
+        with contextlib.suppress(FileNotFoundError):  # the call is over
+            try:
+                self._place.mark(self._running(unit, attempt))
+            except FileExistsError:
+                raise EndedError("its worker ended") from None
+        try:
+            yield
+        finally:
+            self.forget(unit, attempt)
+
+    def is_running(self, unit: int, attempt: int) -> bool:
+        """Whether it runs, or did when its worker ended."""
+        return self._place.exists(self._running(unit, attempt))
+
+    def forget(self, unit: int, attempt: int) -> None:
+        """An attempt that ended may run again."""
+        self._place.unmark(self._running(unit, attempt))
+
+    def is_over(self, unit: int) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._place.exists(self._over(unit)) or not self.is_there
+
+    def end(self, unit: int) -> None:
+        """Nobody does."""
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            self._place.mark(self._over(unit))
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether a worker that began made the call of `map` again, see `refuse_repeated`."""
+        return self._place.exists(self.folder / _REPEATED)
+
+    def end_all(self) -> None:
+        """Nobody waits for any."""
+        self._place.remove_all(self.folder)
+
+    def _running(self, unit: int, attempt: int) -> Address:
+        return self.folder / f"{unit}-{attempt}"
+
+    def _over(self, unit: int) -> Address:
+        return self.folder / f"{unit}-over"
+
+
+_MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
+_SETTINGS = (  # of JAX that change what a program computes
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "numpy_dtype_promotion",
+    "threefry_partitionable",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a worker has to know.
+
+    Attributes:
+      fun: the function of one row.
+      arrays: its arguments: what is on disk as paths.
+      in_axes, out_axes, options: as for `RowFunction`.
+      key: what makes the random key, if there is one.
+      jax: what JAX is set to.
+      out: where the output is.
+      journal_folder: where journals are.
+      store: what it says of itself.
+      plan: which rows are a unit.
+      policy: what becomes of rows that fail.
+      retries: how many times reading and writing are tried again.
+      platform: of JAX, where the call was made.
+      seen: what it computes, and of what, as seen there.
+    """
+
+    fun: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    in_axes: Any
+    out_axes: Any
+    options: dict[str, Any]
+    key: tuple[str, np.ndarray] | None
+    jax: dict[str, Any]
+    out: str
+    journal_folder: Address
+    store: dict[str, Any]
+    plan: Plan
+    policy: Policy
+    retries: int
+    platform: str
+    seen: dict[str, Any]
+
+    def work(self) -> Work:
+        """The work, in the process of a worker.
+
+        Raises:
+          JobError: what is found here, of code and of files, is not what the call was made of.
+        """
+        key = None
+        if self.key is not None:
+            impl, data = self.key
+            key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl) if impl else data
+        function = RowFunction.of(
+            self.fun, self.arrays, self.in_axes, self.out_axes, key, self.options
+        )
+        here = _seen(function, self.plan.batch_size, self.platform)
+        seen, here = [
+            x if jax.default_backend() == self.platform else but_for_platform(x)
+            for x in (self.seen, here)
+        ]
+        others = differences(seen, here)
+        if others:
+            raise JobError(
+                f"a worker finds something else than what was asked for: {'; '.join(others)}. Each "
+                "worker imports the function and opens the files by itself. Let nothing change "
+                "them while a job runs, draw no random numbers where a module is imported, and "
+                "make the call again."
+            )
+        store = reopen_store(self.out, self.store)
+        return Work(function, self.plan, store, self.policy, self.retries)
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """JAX as it is set where the call was made, in this thread; others may do other calls."""
+        with contextlib.ExitStack() as stack:
+            for name, value in self.jax.items():
+                stack.enter_context(getattr(jax, name)(value))
+            yield
+
+    def journal(self, writer: str) -> Journal:
+        """A journal for this writer alone."""
+        return Journal(self.journal_folder, writer)
+
+
+def saved(work: Work, out: Address) -> Attempts:
+    """Writes the call down beside the output, in a folder for the attempts at its units.
+
+    Raises:
+      UnsupportedError: workers could not do it.
+      ImportError: cloudpickle is not installed.
+    """
+    cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
+    _check_portable(work.function)
+    out = out.absolute() if isinstance(out, Path) else out
+    function = work.function
+    call = Call(
+        function.fun,
+        _portable(function),
+        function.in_axes,
+        function.out_axes,
+        function.options,
+        _parts_of_key(function.key),
+        {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS},
+        str(out),
+        JobFiles(out).journal,
+        work.store.describe(),
+        work.plan,
+        work.policy,
+        work.retries,
+        jax.default_backend(),
+        _seen(function, work.plan.batch_size, jax.default_backend()),
+    )
+    try:
+        content = cloudpickle.dumps(call)
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"executor was given, and {function.name} or its arguments cannot be handed to other "
+            f"processes: {type(error).__name__}: {error} Give paths in place of open files, and "
+            "let the function close over arrays and plain objects only."
+        ) from error
+    return Attempts.of_new_call(JobFiles(out).folder, content)
+
+
+def _seen(function: RowFunction, batch_size: int, platform: str) -> dict[str, Any]:
+    """What it computes, and of what, as this process sees it."""
+    inputs = function.inputs
+    rows = [m.source for m in inputs.mapped]
+    shared = list(map(as_source, inputs.shared, inputs.shared_paths))
+    staged = staged_batch(function, batch_size), function.of_row
+    return as_seen_here(staged, function.staged_row, rows, shared, platform)
+
+
+def _check_portable(function: RowFunction) -> None:
+    mesh = function.options.get("mesh")
+    if mesh is not None and mesh != "all":
+        raise UnsupportedError(
+            "mesh is a mesh of this process's devices, and with executor each worker has its own. "
+            'Give mesh="all": all devices of a worker.'
+        )
+    for m in function.inputs.mapped:
+        size = m.row_bytes * m.rows
+        if m.source.in_process and size > _MOST_BYTES:
+            raise UnsupportedError(
+                f"{m.source.name} has rows in the memory of this process ({size:,} bytes), which "
+                "workers cannot read. Save them, numpy.save('x.npy', x), and give the path."
+            )
+
+
+def _portable(function: RowFunction) -> tuple[Any, ...]:
+    """Its arguments, with paths and arrays that mean the same in another process."""
+    leaves, rebuild = spread_in_axes(
+        function.fun, function.in_axes, function.arrays, {}, objects=False
+    )
+
+    def portable(x: Any, mapped: bool) -> Any:
+        if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
+            return type(x)(Path.cwd() / x)
+        return np.asarray(x) if isinstance(x, jax.Array) else x
+
+    values = [
+        jax.tree.map(lambda x, mapped=leaf.spec is not None: portable(x, mapped), leaf.value)
+        for leaf in leaves
+    ]
+    return rebuild(values)[0]
+
+
+def _parts_of_key(key: Any) -> tuple[str, np.ndarray] | None:
+    if key is None:
+        return None
+    if jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return str(jax.random.key_impl(key)), np.asarray(jax.random.key_data(key))
+    return "", np.asarray(key)
+
 
 _MOST_CALLS = 4  # that a worker keeps compiled
 
@@ -149,3 +476,54 @@ def _check(attempts: Attempts) -> None:
 def _writer() -> str:
     """A name for the journals of this process, which no other has."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+_CHILD = (
+    "import sys; sys.path[:] = {!r}; from batchax.datasets.engines.worker import child; child()"
+)
+
+
+def run_apart(attempts: Attempts, number: int, attempt: int) -> Done | None:
+    """As `run_unit`, in a process of its own.
+
+    Raises:
+      EndedError: that ended.
+    """
+    command = [sys.executable, "-c", _CHILD.format(sys.path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((attempts, number, attempt), process.stdin)
+            process.stdin.flush()
+            done, error = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            code = process.wait()
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            raise EndedError(how) from None
+        finally:
+            process.kill()  # what it was to do it has done
+    if error is not None:
+        raise error
+    return done
+
+
+def child() -> None:
+    """In the process: does what is asked for on its input, and says what came of it."""
+    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what the user's function prints is no answer
+    args = pickle.load(asked)
+
+    def end_with_parent() -> None:
+        asked.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    answer: tuple[Any, Any] = None, None
+    try:
+        answer = run_unit(*args), None
+    except Exception as error:
+        answer = None, portable(error)
+    pickle.dump(answer, answers)
+    answers.flush()

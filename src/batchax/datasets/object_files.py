@@ -1,30 +1,44 @@
-"""Rows in a store of objects: .npy and Zarr arrays, columns of Parquet files.
-
-What is read is the version that was there when the input was opened, or an error: each answer says
-of which version it is.
-"""
+"""Sources and stores in object storage."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import io
 import itertools
 import json
+import threading
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from batchax.datasets import objects
-from batchax.datasets.addresses import ObjectPath, address
-from batchax.datasets.columns import BEGUN, ParquetColumn, refuse_begun
-from batchax.datasets.failures import needed, reading
-from batchax.datasets.joined import Joined, fits_objects, matching_objects
-from batchax.datasets.known_files import refuse_unfinished
-from batchax.datasets.npy_layout import InParts, Layout
-from batchax.datasets.source import Index, Source
-from batchax.datasets.tensorstores import InMemory, in_folder
-from batchax.errors import ArgumentTypeError, StorageError, UnsupportedError
+from batchax.datasets.addresses import ObjectPath, address, needed, reading
+from batchax.datasets.disk import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, OvertakenError, reached
+from batchax.datasets.file_stores import ParquetStore, ZarrStore
+from batchax.datasets.files import (
+    BEGUN,
+    InParts,
+    KeyValuesInMemory,
+    Layout,
+    ParquetColumn,
+    in_folder,
+    refuse_begun,
+)
+from batchax.datasets.objects import Version
+from batchax.datasets.plan import Leaf, Rows, Unit
+from batchax.datasets.source import (
+    Index,
+    Joined,
+    Source,
+    fits_objects,
+    matching_objects,
+    refuse_unfinished,
+)
+from batchax.datasets.store import Results, part_of, written_over
+from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 
 _DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
 _GROUPS = (".zgroup", "zarr.json")
@@ -270,7 +284,7 @@ class ZarrObjects(Source):
         self._document = documents[0], files.read(path / documents[0])
         told = json.loads(self._document[1])
         with reading(name):
-            array = self._opened(InMemory())
+            array = self._opened(KeyValuesInMemory())
             self._name_of = _names(told, self._driver)
             self._chunk = array.chunk_layout.write_chunk.shape
         super().__init__(name, array.shape, array.dtype.numpy_dtype)
@@ -279,7 +293,7 @@ class ZarrObjects(Source):
         return self.files.identity()
 
     def get(self, index: Index) -> Any:
-        memory = InMemory()
+        memory = KeyValuesInMemory()
         picked = [*index, *(slice(0, n) for n in self.shape[len(index) :])]
         along = [
             range(part.start // size, -(-part.stop // size))
@@ -291,7 +305,7 @@ class ZarrObjects(Source):
                 memory.put(chunk.key, self.files.read(chunk))
         return self._opened(memory)[index].read().result()
 
-    def _opened(self, memory: InMemory) -> Any:
+    def _opened(self, memory: KeyValuesInMemory) -> Any:
         tensorstore = needed("tensorstore", "Zarr")
         document, content = self._document
         memory.put((self._path / document).key, content)
@@ -325,3 +339,157 @@ def _arrays(files: ObjectFiles) -> list[str]:
     documents = [p for p in files.seen if p.name in _DOCUMENTS and p.parent != files.path]
     arrays = [p.parent for p in documents if not _is_group(files, p)]
     return sorted(array.key[len(files.path.key) + 1 :] for array in arrays)
+
+
+class Putting:
+    """Puts objects over others, on the condition that these are what they were."""
+
+    def __init__(self) -> None:
+        self._there: dict[ObjectPath, Version] = {}  # of objects that were in the way
+        self._put: dict[int, int] = {}  # of what was put, by numbers: there may be millions
+        self._lock = threading.Lock()
+
+    def put(self, path: ObjectPath, content: bytes) -> None:
+        """Puts an object.
+
+        Raises:
+          OvertakenError: another one is there. If this is called again, it is put over that one.
+        """
+        there = self._there.pop(path, None)
+        try:
+            if there is None:
+                version = objects.create(path, content)
+            else:
+                version = objects.replace(path, content, there)
+            with self._lock:
+                self._put[hash(path)] = hash(version.name)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                self._there[path] = objects.meta(path).version
+            raise OvertakenError(f"{path} was written by somebody else.") from None
+
+    def check(self, out: ObjectPath) -> None:
+        """Raises a JobError if what was put in a folder is not there any more, as it was put."""
+        there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}
+        if not self._put.items() <= there.items():
+            raise written_over(out, "an object of it")
+
+
+class ObjectZarr(ZarrStore):
+    """As `ZarrStore`, whose chunks have the same names and bytes."""
+
+    out: Any
+    stays = False
+
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
+        self._putting = Putting()
+
+    def check_held(self, at_end: bool = False) -> None:
+        if at_end:
+            self._putting.check(self.out)
+
+    def names(self) -> Collection[Any]:
+        return {path for path, _ in objects.below(self.out)}
+
+    def prepare(self) -> None:
+        """Nothing: there are no folders, and the documents come last."""
+
+    def check(self) -> None:
+        self._check_documents(ended=False)
+
+    def _put_document(self, path: Any, document: bytes) -> None:
+        reached(BEFORE_WRITE)
+        self._putting.put(path, document)
+        reached(AFTER_WRITE)
+
+    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
+        results = []
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            memory = KeyValuesInMemory()
+            for chunk in self._chunks(leaf, unit):
+                memory.put((path / chunk).key, _read(path / chunk))
+            with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
+                chunked = self._open_chunks(path, leaf, memory.context)
+                results.append(chunked[part_of(leaf, unit)].read().result())
+        return results
+
+    def put(self, unit: Unit, results: Results) -> None:
+        reached(BEFORE_WRITE)
+        chunks: dict[str, bytes] = {}
+        for path, leaf, result in zip(self._paths, self.leaves, results, strict=True):
+            memory = KeyValuesInMemory()
+            chunked = self._open_chunks(path, leaf, memory.context)
+            self._begin_to_write(chunked, leaf, unit, result).result()
+            chunks |= memory.all()
+        for i, (key, content) in enumerate(chunks.items()):
+            self._putting.put(ObjectPath(self.out.scheme, self.out.bucket, key), content)
+            if not i:
+                reached(IN_WRITE)
+        reached(AFTER_WRITE)
+
+    def clean(self) -> None:
+        """What is put is whole."""
+
+
+class ObjectParquet(ParquetStore):
+    """As `ParquetStore`. There are no folders, and no names that change: an object says that there
+    is an output, and as long as that object is not empty, that the output is not whole.
+    """
+
+    out: Any
+    stays = renamed = False
+
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
+        super().__init__(out, leaves, unit_rows)
+        self._putting = Putting()
+
+    def check_held(self, at_end: bool = False) -> None:
+        if at_end:
+            self._putting.check(self.out)
+
+    def names(self) -> Collection[Any]:
+        return {path for path, _ in objects.below(self.out)}
+
+    def prepare(self) -> None:
+        _create(self._begun, b"not all of these rows are done\n")
+
+    def end(self, rows: int) -> None:
+        self._put_columns()
+        self._putting.put(self._begun, b"")
+
+    def check(self) -> None:
+        _read(self._begun)
+
+    def clean(self) -> None:
+        """What is put is whole."""
+
+    @property
+    def _begun(self) -> Any:
+        return self.out / BEGUN
+
+    def _replace(self, part: Any, content: bytes) -> None:
+        reached(BEFORE_WRITE)
+        self._putting.put(part, content)
+        reached(IN_WRITE)
+        reached(AFTER_WRITE)
+
+    def _readable(self, part: Any) -> Any:
+        return io.BytesIO(_read(part))
+
+
+def _create(path: ObjectPath, content: bytes) -> None:
+    try:
+        objects.create(path, content)
+    except FileExistsError:
+        raise JobError(
+            f"{path} is there already, and nothing is ever written over. Choose another out=, or "
+            "delete it."
+        ) from None
+
+
+def _read(path: ObjectPath) -> bytes:
+    try:
+        return objects.read(path)
+    except FileNotFoundError:
+        raise StorageError(f"{path} is missing.") from None
