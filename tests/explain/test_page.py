@@ -13,6 +13,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.execution.memory import show_bytes
+from batchax.explain.account import StepCount
 from batchax.explain.page import as_embedded_page, as_page
 from batchax.explain.wording import show_flops
 
@@ -736,6 +737,30 @@ def test_a_program_of_nothing_has_a_page(chromium, tmp_path):
     assert "Nothing found" in text
     assert _all(chromium, "#timings, #memory, #steps") == []
     assert _complaints(chromium) == []
+
+
+def test_loops_and_branches_show_their_lane_steps(chromium, tmp_path):
+    counts = (
+        StepCount("4", None, "masked", 28, 72, 72, 16, 28, masked_for="a step is cheap"),
+        StepCount("7", 1, "once", why="it runs once for all lanes"),
+    )
+    _opened(chromium, tmp_path, as_page(replace(rich(), steps=counts)))
+    loop, branch = (
+        [cell.text for cell in _all(row, "th, td")] for row in _all(chromium, "#steps tbody tr")
+    )
+    line = "x = lax.while_loop(cond, body, x) model.py:21"
+    assert loop == ["4 while", line, "masked; a step is cheap", "28 of 72, 39 %", "39 %"]
+    assert [branch[0], *branch[2:]] == [
+        "7 branch 1",
+        "once for all",
+        "not counted: it runs once for all lanes",
+        "-",
+    ]
+    (share,) = chromium.execute_script(
+        "return [...document.querySelectorAll('#steps .share i')]"
+        ".map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"
+    )
+    assert share == pytest.approx(28 / 72, abs=0.01)
 
 
 def test_a_batch_size_that_was_chosen_is_a_word(chromium, tmp_path):
