@@ -12,10 +12,9 @@ from batchax import _compat
 from batchax.frontend.options import check_callable
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
-from batchax.user_rules.arguments import split_arguments
 from batchax.user_rules.call import call, with_captured
 from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
-from batchax.user_rules.rule import UserRule
+from batchax.user_rules.rule import UserRule, split_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")

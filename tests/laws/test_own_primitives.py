@@ -27,7 +27,7 @@ from batchax.rules.in_turn import in_turn
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from batchax.sums.contracted import summed_p
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 from support.high_operations import OLD, cube
 from support.oracle import same

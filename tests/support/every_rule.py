@@ -32,7 +32,7 @@ from batchax.rules.small_matrices import small_matrices_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from batchax.rules.threefry import drawn_p
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
 from rules.test_contraction import SCALED
 from rules.test_elementwise import COUNT, NARY, UNARY

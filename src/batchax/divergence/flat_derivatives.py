@@ -41,7 +41,7 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.own_primitive import Flat, pullback_of, tangents_of
 from batchax.programs.cost import bytes_of
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 # Whose derivatives are those of the program inside.
 _CALLS = frozenset("scan call checkpoint closed_call core_call jit remat2".split())

@@ -42,7 +42,7 @@ from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def loop_jvp(

@@ -46,7 +46,7 @@ from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle
 from batchax.rules.hazards import hazards
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 _FEW = 8
 """Operations that take less than to write an element and to read it again."""

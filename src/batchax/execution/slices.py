@@ -25,7 +25,7 @@ from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def part_of(x: Value, start: Any, axis: int, width: int) -> Any:

@@ -24,7 +24,7 @@ from batchax.jaxprs.words import Value
 from batchax.rows.index import PROGRAMS, WINDOW, IndexProgram, index_arrays, take_clipped
 from batchax.rows.sizes import Sizes
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 class RowsOfBlocks(NamedTuple):

@@ -33,7 +33,7 @@ from batchax.rows.index import take_clipped
 from batchax.rows.ragged import Ragged
 from batchax.rules.in_turn import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 _MOST_SHAPES = 256  # that are merged two by two; of more, those that are nearly equal are one
 

@@ -31,7 +31,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 class IndexProgram(NamedTuple):

@@ -1,32 +1,40 @@
-"""A call of a function that has a batching rule of the user's, as a primitive.
+"""A call of a function that has a user's batching rule, as a primitive, and its derivatives.
 
-The call holds the program of the function for one example, and the rule. Derivatives of
-the call are calls again: of the same program and rule, with one more derivative to take.
-So the rule is at hand whenever a batch axis turns up, however often the call has been
-differentiated before: the function is batched by the rule first, and the derivatives are
-then taken of that. What reverse mode needs of the function is computed again from its
-operands, unless both calls are seen in one program (`together.py`).
+The call holds the jaxpr of the function for one example, and the rule. Derivatives of the call are
+calls again: of the same jaxpr and rule, with one more derivative to take. So the rule is available
+whenever a batch axis is added, however often the call has been differentiated before: the function
+is batched by the rule first, and the derivatives are then taken of the result. Residuals of reverse
+mode are recomputed from its operands, unless both calls are in one jaxpr: then the first of them
+runs the rule for both, and saves the residuals for the second.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.core import eval_jaxpr
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Literal
+from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, match_axis
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers
-from batchax.kernel.inner import batch_function, batched_aval
-from batchax.kernel.own_primitive import Flat, declare, tangents_of, transposed
+from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
+from batchax.kernel.interpreter import ProgramRun, interpret
+from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
+from batchax.rules.batched_transpose import reached
+from batchax.rules.masking import is_inexact
 
 Flags = Sequence[bool]
 """For each of some values whether it is batched; the batch axis is then the first."""
@@ -283,3 +291,236 @@ def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     eqns = [step.eqn for step in needed]
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return _compat.close(jaxpr.jaxpr.replace(eqns=eqns, effects=effects), jaxpr.consts)
+
+
+def jvp(
+    primals: Sequence[Value],
+    tangents: Sequence[Value],
+    *,
+    jaxpr: ClosedJaxpr,
+    steps: Any,
+    rule: Any,
+) -> tuple[Sequence[Any], list[Any]]:
+    moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    types = result_types(jaxpr, steps)
+    of = _differentiable(jaxpr, steps, moving, types)
+    dots: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
+    given = [_compat.varying_as(tangents[i], jax.typeof(primals[i])) for i in moving]
+    if of and not any(isinstance(x, Tracer) for x in primals):
+        # No axis can turn up any more over which these are batched.
+        outs, found_dots = tangents_of(per_example(jaxpr, steps), primals, moving, given, of)
+    else:
+        whole, jaxpr = jaxpr, without_effects(jaxpr)  # they are had with the results
+        _refuse_effects(jaxpr, of)
+        call = dict(jaxpr=jaxpr, rule=rule)
+        first = len(primals) - _count_linear(steps)
+        # Before the results: a program that is batched has them of this call, too.
+        if not of:
+            found_dots = []
+        elif all(i >= first for i in moving):  # what is linear is its own derivative
+            linear = map(ad.instantiate_zeros, tangents[first:])
+            found_dots = custom_call_p.bind(*primals[:first], *linear, steps=steps, **call)
+            of = tuple(range(len(types)))
+        else:
+            further = (*steps, Tangents(moving, of))
+            found_dots = custom_call_p.bind(*primals, *given, steps=further, **call)
+        outs = custom_call_p.bind(*primals, steps=steps, jaxpr=whole, rule=rule)
+    for k, dot in zip(of, found_dots, strict=True):
+        dots[k] = dot
+    return outs, dots
+
+
+def _differentiable(
+    jaxpr: ClosedJaxpr,
+    steps: Sequence[DerivativeStep],
+    moving: Sequence[int],
+    types: Sequence[Aval],
+) -> tuple[int, ...]:
+    """Which results have a derivative with respect to the `moving` operands."""
+    hits = [True] * len(types)
+    if not steps:
+        hits = reached(jaxpr.jaxpr, [i in moving for i in range(len(jaxpr.in_avals))])
+    return tuple(
+        k for k, (aval, hit) in enumerate(zip(types, hits, strict=True)) if hit and is_inexact(aval)
+    )
+
+
+def _count_linear(steps: Sequence[DerivativeStep]) -> int:
+    """How many operands, the last ones, a call is linear in."""
+    for step in reversed(steps):
+        if not isinstance(step, MappedStep):
+            return len(step.moving if isinstance(step, Tangents) else step.of)
+    return 0
+
+
+def _refuse_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
+    if of and _compat.ordered_by_lane(jaxpr.effects):
+        raise UnsupportedError(
+            "a function with a batching rule is differentiated whose results depend on input or "
+            "output (io_callback, or ordered callbacks in a loop or branch): its derivative "
+            "computes the results again, which would do that twice. Do it outside of the "
+            "function, or give the function a derivative with def_jvp or def_vjp."
+        )
+
+
+def transpose(
+    cotangents: Sequence[Value], *operands: Any, jaxpr: ClosedJaxpr, steps: Any, rule: Any
+) -> list[Any]:
+    linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
+    of = tuple(k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
+    results: list[Value] = [None] * len(operands)
+    if not of:
+        for i in linear:
+            results[i] = ad.Zero(operands[i].aval)
+        return results
+    types = tuple(operands[i].aval for i in linear)
+    others = [x for i, x in enumerate(operands) if i not in linear]
+    further = (*steps, Cotangents(linear, types, of))
+    given = [cotangents[k] for k in of]
+    outs = custom_call_p.bind(*others, *given, jaxpr=jaxpr, steps=further, rule=rule)
+    for i, ct in zip(linear, outs, strict=True):
+        results[i] = ct
+    return results
+
+
+Axes = Sequence[Position]
+Batched = tuple[Sequence[Any], Axes]
+"""Values, and where they have the batch axis."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """The call `eqn` of a function; a call before it computes `first` tangents of its results."""
+
+    eqn: Eqn
+    first: int
+
+
+@dataclass(frozen=True)
+class Pullbacks:
+    """Calls that pull cotangents back through a call before them.
+
+    Attributes:
+      moving: the operands of the call before whose cotangents they compute.
+      of: the results of that which their last operands are cotangents of.
+      calls: the calls, each with its steps to many cotangents at once.
+    """
+
+    moving: tuple[int, ...]
+    of: tuple[int, ...]
+    calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
+
+
+def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
+    """What the call `eqn` can keep something for in this run, if anything."""
+    if custom_call_p not in run.found:
+        run.found[custom_call_p] = _pairs(run.jaxpr)
+    return run.found[custom_call_p].get(id(eqn))
+
+
+def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
+    """What calls can keep something for, by their ids."""
+    pairs: dict[int, Values | Pullbacks] = {}
+    calls: dict[Any, Any] = {}  # by rule, steps and operands
+    tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
+    for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
+        if eqn.primitive is not custom_call_p:
+            continue
+        rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
+        operands = tuple(map(_identity, eqn.invars))
+        key = (rule, steps, operands)
+        if key in tangents:
+            pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
+        calls.setdefault(key, eqn)
+        once = tuple(itertools.takewhile(lambda s: not isinstance(s, MappedStep), steps))
+        match once:
+            case [*before, Tangents(moving)] if once == steps:
+                tangents.setdefault((rule, tuple(before), operands[: -len(moving)]), eqn)
+            case [*before, Tangents(moving, results), Cotangents(linear, _, of)]:
+                first = len(operands) - len(of)
+                pulled = calls.get((rule, tuple(before), operands[:first]))
+                directions = steps[len(once) :]
+                if pulled is None or len(linear) != len(moving) or _vary(directions, first):
+                    continue
+                back = Pullbacks(moving, tuple(results[j] for j in of))
+                pair = pairs.setdefault(id(pulled), back)
+                if isinstance(pair, Pullbacks) and pair.moving == moving and pair.of == back.of:
+                    own = [MappedStep(d.axis, d.mapped[first:]) for d in directions]
+                    pair.calls.append((eqn, own))
+    return pairs
+
+
+def _vary(directions: Sequence[Any], first: int) -> bool:
+    """Whether steps are not for many cotangents alone: the `first` operands differ, too."""
+    return any(not isinstance(d, MappedStep) or any(d.mapped[:first]) for d in directions)
+
+
+def _identity(v: Any) -> Any:
+    return (v.aval, np.asarray(v.val).tobytes()) if isinstance(v, Literal) else v
+
+
+def with_pullback(
+    axis: Axis, function: BatchedFlat, args: Sequence[Value], later: Pullbacks
+) -> tuple[Batched, Callable[..., Batched]]:
+    """What a function of batches returns, and what `later` calls do, given their directions."""
+    (outs, pull), out_flags = _compat.described(
+        function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
+    )
+
+    def pullback(
+        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
+    ) -> Batched:
+        count = len(later.of)
+        flags = [a is not None for a in axes[-count:]]
+
+        def reverse(*cotangents: Any) -> tuple[list[Any], Flags]:
+            targets = [out_flags[k] for k in later.of]
+            placed = map(functools.partial(spread, axis), cotangents, flags, targets)
+            return list(pull(list(placed))), [True] * len(later.moving)
+
+        in_front = map(functools.partial(to_front, axis), operands[-count:], axes[-count:])
+        step = lambda before, step: step.batched(axis, before, flags)
+        return positions(*functools.reduce(step, directions, reverse)(*in_front))
+
+    return positions(outs, out_flags), pullback
+
+
+def with_pullback_of_one(
+    axis: Axis, function: Flat, args: Sequence[Value], axes: Axes, later: Pullbacks
+) -> tuple[Batched, Callable[..., Batched]]:
+    """As `with_pullback`, of a function of one example, which is batched operation by operation."""
+
+    def forward(*xs: Any) -> tuple[list[Any], Any]:
+        outs, pull = pullback_of(function, xs, later.moving, later.of)
+        kept, structure = jax.tree.flatten(pull)
+        return [*outs, *kept], structure
+
+    types = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    staged, structure = stage_described(axis, forward, types)
+    outs, out_axes = interpret(axis, staged.jaxpr, staged.consts, args, axes)
+    count = structure.num_leaves
+    first = len(outs) - count
+    same = [False] * count  # is what is kept, in all directions
+
+    def reverse(*xs: Any) -> list[Any]:
+        return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
+
+    def pullback(
+        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
+    ) -> Batched:
+        steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
+        given = [*outs[first:], *operands[-len(later.of) :]]
+        places = [*out_axes[first:], *axes[-len(later.of) :]]
+        return batch_function(axis, after(steps, reverse), given, places)
+
+    return (outs[:first], out_axes[:first]), pullback
+
+
+def to_front(axis: Axis, x: Value, position: Position) -> Any:
+    """A value with the batch axis first, if it has it."""
+    return x if position is None else axis_to_front(axis, x, position)
+
+
+def positions(outs: Sequence[Value], flags: Flags) -> Batched:
+    """Values with the batch axis first where `flags` says that they have it."""
+    return outs, [0 if batched else None for batched in flags]

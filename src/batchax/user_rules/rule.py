@@ -1,4 +1,13 @@
-"""Running a batching rule of the user's, and checking what it returns."""
+"""Runs a user's batching rule, and checks what it returns.
+
+Only tracers are operands. A concrete value cannot be batched or differentiated, and is passed to
+the function and its rules as it is: a NumPy array stays one (JAX #14961), and so does a string, a
+function or a Python number.
+
+A rule gets whole batches, with the lanes along axis 0. A collective over the mapped axis means
+there what it means in the function: of an array with lanes in front each lane contributes its
+entry, and gets the result at its own; of an unbatched value each has the same.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +15,199 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import programs_inside
+from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
+from batchax.kernel.interpreter import batch_equation
+from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import describe_rule, fitted, noting, split_pair
-from batchax.user_rules.arguments import Arguments
-from batchax.user_rules.collectives import run_with_collectives
+from batchax.user_rules.call import custom_call_p
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call, equal if all but the operands are.
+
+    Attributes:
+      tree: the structure of (positional arguments, keyword arguments).
+      constants: the leaves; None in place of an operand.
+      operand_leaves: which of the leaves are operands.
+    """
+
+    tree: Any
+    constants: tuple[Any, ...] = field(compare=False)
+    operand_leaves: tuple[int, ...]
+    constants_key: Hashable
+
+    def rebuild(self, operands: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with these operands."""
+        filled = list(self.constants)
+        for i, x in zip(self.operand_leaves, operands, strict=True):
+            filled[i] = x
+        args, names, values = jax.tree.unflatten(self.tree, filled)
+        return args, dict(zip(names.names, values, strict=True))
+
+    def in_order(self, operands: Sequence[Value]) -> tuple[Any, ...]:
+        """The arguments by position, then those that are given by keyword only."""
+        args, kwargs = self.rebuild(operands)
+        return (*args, *kwargs.values())
+
+    def with_constants(self, change: Callable[[Any], Any]) -> Arguments:
+        """These, with each constant changed."""
+        constants = tuple(
+            x if i in self.operand_leaves else change(x) for i, x in enumerate(self.constants)
+        )
+        return replace(self, constants=constants)
+
+    @property
+    def trees(self) -> list[Any]:
+        """The structure of each argument, in that order."""
+        args, _, kwargs = self.tree.children()
+        return [*args.children(), *kwargs.children()]
+
+    def operands_of(self, values: Sequence[Value]) -> list[Any]:
+        """What of `values`, each a tree like its argument or None, is for an operand."""
+        leaves = []
+        for value, tree in zip(values, self.trees, strict=True):
+            full = jax.tree.unflatten(tree, [0] * tree.num_leaves)
+            spread = jax.tree.broadcast(value, full, is_leaf=_is_none)
+            leaves += jax.tree.leaves(spread, is_leaf=_is_none)
+        return [leaves[i] for i in self.operand_leaves]
+
+    def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
+        """What a rule is told of each leaf of the arguments.
+
+        A list with a tree for each positional argument, then for each that is given by
+        keyword only, in order of definition.
+        """
+        constants = (of_constants,) * len(self.constants)
+        return list(replace(self, constants=constants).in_order(of_operands))
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of keyword arguments, which a dict would put in alphabetical order."""
+
+    names: tuple[str, ...]
+
+
+jax.tree_util.register_static(_Names)
+
+
+def _is_none(x: Value) -> bool:
+    return x is None
+
+
+def split_arguments(
+    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
+) -> tuple[Arguments, list[Any]]:
+    """The arguments of a call of `fun`, by position where they can be, and the operands.
+
+    Raises:
+      ArgumentTypeError: `fun` does not take these arguments.
+    """
+    args, kwargs = _by_position(fun, args, kwargs)
+    leaves, tree = jax.tree.flatten((tuple(args), _Names(tuple(kwargs)), list(kwargs.values())))
+    which = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tracer))
+    constants = tuple(None if isinstance(x, Tracer) else x for x in leaves)
+    key = tuple(map(value_key, constants))
+    return Arguments(tree, constants, which, key), [leaves[i] for i in which]
+
+
+def _by_position(
+    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # some callables written in C
+        return args, kwargs
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = name_of(fun)
+        raise ArgumentTypeError(f"{name}(): {error}") from None
+    # A rule finds its arguments by position, so none may be left out. It need not have
+    # parameters for keywords that are not given.
+    by_keyword = bound.kwargs
+    bound.apply_defaults()
+    return bound.args, by_keyword
+
+
+def run_with_collectives(
+    axis: Axis,
+    jaxpr: Jaxpr,
+    consts: Sequence[Value],
+    args: Sequence[Value],
+    batched: Sequence[bool],
+) -> list[Any]:
+    """Runs the program of a rule whose collectives over `axis` are of its lanes.
+
+    Args:
+      axis: the axis being mapped.
+      jaxpr: the program of the rule, with its constants `consts`.
+      args: its operands; the `batched` ones have the lanes along axis 0.
+
+    Raises:
+      UnsupportedError: a collective in a loop or branch of the rule, or one whose result
+        for a lane cannot be had for all of them.
+    """
+    by_lane = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
+
+    def run_equation(eqn: Eqn, operands: list[Value]) -> Sequence[Any]:
+        dependent = [not isinstance(v, Literal) and v in by_lane for v in eqn.invars]
+        if any(dependent):
+            by_lane.update(eqn.outvars)
+        if not _is_collective(axis, eqn):
+            return bind_equation(eqn, operands)
+        if eqn.primitive.name == "jit":
+            body = eqn.params["jaxpr"]
+            return run_with_collectives(axis, body.jaxpr, body.consts, operands, dependent)
+        return _of_lanes(axis, eqn, operands, dependent)
+
+    return evaluate(jaxpr, consts, args, run_equation)
+
+
+def _is_collective(axis: Axis, eqn: Eqn) -> bool:
+    # A call with a rule of its own is not batched here.
+    return eqn.primitive is not custom_call_p and uses_name(eqn, axis.name)
+
+
+def _of_lanes(axis: Axis, eqn: Eqn, operands: list[Value], dependent: Sequence[bool]) -> list[Any]:
+    """The results of a collective, with the lanes along axis 0 if an operand has them."""
+    positions = [
+        0 if d and np.shape(x)[:1] == (axis.size,) else None
+        for x, d in zip(operands, dependent, strict=True)
+    ]
+    hint = f"Map a function in the rule: batchax.vmap(..., axis_name={axis.name!r})."
+    where = f"{line_of(eqn)}: {spoken(eqn)} over {axis.name!r}"
+    if programs_inside(eqn):
+        raise UnsupportedError(f"{where} contains a collective over the lanes of a rule. {hint}")
+    outs, out_axes = batch_equation(axis, eqn, operands, positions)
+    in_front = any(a is not None for a in positions)
+    placed = [
+        match_axis(axis, x, a, 0) if in_front else x for x, a in zip(outs, out_axes, strict=True)
+    ]
+    for x, v, a in zip(placed, eqn.outvars, out_axes, strict=True):
+        if np.shape(x) != v.aval.shape or (a is not None and not in_front):
+            raise UnsupportedError(
+                f"{where} has another result for each lane, which in a rule has no place. {hint}"
+            )
+    return placed
+
 
 RuleFunction = Callable[..., tuple[Any, Any]]
 
@@ -265,10 +452,6 @@ def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
             f"{form.flags} is\n  {_shown(jax.tree.structure(flags))}"
         ) from None
     return [None if f is None else bool(f) for f in jax.tree.leaves(spread, is_leaf)]
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 _LANES = Form(

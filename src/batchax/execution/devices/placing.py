@@ -50,7 +50,7 @@ from batchax.kernel.axis import Position, inserted
 from batchax.kernel.debug_nans import in_jit
 from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def placed(

@@ -25,7 +25,7 @@ from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rules.hazards import hazards
 from batchax.rules.masking import is_inexact, safe_lanes
 from batchax.user_rules.call import per_example
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 Flat = Callable[..., list[Any]]
 

@@ -27,7 +27,7 @@ from batchax.rows.sizes import (
     places_where,
 )
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 FILL_OR_DROP = lax.GatherScatterMode.FILL_OR_DROP
 CLIP = lax.GatherScatterMode.CLIP

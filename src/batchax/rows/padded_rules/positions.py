@@ -24,7 +24,7 @@ from batchax.rows.index import take_clipped
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import is_symbolic, may_differ
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.linear import linear_with_transpose
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
