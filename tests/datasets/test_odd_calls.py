@@ -21,7 +21,7 @@ import xarray
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import journal
+from batchax.datasets import disk, journal
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.plan import sealed, unsealed
 
@@ -416,6 +416,39 @@ def test_a_table_is_given_by_its_columns(x, library):
         for name in "ab"
     }
     np.testing.assert_array_equal(quiet(fun, columns).outputs, x[:, 0] - x[:, 1])
+
+
+GROUPS = {
+    "DataFrameGroupBy": lambda x: pandas.DataFrame({"a": x[:, 0], "b": x[:, 1] > 0}).groupby("b"),
+    "SeriesGroupBy": lambda x: pandas.Series(x[:, 0]).groupby(x[:, 1] > 0),
+    "DatasetGroupBy": lambda x: xarray.Dataset({"a": ("t", x[:, 0])}).groupby(
+        xarray.DataArray(x[:, 1] > 0, dims="t", name="b")
+    ),
+    "Rolling": lambda x: pandas.DataFrame({"a": x[:, 0]}).rolling(2),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_groups_are_not_rows(x, kind):
+    for call in (quiet, bx.map_batches):
+        with pytest.raises(bx.ArgumentTypeError, match=rf"x\['c'\] is a {kind} of .*has groups"):
+            call(same, {"c": GROUPS[kind](x)})
+
+
+@pytest.mark.parametrize("out", ["y.zarr", "y.npy"])
+def test_an_interruption_while_the_output_is_made(x, out):
+    def interrupt(step):
+        if step == disk.BEFORE_RENAME and any(Path().glob(f".{out}*.unfinished")):
+            raise KeyboardInterrupt
+
+    disk.watch(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            quiet(same, "x.npy", out=out)
+    finally:
+        disk.watch()
+    assert not list(Path().glob(".*.unfinished"))
+    assert quiet(same, "x.npy", out=out).rows == 10
 
 
 @pytest.mark.parametrize(

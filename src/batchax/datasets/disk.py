@@ -90,7 +90,7 @@ def replacing(path: Path) -> Iterator[Path]:
             reached(BEFORE_RENAME)
             os.replace(beside, path)
         except BaseException:
-            beside.unlink(missing_ok=True)
+            _remove(beside)
             raise
         _sync(path.parent)
     reached(AFTER_WRITE)
@@ -223,10 +223,14 @@ def remove_unfinished(folder: Path, name: str | None = None) -> None:
     Nobody else may write there now.
     """
     for path in folder.glob(_UNFINISHED.format("*" if name is None else glob.escape(name), "*")):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            remove_file(path)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        remove_file(path)
 
 
 def _sync(path: Path) -> None:

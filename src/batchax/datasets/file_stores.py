@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -200,12 +199,8 @@ class ZarrStore(Store):
     def prepare(self) -> None:
         make_place(self.out, self.leaves)
         with replacing(self.out) as beside:
-            try:
-                for folder in (*self._groups(), *(leaf.name for leaf in self.leaves)):
-                    make_folder(beside / folder)
-            except BaseException:
-                shutil.rmtree(beside, ignore_errors=True)
-                raise
+            for folder in (*self._groups(), *(leaf.name for leaf in self.leaves)):
+                make_folder(beside / folder)
 
     def check(self) -> None:
         for path in (self.out, *self._paths):

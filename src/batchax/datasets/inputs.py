@@ -177,12 +177,20 @@ def find_inputs(
 
 
 _TABLES = {"DataFrame", "LazyFrame", "Dataset", "Table", "RecordBatch"}
+_GROUPS = ("GroupBy", "Resampler", "Resample", "Rolling", "Expanding", "Coarsen", "DataTree")
 
 
 def _refuse_tables(x: Any, path: str) -> None:
     """Refuses tables of pandas, polars, xarray and Arrow: each column is an array of its own."""
     library, kind = type(x).__module__.split(".")[0], type(x).__name__
-    if library not in ("pandas", "polars", "xarray", "pyarrow") or kind not in _TABLES:
+    if library not in ("pandas", "polars", "xarray", "pyarrow"):
+        return
+    if kind.endswith(_GROUPS):
+        raise ArgumentTypeError(
+            f"{path} is a {kind} of {library}, which has groups and no rows. Pass the arrays that "
+            "it was made of; or iter(x) of it, if each group is to be a row."
+        )
+    if kind not in _TABLES:
         return
     names = next(
         getattr(x, at) for at in ("data_vars", "column_names", "columns") if hasattr(x, at)
