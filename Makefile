@@ -92,11 +92,12 @@ test-all: test
 nightly: .venv/ready azurite fake-gcs
 	.venv/bin/python $(PYTEST) --nightly --compile-all
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
-	$(NEXT) .venv/bin/python $(PYTEST) tests/rules/test_custom_derivatives.py
-	$(call on_3_12,$(PYTEST) -k "next or chunks" tests/rules/test_custom_derivatives.py,$(NEXT))
+	$(NEXT) .venv/bin/python $(PYTEST) $(DERIVATIVES)
+	$(call on_3_12,$(PYTEST) $(DERIVATIVES),$(NEXT))
 
 # The custom derivatives that JAX will have: its own tests run with both.
 NEXT := JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT3=1
+DERIVATIVES := tests/rules/test_custom_derivatives.py tests/rules/test_closing_rules.py
 
 # Pytest with these arguments, with these settings; what to do in its place where there is no Python
 # 3.12; and the environment, if not one with all extras. The canary tells what JAX has changed before

@@ -440,6 +440,33 @@ def test_reverse_rules_of_custom_derivatives():
     assert [x.shape for x in cotangents] == [X.shape]
 
 
+@pytest.mark.parametrize("option", ["custom_vjp3", "custom_jvp3", "remat3"])
+def test_calls_as_jax_will_make_them(option):
+    name = f"jax_{option}"
+    if not hasattr(jax.config, name):
+        assert option == "custom_jvp3"
+        assert jax.__version_info__ < (0, 12)
+        return
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    try:  # JAX 0.10 reads the options where a function is made
+        function = {"custom_vjp3": jax.custom_vjp, "custom_jvp3": jax.custom_jvp}.get(
+            option, jax.checkpoint
+        )(jnp.sin)
+        if option == "custom_vjp3":
+            function.defvjp(lambda x: (x, None), lambda _, c: (c,))
+        elif option == "custom_jvp3":
+            function.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+        operation = equation("call_hi_primitive", function, X).params["_prim"]
+        by_default = _compat.as_made_by_default(operation)
+        assert _compat.is_checkpoint(operation) == (option == "remat3")
+        assert (by_default is None) == (option == "remat3")
+        if by_default is not None:
+            equation(f"{option[:-1]}_call", by_default, X)
+    finally:
+        jax.config.update(name, before)
+
+
 # --- the rest ----------------------------------------------------------------------------------
 
 

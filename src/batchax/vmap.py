@@ -240,9 +240,7 @@ def vmap(
         if on_mesh is None:
             try:
                 return batch(flat)
-            except jax.errors.JaxRuntimeError as failed:
-                if "callback" not in str(failed):
-                    raise
+            except jax.errors.JaxRuntimeError:
                 values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
                 error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
                 if error is None:

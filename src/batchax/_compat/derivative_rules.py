@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
-
-# There is a public setting, but no public context of it.
-from jax._src.config import custom_vjp3 as _with_vjp3
+from jax._src import config
+from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import linear_util
+from jax.interpreters import ad
 
 
 def wrapped_parts(x: Any) -> list[Any]:
     """What a wrapped function of JAX holds; its class has no public accessors.
 
-    Arguments that its `nondiff_argnums` set apart are in boxes, recognised by their class name.
+    Arguments that its `nondiff_argnums` set apart are in boxes, recognized by their classes' names.
     """
     if isinstance(x, linear_util.WrappedFun):
         return [x.f, x.transforms, x.params]
-    return [x.val] if type(x).__name__ == "Unhashable" else []
+    boxed = type(x).__name__ in {"Unhashable", "Static"} and type(x).__module__.startswith("jax.")
+    return [x.val] if boxed else []
 
 
 def is_tracing_state(x: Any) -> bool:
@@ -73,11 +77,12 @@ def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
     return list(result), None
 
 
-def as_custom_vjp(prim: Any) -> Callable[..., list[Any]] | None:
-    """A ``custom_vjp`` function as JAX makes it without ``jax_custom_vjp3``, or None.
+def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
+    """A function with derivative rules as JAX makes it by default, or None.
 
-    With that option, JAX 0.10 turns a call into an object of a private class. JAX 0.12 hides the
-    rules of the caller in the object, and raises where 0.10 returns wrong gradients.
+    With ``jax_custom_vjp3`` and ``jax_custom_jvp3``, JAX turns a call into an object of a private
+    class. The object's own batching looks at the function alone to find out which outputs are
+    batched. Where a rule disagrees, JAX 0.12 raises and 0.10 returns wrong gradients.
 
     Args:
       prim: the object of a ``call_hi_primitive``.
@@ -85,31 +90,85 @@ def as_custom_vjp(prim: Any) -> Callable[..., list[Any]] | None:
     Returns:
       A function of flat arguments. None for all other objects.
     """
-    if type(prim).__name__ != "CustomVJPTraced" or not hasattr(prim, "static_argnums"):
+    kind = type(prim).__name__
+    if kind not in ("CustomVJPTraced", "CustomJVPTraced") or "traced" not in prim.params:
         return None
-    static = {i: prim.in_avals[i].val for i in sorted(prim.static_argnums)}
+    arguments, leaves = partial(jax.tree.unflatten, prim.in_tree), prim.out_tree.flatten_up_to
+    # JAX 0.12 passes what the function closes over as its first argument, and has logs of rules.
+    newest = hasattr(prim, "vjp_bwd_retval_logs")
+    n_closed = len(jax.tree.leaves(prim.in_avals[0])) if newest else 0
 
-    def forward(*args: Any) -> Any:
-        rest = iter(args)
-        return prim.fwd(*(static[i] if i in static else next(rest) for i in range(n)))
+    def run(*xs: Any) -> list[Any]:
+        args, body = arguments(xs), prim.traced.jaxpr
+        args = prim.drop_fwd_consts(*args) if hasattr(prim, "drop_fwd_consts") else args
+        return eval_jaxpr(body.jaxpr, body.consts, *jax.tree.leaves(args))
+
+    # Messages call the function by its own name and place.
+    name, _, place = (prim.traced.jaxpr.debug_info.func_src_info or "").partition(" at ")
+    file, _, line = place.rpartition(":")
+    if line.isdecimal():
+        code = run.__code__.replace(co_filename=file, co_firstlineno=int(line))
+        run.__name__, run.__code__ = name, code
+
+    def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        out, out_tangents = prim.jvp(arguments(primals), arguments(_zeros_as(ad.Zero, tangents)))
+        return leaves(out), _zeros_as(SymbolicZero, leaves(out_tangents))
+
+    def forward(*xs: Any) -> tuple[list[Any], Any]:
+        nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
+        out, residuals, *_ = prim.vjp_fwd(arguments(nonzero), *arguments([x.value for x in xs]))
+        return leaves(out), residuals
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        return prim.bwd(*static.values(), residuals, cotangents)
+        pull = prim.vjp_bwd_retval_logs if newest else prim.vjp_bwd_retval
+        cotangents = _zeros_as(ad.Zero, cotangents)
+        result = pull(residuals, jax.tree.unflatten(prim.out_tree, cotangents))
+        result, logs = result if newest else (result, None)
+        result = prim.in_tree.flatten_up_to(result)
+        result = tuple(None if isinstance(c, _ZEROS) else c for c in result)
+        return (result, logs) if newest else result
 
-    n = len(prim.in_avals)
-    with _with_vjp3(False):
-        function: Any = jax.custom_vjp(lambda *args: prim.traced(*args))
-    function.__name__ = prim.traced.fun_name
-    function.defvjp(
-        forward, backward, symbolic_zeros=prim.symbolic_zeros, optimize_remat=prim.opt_remat
-    )
+    def refuse(
+        primals: Any, _: Any
+    ) -> Any:  # the object raises, as what is closed over is asked for
+        prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
 
     def call(*xs: Any) -> list[Any]:
-        args = jax.tree.unflatten(prim.in_tree, xs)
-        args = [x for i, x in enumerate(args) if i not in static]
-        return jax.tree.leaves(function(*args))
+        with _made_by_default():
+            if kind == "CustomJVPTraced":
+                function: Any = jax.custom_jvp(run)
+                function.defjvp(jvp, symbolic_zeros=True)
+            else:
+                function = jax.custom_vjp(run)
+                define = function.defvjp_with_logs if newest else function.defvjp
+                # Not `optimize_remat`: ``jax_remat3`` runs the function where it can, anyway.
+                define(forward, backward, symbolic_zeros=True)
+                closed_over = jax.custom_jvp(lambda x: x)
+                closed_over.defjvp(refuse)
+                xs = *map(closed_over, xs[:n_closed]), *xs[n_closed:]
+            return function(*xs)
 
     return call
+
+
+_ZEROS = (ad.Zero, SymbolicZero)
+
+
+def _zeros_as(kind: type, xs: Any) -> list[Any]:
+    return [kind(x.aval) if isinstance(x, _ZEROS) else x for x in xs]
+
+
+@contextmanager
+def _made_by_default() -> Iterator[None]:
+    """While functions with derivative rules are called as JAX does by default.
+
+    There are public settings, but no public contexts of them. JAX 0.10 has one of both.
+    """
+    names = [name for name in ("custom_vjp3", "custom_jvp3") if hasattr(config, name)]
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(getattr(config, name)(False))
+        yield
 
 
 def is_checkpoint(prim: Any) -> bool:

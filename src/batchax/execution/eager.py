@@ -18,8 +18,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from batchax import _compat
 from batchax.errors import SmallerChunksWarning
+from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.memo import Memo
 
 # A call outside `jit` stages its function anew, and JAX would compile anew what was staged
@@ -37,7 +39,8 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
 
     A library may turn the error of a host callback into its own where its Python frame runs the
     operations, as `equinox.error_if` does. The operations of all lanes run outside of that frame.
-    So lanes run again one after another, up to the first that fails, and no more than `_LANES`.
+    So lanes of a function that calls the host run again one after another, up to the first that
+    fails, and no more than `_LANES`.
 
     Args:
       run: the function of one example, of these values.
@@ -50,21 +53,33 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
         return None
     if any(isinstance(x, Tracer) for x in values):
         return None
-    mapped = [(x, a) for x, a in zip(values, axes, strict=True) if a is not None]
-    for lane in range(min([_LANES, *(x.shape[a] for x, a in mapped)])):
-        pairs = zip(values, axes, strict=True)
-        try:
-            run([x if a is None else jnp.take(x, lane, axis=a) for x, a in pairs])
-        except jax.errors.JaxRuntimeError:
+    pairs = list(zip(values, axes, strict=True))
+    one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
+    try:
+        if not _calls_host.in_program(jax.make_jaxpr(run)(one_lane(0))):
             return None
-        except RuntimeError as error:
-            return error
-        except Exception:  # such as of the name of an axis, which no lane has by itself
-            return None
+        for lane in range(min([_LANES, *(x.shape[a] for x, a in pairs if a is not None)])):
+            run(one_lane(lane))
+    except jax.errors.JaxRuntimeError:
+        return None
+    except RuntimeError as error:
+        return error
+    except Exception:  # such as of the name of an axis, which no lane has by itself
+        return None
     return None
 
 
 _LANES = 256
+
+
+def _calls_python(eqn: Eqn) -> bool:
+    if eqn.primitive.name == "call_hi_primitive":
+        types = [v.aval for v in eqn.invars]
+        return _calls_host.in_program(expanded(eqn.params["_prim"], types))
+    return eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
+
+
+_calls_host = Anywhere(_calls_python)
 
 
 @whatever_jit

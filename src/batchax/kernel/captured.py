@@ -57,23 +57,23 @@ def refuse_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
       UnsupportedError: it holds one by which a derivative is taken.
       UnexpectedTracerError: it holds one of a function that JAX has staged.
     """
-    _refuse_lost(program, trace)
+    _refuse_lost(program, trace, _compat.name_and_place(program.jaxpr))
     return program
 
 
-def _refuse_lost(program: Any, trace: Any) -> None:
+def _refuse_lost(program: Any, trace: Any, called_at: str) -> None:
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     for x, v in zip(consts, jaxpr.constvars, strict=False):
         if isinstance(x, Tracer) and _compat.is_inside(x, trace):
             reader = _reader(jaxpr, v)
-            place = line_of(reader) if reader is not None else _compat.name_and_place(jaxpr)
+            place = called_at if reader is None else line_of(reader)
             if _compat.staged_variable(x) is not None:
                 _compat.refuse_escaped(x)  # JAX says where it was made
             raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
     if _tracers_inside.in_program(jaxpr):
         for eqn in jaxpr.eqns:
             for inner in _run_by(eqn):
-                _refuse_lost(inner, trace)
+                _refuse_lost(inner, trace, line_of(eqn))
 
 
 def of_what_is_around(place: str, type_of: str) -> str:

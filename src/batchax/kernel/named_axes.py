@@ -92,7 +92,7 @@ def has_rules(eqn: Eqn) -> bool:
 _RULES = frozenset({"jvp_jaxpr_fun", "fwd_jaxpr_thunk"})
 
 # Those of JAX's operations that hold rules, or a program that may call functions with rules.
-_HIGH_RULES = frozenset({"jvp", "fwd", "jaxpr"})
+_HIGH_RULES = frozenset({"jvp_rule", "fwd", "jaxpr"})
 
 _rules = Anywhere(has_rules)
 

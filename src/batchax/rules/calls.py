@@ -247,10 +247,10 @@ _remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 @register_rule("call_hi_primitive")
 def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Batched:
-    classic = _compat.as_custom_vjp(_prim)
-    if classic is not None:  # The object's own method counts cotangents of shared outputs per lane.
+    by_default = _compat.as_made_by_default(_prim)
+    if by_default is not None:  # The object's own method miscounts cotangents of shared outputs.
         with _compat.named_scope(axis.name, axis.size), without_mesh():
-            staged = _compat.stage(classic, _prim.in_avals_flat)
+            staged = _compat.stage(by_default, _prim.in_avals_flat)
         return interpret(axis, staged.jaxpr, staged.consts, args, axes)
     if _compat.is_checkpoint(_prim):  # its program is batched by the rules of batchax
         body, out_axes = batch_inner(
