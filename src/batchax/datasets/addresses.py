@@ -54,17 +54,11 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
 
 @dataclass(frozen=True, order=True)
 class ObjectPath:
-    """The name of an object, or of all whose names begin with it and a slash.
+    """The name of an object, or of all whose names begin with it and a slash."""
 
-    Attributes:
-      scheme: of the kind of store.
-      bucket: the bucket, or container.
-      key: the name there, without slashes at its ends.
-    """
-
-    scheme: str
-    bucket: str
-    key: str
+    scheme: str  # of the kind of store
+    bucket: str  # the bucket, or container
+    key: str  # the name there, without slashes at its ends
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}"
@@ -75,12 +69,10 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return PurePosixPath(self.key).name
 
     @property
     def suffix(self) -> str:
-        """From the last dot in that on."""
         return PurePosixPath(self.key).suffix
 
     @property
@@ -95,7 +87,6 @@ class ObjectPath:
         return [self._with(path) for path in above if path.name]
 
     def with_name(self, name: str) -> ObjectPath:
-        """The same with another last part."""
         return self._with(PurePosixPath(self.key).with_name(name))
 
     def _with(self, key: PurePosixPath) -> ObjectPath:
@@ -111,16 +102,7 @@ def is_url(x: Any) -> bool:
 
 
 def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
-    """What a path or a URL names.
-
-    Args:
-      x: as the user gave it.
-      name: of the argument, for messages.
-
-    Raises:
-      UnsupportedError: nobody here knows such stores.
-      ArgumentTypeError: it is no URL of an object.
-    """
+    """What a path or a URL names."""
     if isinstance(x, ObjectPath):
         return x
     text = at_home(os.fspath(x), name)
@@ -155,11 +137,7 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
 
 
 def at_home(path: str, name: str) -> str:
-    """A path with the folder of the user in place of ``~``.
-
-    Raises:
-      ArgumentTypeError: there is no such user.
-    """
+    """A path with the folder of the user in place of ``~``."""
     whole = os.path.expanduser(path)
     first = path.split("/")[0]
     if whole == path and path.startswith("~") and not os.path.lexists(first):
@@ -191,11 +169,7 @@ _INSTALLED_BY = {
 
 
 def needed(module: str, what: str) -> Any:
-    """A library, imported where it is used.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """A library, imported where it is used."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -246,17 +220,12 @@ class Kinds(Generic[T]):
         return name in self._own or (name != "" and bool(self._added(name)))
 
     def listed(self) -> str:
-        """All names as suffixes, for messages."""
         added = sorted({entry.name for entry in entry_points(group=self._group)} - set(self._own))
         *most, last = [f".{name}" for name in (*self._own, *added)]
         return f"{', '.join(most)} and {last}"
 
     def load(self, name: str) -> type[T]:
-        """The class with this name.
-
-        Raises:
-          ImportError: it cannot be imported, is none, or there are several; it names the packages.
-        """
+        """The class with this name."""
         entries = [self._own[name]] if name in self._own else self._added(name)
         if not entries:
             raise ImportError(

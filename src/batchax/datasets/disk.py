@@ -38,7 +38,6 @@ _at_step: Callable[[str], None] = _go_on
 
 
 def reached(step: str) -> None:
-    """Called by whatever writes."""
     _at_step(step)
 
 
@@ -106,11 +105,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def give_name(partial: Path, path: Path) -> None:
-    """Gives a file or folder that is whole its name, durably; who finds it done has nothing to do.
-
-    Raises:
-      JobError: something else has that name.
-    """
+    """Gives a file or folder that is whole its name, durably, unless another process did."""
     with writing(path):
         if not os.path.lexists(partial):
             return
@@ -138,10 +133,6 @@ def append(path: Path, file: int, content: bytes) -> None:
 def open_own(path: Path, flags: int) -> int:
     """Opens a file of ours: a regular one. A link, a pipe or a device in its place is none, and
     what is written to it would reach whatever it stands for.
-
-    Raises:
-      StorageError: it is no regular file.
-      OSError: it cannot be opened.
     """
     others = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -157,17 +148,12 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """What a file of ours holds, as `open_own` opens it."""
     with open(open_own(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def own_folder(path: Path) -> Path:
-    """A folder of ours, or the place for one: a link in its place is none.
-
-    Raises:
-      StorageError: it is a link.
-    """
+    """A folder of ours, or the place for one: a link in its place is none."""
     if path.is_symlink():
         raise _not_ours(path)
     return path
@@ -234,7 +220,6 @@ def _remove(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, durable."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -293,7 +278,6 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has it."""
         return self._file is not None
 
     @property
@@ -389,11 +373,7 @@ class Log(Protocol):
         """From now on, whoever had this log before and goes on cannot append to it."""
 
     def append(self, lines: bytes) -> None:
-        """Appends whole lines; durable when it returns.
-
-        Raises:
-          OvertakenError: somebody else appended meanwhile.
-        """
+        """Appends whole lines; durable when it returns."""
 
     def close(self) -> None:
         """Closes it; what is appended later opens it again."""
@@ -403,9 +383,7 @@ class AnyLock(Protocol):
     """What keeps others away."""
 
     @property
-    def held(self) -> bool:
-        """Whether this process has it."""
-        ...
+    def held(self) -> bool: ...
 
     @property
     def holds(self) -> bool:
@@ -417,13 +395,9 @@ class AnyLock(Protocol):
 
 
 class Place(Protocol):
-    """What can be done where the files of a job lie. What is written is durable on return.
+    """What can be done where the files of a job lie. What is written is durable on return."""
 
-    Attributes:
-      shared: whether other processes see the same files.
-    """
-
-    shared: bool
+    shared: bool  # whether other processes see the same files
 
     def read(self, path: Any) -> bytes:
         """What a file holds. Raises FileNotFoundError if there is none."""
@@ -433,11 +407,7 @@ class Place(Protocol):
         """Puts a file, over whatever is there."""
 
     def create(self, path: Any, content: bytes) -> None:
-        """Puts a file where there is none.
-
-        Raises:
-          OvertakenError: there is another one, which this writer does not know of.
-        """
+        """Puts a file where there is none."""
 
     def remove(self, path: Any) -> None:
         """Removes a file; that there is none is no error."""
@@ -446,19 +416,10 @@ class Place(Protocol):
         """Removes a folder with all that is in it, as far as that is possible."""
 
     def discard(self, path: Any) -> None:
-        """Removes a file or folder of ours; that there is none is no error.
-
-        Raises:
-          StorageError: it cannot be removed, or a link is in its place.
-        """
+        """Removes a file or folder of ours; that there is none is no error."""
 
     def mark(self, path: Any) -> None:
-        """Puts an empty file, which need not outlive this machine.
-
-        Raises:
-          FileExistsError: there is one.
-          FileNotFoundError: its folder is gone.
-        """
+        """Puts an empty file, which need not outlive this machine."""
 
     def unmark(self, path: Any) -> None:
         """Removes such a file; that there is none is no error."""
@@ -466,16 +427,12 @@ class Place(Protocol):
     def put_first(self, path: Any, content: bytes) -> None:
         """Puts the first file of a new folder, which need not outlive this machine."""
 
-    def folders(self, folder: Any, prefix: str) -> list[Any]:
-        """The folders in a folder whose names begin so."""
-        ...
+    def folders(self, folder: Any, prefix: str) -> list[Any]: ...
 
     def set_aside(self, path: Any, folder: Any) -> None:
         """Moves a file or folder into another folder, under a name of its own."""
 
-    def exists(self, path: Any) -> bool:
-        """Whether there is a file or folder of this name, be it a link that leads nowhere."""
-        ...
+    def exists(self, path: Any) -> bool: ...
 
     def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
         """The files in a folder: their names, in order, and sizes."""
@@ -487,9 +444,7 @@ class Place(Protocol):
     def clean(self, folder: Any, *inside: Any) -> None:
         """Removes what writers that were killed left unfinished. Nobody else may write there."""
 
-    def log(self, folder: Any, writer: str) -> Log:
-        """The log of a writer."""
-        ...
+    def log(self, folder: Any, writer: str) -> Log: ...
 
     def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
         """All logs: the writer, what it is called in messages, and its lines."""
@@ -503,9 +458,7 @@ class Place(Protocol):
         """Takes a lock. Raises LockedError if somebody else has it."""
         ...
 
-    def is_held(self, path: Any) -> bool:
-        """Whether anybody has a lock."""
-        ...
+    def is_held(self, path: Any) -> bool: ...
 
     def last_holder(self, path: Any) -> Holder | None:
         """Who took a lock last; who has it, if it is held."""

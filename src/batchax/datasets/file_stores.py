@@ -490,7 +490,6 @@ class ParquetStore(Store):
         replace_file(part, content)
 
     def _readable(self, part: Any) -> Any:
-        """What PyArrow reads."""
         return part
 
     def _part(self, unit: Unit) -> Any:

@@ -26,16 +26,11 @@ from batchax.rows.building import elements_of
 
 
 class InParts(RawIOBase):
-    """A file that is no file of the system's, of which parts are read.
+    """A file that is no file of the system's, of which parts are read."""
 
-    Attributes:
-      size: in bytes.
-    """
-
-    size: int
+    size: int  # in bytes
 
     def read_at(self, out: memoryview, offset: int) -> None:
-        """Fills `out` with what begins at `offset`."""
         raise NotImplementedError
 
 
@@ -48,27 +43,16 @@ _SPAN = 2**20  # bytes that are read at a time where there are gaps
 
 @dataclass(frozen=True)
 class Layout:
-    """An array in a file.
+    """An array in a file."""
 
-    Attributes:
-      shape: of the array.
-      dtype: of its elements, in the file's byte order.
-      offset: of its first element in the file.
-      fortran: whether the first axis is the one along which neighbours lie.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    offset: int
-    fortran: bool = False
+    shape: tuple[int, ...]  # of the array
+    dtype: np.dtype  # of its elements, in the file's byte order
+    offset: int  # of its first element in the file
+    fortran: bool = False  # whether the first axis is the one along which neighbours lie
 
     @classmethod
     def of(cls, file: File) -> Layout:
-        """What the header of a file says.
-
-        Raises:
-          StorageError: the file is shorter than that.
-        """
+        """What the header of a file says."""
         formats = np.lib.format
         version = formats.read_magic(file)
         older = version == (1, 0)
@@ -85,7 +69,6 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """The bytes that the file has at least."""
         return self.offset + self.dtype.itemsize * _product(self.shape)
 
     def read(self, file: File, axis: int, picked: slice) -> np.ndarray:
@@ -117,7 +100,6 @@ class Layout:
             yield at + half, run[half:].data
 
     def _runs(self, axis: int) -> tuple[int, int, int]:
-        """How often indices along the axis come, the bytes of one, and those of all."""
         inner = self.dtype.itemsize * _product(self.shape[axis + 1 :])
         return _product(self.shape[:axis]), inner, inner * self.shape[axis]
 
@@ -169,14 +151,6 @@ def linked_files(file: Any, member: str, name: str) -> list[Path]:
 
     HDF5 gives fill values, or the data of another run, in the place of a file that is not there or
     is another one now: so each must be there, and is watched.
-
-    Args:
-      file: the first file, open in h5py.
-      member: path of the dataset in it.
-      name: of the argument, for messages.
-
-    Raises:
-      StorageError: one of them is missing, or cannot be known.
     """
     own = Path(file.filename).resolve()
     return [path for path in dict.fromkeys(_behind(file, member, name, 0)) if path != own]
@@ -262,11 +236,9 @@ class KeyValuesInMemory:
         self._files = tensorstore.KvStore.open({"driver": "memory"}, context=self.context).result()
 
     def put(self, name: str, content: bytes) -> None:
-        """Puts a file."""
         self._files.write(name, content).result()
 
     def all(self) -> dict[str, bytes]:
-        """All that there are."""
         names = self._files.list().result()
         return {name.decode(): self._files.read(name).result().value for name in sorted(names)}
 
@@ -537,7 +509,6 @@ class Column(Source):
         return lengths
 
     def _rows(self, start: int, stop: int) -> Any:
-        """Those rows, as an array of Arrow."""
         raise NotImplementedError
 
     def _convert(self, array: Any) -> np.ndarray | Rows:
@@ -637,7 +608,6 @@ class ParquetColumn(Column):
         return path == self._path or self._path in path.parents
 
     def _readable(self, i: int) -> Any:
-        """The file with this number, for PyArrow."""
         return self._files[i].path
 
     @cached_property

@@ -33,14 +33,9 @@ def fingerprint(
     """What tells a call from others with other results, as JSON.
 
     Args:
-      fun: the function of the user's, for messages.
       staged: the program of a batch, and the types of what the function returns.
       sources: of the rows, and of what they share.
-      options: those of the call that change results.
       version: what the user says of what cannot be seen here.
-
-    Raises:
-      UnsupportedError: if the function calls Python on the host, and no `version` was given.
     """
     program, shapes = staged
     on_host = next(_calls_of_host(program.jaxpr), None)
@@ -74,11 +69,7 @@ def as_seen_here(
     another platform the same function has another program of a batch: `but_for_platform`.
 
     Args:
-      staged: as for `fingerprint`.
-      row: the program of one row.
-      rows: sources of them.
       shared: sources of what they share, which is read.
-      platform: of the process that made the call.
     """
     program, shapes = staged
     each = [(s, s.origin() or {}) for s in rows] + [(s, s.content()) for s in shared]
@@ -159,7 +150,6 @@ def _is_jit(eqn: Any) -> bool:
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """The arrays that a program closes over, and programs within that it calls."""
     yield from program.consts
     for eqn in program.jaxpr.eqns:
         if _is_jit(eqn):

@@ -28,26 +28,18 @@ from batchax.rows.arrow import by_axis
 
 @dataclass(frozen=True)
 class Input:
-    """A mapped leaf of the arguments.
+    """A mapped leaf of the arguments."""
 
-    Attributes:
-      path: where it is among the arguments.
-      source: its rows.
-      axis: along which they lie.
-    """
-
-    path: str
-    source: Source
-    axis: int
+    path: str  # where it is among the arguments
+    source: Source  # its rows
+    axis: int  # along which they lie
 
     @property
     def rows(self) -> int:
-        """How many there are."""
         return self.source.shape[self.axis]
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes, of different lengths the longest."""
         shape = [n for i, n in enumerate(self.source.shape) if i != self.axis]
         return math.prod((*shape, *self.longest)) * self.source.dtype.itemsize
 
@@ -65,27 +57,22 @@ class Inputs:
     """The arguments of a map.
 
     Attributes:
-      mapped: the leaves that have rows.
-      rows: how many rows they have.
-      shared: the arrays that all rows share.
-      shared_paths: where each of these is among the arguments.
-      streams: those of the arguments whose rows come one after another; then all are such.
-      large: by their places the integers that JAX has no dtype for, which all rows share, too.
       arguments: from what stands for the mapped leaves and the shared arrays to arguments of the
         batched function, and keyword arguments.
     """
 
-    mapped: Sequence[Input]
-    rows: int
-    shared: Sequence[Any]
-    shared_paths: Sequence[str]
+    mapped: Sequence[Input]  # the leaves that have rows
+    rows: int  # how many rows they have
+    shared: Sequence[Any]  # the arrays that all rows share
+    shared_paths: Sequence[str]  # where each of these is among the arguments
+    # those of the arguments whose rows come one after another; then all are such
     streams: Sequence[Stream]
+    # by their places the integers that JAX has no dtype for, which all rows share, too
     large: dict[str, int]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
     @property
     def names(self) -> dict[str, str]:
-        """By the path of each mapped leaf what messages call its rows, files and all."""
         return {m.path: m.source.name for m in self.mapped}
 
     @contextlib.contextmanager
@@ -119,15 +106,8 @@ def find_inputs(
     """Finds out what is mapped, opens what is on disk, and counts rows.
 
     Args:
-      fun, in_axes, args: what is called, and with what.
       batched: whether each item of a stream is a batch.
       start: how many rows of a stream are passed over.
-
-    Raises:
-      NoRowsError: all streams are empty.
-      ArgumentTypeError: a mapped leaf is no array, nor the path of one.
-      AxisError: `in_axes` does not fit, or numbers of rows differ.
-      StorageError: a file is not there, or is damaged.
     """
     check_in_axes(fun, in_axes)
     is_leaf = lambda x: is_container(x) or is_one_by_one(x)
@@ -273,7 +253,6 @@ def _fits(x: int) -> bool:
 
 
 def _as_computed(x: Any, name: str) -> Any:
-    """An array that all rows share, in the dtype that JAX computes with."""
     if isinstance(x, jax.Array):
         return x
     try:
@@ -330,9 +309,6 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
     """Some rows of those that were read.
 
     Args:
-      data: what was read.
-      axis: along which the rows lie.
-      index: which rows, in which order.
       places: in whose places they are. Of rows of different lengths no more is taken than the row
         has whose place it is: so many rows never have more elements than a batch has room for.
     """

@@ -113,11 +113,7 @@ class Status:
 
 
 def status(out: str | Address) -> Status:
-    """How far the job is that computes `out`, while it runs and after.
-
-    Raises:
-      JobError: if there is none.
-    """
+    """How far the job is that computes `out`, while it runs and after."""
     files = JobFiles(address(out, "out"))
     description = _description(files)
     end, plan = files.read_end(), description.plan
@@ -165,7 +161,6 @@ def follow(out: str | Address, seconds: float) -> Iterator[str]:
 
     Args:
       out: its output. The job need not have begun.
-      seconds: after which it is looked again.
     """
     files, before = JobFiles(address(out, "out")), ""
     while True:
@@ -241,11 +236,6 @@ def verify(out: str | Address) -> Verified:
 
     What is damaged counts as not done from then on: the call that made it computes it again. But
     not as long as somebody is at work on it, who would not see that.
-
-    Raises:
-      JobError: if there is no job, or the output says that it is another one.
-      StorageError: a store of objects does not answer: nothing counts as damaged for that; or what
-        says what is where is missing, such as the zarr.json of an array.
     """
     files = JobFiles(address(out, "out"))
     store = reopen_store(files.out, _description(files).store)

@@ -33,24 +33,15 @@ from batchax.jaxprs.spoken import brief
 
 
 class AnyJob(Protocol):
-    """Which units of an output are done, wherever that is kept.
+    """Which units of an output are done, wherever that is kept."""
 
-    Attributes:
-      kept: after "7 of 9 rows", what becomes of them if the call ends now.
-      plan: which rows are committed at once.
-      store: where the results go.
-      finished: what was said when all was done; None as long as it is not.
-    """
-
-    kept: str
-    plan: Plan
-    store: Store
-    finished: dict[str, Any] | None
+    kept: str  # after "7 of 9 rows", what becomes of them if the call ends now
+    plan: Plan  # which rows are committed at once
+    store: Store  # where the results go
+    finished: dict[str, Any] | None  # what was said when all was done; None as long as it is not
 
     @property
-    def done(self) -> Mapping[int, Record]:
-        """The records of units that are done, by their numbers."""
-        ...
+    def done(self) -> Mapping[int, Record]: ...
 
     def check(self) -> None:
         """Raises a JobError if this process may not write, now."""
@@ -89,7 +80,6 @@ class JobInMemory:
         """It may always."""
 
     def record(self, records: Sequence[Record]) -> None:
-        """Notes units that are done."""
         self.done |= {r.unit.number: r for r in records}
 
     def look_again(self) -> None:
@@ -102,7 +92,6 @@ class JobInMemory:
         """Nothing is kept when the call ends."""
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Notes that all are."""
         self.finished = summary
 
     def close(self) -> None:
@@ -157,7 +146,6 @@ class Job:
 
     @property
     def done(self) -> dict[int, Record]:
-        """The units that are done, by number."""
         if self._done is None:
             self._done = self._told()
         return self._done
@@ -292,11 +280,7 @@ class Job:
         return bool(self._locks) and all(lock.held for lock in self._locks)
 
     def check(self) -> None:
-        """Whether this process may write, now.
-
-        Raises:
-          JobError: it may not.
-        """
+        """Whether this process may write, now."""
         if not self._held:
             raise JobError(
                 f"The job of {self._files.out} is not open for writing: it is finished, was "
@@ -312,15 +296,10 @@ class Job:
 
     @property
     def _with_sums(self) -> list[Record]:
-        """The units that are done, by whose checksums another output is told from this one."""
         return [r for _, r in sorted(self.done.items()) if r.checksums]
 
     def check_kept(self, of: Record | None = None) -> None:
-        """One unit of what is there is what was written: else somebody replaced the output.
-
-        Args:
-          of: that unit; None: the first.
-        """
+        """One unit of what is there is what was written: else somebody replaced the output."""
         of = of or next(iter(self._with_sums), None)
         if self.finished is not None:
             number, *either = self.finished.get("unit") or [None]
@@ -392,19 +371,12 @@ def open_job(
     it is closed, or of those who each have a shard of it.
 
     Args:
-      out: the output.
       fingerprint: of the call with such a plan, see `fingerprint`.
-      plan: makes a plan, for a new job.
       store: makes a store for a plan; nothing is on disk before its `prepare`.
       resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
       shard: a name for this process's part of the job, if others have the other parts.
       retry_quarantined: whether a job that is finished without some rows is not.
       overwrite: whether the output and the job that are there are removed first.
-
-    Raises:
-      JobError: if `out` is the output of something else or of another call, somebody else is
-        at work on it, or `resume` says no.
-      StorageError: if it cannot be read or written.
     """
     if not is_word(resume, *RESUME):
         raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
@@ -480,12 +452,7 @@ def _remove(files: JobFiles, begin: bool = False) -> None:
 
 
 def _check_own(files: JobFiles, description: Description) -> None:
-    """Whether the output is what its job made, and nothing else is in it.
-
-    Raises:
-      JobError: it is not, so it is not removed.
-      StorageError: nobody can tell, since it is damaged.
-    """
+    """Whether the output is what its job made, and nothing else is in it."""
     if files.here != files.out and files.place.exists(files.out):
         raise JobError(
             f"overwrite=True removes what batchax made, and {files.out} is something else: the "

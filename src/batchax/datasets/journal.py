@@ -234,7 +234,6 @@ def _done(
 
 
 def sizes(folder: Address) -> dict[str, int]:
-    """How much there is of each log of the journal."""
     return place_of(folder).log_sizes(folder)
 
 
@@ -296,12 +295,9 @@ class JobFiles:
     In a store of objects, what is written again and again while the job runs lies in a folder that
     is named by the job: one who goes on with a job that was deleted meanwhile writes nothing into
     the next one's.
-
-    Attributes:
-      out: the output.
     """
 
-    out: Address
+    out: Address  # the output
     _names: list[str] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -318,7 +314,6 @@ class JobFiles:
 
     @property
     def folder(self) -> Address:
-        """The folder of the job."""
         return self.out.with_name(f"{self.out.name}{JOB}")
 
     @property
@@ -340,15 +335,12 @@ class JobFiles:
 
     @property
     def lock(self) -> Address:
-        """Held by who writes."""
         return self.folder / "lock"
 
     def lock_of(self, shard: str) -> Address:
-        """Held by who does this shard of the units, beside others who do theirs."""
         return self.folder / f"{_SHARD}{shard}"
 
     def shard_of(self, lock: Address) -> str:
-        """Which shard a lock is of."""
         return lock.name.removeprefix(_SHARD)
 
     @property
@@ -363,7 +355,6 @@ class JobFiles:
 
     @property
     def journal(self) -> Address:
-        """The folder of the journal."""
         return self._own / "journal"
 
     @property
@@ -388,7 +379,6 @@ class JobFiles:
 
     @property
     def removing(self) -> Address:
-        """There from the moment when a call that starts over removes the output and the job."""
         return self.folder / "removing"
 
     def remove(self) -> None:
@@ -414,7 +404,6 @@ class JobFiles:
 
     @property
     def is_begun(self) -> bool:
-        """Whether somebody began to make the output."""
         return any(map(self.place.exists, (self._description, self.preparing)))
 
     @property
@@ -483,7 +472,6 @@ class JobFiles:
         """Says that all is done.
 
         Args:
-          bad: rows that have no result.
           reduced: for each reduction over the rows, an array.
           more: what is to be known besides, for JSON.
         """
@@ -494,20 +482,13 @@ class JobFiles:
 
 @dataclass(frozen=True)
 class Description:
-    """What a job computes.
+    """What a job computes."""
 
-    Attributes:
-      plan: which rows are committed at once.
-      store: what the store says of itself.
-      call: the fingerprint of the call.
-    """
-
-    plan: Plan
-    store: dict[str, Any]
-    call: dict[str, Any]
+    plan: Plan  # which rows are committed at once
+    store: dict[str, Any]  # what the store says of itself
+    call: dict[str, Any]  # the fingerprint of the call
 
     def plan_at_end(self, end: dict[str, Any]) -> Plan:
-        """The plan of a job of which that was said at its end."""
         return self.plan.ended(end["rows"]) if self.plan.open else self.plan
 
 

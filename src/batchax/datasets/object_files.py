@@ -45,17 +45,7 @@ _GROUPS = (".zgroup", "zarr.json")
 
 
 def open_object(url: str, name: str) -> Source:
-    """A source of the rows of an array in a store of objects.
-
-    Args:
-      url: "s3://bucket/x.npy", "gs://bucket/x.zarr/group/array", "az://container/x.parquet:column".
-      name: of the argument, for messages.
-
-    Raises:
-      UnsupportedError: such a store, or such a file in one, is not read.
-      ArgumentTypeError: it is no address of an object, or there are no numbers in it.
-      StorageError: there is no such object, or it cannot be read.
-    """
+    """A source of the rows of an array in a store of objects."""
     whole = address(url, name)  # which names what is not supported
     assert isinstance(whole, ObjectPath)
     kind, _, member = whole.key.rpartition("/")[2].partition(":")
@@ -122,19 +112,16 @@ class ObjectFiles:
     check_content = check
 
     def identity(self) -> dict[str, Any]:
-        """Where they are, how large all are together, and a digest of names and versions."""
         told = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
         size = sum(m.size for m in self.seen.values())
         return {"path": str(self.path), "size": size, "versions": digest}
 
     def read(self, path: ObjectPath) -> bytes:
-        """An object."""
         content, version = self._there(path, lambda: objects.read_version(path))
         return self._same(path, content, version)
 
     def read_part(self, path: ObjectPath, start: int, length: int) -> bytes:
-        """A part of one."""
         get = lambda: objects.read_part(path, start, length)
         return self._same(path, *self._there(path, get))
 
@@ -335,7 +322,6 @@ def _is_group(files: ObjectFiles, document: ObjectPath) -> bool:
 
 
 def _arrays(files: ObjectFiles) -> list[str]:
-    """The names of arrays below."""
     documents = [p for p in files.seen if p.name in _DOCUMENTS and p.parent != files.path]
     arrays = [p.parent for p in documents if not _is_group(files, p)]
     return sorted(array.key[len(files.path.key) + 1 :] for array in arrays)
@@ -350,11 +336,7 @@ class Putting:
         self._lock = threading.Lock()
 
     def put(self, path: ObjectPath, content: bytes) -> None:
-        """Puts an object.
-
-        Raises:
-          OvertakenError: another one is there. If this is called again, it is put over that one.
-        """
+        """Puts an object."""
         there = self._there.pop(path, None)
         try:
             if there is None:

@@ -77,30 +77,18 @@ class Version(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What is known of an object without its content.
+    """What is known of an object without its content."""
 
-    Attributes:
-      size: in bytes.
-      version: which one it is.
-      modified: when it was put, by the clock of the store, in seconds since 1970.
-    """
-
-    size: int
-    version: Version
-    modified: float
+    size: int  # in bytes
+    version: Version  # which one it is
+    modified: float  # when it was put, by the clock of the store, in seconds since 1970
 
 
 def read(path: ObjectPath) -> bytes:
-    """An object's content.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
     return read_version(path)[0]
 
 
 def read_version(path: ObjectPath) -> tuple[bytes, Version]:
-    """The same, and which one it was."""
 
     def get() -> tuple[bytes, Version]:
         got = _obstore().get(_bucket(path), path.key)
@@ -121,35 +109,19 @@ def read_part(path: ObjectPath, start: int, length: int) -> tuple[bytes, Version
 
 
 def meta(path: ObjectPath) -> Meta:
-    """What is known of an object.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
     return _meta(_asked(path, "looked at", lambda: _obstore().head(_bucket(path), path.key)))
 
 
 def put(path: ObjectPath, content: bytes) -> Version:
-    """Puts an object, whatever is there."""
     return _put(path, content, "overwrite")
 
 
 def create(path: ObjectPath, content: bytes) -> Version:
-    """Puts an object where there is none.
-
-    Raises:
-      FileExistsError: there is one, with another content: one with this content was put by a
-        request whose answer was lost, or is as good as that.
-    """
+    """Puts an object where there is none."""
     return _unless_lost(path, content, "create")
 
 
 def replace(path: ObjectPath, content: bytes, unless: Version) -> Version:
-    """Puts an object in the place of that version of it.
-
-    Raises:
-      FileExistsError: it is another one, or gone.
-    """
     return _unless_lost(path, content, unless.condition())
 
 
@@ -306,9 +278,6 @@ class Lease:
       path: of the lease.
       against: others that must not be held, found by what is returned; asked once this is put, so
         that of two who want what excludes the other at least one sees the other's.
-
-    Raises:
-      LockedError: it, or one of `against`, is held.
     """
 
     def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
@@ -330,7 +299,6 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this process has it, as far as it knows."""
         return self._version is not None
 
     @property
@@ -437,7 +405,6 @@ class NoLease:
 
 
 def is_leased(path: ObjectPath) -> bool:
-    """Whether anybody has it."""
     try:
         return _is_held(path, read(path))
     except FileNotFoundError:
@@ -501,7 +468,6 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Where numbers of processes mean the same."""
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat(f'{_PROC}/self/ns/pid').st_ino}"

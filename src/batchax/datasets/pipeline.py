@@ -34,19 +34,13 @@ _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long aft
 
 @dataclass
 class Stop:
-    """Whether work is to end before all of it is done, and why.
+    """Whether work is to end before all of it is done, and why."""
 
-    Attributes:
-      error: what went wrong first.
-      asked: whether somebody asked for it.
-    """
-
-    error: BaseException | None = None
-    asked: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None  # what went wrong first
+    asked: threading.Event = field(default_factory=threading.Event)  # whether somebody asked for it
 
     @property
     def now(self) -> bool:
-        """Whether nothing new is to be begun."""
         return self.error is not None or self.asked.is_set()
 
     def because(self, error: BaseException) -> None:
@@ -69,16 +63,10 @@ def run_units(
 
     Args:
       units: which, in the order in which they are read.
-      read: reads what a unit needs.
       begin: begins to compute it, and returns what waits until it is computed; by then the next
         one was begun. In the caller's thread.
       write: keeps it, and returns what the journal is to say of it.
-      record: makes that durable.
-      stop: may be told to stop by others.
       lasting: whether to write is to wait for a disk, so that threads of their own do that.
-
-    Raises:
-      Exception: the first that any of the functions raised.
     """
     ready: queue.Queue[tuple[Unit, T] | None] = queue.Queue(AHEAD)
     written: queue.Queue[Record | None] = queue.Queue()
@@ -218,25 +206,15 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What there is to do for each unit of a plan.
+    """What there is to do for each unit of a plan."""
 
-    Attributes:
-      function: of a row.
-      plan: which rows are a unit.
-      store: keeps results.
-      policy: what becomes of rows that fail.
-      retries: how many times reading and writing are tried again.
-      stop: may say that nothing is to be tried again.
-      check: raises an error if nothing may be written.
-    """
-
-    function: RowFunction
-    plan: Plan
-    store: Any
-    policy: Policy
-    retries: int
-    stop: Stop = field(default_factory=Stop)
-    check: Callable[[], None] = lambda: None
+    function: RowFunction  # of a row
+    plan: Plan  # which rows are a unit
+    store: Any  # keeps results
+    policy: Policy  # what becomes of rows that fail
+    retries: int  # how many times reading and writing are tried again
+    stop: Stop = field(default_factory=Stop)  # may say that nothing is to be tried again
+    check: Callable[[], None] = lambda: None  # raises an error if nothing may be written
     _compiling: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -248,7 +226,6 @@ class Work:
             return program
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        """The rows of a unit, of each mapped argument."""
         parts = []
         for m in self.function.inputs.mapped:
             read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
@@ -403,16 +380,11 @@ class StreamUnits:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StreamWork(Work):
-    """The work of units of streams.
+    """The work of units of streams."""
 
-    Attributes:
-      taken: the units.
-    """
-
-    taken: StreamUnits
+    taken: StreamUnits  # the units
 
     def read(self, unit: Unit) -> list[Any]:
-        """The rows of a unit, which were taken."""
         return list(self.taken.read(unit))
 
     def write(self, computed: Computed) -> Record:

@@ -92,7 +92,6 @@ class Rows(NamedTuple):
 
 
 def elements_in(lengths: np.ndarray) -> np.ndarray:
-    """How many elements rows of such lengths have, as `Rows` has lengths."""
     return lengths if lengths.ndim == 1 else lengths.prod(1)
 
 
@@ -142,37 +141,26 @@ def packed(bad: Iterable[Bad]) -> dict[str, list[Any]]:
 
 
 def unpacked(entry: dict[str, list[Any]]) -> list[Bad]:
-    """What `packed` was given."""
     texts = entry["tracebacks"]
     return [Bad(row, error, texts[place]) for row, error, place in entry["rows"]]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the journal says of a unit that is done.
+    """What the journal says of a unit that is done."""
 
-    Attributes:
-      unit: its rows.
-      checksums: crc32c of the results, one for each leaf.
-      attempt: how many times it was begun before, by anyone.
-      seconds: how long it took to compute.
-      quarantined: the rows that have no result.
-      reduced: for each reduction over the rows, the part of this unit.
-      ended: when that was written down, in seconds since 1970; the journal sets it.
-      ids: by which it is withdrawn, of all attempts that wrote the same; the journal sets them.
-      writer: whose journal says it, if it was read there.
-      read: crc32c of the rows of a stream that it was computed of, one for each array of them.
-    """
-
-    unit: Unit
-    checksums: Sequence[int]
-    attempt: int = 0
-    seconds: float = 0.0
-    quarantined: Sequence[Bad] = ()
+    unit: Unit  # its rows
+    checksums: Sequence[int]  # crc32c of the results, one for each leaf
+    attempt: int = 0  # how many times it was begun before, by anyone
+    seconds: float = 0.0  # how long it took to compute
+    quarantined: Sequence[Bad] = ()  # the rows that have no result
+    # for each reduction over the rows, the part of this unit
     reduced: Mapping[str, Any] = field(default_factory=dict)
-    ended: float = 0.0
+    ended: float = 0.0  # when that was written down, in seconds since 1970; the journal sets it
+    # by which it is withdrawn, of all attempts that wrote the same; the journal sets them
     ids: Sequence[Any] = field(default=(), compare=False)
-    writer: str = field(default="", compare=False)
+    writer: str = field(default="", compare=False)  # whose journal says it, if it was read there
+    # crc32c of the rows of a stream that it was computed of, one for each array of them
     read: Sequence[int] = ()
 
 
@@ -190,10 +178,7 @@ def as_ragged(
     """Rows as a batch.
 
     Args:
-      x: the rows.
-      axes: along which they are ragged.
       bounds: of the lengths along each; None: the greatest ones.
-      dtype: of lengths; None: as they are.
     """
     each = by_axis(x.lengths).astype(dtype or x.lengths.dtype)
     data = np.moveaxis(x.data, 0, as_tuple(axes)[0])
@@ -201,7 +186,6 @@ def as_ragged(
 
 
 def one_row(elements: np.ndarray, lengths: Any) -> np.ndarray:
-    """The elements of a row, as `Rows` has them, as an array with the ragged axes in front."""
     return elements.reshape(*np.atleast_1d(lengths), *elements.shape[1:])
 
 
@@ -252,9 +236,6 @@ def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
 def foreign(path: object) -> Iterator[None]:
     """For what is read of lines that are whole: if they say something else than ours do, somebody
     else wrote them.
-
-    Raises:
-      StorageError: they do.
     """
     try:
         yield
@@ -280,27 +261,19 @@ class Plan:
 
     It depends on sizes and arguments alone: the same call makes the same plan, wherever it runs and
     whatever was done before.
-
-    Attributes:
-      rows: of the dataset.
-      batch_size: rows that the program computes at a time.
-      unit_rows: rows of a unit, a multiple of `batch_size`; of units that differ, on average.
-      ends: the row after each unit, if they differ.
-      open: whether rows are counted as they come: there are not more than `rows`.
     """
 
-    rows: int
-    batch_size: int
-    unit_rows: int
-    ends: tuple[int, ...] | None = None
-    open: bool = False
+    rows: int  # of the dataset
+    batch_size: int  # rows that the program computes at a time
+    unit_rows: int  # rows of a unit, a multiple of `batch_size`; of units that differ, on average
+    ends: tuple[int, ...] | None = None  # the row after each unit, if they differ
+    open: bool = False  # whether rows are counted as they come: there are not more than `rows`
 
     def __len__(self) -> int:
         return -(-self.rows // self.unit_rows) if self.ends is None else len(self.ends)
 
     @property
     def units(self) -> Iterator[Unit]:
-        """All of them."""
         return map(self.unit, range(len(self)))
 
     @property
@@ -309,7 +282,6 @@ class Plan:
         return self.unit_rows if self.ends is None else self.batch_size
 
     def unit(self, number: int) -> Unit:
-        """The unit with this number."""
         if not 0 <= number < len(self):
             raise IndexError(f"unit {number} of a plan of {len(self)}")
         if self.ends is not None:
@@ -318,14 +290,12 @@ class Plan:
         return Unit(number, start, min(start + self.unit_rows, self.rows))
 
     def has(self, unit: Unit) -> bool:
-        """Whether this is one of its units."""
         if not 0 <= unit.number < len(self):
             return False
         whole = self.unit(unit.number)
         return unit == whole or (self.open and unit.start == whole.start < unit.stop < whole.stop)
 
     def ended(self, rows: int) -> Plan:
-        """The plan, now that all rows are counted."""
         return replace(self, rows=rows, open=False)
 
     def by_elements(self, elements: np.ndarray) -> Plan:
@@ -351,9 +321,7 @@ class Plan:
         """A plan of units that are worth committing, and of which several fit memory.
 
         Args:
-          rows: of the dataset.
           batch_size: rows that the program computes at a time.
-          row_bytes: what a row and its results take.
           row_seconds: how long a row takes, estimated from the program: if it was measured, another
             machine would make another plan.
           commit_rows: the rows of a unit, if the user said so.
@@ -367,7 +335,6 @@ class Plan:
         return cls(rows, batch_size, batch_size * max(1, count))
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
         return asdict(self)
 
     @classmethod
@@ -386,11 +353,7 @@ class Plan:
 
 
 def whole_batches(commit_rows: Any, batch_size: int) -> int:
-    """The rows of a unit, as the user asked for.
-
-    Raises:
-      ArgumentTypeError, AxisError: they are no whole number of batches.
-    """
+    """The rows of a unit, as the user asked for."""
     try:
         asked = index(commit_rows)
     except TypeError:

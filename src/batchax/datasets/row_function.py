@@ -47,7 +47,6 @@ from batchax.vmap import vmap
 
 
 def type_of_row(m: Input) -> Any:
-    """The type of a row of an argument, of rows of different lengths the longest."""
     shape = list(m.source.shape)
     del shape[m.axis]
     for axis, size in zip(as_tuple(m.source.axes), m.longest, strict=False):
@@ -75,7 +74,6 @@ def ragged_type(
     longest: tuple[int, ...],
     axes: tuple[int, ...],
 ) -> Any:
-    """The type of rows of different lengths with so much room for elements."""
     shape = (*rest[: axes[0]], capacity, *rest[axes[0] :])
     data, lengths = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((rows,), np.int32)
     made = lambda data, *each: Ragged(data, each, longest, axis=axes)
@@ -84,19 +82,12 @@ def ragged_type(
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of what the function returns.
+    """One leaf of what the function returns."""
 
-    Attributes:
-      path: for messages: "out['loss']".
-      leaf: the array of all rows; what is reduced over them has the shape of one row.
-      spec: how it is reduced over the rows; None if each row has its own.
-      row: the type of what one row has, if it is reduced.
-    """
-
-    path: str
-    leaf: Leaf
-    spec: Reduce | None = None
-    row: Any = None
+    path: str  # for messages: "out['loss']"
+    leaf: Leaf  # the array of all rows; what is reduced over them has the shape of one row
+    spec: Reduce | None = None  # how it is reduced over the rows; None if each row has its own
+    row: Any = None  # the type of what one row has, if it is reduced
 
     @property
     def reduces(self) -> Reduction | None:
@@ -137,13 +128,7 @@ def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> l
 
     Args:
       types: of the outputs of one batch, as `lanes_of` has them.
-      out_axes: as the user gave it.
-      rows: how many there are.
       grows: whether that is only how many there are at most.
-
-    Raises:
-      UnsupportedError: an output cannot be kept.
-      AxisError: `out_axes` does not fit the outputs.
     """
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
@@ -229,8 +214,6 @@ def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
     So lanes are added up by `vmap`, which needs no array for each of them (`sums/`).
 
     Args:
-      out: what it returned.
-      out_axes: as the user gave it.
       counts: whether the row is not left out of sums; None: it is not.
     """
     leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
@@ -248,13 +231,8 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
     """Inside a program: what the lanes of a batch come to.
 
     Args:
-      outputs: all of them.
       out: what the function of a batch returned: lanes, but for what it added up.
       numbers: of the rows of the batch in the dataset.
-      real: which lanes count in reductions; None: all.
-
-    Returns:
-      An array, a `Ragged` or the state of a reduction for each output.
     """
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
@@ -268,7 +246,6 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
 
 
 def combined(output: Output, parts: Sequence[Any]) -> Any:
-    """States of some of the rows as one, in double precision."""
     assert output.reduces is not None
     return reductions.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
 
@@ -284,19 +261,16 @@ def of_no_rows(output: Output) -> Any:
 
 
 def finished(output: Output, whole: Any, rows: int) -> np.ndarray:
-    """A reduction over so many rows, from the state of all."""
     assert output.reduces is not None
     return reductions.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
 
 
 def named_parts(output: Output, state: Any) -> dict[str, np.ndarray]:
-    """The arrays of a state by names, as a journal keeps them."""
     arrays = jax.tree.leaves(state)
     return dict(zip(_part_names(output, len(arrays)), arrays, strict=True))
 
 
 def state_of(output: Output, named: Mapping[str, np.ndarray]) -> Any:
-    """What `named_parts` was given."""
     structure = jax.tree.structure(output.state)
     names = _part_names(output, structure.num_leaves)
     return structure.unflatten([named[name] for name in names])
@@ -333,25 +307,15 @@ _COUNTS = "counts in sums"  # no name that an argument may have
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """The user's function, and how it is to be run.
+    """The user's function, and how it is to be run."""
 
-    Attributes:
-      fun: the function of one row.
-      arrays: its arguments, as the user gave them.
-      inputs: what is known of these.
-      in_axes: as for `vmap`, by the place of arguments.
-      out_axes: as for `vmap`.
-      key: a random key, from which each row gets its own; None for no keys.
-      options: other options of `vmap`.
-    """
-
-    fun: Callable[..., Any]
-    arrays: tuple[Any, ...]
-    inputs: Inputs
-    in_axes: Any
-    out_axes: Any
-    key: Any
-    options: dict[str, Any]
+    fun: Callable[..., Any]  # the function of one row
+    arrays: tuple[Any, ...]  # its arguments, as the user gave them
+    inputs: Inputs  # what is known of these
+    in_axes: Any  # as for `vmap`, by the place of arguments
+    out_axes: Any  # as for `vmap`
+    key: Any  # a random key, from which each row gets its own; None for no keys
+    options: dict[str, Any]  # other options of `vmap`
     _latest: Any = None  # the program of a batch that was asked for last
 
     @classmethod
@@ -366,15 +330,6 @@ class RowFunction:
         batched: bool = False,
         start: int = 0,
     ) -> RowFunction:
-        """The function with its arguments, of which what is on disk is opened.
-
-        Args:
-          fun, arrays, in_axes, out_axes, key, options: attributes.
-          batched, start: of streams, see `find_inputs`.
-
-        Raises:
-          ArgumentTypeError, AxisError, StorageError: see `find_inputs`.
-        """
         in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
         keyed = key is not None and not takes_key_by_name(fun)
         called = functools.partial(fun, key) if keyed else fun
@@ -383,7 +338,6 @@ class RowFunction:
 
     @property
     def name(self) -> str:
-        """What people call it."""
         return name_of(self.fun)
 
     def batched(
@@ -392,9 +346,6 @@ class RowFunction:
         """The outputs of a batch, of which what rows add up is the sum, and the rest is of rows.
 
         Args:
-          numbers: of its rows in the dataset.
-          rows: of each mapped argument those rows.
-          shared: what all rows share.
           real: which of the rows are added up; None: all.
         """
 
@@ -459,7 +410,6 @@ class RowFunction:
         return places
 
     def types(self, batch_size: int) -> tuple[Any, list[Any], list[Any]]:
-        """The types of the arguments of `batched`."""
         numbers = jax.ShapeDtypeStruct((batch_size,), np.uint32)
         rows = [type_of_batch(m, batch_size) for m in self.inputs.mapped]
         shared = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs.shared]
@@ -495,12 +445,10 @@ class RowFunction:
 
     @property
     def _lanes(self) -> Callable[..., Any]:
-        """The function of some rows, none of which are added up."""
         return functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
 
     @functools.cached_property
     def _staged(self) -> Any:
-        """The program of a few rows, and what it returns."""
         return jax.make_jaxpr(self._lanes, return_shape=True)(*self.types(_FEW))
 
     @property
@@ -509,23 +457,19 @@ class RowFunction:
 
     @functools.cached_property
     def outputs(self) -> list[Output]:
-        """What it returns."""
         grows = bool(self.inputs.streams)
         return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows)
 
     @property
     def of_row(self) -> Any:
-        """The types of what it returns."""
         return self.tree_of([o.of_row for o in self.outputs])
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
-        """What it returns, of leaves for its outputs."""
         is_leaf = lambda x: isinstance(x, Ragged)
         return jax.tree.structure(self._returned, is_leaf=is_leaf).unflatten(leaves)
 
     @property
     def row_seconds(self) -> float:
-        """How long a row takes, going by its operations, on a machine of average speed."""
         program, _ = self._staged
         if any(o.reduces for o in self.outputs):
             program = jax.make_jaxpr(self.batched)(*self.types(_FEW))
@@ -533,7 +477,6 @@ class RowFunction:
 
     @property
     def row_bytes(self) -> int:
-        """What a row takes, read and written."""
         return sum(m.row_bytes for m in self.inputs.mapped) + sum(o.row_bytes for o in self.outputs)
 
 
@@ -589,12 +532,10 @@ class Program:
 
     @functools.cached_property
     def traced(self) -> Any:
-        """The program for the largest batch, before it is compiled."""
         return self._traced(0)
 
     @property
     def compiled(self) -> Any:
-        """The program for the largest batch."""
         return self._compiled(0)
 
     @functools.cached_property
@@ -637,14 +578,12 @@ class Program:
 
     @whatever_jit
     def start(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> list[Any]:
-        """Begins to compute a batch, of rows of these numbers, by the program with that room."""
         return self._compiled(room)(*self._arguments(numbers, rows, room))
 
     @whatever_jit
     def reduced(
         self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
     ) -> list[Any]:
-        """What those rows of a batch that are `real` are reduced to."""
         arguments = self._arguments(numbers, rows, room)
         return jax.tree.map(np.asarray, self._compiled(room, masked=True)(*arguments, real))
 
@@ -685,7 +624,6 @@ class Program:
 
 
 def program_of(function: RowFunction, batch_size: int) -> Program:
-    """The program of a batch. Of the sizes that were asked for the last is kept."""
     program: Program | None = function._latest
     if program is None or program.batch_size != batch_size:
         program = Program(function, batch_size)
@@ -712,12 +650,10 @@ def fitting(function: RowFunction, memory_limit: Any) -> int:
 
 
 def _capacity(type: Ragged, room: int) -> int:
-    """How many elements a program has room for."""
     return -(-type.data.shape[type.element_axis] // 2**room)
 
 
 def _in_room(type: Any, room: int) -> Any:
-    """The type of an argument of the program with that room."""
     if not isinstance(type, Ragged) or room == 0:
         return type
     rest = without(type.data.shape, [type.element_axis])
@@ -727,7 +663,6 @@ def _in_room(type: Any, room: int) -> Any:
 
 
 def _as_typed(x: Any, type: Any) -> Any:
-    """Rows as the program wants them."""
     if isinstance(x, Rows):
         rest = without(type.data.shape, [type.element_axis])
         data = np.zeros((_capacity(type, 0), *rest), type.dtype)

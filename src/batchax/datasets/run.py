@@ -290,19 +290,11 @@ class Report:
 
 @dataclass(frozen=True)
 class How:
-    """The options of `batchax.map` that say how it is done, not what.
+    """The options of `batchax.map` that say how it is done, not what."""
 
-    Attributes:
-      out: where it is, from any folder.
-      named: what the user calls that.
-      kind: of the store of the output.
-      stream_id: what the user calls the rows of streams, if there are any.
-      begun: when the call began.
-    """
-
-    out: Address | None
-    named: Address | None
-    kind: str
+    out: Address | None  # where it is, from any folder
+    named: Address | None  # what the user calls that
+    kind: str  # of the store of the output
     batch_size: Any
     memory_limit: Any
     commit_rows: int | None
@@ -314,18 +306,14 @@ class How:
     resume: str
     version: str | None
     by_content: bool
-    stream_id: str | None
+    stream_id: str | None  # what the user calls the rows of streams, if there are any
     progress: bool | Callable[[int, int], Any]
     engine: Threads
-    begun: float
+    begun: float  # when the call began
 
 
 def run(function: RowFunction, how: How) -> Report:
-    """Does all rows that are not done, and says what came of it.
-
-    Raises:
-      RowError, StorageError, JobError: see `batchax.map`.
-    """
+    """Does all rows that are not done, and says what came of it."""
     try:
         return _run(function, how)
     except BatchaxError as error:

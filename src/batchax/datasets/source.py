@@ -28,14 +28,10 @@ from batchax.errors import ArgumentTypeError, AxisError, StorageError
 
 @dataclass(frozen=True)
 class Labels:
-    """What an array of xarray calls its rows.
+    """What an array of xarray calls its rows."""
 
-    Attributes:
-      dimension: the name of the axis along which rows lie.
-      coordinates: the coordinates along it, and those of the whole array, by name.
-    """
-
-    dimension: str = "row"
+    dimension: str = "row"  # the name of the axis along which rows lie
+    # the coordinates along it, and those of the whole array, by name
     coordinates: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -152,12 +148,7 @@ class Files:
 
 
 def refuse_unfinished(address: Address, name: str) -> None:
-    """Refuses what a job has not computed yet, or what was lost since: it would count as zeros.
-
-    Raises:
-      StorageError: it is, or is in, the output of a job that is not finished, or of which a file is
-        missing.
-    """
+    """Refuses what a job has not computed yet, or what was lost since: it would count as zeros."""
     from batchax.datasets.store import reopen_store  # which imports sources
 
     for path in (address, *address.parents):
@@ -380,11 +371,7 @@ def check_shape(shape: Any, name: str) -> None:
 
 
 def native(dtype: Any, name: str) -> np.dtype:
-    """A dtype of numbers in this machine's byte order.
-
-    Raises:
-      ArgumentTypeError: it is of something else.
-    """
+    """A dtype of numbers in this machine's byte order."""
     try:
         own = np.dtype(dtype)
         # NumPy's own object for it: h5py's say a byte order, and JAX hands on whose it saw first.
@@ -480,9 +467,6 @@ class Joined(Source):
       parts: the sources.
       fits: whether what is written to a path would be one of them.
       name: for messages.
-
-    Raises:
-      StorageError: rows of them differ in shape, in dtype, or in whether their lengths differ.
     """
 
     lends = True

@@ -132,7 +132,6 @@ class Stream:
         return [x[:rows] for x in whole]
 
     def close(self) -> None:
-        """Ends a generator that was made here."""
         close = getattr(self._iterator, "close", None)
         if self._own and close is not None:
             with contextlib.suppress(ValueError):  # a thread waits in it for a row
@@ -229,16 +228,7 @@ def _array(x: Any, name: str) -> np.ndarray:
 
 
 def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list[np.ndarray]]:
-    """The next rows of streams that end together, so many or as many as there are.
-
-    Args:
-      streams: which.
-      rows: how many.
-      first: the number of the first one.
-
-    Raises:
-      AxisError: one of them ends before another.
-    """
+    """The next rows of streams that end together, so many or as many as there are."""
     parts = {stream: stream.take(rows) for stream in streams}
     counts = [len(arrays[0]) for arrays in parts.values()]
     if len(set(counts)) > 1:
@@ -252,7 +242,6 @@ def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list
 def arrays_of(
     sources: Sequence[Any], parts: Mapping[Stream, Sequence[np.ndarray]]
 ) -> list[np.ndarray]:
-    """For each `StreamLeaf` its array, of what was `taken`."""
     return [parts[leaf.stream][leaf.leaf] for leaf in sources]
 
 
@@ -279,11 +268,6 @@ def as_source(x: Any, name: str) -> Source:
       x: an array of NumPy or JAX, a number, a `Ragged`; anything with `shape`, `dtype` and slices
         (h5py, zarr-python, xarray, TensorStore); an array of Arrow; a path, as `open_path` takes
         it; or a source, as which it stays.
-      name: of the argument, for messages.
-
-    Raises:
-      ArgumentTypeError: it is nothing of these, or does not hold numbers.
-      StorageError: there is no such file, or it is damaged.
     """
     if isinstance(x, ObjectPath):
         return open_path(str(x), name)
@@ -325,12 +309,6 @@ def open_path(path: str, name: str) -> Source:
         folder of Parquet files, "folder:column". A suffix that another package reads is as good.
         A pattern, "data/*.npy" or "year=*/x.h5:name", names the rows of all files that it fits, by
         name one after another.
-      name: of the argument, for messages.
-
-    Raises:
-      StorageError: there is no such file or array, or it is damaged.
-      ArgumentTypeError: nobody reads such files, or there are no numbers in it.
-      ImportError: a package that this needs is not installed, or is wrong.
     """
     if is_url(path):
         from batchax.datasets.object_files import open_object

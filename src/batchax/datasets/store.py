@@ -30,9 +30,6 @@ class Held:
     Args:
       path: of it, for messages.
       at: returns where it is now: others may give it its name.
-
-    Raises:
-      StorageError: it cannot be opened.
     """
 
     def __init__(self, path: Path, at: Callable[[], Path]) -> None:
@@ -60,7 +57,6 @@ class Held:
             )
 
     def written(self, number: int, files: Sequence[Path]) -> None:
-        """The files of a unit are written, and are to be what they are."""
         if files:
             at = self._at()
             names = [str(file.relative_to(at)) for file in files]
@@ -82,7 +78,6 @@ class Held:
 
 
 def written_over(out: Any, what: str) -> JobError:
-    """The error of an output of which somebody changed a part that was written before."""
     return JobError(
         f"{out} does not hold what was written to it: somebody wrote over {what}, or deleted it, "
         f"while this process was at work. `batchax verify {out}` says what is damaged, and the "
@@ -289,7 +284,6 @@ class Store:
 
 
 def described_leaves(description: dict[str, Any]) -> list[Leaf]:
-    """The leaves of a store that `Store.describe` described."""
     return [
         Leaf(**{**leaf, "dtype": np.dtype(leaf["dtype"]), **_tuples(leaf)})
         for leaf in description["leaves"]
@@ -297,7 +291,6 @@ def described_leaves(description: dict[str, Any]) -> list[Leaf]:
 
 
 def _tuples(leaf: dict[str, Any]) -> dict[str, Any]:
-    """What JSON has lists for."""
     return {name: tuple(x) for name, x in leaf.items() if isinstance(x, list)}
 
 
@@ -307,7 +300,6 @@ def part_of(leaf: Leaf, unit: Unit) -> tuple[slice, ...]:
 
 
 def called(leaf: Leaf) -> str:
-    """A leaf in a message."""
     return f"the result {leaf.name!r}" if leaf.name else "the result"
 
 
@@ -412,7 +404,6 @@ class MemoryStore(Store):
         return [i for i, array in enumerate(self._arrays) if array is None]
 
     def _joined(self, i: int) -> Any:
-        """The rows of all units."""
         leaf = self.leaves[i]
         units = [self._parts[key] for key in sorted(self._parts) if key[1] == i]
         if leaf.ragged is None:
@@ -448,19 +439,13 @@ def open_store(
     Args:
       out: "x.zarr", "x.npy", a folder for Parquet files, which has no suffix or ".parquet" or ends
         in a slash; a path with a suffix that another package writes; None for memory.
-      leaves: the arrays of results.
       plan: says how many rows are written at once.
       kind: of the store, if that is known: a path has lost the slash at its end.
-
-    Raises:
-      ArgumentTypeError: there is no such kind of store, or it has no form for one of the results.
-      ImportError: a library that it needs is not installed, or a package that adds it is wrong.
     """
     return _store(kind or kind_of(out), out, leaves, plan.chunk_rows)
 
 
 def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
-    """The store that `Store.describe` described."""
     leaves, unit_rows = described_leaves(description), description["unit_rows"]
     return _store(description["kind"], out, leaves, unit_rows)
 
@@ -482,11 +467,7 @@ def _of_objects(kind: str) -> type[Store]:
 
 
 def kind_of(out: Any) -> str:
-    """The kind of the store for an output.
-
-    Raises:
-      ArgumentTypeError: there is none.
-    """
+    """The kind of the store for an output."""
     if out is None:
         return MemoryStore.kind
     if isinstance(out, ObjectPath):

@@ -40,20 +40,13 @@ def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a unit, to be computed at a time.
+    """Some rows of a unit, to be computed at a time."""
 
-    Attributes:
-      program: computes them.
-      unit: the unit.
-      data: the rows of the unit.
-      first: of these the first of the batch.
-      count: how many there are; where that is less than the program takes, the last is repeated.
-    """
-
-    program: Program
-    unit: Unit
-    data: Sequence[np.ndarray | Rows]
-    first: int
+    program: Program  # computes them
+    unit: Unit  # the unit
+    data: Sequence[np.ndarray | Rows]  # the rows of the unit
+    first: int  # of these the first of the batch
+    # how many there are; where that is less than the program takes, the last is repeated
     count: int
 
     def start(self, instead: dict[int, int] | None = None) -> list[Any]:
@@ -67,7 +60,6 @@ class Batch:
         return self.program.reduced(*self._arguments(instead), real)
 
     def parts(self) -> Iterator[Batch]:
-        """Its rows in smaller batches, computed by a smaller program."""
         program, stop = self.program.smaller, self.first + self.count
         for first in range(self.first, stop, program.batch_size):
             count = min(program.batch_size, stop - first)
@@ -78,12 +70,10 @@ class Batch:
         return self.count == self.program.batch_size
 
     def places_of(self, rows: Iterable[int]) -> list[int]:
-        """Where these rows of the dataset are in the batch, of those that are in it."""
         places = (row - self.unit.start - self.first for row in rows)
         return sorted(place for place in places if 0 <= place < self.count)
 
     def row(self, place: int) -> int:
-        """The number of a row in the dataset."""
         return self.unit.start + self.first + place
 
     def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any], int]:
@@ -141,7 +131,6 @@ def begun(batch: Batch) -> Callable[[], list[Any]]:
 
 
 def _with_reduced(batch: Batch, arrays: list[Any], instead: dict[int, int]) -> list[Any]:
-    """`arrays`, with reductions over the rows of the batch that count."""
     outputs = batch.program.function.outputs
     if not any(o.reduces for o in outputs):
         return arrays
@@ -188,7 +177,6 @@ def without_rows(output: Any, rows: int) -> Any:
 
 
 def last_line(error: Exception) -> str:
-    """The error in a line. JAX hands on what a callback raised as a text that ends with it."""
     text = str(error).strip().splitlines() or [""]
     return text[-1] if len(text) > 1 else f"{type(error).__name__}: {text[0]}"
 
@@ -219,11 +207,7 @@ class Streak:
         self._kind, self._rows = "", list[int]()
 
     def add(self, batch: Batch, bad: Bad) -> None:
-        """A row failed.
-
-        Raises:
-          OutageError: with it there are too many.
-        """
+        """A row failed."""
         kind = bad.kind
         if kind != self._kind:
             self.end()
@@ -244,16 +228,11 @@ class Streak:
 
 @dataclass(frozen=True)
 class Policy:
-    """What becomes of rows for which the function fails.
+    """What becomes of rows for which the function fails."""
 
-    Attributes:
-      on_error: "raise" or "quarantine".
-      on_nonfinite: the same of rows with results that are not finite; None: nothing.
-      streak: rows that failed last, in this process.
-    """
-
-    on_error: str
-    on_nonfinite: str | None
+    on_error: str  # "raise" or "quarantine"
+    on_nonfinite: str | None  # the same of rows with results that are not finite; None: nothing
+    # rows that failed last, in this process
     streak: Streak = field(default_factory=Streak, compare=False)
 
 
@@ -280,11 +259,7 @@ def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[lis
 def failing_rows(
     batch: Batch, error: Exception, most: int, streak: Streak | None = None
 ) -> list[Bad]:
-    """The rows that a batch fails for, so many at most.
-
-    Raises:
-      MemoryLimitError: it does not fit the memory, and no row is to blame.
-    """
+    """The rows that a batch fails for, so many at most."""
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         raise MemoryLimitError(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
@@ -375,10 +350,7 @@ def _fail_alone(
     """Of rows that fail together those that fail by themselves, each with its error, by halves.
 
     Args:
-      rows: the rows.
-      error: what they fail with.
       tried: runs some of them; returns what they fail with, or None.
-      most: how many to look for.
     """
     if len(rows) == 1:
         return {rows[0]: error}
@@ -430,21 +402,14 @@ def _sources(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Computed:
-    """A unit that was computed.
+    """A unit that was computed."""
 
-    Attributes:
-      unit: its rows.
-      results: of each output that has rows.
-      reduced: of each output that has none, by names: what the rows of the unit come to.
-      bad: the rows without a result.
-      seconds: how long it took.
-    """
-
-    unit: Unit
-    results: list[np.ndarray | Rows]
+    unit: Unit  # its rows
+    results: list[np.ndarray | Rows]  # of each output that has rows
+    # of each output that has none, by names: what the rows of the unit come to
     reduced: dict[str, np.ndarray]
-    bad: list[Bad] = field(default_factory=list)
-    seconds: float = 0.0
+    bad: list[Bad] = field(default_factory=list)  # the rows without a result
+    seconds: float = 0.0  # how long it took
 
 
 def begin_unit(
@@ -453,18 +418,7 @@ def begin_unit(
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
 ) -> Callable[[], Computed]:
-    """Begins to compute the rows of a unit, so that the device has something to do meanwhile.
-
-    Args:
-      program: of a batch.
-      unit: which rows.
-      data: these rows of each mapped argument.
-      policy: what becomes of rows that fail.
-
-    Returns:
-      A function that waits for the results, and returns them. It raises a RowError if a row fails,
-      and `policy` does not say to go on without it.
-    """
+    """Begins to compute the rows of a unit, so that the device has something to do meanwhile."""
     begun = time.monotonic()
     batches = ahead(batches_of(program, unit, data))
     first = next(batches, None)
@@ -517,12 +471,7 @@ def _unit_of(
 def begin_batch(
     program: Program, unit: Unit, data: Sequence[np.ndarray | Rows]
 ) -> Callable[[], list[Any]]:
-    """Begins to compute a unit of one batch.
-
-    Returns:
-      A function that waits for the results, and returns them as they are on the device, without
-      those of rows that fill the batch up. It raises a RowError if a row fails.
-    """
+    """Begins to compute a unit of one batch."""
     (batch,) = batches_of(program, unit, data)
     begun, error = tried(batch.start)
 

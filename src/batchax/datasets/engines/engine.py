@@ -40,12 +40,9 @@ _KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster
 
 
 class Pool:
-    """An executor.
+    """An executor."""
 
-    Attributes:
-      deaths: the errors of units whose worker ended.
-    """
-
+    # the errors of units whose worker ended
     deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
 
     def __init__(self, executor: Executor, own: bool = False) -> None:
@@ -53,12 +50,10 @@ class Pool:
 
     @property
     def workers(self) -> int:
-        """How many units run at a time."""
         return getattr(self._executor, "_max_workers", None) or os.cpu_count() or 1
 
     @property
     def generation(self) -> int:
-        """How often it was made anew."""
         return self._broken
 
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
@@ -154,18 +149,12 @@ class DaskPool(Pool):
             )
 
     def close(self, hurry: bool = False) -> None:
-        """The cluster stays."""
         if self._own:
             self._client.close()
 
 
 def find_pool(executor: Any) -> Callable[[], Pool]:
-    """What makes the pool that the option `executor` names.
-
-    Raises:
-      ArgumentTypeError: it is no executor.
-      UnsupportedError: its processes are forked.
-    """
+    """What makes the pool that the option `executor` names."""
     if isinstance(executor, str):
         kind, _, where = executor.partition(":")
         if kind == "processes" and re.fullmatch("0*[1-9][0-9]*", where):
@@ -243,27 +232,16 @@ def _rows(unit: Unit) -> str:
 
 @dataclass(eq=False)
 class _Tried:
-    """An attempt at a unit, that was submitted.
+    """An attempt at a unit, that was submitted."""
 
-    Attributes:
-      unit: the unit.
-      attempt: which attempt at it this is.
-      care: how carefully: how many processes ended with it.
-      generation: of the pool that has it.
-      submitted: when.
-      seen: when it was first seen to run.
-      twice: whether it was so slow that there is another attempt.
-      over: whether that was faster.
-    """
-
-    unit: Unit
-    attempt: int
-    care: int
-    generation: int
-    submitted: float
-    seen: float | None = None
-    twice: bool = False
-    over: bool = False
+    unit: Unit  # the unit
+    attempt: int  # which attempt at it this is
+    care: int  # how carefully: how many processes ended with it
+    generation: int  # of the pool that has it
+    submitted: float  # when
+    seen: float | None = None  # when it was first seen to run
+    twice: bool = False  # whether it was so slow that there is another attempt
+    over: bool = False  # whether that was faster
 
 
 class Submitting:
@@ -299,11 +277,7 @@ class Submitting:
         self._in_vain = 0  # workers that ended since somebody had something of them
 
     def run(self, units: Iterable[Unit]) -> None:
-        """Runs these units.
-
-        Raises:
-          Exception: the first that one of them raised. Units that were begun are waited for.
-        """
+        """Runs these units."""
         self._left = iter(units)
         try:
             while True:
@@ -476,16 +450,12 @@ Tell = Callable[[int, int], None]
 
 
 class Threads:
-    """Threads of this process: one reads, one computes, some write.
+    """Threads of this process: one reads, one computes, some write."""
 
-    Attributes:
-      shard: the name of this process's part of the job, if others have the other parts.
-    """
-
+    # the name of this process's part of the job, if others have the other parts
     shard: str | None = None
 
     def units(self, plan: Plan) -> range:
-        """The numbers of the units that are to be done here."""
         return range(len(plan))
 
     def run(
@@ -495,14 +465,7 @@ class Threads:
         record: Callable[[Sequence[Record]], None],
         tell: Tell,
     ) -> None:
-        """Runs units.
-
-        Args:
-          work: what there is to do for each.
-          units: which.
-          record: writes down what was done here.
-          tell: is told of what was written down.
-        """
+        """Runs units."""
 
         def written(records: Sequence[Record]) -> None:
             record(records)
@@ -515,15 +478,10 @@ class Threads:
 
 @dataclass(frozen=True)
 class Shard(Threads):
-    """The same, for every so-manieth unit.
+    """The same, for every so-manieth unit."""
 
-    Attributes:
-      index: the first of these.
-      count: how many processes share the units.
-    """
-
-    index: int
-    count: int
+    index: int  # the first of these
+    count: int  # how many processes share the units
 
     @property
     def shard(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -544,15 +502,10 @@ class Shard(Threads):
 
 @dataclass(frozen=True)
 class Workers(Threads):
-    """Other processes, to which units are submitted.
+    """Other processes, to which units are submitted."""
 
-    Attributes:
-      make_pool: makes what they are submitted to.
-      out: the output.
-    """
-
-    make_pool: Callable[[], Pool]
-    out: Address
+    make_pool: Callable[[], Pool]  # makes what they are submitted to
+    out: Address  # the output
 
     def run(
         self,
@@ -568,12 +521,7 @@ class Workers(Threads):
 
 
 def find_engine(executor: Any, out: Address | None) -> Threads:
-    """The engine that `executor` names.
-
-    Raises:
-      ArgumentTypeError: it names none.
-      UnsupportedError: results are to stay in memory, or processes are forked.
-    """
+    """The engine that `executor` names."""
     if executor is None:
         return Threads()
     if out is None:

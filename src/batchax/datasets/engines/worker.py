@@ -73,22 +73,15 @@ class Attempts:
     """The attempts of a call.
 
     Attributes:
-      folder: of the call. Once it is gone, all of them are over.
       digest: of what is to be done. Others may write to the folder, and what a worker loads is
         code: so it is told by who made the call what to load.
     """
 
-    folder: Address
+    folder: Address  # of the call. Once it is gone, all of them are over
     digest: str = ""
 
     @classmethod
     def of_new_call(cls, job: Address, call: bytes) -> Attempts:
-        """In the folder of a job.
-
-        Args:
-          job: the folder.
-          call: what is to be done.
-        """
         place = place_of(job)
         folder = job / f"{CALLS}{secrets.token_hex(4)}"
         place.put_first(folder / _CALL, call)
@@ -96,11 +89,7 @@ class Attempts:
 
     @property
     def call(self) -> bytes:
-        """What is to be done.
-
-        Raises:
-          JobError: what is there is something else.
-        """
+        """What is to be done."""
         call = self._place.read(self._call)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
@@ -111,7 +100,6 @@ class Attempts:
 
     @property
     def is_there(self) -> bool:
-        """Whether the call goes on."""
         return self._place.exists(self._call)
 
     @property
@@ -124,11 +112,7 @@ class Attempts:
 
     @contextlib.contextmanager
     def running(self, unit: int, attempt: int) -> Iterator[None]:
-        """While the block runs, others see that the attempt does.
-
-        Raises:
-          EndedError: it was running before, and did not come to its end.
-        """
+        """While the block runs, others see that the attempt does."""
         with contextlib.suppress(FileNotFoundError):  # the call is over
             try:
                 self._place.mark(self._running(unit, attempt))
@@ -140,7 +124,6 @@ class Attempts:
             self.forget(unit, attempt)
 
     def is_running(self, unit: int, attempt: int) -> bool:
-        """Whether it runs, or did when its worker ended."""
         return self._place.exists(self._running(unit, attempt))
 
     def forget(self, unit: int, attempt: int) -> None:
@@ -152,17 +135,14 @@ class Attempts:
         return self._place.exists(self._over(unit)) or not self.is_there
 
     def end(self, unit: int) -> None:
-        """Nobody does."""
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             self._place.mark(self._over(unit))
 
     @property
     def is_repeated(self) -> bool:
-        """Whether a worker that began made the call of `map` again, see `refuse_repeated`."""
         return self._place.exists(self.folder / _REPEATED)
 
     def end_all(self) -> None:
-        """Nobody waits for any."""
         self._place.remove_all(self.folder)
 
     def _running(self, unit: int, attempt: int) -> Address:
@@ -184,46 +164,26 @@ _SETTINGS = (  # of JAX that change what a program computes
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker has to know.
+    """What a worker has to know."""
 
-    Attributes:
-      fun: the function of one row.
-      arrays: its arguments: what is on disk as paths.
-      in_axes, out_axes, options: as for `RowFunction`.
-      key: what makes the random key, if there is one.
-      jax: what JAX is set to.
-      out: where the output is.
-      journal_folder: where journals are.
-      store: what it says of itself.
-      plan: which rows are a unit.
-      policy: what becomes of rows that fail.
-      retries: how many times reading and writing are tried again.
-      platform: of JAX, where the call was made.
-      seen: what it computes, and of what, as seen there.
-    """
-
-    fun: Callable[..., Any]
-    arrays: tuple[Any, ...]
-    in_axes: Any
+    fun: Callable[..., Any]  # the function of one row
+    arrays: tuple[Any, ...]  # its arguments: what is on disk as paths
+    in_axes: Any  # as for `RowFunction`
     out_axes: Any
     options: dict[str, Any]
-    key: tuple[str, np.ndarray] | None
-    jax: dict[str, Any]
-    out: str
-    journal_folder: Address
-    store: dict[str, Any]
-    plan: Plan
-    policy: Policy
-    retries: int
-    platform: str
-    seen: dict[str, Any]
+    key: tuple[str, np.ndarray] | None  # what makes the random key, if there is one
+    jax: dict[str, Any]  # what JAX is set to
+    out: str  # where the output is
+    journal_folder: Address  # where journals are
+    store: dict[str, Any]  # what it says of itself
+    plan: Plan  # which rows are a unit
+    policy: Policy  # what becomes of rows that fail
+    retries: int  # how many times reading and writing are tried again
+    platform: str  # of JAX, where the call was made
+    seen: dict[str, Any]  # what it computes, and of what, as seen there
 
     def work(self) -> Work:
-        """The work, in the process of a worker.
-
-        Raises:
-          JobError: what is found here, of code and of files, is not what the call was made of.
-        """
+        """The work, in the process of a worker."""
         key = None
         if self.key is not None:
             impl, data = self.key
@@ -261,12 +221,7 @@ class Call:
 
 
 def saved(work: Work, out: Address) -> Attempts:
-    """Writes the call down beside the output, in a folder for the attempts at its units.
-
-    Raises:
-      UnsupportedError: workers could not do it.
-      ImportError: cloudpickle is not installed.
-    """
+    """Writes the call down beside the output, in a folder for the attempts at its units."""
     cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
     _check_portable(work.function)
     out = out.absolute() if isinstance(out, Path) else out
@@ -300,7 +255,6 @@ def saved(work: Work, out: Address) -> Attempts:
 
 
 def _seen(function: RowFunction, batch_size: int, platform: str) -> dict[str, Any]:
-    """What it computes, and of what, as this process sees it."""
     inputs = function.inputs
     rows = [m.source for m in inputs.mapped]
     shared = list(map(as_source, inputs.shared, inputs.shared_paths))
@@ -354,19 +308,12 @@ _MOST_CALLS = 4  # that a worker keeps compiled
 
 
 class Done(NamedTuple):
-    """What a worker says of a unit that it has written down in its journal.
+    """What a worker says of a unit that it has written down in its journal."""
 
-    Attributes:
-      number: of the unit.
-      rows: how many it has.
-      bad: how many of them have no result.
-      seconds: how long it took to read, compute and write.
-    """
-
-    number: int
-    rows: int
-    bad: int
-    seconds: float
+    number: int  # of the unit
+    rows: int  # how many it has
+    bad: int  # how many of them have no result
+    seconds: float  # how long it took to read, compute and write
 
 
 @dataclass(frozen=True)
@@ -382,19 +329,7 @@ def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = 
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
-      attempts: at the units of the call.
-      number: of the unit.
-      attempt: which attempt at it this is.
       given_up: why none of its rows is to be read and computed, if so.
-
-    Returns:
-      None if the unit is over, and what was computed dropped.
-
-    Raises:
-      RowError: a row fails.
-      StorageError: something cannot be read or written.
-      JobError: here the call would compute something else, or of something else.
-      EndedError: a worker ended in the middle of this very attempt.
     """
     if attempts.is_over(number):
         return None
@@ -440,7 +375,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def portable(error: Exception) -> Exception:
-    """An error that can be handed to another process."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -484,11 +418,7 @@ _CHILD = (
 
 
 def run_apart(attempts: Attempts, number: int, attempt: int) -> Done | None:
-    """As `run_unit`, in a process of its own.
-
-    Raises:
-      EndedError: that ended.
-    """
+    """As `run_unit`, in a process of its own."""
     command = [sys.executable, "-c", _CHILD.format(sys.path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
