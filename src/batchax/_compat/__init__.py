@@ -9,20 +9,13 @@ asks for the newer: with Python 3.11 at the latest, for which 0.10.2 is the last
 ``tests/test_compat.py`` makes an instance of all of it, and says what a new version changed.
 """
 
-from batchax._compat.caches import *
 from batchax._compat.checkify_rules import *
-from batchax._compat.coordination import *
-from batchax._compat.derivative_rules import *
-from batchax._compat.effects import *
 from batchax._compat.jaxprs import *
-from batchax._compat.key_use import *
 from batchax._compat.lines import *
 from batchax._compat.mesh_types import *
 from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
-from batchax._compat.sharded import *
 from batchax._compat.staging import *
 from batchax._compat.stand_ins import *
-from batchax._compat.tracebacks import *
 from batchax._compat.vmap_of_jax import *

@@ -1,4 +1,4 @@
-"""Types inside ``shard_map``, which say over which axes of the mesh values vary."""
+"""Types inside ``shard_map``, outputs of `jax.shard_map`, and processes of one program."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 from jax import lax
-
-# Whether types inside ``shard_map`` say over which axes of the mesh a value varies.
 from jax._src.config import _check_vma as check_vma
+from jax._src.distributed import global_state
 
-from batchax._compat.effects import is_reference
+from batchax._compat.jaxprs import is_reference
 
 
 def checked_axes() -> frozenset[Hashable]:
@@ -91,3 +90,51 @@ def filled(aval: Any, value: Any, dtype: Any = None) -> Any:
         return lax.full(aval.shape, value, dtype)
     x = lax.full(aval.shape, value, dtype, sharding=sharding)
     return jax.sharding.reshard(x, sharding) if jax.typeof(x).sharding.mesh.empty else x
+
+
+@jax.tree_util.register_pytree_node_class
+class Outputs:
+    """The outputs of a function for `jax.shard_map`, and how they are sharded.
+
+    JAX wants to know the second, `out_specs`, before it runs the function, where it may depend on
+    what the function finds out. It looks at the leaves only afterwards: one such object is given as
+    `out_specs`, of no leaves yet, and the function tells it.
+    """
+
+    def __init__(self, arrays: Sequence[Any] = ()) -> None:
+        self.arrays = list(arrays)
+
+    def told(self, arrays: Sequence[Any], specs: Sequence[Any]) -> Outputs:
+        """These outputs of the function; this object now stands for how they are sharded."""
+        self.arrays = list(specs)
+        return Outputs(arrays)
+
+    def tree_flatten(self) -> tuple[list[Any], None]:
+        return self.arrays, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, arrays: Sequence[Any]) -> Outputs:
+        return cls(arrays)
+
+
+def is_divided(ctx: Any) -> bool:
+    """Whether a program that is being lowered is for devices among which its compiler divides it.
+
+    Args:
+      ctx: what a lowering rule is given; what it says of devices has no public name.
+    """
+    context = ctx.module_context.axis_context
+    mesh = getattr(context, "mesh", None)
+    if mesh is None:
+        return getattr(context, "num_devices", 1) > 1
+    rest = [size for name, size in mesh.shape.items() if name not in context.manual_axes]
+    return any(size > 1 for size in rest)
+
+
+def shared_store() -> Any:
+    """The client of that store; None where ``jax.distributed.initialize`` was not called.
+
+    It is what processes find each other by, and works while their devices are busy or programs are
+    lowered. Public JAX starts it, and has no name for it.
+    """
+    return global_state.client

@@ -1,19 +1,21 @@
-"""Finding primitives of JAX by name, those that it exports nowhere too."""
+"""Finds primitives of JAX by name, and the rules of functions with custom derivatives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.extend.core.primitives as jex_primitives
-
-# Exported nowhere, and absent from every table, as it has no operands to batch.
+from jax._src import config
 from jax._src.lax.control_flow.conditionals import platform_index_p
-
-# The primitive of ``jax.shard_map`` is in none of the tables that JAX exports.
 from jax._src.shard_map import shard_map_p
-from jax.interpreters import batching
+from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import linear_util
+from jax.interpreters import ad, batching
 
 from batchax._compat.jaxprs import Primitive
 from batchax._compat.staging import tracing
@@ -97,3 +99,167 @@ def weakly(x: Any) -> Any:
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding
     )
+
+
+def wrapped_parts(x: Any) -> list[Any]:
+    """What a wrapped function of JAX holds; its class has no public accessors.
+
+    Arguments that its `nondiff_argnums` set apart are in boxes, recognized by their classes' names.
+    """
+    if isinstance(x, linear_util.WrappedFun):
+        return [x.f, x.transforms, x.params]
+    boxed = type(x).__name__ in {"Unhashable", "Static"} and type(x).__module__.startswith("jax.")
+    return [x.val] if boxed else []
+
+
+def is_tracing_state(x: Any) -> bool:
+    """Whether `x` is what JAX keeps, with a derivative rule, of the trace it was staged in.
+
+    It has no say in what the rule does. The types are private; they are recognised by name.
+    """
+    states = {"DynamicJaxprTrace", "Store", "EqualStore", "InitialResultPaths"}
+    return type(x) is object or type(x).__name__ in states
+
+
+def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
+    """`fun` as primitives that take functions want it, known by the name of `like`."""
+    return linear_util.wrap_init(fun, debug_info=like.debug_info)
+
+
+class ResidualsDescription:
+    """What `out_trees` of a ``custom_vjp`` call returns, which can be set here.
+
+    JAX remembers every trace of a forward rule, one for each set of arguments to differentiate, but
+    describes the residuals of the latest one alone, and of none after a trace that failed. The
+    object that holds the description is private, and is found in closures by its class name.
+    """
+
+    def __init__(self, out_trees: Callable[[], Any]) -> None:
+        holders, unseen = [], [out_trees]
+        while unseen:
+            x = unseen.pop()
+            if type(x).__name__ in {"Store", "EqualStore"}:
+                holders.append(x)
+            unseen += [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+        (self._holder,) = holders
+
+    def get(self) -> Any:
+        """The description; None after a trace that failed, and before the first."""
+        try:
+            return self._holder.val
+        except Exception:
+            return None
+
+    def set(self, description: Any) -> None:
+        """From now on the residuals have this description."""
+        self._holder.reset()
+        self._holder.store(description)
+
+
+def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
+    """What the reverse rule of a custom_vjp returned: a list, and since JAX 0.11.1 logs with it."""
+    if isinstance(result, tuple) and len(result) == 2:
+        return list(result[0]), result[1]
+    return list(result), None
+
+
+def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
+    """A function with derivative rules as JAX makes it by default, or None.
+
+    With ``jax_custom_vjp3`` and ``jax_custom_jvp3``, JAX turns a call into an object of a private
+    class. The object's own batching looks at the function alone to find out which outputs are
+    batched. Where a rule disagrees, JAX 0.12 raises and 0.10 returns wrong gradients.
+
+    Args:
+      prim: the object of a ``call_hi_primitive``.
+
+    Returns:
+      A function of flat arguments. None for all other objects.
+    """
+    kind = type(prim).__name__
+    if kind not in ("CustomVJPTraced", "CustomJVPTraced") or "traced" not in prim.params:
+        return None
+    arguments, leaves = partial(jax.tree.unflatten, prim.in_tree), prim.out_tree.flatten_up_to
+    # JAX 0.12 passes what the function closes over as its first argument, and has logs of rules.
+    newest = hasattr(prim, "vjp_bwd_retval_logs")
+    n_closed = len(jax.tree.leaves(prim.in_avals[0])) if newest else 0
+
+    def run(*xs: Any) -> list[Any]:
+        args, body = arguments(xs), prim.traced.jaxpr
+        args = prim.drop_fwd_consts(*args) if hasattr(prim, "drop_fwd_consts") else args
+        return eval_jaxpr(body.jaxpr, body.consts, *jax.tree.leaves(args))
+
+    # Messages call the function by its own name and place.
+    name, _, place = (prim.traced.jaxpr.debug_info.func_src_info or "").partition(" at ")
+    file, _, line = place.rpartition(":")
+    if line.isdecimal():
+        code = run.__code__.replace(co_filename=file, co_firstlineno=int(line))
+        run.__name__, run.__code__ = name, code
+
+    def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
+        out, out_tangents = prim.jvp(arguments(primals), arguments(_zeros_as(ad.Zero, tangents)))
+        return leaves(out), _zeros_as(SymbolicZero, leaves(out_tangents))
+
+    def forward(*xs: Any) -> tuple[list[Any], Any]:
+        nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
+        out, residuals, *_ = prim.vjp_fwd(arguments(nonzero), *arguments([x.value for x in xs]))
+        return leaves(out), residuals
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        pull = prim.vjp_bwd_retval_logs if newest else prim.vjp_bwd_retval
+        cotangents = _zeros_as(ad.Zero, cotangents)
+        result = pull(residuals, jax.tree.unflatten(prim.out_tree, cotangents))
+        result, logs = result if newest else (result, None)
+        result = prim.in_tree.flatten_up_to(result)
+        result = tuple(None if isinstance(c, _ZEROS) else c for c in result)
+        return (result, logs) if newest else result
+
+    def refuse(
+        primals: Any, _: Any
+    ) -> Any:  # the object raises, as what is closed over is asked for
+        prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
+
+    def call(*xs: Any) -> list[Any]:
+        with _made_by_default():
+            if kind == "CustomJVPTraced":
+                function: Any = jax.custom_jvp(run)
+                function.defjvp(jvp, symbolic_zeros=True)
+            else:
+                function = jax.custom_vjp(run)
+                define = function.defvjp_with_logs if newest else function.defvjp
+                # Not `optimize_remat`: ``jax_remat3`` runs the function where it can, anyway.
+                define(forward, backward, symbolic_zeros=True)
+                closed_over = jax.custom_jvp(lambda x: x)
+                closed_over.defjvp(refuse)
+                xs = *map(closed_over, xs[:n_closed]), *xs[n_closed:]
+            return function(*xs)
+
+    return call
+
+
+_ZEROS = (ad.Zero, SymbolicZero)
+
+
+def _zeros_as(kind: type, xs: Any) -> list[Any]:
+    return [kind(x.aval) if isinstance(x, _ZEROS) else x for x in xs]
+
+
+@contextmanager
+def _made_by_default() -> Iterator[None]:
+    """While functions with derivative rules are called as JAX does by default.
+
+    There are public settings, but no public contexts of them. JAX 0.10 has one of both.
+    """
+    names = [name for name in ("custom_vjp3", "custom_jvp3") if hasattr(config, name)]
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(getattr(config, name)(False))
+        yield
+
+
+def is_checkpoint(prim: Any) -> bool:
+    """Whether the object of a ``call_hi_primitive`` is ``jax.checkpoint`` with ``jax_remat3``.
+
+    The class is private. It is recognized by its name and parameters.
+    """
+    return type(prim).__name__ == "RematTraced" and {"jaxpr", "policy"} <= set(prim.params)

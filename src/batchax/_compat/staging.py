@@ -1,4 +1,4 @@
-"""Staging functions to programs, and what tracers say of it."""
+"""Traces functions to jaxprs, what tracers know of it, and what JAX caches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ import jax
 import jax.core
 import jax.extend.core as jex_core
 import jax.extend.core.primitives as jex_primitives
-
-# ``jax.make_jaxpr`` is the only public way to stage with a named axis in scope; it
-# wraps its argument in a new ``jit`` at each call, which costs more than staging a
-# small function does. This is the one piece of it that cannot be had otherwise.
-# The other tells ``jax.shard_map`` which axis of the mesh the batch is sharded over.
-# The third says which named axes there are, for what is staged later than now. And the first of
-# all says where a function is defined, which publicly is said only after its signature is read.
-from jax._src.api_util import fun_sourceinfo
+from jax._src.api_util import InternalFloatingPointError, fun_sourceinfo
+from jax._src.config import trace_context as jax_trace_context
 from jax._src.core import add_explicit_mesh_axis_names, extend_axis_env_nd, get_axis_env
-
-# JAX turns references into values where it lowers a program, and has no public spelling
-# for it. What a primitive of our own runs, or is cut into parts, must be free of them before.
 from jax._src.state.discharge import discharge_state
+from jax._src.util import register_cache, weakref_cache_key_types
 from jax.extend import linear_util
 from jax.interpreters import partial_eval
 
@@ -434,3 +426,27 @@ def usable(values: Iterable[Any]) -> Iterator[None]:
 _in_use: dict[Any, int] = {}
 
 _lock = threading.RLock()
+
+
+Kind = TypeVar("Kind", bound=type)
+
+FoundNaN = InternalFloatingPointError
+
+
+def trace_context() -> Hashable:
+    """Equal wherever a function is staged, and a program compiled, alike."""
+    return jax_trace_context()
+
+
+def empty_with_caches(cache: Any) -> None:
+    """Has JAX call ``cache.cache_clear()`` where it clears caches. It holds `cache` weakly."""
+    register_cache(cache, f"batchax: {cache.of}")
+
+
+def held_weakly(cls: Kind) -> Kind:
+    """Decorator: parameters of equations that are of this class JAX's caches do not keep alive.
+
+    They hold a program, or a function of the user's, and so whatever arrays that closes over.
+    """
+    weakref_cache_key_types.add(cls)
+    return cls
