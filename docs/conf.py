@@ -23,6 +23,8 @@ release = version = bx.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = []
+# Generated benchmark pages are linked from their summary, and not in the navigation.
+suppress_warnings = ["toc.not_included"]
 
 # Titles can be linked to, as they can on the pages of the repository.
 myst_heading_anchors = 4
