@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
-from jax.core import Tracer, eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
+from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
@@ -53,7 +52,7 @@ from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, match_a
 from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import with_values
+from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values
 from batchax.programs.cost import ALONE, STEPS, TOGETHER, Cost, bytes_of, cost_of_program
 from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_one_function
@@ -108,31 +107,31 @@ def run_differentiable(
     if only_in_reverse.in_program(program):
         return run(program, positions, active, operands)
 
-    @jax.custom_jvp
-    def branch(active: Any, *xs: Any) -> list[Any]:
-        return run(program, positions, active, xs)
-
-    @functools.partial(branch.defjvp, symbolic_zeros=True)
-    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
         active, *xs = primals
-        moving = [i for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)]
-        dots = [tangents[1 + i] for i in moving]
-        kept = _kept(program, moving)
-        pays = way.pays(0 if kept is None else bytes_of(kept.types))
-        if kept is None or not pays or time_to_move(kept.types) * _WORTH > way.work:
+        moving, count = [i - 1 for i in moving], len(program.out_avals)
+        of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
+        try:
+            split = Linearized.of(program, moving, of)
+        except ValueError:  # there is none, nor a derivative in reverse
+            split = None
+        saved = [] if split is None else split.residuals
+        pays = way.pays(bytes_of(saved))
+        if split is None or not pays or time_to_move(saved) * _WORTH > way.work:
             of_all = run if pays else way.masked
-            some = lambda *ms: of_all(program, positions, active, with_values(xs, moving, ms))
-            return jax.jvp(some, [xs[i] for i in moving], dots)
-        outs = run(kept.forward, positions, active, xs)
-        count = len(program.out_avals)
+            function = lambda *xs: of_all(program, positions, active, xs)
+            return tangents_of(function, xs, moving, dots, range(count))
+        outs = run(split.values, positions, active, xs)
         outs, residuals = outs[:count], outs[count:]
-        operands = [*(xs[i] for i in kept.reads), *residuals, *dots]
-        at = [*(positions[i] for i in kept.reads), *[0] * len(residuals)]
+        operands = [*(xs[i] for i in split.reads), *residuals, *dots]
+        at = [*(positions[i] for i in split.reads), *[0] * len(residuals)]
         at += [positions[i] for i in moving]
-        of_some = dict(zip(kept.of, run(kept.linear, at, active, operands), strict=True))
-        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return outs, [of_some[k] if k in of_some else none(x) for k, x in enumerate(outs)]
+        moved = run(split.tangents, at, active, operands)
+        return outs, with_values([None] * count, of, moved)
 
+    branch = with_tangent_rule(lambda active, *xs: run(program, positions, active, xs), rule)
     return branch(active, *operands)
 
 
@@ -140,65 +139,6 @@ only_in_reverse = Anywhere(
     lambda eqn: eqn.primitive.name in ("custom_vjp_call", "custom_vjp_call_jaxpr")
 )
 """Whether a program calls a function whose derivative is a rule for cotangents."""
-
-
-class _Kept(NamedTuple):
-    """A program, and its derivative as a program of what is kept.
-
-    Attributes:
-      forward: returns what the program does, and what is kept.
-      linear: of operands that the derivative `reads`, what is kept, and tangents.
-      reads: which operands of the program these are.
-      types: of what is kept.
-      of: the results that have tangents.
-    """
-
-    forward: ClosedJaxpr
-    linear: ClosedJaxpr
-    reads: Sequence[int]
-    types: Sequence[Aval]
-    of: Sequence[int]
-
-
-def _kept(program: ClosedJaxpr, moving: Sequence[int]) -> _Kept | None:
-    """A program in two parts; None if it has none, which has no derivative in reverse either.
-
-    Of ``lax.reduce_window`` with a function JAX computes values and tangents together.
-    """
-    names = _compat.names_in_scope()
-    of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
-    made: list[tuple[ClosedJaxpr, list[int]]] = []
-
-    def forward(*xs: Any) -> list[Any]:
-        def some(*ms: Any) -> tuple[list[Any], list[Any]]:
-            outs = eval_jaxpr(program.jaxpr, program.consts, *with_values(xs, moving, ms))
-            return [outs[k] for k in of], outs
-
-        _, derivative, outs = jax.linearize(some, *(xs[i] for i in moving), has_aux=True)
-        dots = [jax.typeof(xs[i]).to_tangent_aval() for i in moving]
-        linear = _compat.stage(derivative, dots)
-        residuals = [i for i, c in enumerate(linear.consts) if isinstance(c, Tracer)]
-        given = [
-            next((k for k, x in enumerate(xs) if x is linear.consts[i]), None) for i in residuals
-        ]
-        read = [(i, k) for i, k in zip(residuals, given, strict=True) if k is not None]
-        computed = [i for i, k in zip(residuals, given, strict=True) if k is None]
-        places, consts = [*(i for i, _ in read), *computed], linear.consts
-
-        def of_kept(*ys: Any) -> list[Any]:
-            held = with_values(consts, places, ys[: len(places)])
-            return eval_jaxpr(linear.jaxpr, held, *ys[len(places) :])
-
-        types = [*(jax.typeof(consts[i]) for i in places), *dots]
-        made.append((_compat.stage(of_kept, types, names), [k for _, k in read]))
-        return [*outs, *(consts[i] for i in computed)]
-
-    try:
-        whole = _compat.stage(forward, program.in_avals, names)
-    except ValueError:  # of `jax.linearize`: the program itself was staged before
-        return None
-    ((linear, reads),) = made
-    return _Kept(whole, linear, reads, whole.out_avals[len(program.out_avals) :], of)
 
 
 _NARROWEST = 16  # lanes in a chunk

@@ -13,16 +13,12 @@ which lanes would have copies at each step. Here the transpose of an expensive b
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
@@ -31,14 +27,20 @@ from batchax.divergence.loops import as_weak_as
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import bounded_loop_p
 from batchax.jaxprs.bodies import Body, bodies_of
-from batchax.jaxprs.joined import copied, joined
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.rewriter import Rewriter
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.differing import Differs, differing_in_steps, differing_through, differs_of
 from batchax.kernel.inner import batch_inner, remembered
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.own_primitive import Flat, pullback_of, tangents_of
+from batchax.kernel.own_primitive import (
+    Flat,
+    Linearized,
+    tangents_of,
+    with_tangent_rule,
+    with_values,
+)
 from batchax.programs.cost import bytes_of
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
@@ -54,27 +56,20 @@ def computed_again(program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
       program: what one example does.
       differs: which of its operands differ between lanes.
     """
-    jaxpr = program.jaxpr
+    to, jaxpr = Rewriter(program), program.jaxpr
     env = dict(zip(jaxpr.invars, differs, strict=True))
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    eqns = list(_equations(jaxpr, env, constants))
-    return joined(jaxpr, jaxpr.invars, eqns, jaxpr.outvars, constants)
-
-
-def _equations(jaxpr: Jaxpr, env: dict[Any, bool], constants: dict[Any, Any]) -> Iterator[Any]:
     for eqn, of_equation in differing_through(jaxpr, env):
         operands = differs_of(env, eqn.invars)
-        if not of_equation.parts:
-            yield eqn
-        elif eqn.primitive is cond_p:
-            yield from _again(eqn, constants)
-        elif eqn.primitive is bounded_loop_p:
-            yield _bounded(eqn, operands)
-        elif eqn.primitive.name in _CALLS:
+        if of_equation.parts and eqn.primitive is cond_p:
+            to.replace(eqn, _again(eqn))
+            continue
+        if of_equation.parts and eqn.primitive is bounded_loop_p:
+            eqn = _bounded(eqn, operands)
+        elif of_equation.parts and eqn.primitive.name in _CALLS:
             (body,) = bodies_of(eqn)
-            yield _with_body(eqn, body, [operands[k] for k in body.operands])
-        else:
-            yield eqn
+            eqn = _with_body(eqn, body, [operands[k] for k in body.operands])
+        to.eqns.append(to.own(eqn))
+    return to.program()
 
 
 def _with_body(eqn: Eqn, body: Body, given: Sequence[bool]) -> Any:
@@ -97,55 +92,33 @@ def _bounded(eqn: Eqn, operands: Differs) -> Any:
     return eqn.replace(params={**eqn.params, "guarded": guarded})
 
 
-def _again(eqn: Eqn, constants: dict[Any, Any]) -> list[Any]:
+def _again(eqn: Eqn) -> ClosedJaxpr:
     """What a ``cond`` does, with a derivative that computes the branch taken again."""
     params = eqn.params
-    run = _with_derivative(lambda *xs: cond_p.bind(*xs, **params), params["branches"])
-    program = _compat.stage(run, [v.aval for v in eqn.invars])
-    eqns, outs = copied(program, eqn.invars, constants)
-    names = dict(zip(outs, eqn.outvars, strict=True))
-    return [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in eqns]
+    run = _recomputed(lambda *xs: cond_p.bind(*xs, **params), params["branches"])
+    return _compat.stage(run, [v.aval for v in eqn.invars])
 
 
-def _with_derivative(cond: Flat, branches: Sequence[ClosedJaxpr]) -> Flat:
+def _recomputed(cond: Flat, branches: Sequence[ClosedJaxpr]) -> Flat:
     of = [k for k, aval in enumerate(branches[0].out_avals) if is_inexact(aval)]
 
-    @jax.custom_jvp
-    def run(*xs: Any) -> list[Any]:
-        return cond(*xs)
-
-    @functools.partial(run.defjvp, symbolic_zeros=True)
-    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
         def forward(xs: Sequence[Any], dots: Sequence[Any]) -> list[Any]:
             return tangents_of(cond, xs, moving, dots, of)[1]
 
         def back(xs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            types = list(map(jax.typeof, [*xs[1:], *cotangents]))
-            ways = [_way_back(branch, types, [i - 1 for i in moving], of) for branch in branches]
-            return cond_p.bind(xs[0], *xs[1:], *cotangents, branches=tuple(ways))
+            inner = [i - 1 for i in moving]
+            ways = [Linearized.of(b, inner, of, saved="nothing").transpose() for b in branches]
+            return cond_p.bind(*xs, *cotangents, branches=tuple(ways))
 
+        moved = linear_with_transpose(forward, back, primals, dots)
         outs = run(*primals)
-        dots = linear_with_transpose(forward, back, primals, [tangents[i] for i in moving])
-        moved = dict(zip(of, dots, strict=True))
-        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return outs, [moved[k] if k in moved else none(x) for k, x in enumerate(outs)]
+        return outs, with_values([None] * len(outs), of, moved)
 
+    run = with_tangent_rule(cond, rule)
     return run
-
-
-def _way_back(
-    branch: ClosedJaxpr, types: Sequence[Aval], moving: Sequence[int], of: Sequence[int]
-) -> ClosedJaxpr:
-    """From operands of a branch and cotangents of its results to those of `moving` operands."""
-    count = len(types) - len(of)
-    run = lambda *xs: eval_jaxpr(branch.jaxpr, branch.consts, *xs)
-
-    def back(*xs: Any) -> list[Any]:
-        return list(pullback_of(run, xs[:count], moving, of)[1](list(xs[count:])))
-
-    return _compat.stage(back, types)
 
 
 # The cotangents that each lane has of what all share may take so many times the bytes of what it
@@ -178,12 +151,12 @@ def tangents_of_lanes(
     both = _both_ways(program, positions, moving)
     if both is None or both.why_meeting:
         return None
-    of, types = both.of, program.out_avals
+    of, types, reads = both.of, program.out_avals, both.saving.reads
     with recording.paused(axis):
-        jaxpr, consts = both.keeping.jaxpr, both.keeping.consts
+        jaxpr, consts = both.saving.values.jaxpr, both.saving.values.consts
         outs, out_at = interpret(axis, jaxpr, consts, operands, positions)
-    # What is kept follows the operands: the way forth needs none of it, and a compiler drops it.
-    count, kept_at = len(operands), out_at[len(types) :]
+    # Residuals follow the operands: the way forth needs none of them, and a compiler drops them.
+    count, saved_at = len(operands), [*(positions[i] for i in reads), *out_at[len(types) :]]
     residuals = [*operands, *outs[len(types) :]]
     at = (*positions, *(positions[i] for i in moving))
     ahead, _ = batch_inner(axis, both.forward, at, [0] * len(of))
@@ -192,15 +165,16 @@ def tangents_of_lanes(
         return eval_jaxpr(ahead.jaxpr, ahead.consts, *given[:count], *dots)
 
     def back(given: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        at = [*kept_at, *[0] * len(of)]
+        at = [*saved_at, *[0] * len(of)]
         to = [positions[i] for i in moving]
-        return both.cotangents(axis, [*given[count:], *cotangents], at, to)
+        saved = [*(given[i] for i in reads), *given[count:]]
+        return both.cotangents(axis, [*saved, *cotangents], at, to)
 
     moved = linear_with_transpose(forward, back, residuals, tangents)
-    dots = dict(zip(of, moved, strict=True))
+    dots = with_values([None] * len(types), of, moved)
     placed = zip(types, outs[: len(types)], out_at, strict=False)
     results = [as_weak_as(t, match_axis(axis, x, a, 0)) for t, x, a in placed]
-    return results, [dots.get(k) for k in range(len(types))]
+    return results, dots
 
 
 def why_meeting_back(program: ClosedJaxpr, positions: Sequence[Position]) -> str | None:
@@ -236,15 +210,15 @@ class _Both:
 
     Attributes:
       forward: from all operands and tangents of some to tangents of the results.
-      keeping: from all operands to the results, and then to what is kept for the way back.
-      back: from what is kept and cotangents of the results to those of these operands.
+      saving: the program, in which expensive branches are computed again, and its derivative.
+      back: the transpose of this derivative.
       of: the results.
       own: bytes that a lane has of its own.
       copied: bytes of sums of what all lanes share that each would carry back.
     """
 
     forward: ClosedJaxpr
-    keeping: ClosedJaxpr
+    saving: Linearized
     back: ClosedJaxpr
     of: Sequence[int]
     own: int
@@ -254,39 +228,15 @@ class _Both:
     def made(cls, program: ClosedJaxpr, differs: Differs, moving: Sequence[int]) -> _Both | None:
         """Those of a program, and of operands that are `moving`; None without a transpose."""
         of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
-        count = len(program.in_avals)
-        run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-        expensive = computed_again(program, differs)
-        again = lambda *xs: eval_jaxpr(expensive.jaxpr, expensive.consts, *xs)
-        pulls: list[Any] = []
-
-        def forward(*xs: Any) -> list[Any]:
-            return tangents_of(run, xs[:count], moving, xs[count:], of)[1]
-
-        def keeping(*xs: Any) -> list[Any]:
-            outs, pull = pullback_of(again, xs, moving, of)
-            kept, structure = jax.tree.flatten(pull)
-            pulls[:] = [structure]
-            return [*outs, *kept]
-
-        def back(*xs: Any) -> list[Any]:
-            n_kept = len(xs) - len(of)
-            return list(pulls[0].unflatten(xs[:n_kept])(list(xs[n_kept:])))
-
-        tangents, cotangents = (
-            [aval.to_tangent_aval() for aval in avals]
-            for avals in ((program.in_avals[i] for i in moving), (program.out_avals[k] for k in of))
-        )
         try:
-            ahead = _compat.stage(forward, [*program.in_avals, *tangents])
-            first = _compat.stage(keeping, program.in_avals)
-            kept = first.out_avals[len(program.out_avals) :]
-            behind = _compat.stage(back, [*kept, *cotangents])
+            ahead = Linearized.of(program, moving, of, saved="nothing").tangents
+            saving = Linearized.of(computed_again(program, differs), moving, of)
+            behind = saving.transpose()
         except (ValueError, UnsupportedError):  # a loop without a bound: said where transposed
             return None
         own = bytes_of(aval for aval, d in zip(program.in_avals, differs, strict=True) if d)
         copied = bytes_of(program.in_avals[i] for i in moving if not differs[i])
-        return cls(ahead, first, behind, of, own, copied)
+        return cls(ahead, saving, behind, of, own, copied)
 
     @property
     def why_meeting(self) -> str:

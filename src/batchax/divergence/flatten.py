@@ -5,7 +5,6 @@ A bounded loop, or the sweep back over one, is run as the ``while`` that it stan
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
@@ -34,7 +32,7 @@ from batchax.kernel.differing import LOOPS, differing_in_steps, differing_in_whi
 from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis, varying_of
-from batchax.kernel.own_primitive import with_values
+from batchax.kernel.own_primitive import tangents_of, with_tangent_rule
 from batchax.rules.carried_axes import match_carry, split_operands
 from batchax.rules.lane_calls import is_seen
 
@@ -86,30 +84,20 @@ def _with_derivatives(
     inside = replace(axis, divergence=way.inside())
     meeting = replace(axis, divergence=way.in_lockstep() if only_branches else None)
 
-    @jax.custom_jvp
-    def run(*xs: Any) -> list[Any]:
-        return eval_jaxpr(flat.jaxpr, flat.consts, *xs)
-
     def together(*xs: Any) -> list[Any]:
         with recording.paused(axis):
             outs, out_axes = interpret(meeting, program.jaxpr, program.consts, xs, at)
         return [match_axis(meeting, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
 
-    @functools.partial(run.defjvp, symbolic_zeros=True)
-    def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
         both = None
         if not any(varying_of(primals)):  # inside ``shard_map`` what is shared would need a cast
-            moved = [tangents[i] for i in moving]
-            both = tangents_of_lanes(inside, program, primals, at, moving, moved)
-        if both is None:
-            some = lambda *ms: together(*with_values(primals, moving, ms))
-            return jax.jvp(some, [primals[i] for i in moving], [tangents[i] for i in moving])
-        outs, dots = both
-        none = lambda x: np.zeros(x.shape, jax.dtypes.float0)
-        return outs, [none(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
+            both = tangents_of_lanes(inside, program, primals, at, moving, dots)
+        return both or tangents_of(together, primals, moving, dots, range(len(program.out_avals)))
 
-    return run
+    return with_tangent_rule(lambda *xs: eval_jaxpr(flat.jaxpr, flat.consts, *xs), rule)
 
 
 _BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "bounded_loop": "body", "reverse_sweep": "back"}

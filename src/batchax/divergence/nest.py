@@ -24,8 +24,8 @@ from batchax.divergence.costs import (
 )
 from batchax.divergence.opening import DeferredBranchId, opened_places
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
-from batchax.jaxprs.joined import fresh, joined
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.rewriter import Rewriter, fresh
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
@@ -549,8 +549,8 @@ class _Cut:
         steps = plan([e for e in self.body.jaxpr.eqns if e in every], outs)
         made = {v for step in steps for v in step.eqn.outvars} | set(given)
         read = [v for step in steps for v in step.eqn.invars] + list(outs)
-        constants = dict(zip(self.body.jaxpr.constvars, self.body.consts, strict=True))
-        ours = (v for v in variables_in(read) if not (v in made or v in constants))
+        program = Rewriter(self.body, [step.eqn for step in steps])
+        ours = (v for v in variables_in(read) if not (v in made or v in program.constants))
         own = {self.place[v]: v for v in dict.fromkeys(ours)}
         reads = tuple(dict.fromkeys([*more, *(k for k in own if k not in writes)]))
         inputs = [
@@ -561,8 +561,7 @@ class _Cut:
             *((None, v.aval) for v in spare),
         ]
         variables = [fresh(aval) if v is None else v for v, aval in inputs]
-        eqns = [step.eqn for step in steps]
-        return joined(self.body.jaxpr, variables, eqns, outs, constants), reads
+        return program.program(variables, outs), reads
 
 
 def _types_of(eqn: Eqn) -> list[Aval]:

@@ -7,8 +7,7 @@ A call is replaced by what it calls, a ``scan`` by a ``while``, and an expensive
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from batchax import _compat
 from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan, variables_read
-from batchax.jaxprs.joined import called, copied, copy_of, fresh, joined, named_inputs, renamed
+from batchax.jaxprs.rewriter import Rewriter, fresh
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
@@ -39,18 +38,15 @@ from batchax.rules.carried_axes import split_operands
 _COUNT = jax.typeof(np.int32(0))
 
 
-def opened_scan(axis: Axis, eqn: Eqn, constants: dict[Any, Any]) -> list[Any]:
-    """A ``scan`` of one example, an equation, as a ``while``, with equations before it.
-
-    Constants of these join `constants`.
-    """
+def _open_scan(axis: Axis, eqn: Eqn, to: Rewriter) -> None:
+    """Writes a ``scan`` of one example, an equation, as a ``while``, with equations before it."""
     params = eqn.params
     n_consts, n_carry = _compat.scan_counts(params)
     test, body = while_of_scan(axis, params)
     consts, carry, xs = split_operands(eqn.invars, n_consts, n_carry)
     make = lambda: stage_function(axis, lambda: _arrays(body, n_carry), [])
     blanks = remembered(body, ("arrays of ys", axis), make)
-    before, arrays = copied(blanks, [], constants)
+    arrays = to.inline(blanks, [])
     loop = eqn.replace(
         primitive=while_p,
         invars=[*consts, *xs, Literal(np.int32(0), _COUNT), *carry, *arrays],
@@ -62,7 +58,7 @@ def opened_scan(axis: Axis, eqn: Eqn, constants: dict[Any, Any]) -> list[Any]:
             "body_jaxpr": body,
         },
     )
-    return [*before, loop]
+    to.eqns.append(loop)
 
 
 def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -114,19 +110,16 @@ def _step(
     new, results = jaxpr.outvars[:n_carry], jaxpr.outvars[n_carry:]
     stacked = lambda v: unmapped_aval(length, 0, v.aval)
     step, xs, ys = fresh(_COUNT), *([fresh(stacked(v)) for v in vs] for vs in (entries, results))
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    once = Rewriter(program)
 
-    def part(fun: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def part(fun: Any, operands: Sequence[Any], computes: Sequence[Any] = ()) -> list[Any]:
         staged = stage_function(axis, fun, [v.aval for v in operands])
-        return copied(staged, operands, constants)
+        return once.inline(staged, operands, computes)
 
-    before, taken = part(take, [step, *xs])
-    after, last = part(put, [step, *ys, *results])
-    names = dict(zip(taken, entries, strict=True))
-    before = [e.replace(outvars=[called(v, names) for v in e.outvars]) for e in before]
-    outputs = [last[0], *new, *last[1:]]
-    inputs = [*consts, *xs, step, *carry, *ys]
-    return joined(jaxpr, inputs, [*before, *jaxpr.eqns, *after], outputs, constants)
+    part(take, [step, *xs], entries)
+    once.eqns += jaxpr.eqns
+    last = part(put, [step, *ys, *results])
+    return once.program([*consts, *xs, step, *carry, *ys], [last[0], *new, *last[1:]])
 
 
 def _place(x: Any, at: Any) -> list[Any]:
@@ -158,20 +151,20 @@ class DeferredBranchId(NamedTuple):
     expensive: tuple[int, ...]
 
 
-def opened_branches(
+def _open_branches(
     axis: Axis,
     eqn: Eqn,
     expensive: Sequence[int],
-    constants: dict[Any, Any],
+    to: Rewriter,
     places: dict[Any, DeferredBranchId],
-) -> list[Any]:
-    """The equations that do what a ``cond`` of one example does.
+) -> None:
+    """Writes the equations that do what a ``cond`` of one example does.
 
     Args:
       axis: the axis of the lanes.
       eqn: the equation.
       expensive: which of its branches are to be loops.
-      constants: the values of constants of these equations join it.
+      to: what they are written to.
       places: the loops join it, each by the first variable that it returns.
     """
     index, *operands = [*eqn.invars]
@@ -189,12 +182,12 @@ def opened_branches(
         outvars=[results.get(k, v) for k, v in enumerate(eqn.outvars)],
         params={**eqn.params, "branches": tuple(others)},
     )
-    eqns = [without_branches(first, expensive)]
+    to.eqns.append(without_branches(first, expensive))
     for d in expensive:
         asked = remembered(
             branches[d], ("is taken", d, index.aval), lambda: _is_taken(axis, d, index.aval)
         )
-        more, (todo,) = copied(asked, [index], constants)
+        (todo,) = to.inline(asked, [index])
         test, body, used = _while_of_branch(branches[d], made[d])
         last = {k: all(k not in made[e] for e in expensive if e > d) for k in made[d]}
         after = {k: eqn.outvars[k] if last[k] else fresh(eqn.outvars[k].aval) for k in made[d]}
@@ -213,8 +206,7 @@ def opened_branches(
         )
         results.update(after)
         places[taken] = DeferredBranchId(eqn, d, tuple(expensive))
-        eqns += [*more, loop]
-    return eqns
+        to.eqns.append(loop)
 
 
 def _made(branch: ClosedJaxpr, results: Sequence[Any]) -> tuple[int, ...]:
@@ -240,32 +232,30 @@ def _doing_nothing(
 
     def build() -> ClosedJaxpr:
         jaxpr = branch.jaxpr
-        constants = dict(zip(jaxpr.constvars, branch.consts, strict=True))
         computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-        eqns, outs = [], []
-        for k, v in enumerate(jaxpr.outvars):
-            if not isinstance(v, Literal) and v in computed:
-                more, v = _anything(axis, jaxpr, others, k, constants)
-                eqns += more
-            outs.append(v)
-        return joined(jaxpr, jaxpr.invars, eqns, outs, constants)
+        nothing = Rewriter(branch)
+        outs = [
+            _anything(axis, nothing, others, k)
+            if not isinstance(v, Literal) and v in computed
+            else v
+            for k, v in enumerate(jaxpr.outvars)
+        ]
+        return nothing.program(outputs=outs)
 
     return remembered(branch, ("doing nothing", axis, others), build)
 
 
-def _anything(
-    axis: Axis, jaxpr: Jaxpr, others: Sequence[Jaxpr], k: int, constants: dict[Any, Any]
-) -> tuple[list[Any], Any]:
+def _anything(axis: Axis, to: Rewriter, others: Sequence[Jaxpr], k: int) -> Any:
     """What may be returned as result `k`: what another branch hands on, so that all agree."""
+    jaxpr = to.read.jaxpr
     for other in others:
         if isinstance(other.outvars[k], Literal):
-            return [], other.outvars[k]
+            return other.outvars[k]
         if other.outvars[k] in other.invars:
-            return [], jaxpr.invars[other.invars.index(other.outvars[k])]
+            return jaxpr.invars[other.invars.index(other.outvars[k])]
     aval = jaxpr.outvars[k].aval
     made = stage_function(axis, lambda: [_compat.varying_as(blank(aval, k), aval)], [])
-    eqns, (v,) = copied(made, [], constants)
-    return eqns, v
+    return to.inline(made, [])[0]
 
 
 def _is_taken(axis: Axis, number: int, index: Any) -> ClosedJaxpr:
@@ -284,13 +274,13 @@ def _while_of_branch(
         jaxpr = branch.jaxpr
         read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
         used = [k for k, v in enumerate(jaxpr.invars) if v in read]
-        constants = dict(zip(jaxpr.constvars, branch.consts, strict=True))
         outs = [jaxpr.outvars[k] for k in made]
         carry = [fresh(TODO), *(fresh(v.aval) for v in outs)]
         inputs = [*(jaxpr.invars[k] for k in used), *carry]
-        body = joined(jaxpr, inputs, jaxpr.eqns, [Literal(np.False_, TODO), *outs], constants)
+        once = Rewriter(branch, jaxpr.eqns)
+        body = once.program(inputs, [Literal(np.False_, TODO), *outs])
         carry = [fresh(v.aval) for v in carry]
-        return joined(jaxpr, carry, [], carry[:1], {}), body, used
+        return Rewriter(branch).program(carry, carry[:1]), body, used
 
     return remembered(branch, ("as while", tuple(made)), build)
 
@@ -303,67 +293,45 @@ def opened_places(
     And with each ``scan`` that holds one, and each expensive branch, replaced by a ``while``;
     those of branches join `places`.
     """
-    jaxpr = program.jaxpr
-    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    apart = dict(zip(jaxpr.invars, differs, strict=True))
-    opening = _Opening(axis, apart, {}, constants, places, renamed)
-    eqns = list(opening.equations(jaxpr))
-    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
+    to, was = Rewriter(program), program.jaxpr.eqns
+    _open(axis, to, differs, places)
+    if len(to.eqns) == len(was) and all(map(operator.is_, to.eqns, was)):
         return program
-    outputs = [called(v, opening.names) for v in jaxpr.outvars]
-    return joined(jaxpr, jaxpr.invars, eqns, outputs, constants)
+    return to.program()
 
 
-@dataclass(frozen=True, eq=False)
-class _Opening:
-    """How a program is opened that is, or becomes, a part of another.
+def _open(axis: Axis, to: Rewriter, differs: Differs, places: dict[Any, DeferredBranchId]) -> None:
+    """Writes the equations of the program that `to` reads, opened.
 
-    Attributes:
+    Args:
       axis: the axis of the lanes.
-      apart: which of its variables differ between lanes: its inputs, and then all.
-      names: what its variables are called in the other program.
-      constants: the values of constants of that, which more join.
+      to: what they are written to.
+      differs: which inputs of the program differ between lanes.
       places: the loops that are expensive branches, by the first variable that each returns.
-      own: makes of an equation, with `names`, one that is in the program once.
     """
+    jaxpr = to.read.jaxpr
+    apart = dict(zip(jaxpr.invars, differs, strict=True))
+    for step in plan(jaxpr.eqns, jaxpr.outvars):
+        eqn = step.eqn
+        of_operands = differs_of(apart, eqn.invars)
+        of_results = differing_in(eqn, of_operands)
+        apart.update(zip(eqn.outvars, of_results.results, strict=True))
+        if eqn.primitive is while_p:
+            to.eqns.append(_asked_of_each(to.own(eqn)))
+        elif not of_results.parts:
+            to.eqns.append(to.own(eqn))
+        elif eqn.primitive is scan_p:
+            _open_scan(axis, to.own(eqn), to)
+        elif eqn.primitive is cond_p:
+            expensive = expensive_branches(eqn, of_operands)
+            _open_branches(axis, to.own(eqn), expensive, to, places)
+        else:
+            called = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
+            to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d, places))
 
-    axis: Axis
-    apart: dict[Any, bool]
-    names: dict[Any, Any]
-    constants: dict[Any, Any]
-    places: dict[Any, DeferredBranchId]
-    own: Callable[[Eqn, dict[Any, Any]], Any]
 
-    def equations(self, jaxpr: Jaxpr) -> Iterator[Any]:
-        """Its equations, opened."""
-        for step in plan(jaxpr.eqns, jaxpr.outvars):
-            eqn = step.eqn
-            of_operands = differs_of(self.apart, eqn.invars)
-            of_results = differing_in(eqn, of_operands)
-            self.apart.update(zip(eqn.outvars, of_results.results, strict=True))
-            if eqn.primitive is while_p:
-                yield self._asked_of_each(self.own(eqn, self.names))
-            elif not of_results.parts:
-                yield self.own(eqn, self.names)
-            elif eqn.primitive is scan_p:
-                yield from opened_scan(self.axis, self.own(eqn, self.names), self.constants)
-            elif eqn.primitive is cond_p:
-                expensive, own = expensive_branches(eqn, of_operands), self.own(eqn, self.names)
-                yield from opened_branches(self.axis, own, expensive, self.constants, self.places)
-            else:
-                yield from self._called(eqn, of_operands)
-
-    def _asked_of_each(self, eqn: Eqn) -> Any:
-        test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
-        if test is eqn.params["cond_jaxpr"]:
-            return eqn
-        return eqn.replace(params={**eqn.params, "cond_jaxpr": test})
-
-    def _called(self, eqn: Eqn, differs: Differs) -> Iterator[Any]:
-        inner = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
-        names = named_inputs(inner, [called(v, self.names) for v in eqn.invars], self.constants)
-        apart = dict(zip(inner.jaxpr.invars, differs, strict=True))
-        inside = _Opening(self.axis, apart, names, self.constants, self.places, copy_of)
-        yield from inside.equations(inner.jaxpr)
-        results = [called(v, names) for v in inner.jaxpr.outvars]
-        self.names.update(zip(eqn.outvars, results, strict=True))
+def _asked_of_each(eqn: Eqn) -> Any:
+    test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+    if test is eqn.params["cond_jaxpr"]:
+        return eqn
+    return eqn.replace(params={**eqn.params, "cond_jaxpr": test})

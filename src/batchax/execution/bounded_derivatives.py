@@ -206,13 +206,8 @@ class _Derivative:
         n_cts = len(self.carry)
         consts, cts, x = parts(xs, self.form.n_consts, n_cts)
         carry, x, ct_ys = parts(x, self.form.n_carry, len(self.form.x_axes))
-        primals = [*consts, *carry, *x]
-
-        def of_moving(*values: Any) -> list[Any]:
-            outs = flat(self.differentiated)(*with_values(primals, self.inputs, values))
-            return take(outs, self.outputs)
-
-        _, pull = jax.vjp(of_moving, *take(primals, self.inputs))
+        primals, step = [*consts, *carry, *x], flat(self.differentiated)
+        _, pull = pullback_of(step, primals, self.inputs, self.outputs)
         return list(pull([*cts, *ct_ys]))
 
     def needed(self) -> list[int]:
@@ -494,8 +489,10 @@ class _SweepDerivative:
         def forth(consts: Values, state: Values, x: Values) -> tuple[Values, Values]:
             (consts, of_sums), (x, of_rest) = parts(consts, form.n_consts), parts(x, len(xs))
             carry, cts = parts(state, form.n_carry)
-            behind = lambda *returning: flat(self.behind)(*consts, *returning, *carry, *x)
-            _, pull = jax.vjp(behind, *map(zeros_like, cts))  # the same wherever it is taken
+            returned = list(map(zeros_like, cts))  # the transpose is the same wherever it is taken
+            operands = [*consts, *returned, *carry, *x]
+            places, of = range(len(consts), len(consts) + n), range(n + len(ct_ys))
+            _, pull = pullback_of(flat(self.behind), operands, places, of)
             cts = pull(cts_of_step(cts, of_sums, of_rest))
             return [*flat(self.ahead)(*consts, *carry, *x), *cts], []
 
@@ -506,11 +503,12 @@ class _SweepDerivative:
             primals = [*consts, *carry, *x]
 
             def both(*values: Any) -> list[Any]:
-                consts, others = parts(with_values(primals, self.inputs, values), form.n_consts)
+                consts, others = parts(values, form.n_consts)
                 ahead = flat(self.ahead)(*consts, *others)
                 return [*take(ahead, self.carry), *flat(self.behind)(*consts, *returning, *others)]
 
-            outs, pull = jax.vjp(both, *take(primals, self.inputs))
+            of = range(n_moving + n + len(ct_ys))
+            outs, pull = pullback_of(both, primals, self.inputs, of)
             pulled = pull([*ct_carry, *cts_of_step(cts, of_sums, of_rest)])
             ct_consts, ct_carry, ct_xs = parts(pulled, len(self.consts), n_moving)
             return [*outs[n_moving : n_moving + n], *ct_carry], [*ct_consts, *ct_xs]

@@ -38,6 +38,7 @@ from batchax.frontend.outputs import (
     is_added,
     place,
 )
+from batchax.jaxprs.rewriter import Inside, rewritten
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -47,7 +48,6 @@ from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
 from batchax.memo import Memo
-from batchax.programs.rewritten import Inside, rewritten
 from batchax.sums.contracted import Summands, factored, run_adding
 
 Self = TypeVar("Self", bound="Call")

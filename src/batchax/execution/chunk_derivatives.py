@@ -54,7 +54,7 @@ from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.own_primitive import tangents_of, transposed, with_values
+from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.in_turn import calls_library, in_turn
 from batchax.rules.masking import is_inexact
@@ -110,12 +110,9 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
             primal = of(width)
 
             def run(start: Any, *xs: Any) -> list[Any]:
-                def of_moving(*values: Any) -> tuple[Any, list[Any]]:
-                    outs = primal(start, *with_values(xs, moving, values))
-                    return outs[which], outs
-
-                value, pull, outs = jax.vjp(of_moving, *(xs[i] for i in moving), has_aux=True)
-                return [*outs, *pull(lax.full_like(value, 1))]
+                of_chunk = functools.partial(primal, start)
+                outs, pull = pullback_of(of_chunk, xs, moving, [which])
+                return [*outs, *pull([lax.full_like(outs[which], 1)])]
 
             return run
 

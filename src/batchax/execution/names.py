@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal
 from jax.extend.core.primitives import copy_p, while_p
 
 from batchax import _compat
@@ -31,6 +30,7 @@ from batchax.execution.sections import Section, variables
 from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
@@ -98,12 +98,12 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
     """
     lane = _lane_variable()
     index = lane.aval
-    eqns, constvars, consts = [], [*staged.jaxpr.constvars], [*staged.consts]
+    to = Rewriter(staged)
     for eqn in staged.jaxpr.eqns:
         exposed, of_one = is_exposed(axis, eqn), calls.of_one_device(eqn)
         of_lanes = calls.of_each_lane(eqn) or (exposed and of_one)
         if not (exposed or of_one or of_lanes):
-            eqns.append(eqn)
+            to.eqns.append(eqn)
             continue
 
         def run(lane: Any, *xs: Any, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
@@ -118,15 +118,10 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
 
         types = [index, *(v.aval for v in eqn.invars)]
         part = _compat.stage(run, types, _names(axis))
-        renamed = dict(zip(part.jaxpr.invars, [lane, *eqn.invars], strict=True))
-        renamed |= zip(part.jaxpr.outvars, eqn.outvars, strict=True)
-        constvars += part.jaxpr.constvars
-        consts += part.consts
-        for e in part.jaxpr.eqns:
-            read = [v if isinstance(v, Literal) else renamed.get(v, v) for v in e.invars]
-            eqns.append(e.replace(invars=read, outvars=[renamed.get(v, v) for v in e.outvars]))
-    jaxpr = staged.jaxpr
-    return Section(eqns, [lane, *jaxpr.invars], jaxpr.outvars, constvars, consts)
+        to.inline(part, [lane, *eqn.invars], eqn.outvars)
+    jaxpr, constants = staged.jaxpr, to.constants
+    inputs = [lane, *jaxpr.invars]
+    return Section(to.eqns, inputs, jaxpr.outvars, list(constants), list(constants.values()))
 
 
 @functools.cache  # made by staging, and no two of these are in one program

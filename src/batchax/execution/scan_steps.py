@@ -37,11 +37,18 @@ from batchax.execution.steps import ScanProgram, entry_axis, run_steps, steps_ax
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.rewriter import Rewriter
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis, Position, match_axis
 from batchax.kernel.inner import batch_function, remembered, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.kernel.own_primitive import own_primitive, transposed, with_values
+from batchax.kernel.own_primitive import (
+    Linearized,
+    own_primitive,
+    pullback_of,
+    transposed,
+    with_values,
+)
 from batchax.programs.cost import cost_of_equation
 from batchax.rules.batched_transpose import reached
 from batchax.rules.carried_axes import settle
@@ -56,13 +63,13 @@ class MadeAgain:
     """What of a program is computed again, from values that are kept anyway.
 
     Args:
-      jaxpr: the program.
+      program: the program.
       places: of the values that are kept, where; more may be added.
     """
 
-    def __init__(self, jaxpr: Jaxpr, places: Mapping[Any, Any]) -> None:
-        self._jaxpr, self._places = jaxpr, places
-        self._made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    def __init__(self, program: ClosedJaxpr, places: Mapping[Any, Any]) -> None:
+        self._program, self._places = program, places
+        self._made_by = {v: eqn for eqn in program.jaxpr.eqns for v in eqn.outvars}
 
     def makes(self, v: Any) -> bool:
         """Whether that takes so little that a value need not be kept, or it is kept already."""
@@ -85,16 +92,14 @@ class MadeAgain:
             left = self._left(x, left) if left >= 0 else left
         return left
 
-    def program(self, outvars: Sequence[Any]) -> Any:
+    def program(self, outvars: Sequence[Any]) -> ClosedJaxpr:
         """From what is kept to all that is needed."""
         made = [v for v in variables_in(outvars) if v not in self._places]
-        steps = plan(self._jaxpr.eqns, made, lambda _: False, self._not_kept)
+        steps = plan(self._program.jaxpr.eqns, made, lambda _: False, self._not_kept)
         eqns = [step.eqn for step in steps]
         read = variables_in([*outvars, *(v for eqn in eqns for v in eqn.invars)])
         invars = [v for v in dict.fromkeys(read) if v in self._places]
-        return self._jaxpr.replace(
-            constvars=[], invars=invars, eqns=eqns, outvars=list(outvars), effects=set()
-        )
+        return Rewriter(self._program, eqns).program(invars, outvars)
 
     def _not_kept(self, eqn: Eqn) -> list[Any]:
         return [v for v in variables_read(eqn) if v not in self._places]
@@ -157,22 +162,9 @@ class _Split:
 
 def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) -> _Split:
     """Splits a step; of which some inputs, and some outputs, have tangents."""
-    body, staged_linear = program.body, []
-
-    def values(*operands: Any) -> list[Any]:
-        def of_moving(*some: Any) -> tuple[list[Any], list[Any]]:
-            outs = eval_jaxpr(body.jaxpr, body.consts, *with_values(operands, inputs, some))
-            return take(outs, outputs), outs
-
-        points = take(operands, inputs)
-        _, tangents, outs = jax.linearize(of_moving, *points, has_aux=True)
-        types = [jax.typeof(x).to_tangent_aval() for x in points]
-        linear = _compat.stage(lambda *dots: list(tangents(*dots)), types)
-        staged_linear.append(linear.jaxpr)
-        return [*outs, *linear.consts]
-
-    staged = _compat.stage(values, body.in_avals)
-    jaxpr, linear, n_outs = staged.jaxpr, staged_linear[-1], len(body.out_avals)
+    split = Linearized.of(program.body, inputs, outputs)
+    staged, linear = split.values, split.tangents
+    jaxpr, n_outs = staged.jaxpr, len(program.body.out_avals)
     same = _same_at_each_step(program)
     changes = reached(jaxpr, [not s for s in same])
     first_x = len(same) - len(program.in_axes)
@@ -184,9 +176,10 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
         if not isinstance(v, Literal):
             places.setdefault(v, ("y", k))
     once, stacked = [], []
-    needed = jaxpr.outvars[n_outs:]
-    again = MadeAgain(jaxpr, places)
-    for v, changing in zip(needed, changes[n_outs:], strict=True):
+    needed = [*take(jaxpr.invars, split.reads), *jaxpr.outvars[n_outs:]]
+    again = MadeAgain(staged, places)
+    change = [*(not same[i] for i in split.reads), *changes[n_outs:]]
+    for v, changing in zip(needed, change, strict=True):
         if isinstance(v, Literal) or again.makes(v):
             continue
         if changing:
@@ -196,7 +189,7 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
             places[v] = "once", len(once)
             once.append(v)
     late = again.program(needed)
-    kept = [places[v] for v in late.invars]
+    kept = [places[v] for v in late.jaxpr.invars]
 
     def part(outvars: Sequence[Any]) -> ClosedJaxpr:
         whole = _compat.close(jaxpr.replace(outvars=list(outvars)), staged.consts)
@@ -209,7 +202,8 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
     out_axes = (*program.out_axes, *[0] * len(stacked))
     program = replace(program, body=body, out_axes=out_axes)
     n_kept = len(kept)
-    run = lambda *xs: eval_jaxpr(linear, eval_jaxpr(late, (), *xs[:n_kept]), *xs[n_kept:])
+    needed_of = lambda kept: eval_jaxpr(late.jaxpr, late.consts, *kept)
+    run = lambda *xs: eval_jaxpr(linear.jaxpr, linear.consts, *needed_of(xs[:n_kept]), *xs[n_kept:])
     return _Split(program, held, beside, kept, run)
 
 
@@ -371,12 +365,9 @@ def _transpose(
 ) -> list[Any]:
     """That of a scan which is linear in some operands: of its derivative, anywhere."""
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    points = [_compat.filled(operands[i].aval, 0) for i in linear]
-
-    def of_linear(*values: Any) -> list[Any]:
-        return scan_steps_p.bind(*with_values(operands, linear, values), program=program, body=body)
-
-    _, pull = jax.vjp(of_linear, *points)
+    points = [_compat.filled(x.aval, 0) if ad.is_undefined_primal(x) else x for x in operands]
+    run = functools.partial(scan_steps_p.bind, program=program, body=body)
+    _, pull = pullback_of(run, points, linear, range(len(cotangents)))
     cts = pull(list(map(ad.instantiate_zeros, cotangents)))
     return with_values([None] * len(operands), linear, cts)
 

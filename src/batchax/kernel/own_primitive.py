@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from batchax.jaxprs.bodies import (
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.kernel.registry import Rule, serve_own
 
@@ -109,6 +110,115 @@ def transposed(
     return lambda cotangents: list(pull(list(cotangents)))
 
 
+@dataclass(frozen=True, eq=False)
+class Linearized:
+    """A program and its derivative, a linear program with a transpose.
+
+    Attributes:
+      values: computes the results of the program, and then the residuals.
+      reads: the inputs of the program that the derivative reads.
+      residuals: the types of the residuals.
+      tangents: from these inputs, the residuals, and the tangents of perturbed inputs to the
+        tangents of results.
+      back: the transpose, as a function: takes cotangents of results in place of tangents.
+      cotangents: the types of these.
+    """
+
+    values: ClosedJaxpr
+    reads: Sequence[int]
+    residuals: Sequence[Aval]
+    tangents: ClosedJaxpr
+    back: Flat
+    cotangents: Sequence[Aval]
+
+    @classmethod
+    def of(
+        cls,
+        program: ClosedJaxpr,
+        perturbed: Sequence[int],
+        results: Sequence[int],
+        saved: Literal["residuals", "nothing"] = "residuals",
+    ) -> Linearized:
+        """Splits a program.
+
+        Args:
+          program: the program.
+          perturbed: the inputs that have tangents.
+          results: the results that have tangents.
+          saved: "residuals", what JAX saves; "nothing" recomputes the program from its inputs.
+
+        Raises:
+          ValueError: from JAX, with "residuals": values and tangents are computed together, as in
+            ``lax.reduce_window`` with a function.
+        """
+        inputs, outputs = program.in_avals, program.out_avals
+        dots = [inputs[i].to_tangent_aval() for i in perturbed]
+        cotangents = [outputs[k].to_tangent_aval() for k in results]
+        names = _compat.names_in_scope()
+        run = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
+        if saved == "nothing":
+            n = len(inputs)
+            ahead = lambda *xs: tangents_of(run, xs[:n], perturbed, xs[n:], results)[1]
+            back = lambda *xs: [*pullback_of(run, xs[:n], perturbed, results)[1]([*xs[n:]])]
+            tangents = _compat.stage(ahead, [*inputs, *dots], names)
+            return cls(program, range(n), (), tangents, back, cotangents)
+        parts: list[tuple[ClosedJaxpr, list[int]]] = []
+
+        def values(*xs: Any) -> list[Any]:
+            some, points = _of_moving(run, xs, perturbed, results)
+            _, derivative, outs = jax.linearize(some, *points, has_aux=True)
+            linear = _compat.stage(derivative, dots, names)
+            # Constants of the linear program that are traced are inputs of this one, or residuals.
+            # A number is not traced, and stays in the linear program.
+            held = zip(linear.jaxpr.constvars, linear.consts, strict=True)
+            traced = [(v, x) for v, x in held if isinstance(x, Tracer)]
+            places = {id(x): i for i, x in enumerate(xs)}
+            read = [(v, places[id(x)]) for v, x in traced if id(x) in places]
+            kept = [(v, x) for v, x in traced if id(x) not in places]
+            given = [*(v for v, _ in (*read, *kept)), *linear.jaxpr.invars]
+            linear = Rewriter(linear, linear.jaxpr.eqns).program(given)
+            parts.append((linear, [i for _, i in read]))
+            return [*outs, *(x for _, x in kept)]
+
+        whole = _compat.stage(values, inputs, names)
+        tangents, reads = parts[-1]
+        n = len(tangents.in_avals) - len(dots)
+
+        def back_from_residuals(*xs: Any) -> list[Any]:
+            linear = lambda *ys: eval_jaxpr(tangents.jaxpr, tangents.consts, *ys)
+            places = range(n, n + len(dots))
+            return transposed(linear, xs[:n], places, dots, range(len(results)))(xs[n:])
+
+        residuals = whole.out_avals[len(outputs) :]
+        return cls(whole, reads, residuals, tangents, back_from_residuals, cotangents)
+
+    def transpose(self) -> ClosedJaxpr:
+        """From inputs, residuals and cotangents of results to those of perturbed inputs."""
+        n = len(self.reads) + len(self.residuals)
+        types = [*self.tangents.in_avals[:n], *self.cotangents]
+        return _compat.stage(self.back, types, _compat.names_in_scope())
+
+
+TangentRule = Callable[
+    [Sequence[Value], Sequence[int], Sequence[Value]], tuple[list[Any], Sequence[Any]]
+]
+"""Of operands, which of them have tangents, and these: the results and their tangents, or None."""
+
+
+def with_tangent_rule(function: Flat, rule: TangentRule) -> Flat:
+    """`function`, whose derivative in forward mode is `rule`."""
+    run = jax.custom_jvp(function)
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+        outs, dots = rule(primals, moving, [tangents[i] for i in moving])
+        none = lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval())
+        return outs, [none(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
+
+    return run
+
+
 def report_errors(
     primitive: _compat.Primitive,
     programs: Sequence[str],
@@ -176,20 +286,18 @@ def _with_derivative_of(
     Its last results are those of `bind`, and only those have tangents. As for a ``jax.custom_jvp``
     function, ``checkify`` does not check the derivative; ``checkify`` of the derivative does.
     """
-    checked = jax.custom_jvp(run)
 
-    def jvp(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
         outs = checked(*primals)
-        dots: list[Any] = [SymbolicZero(jax.typeof(x).to_tangent_aval()) for x in outs]
-        moving = [i for i, t in enumerate(tangents[first:]) if type(t) is not SymbolicZero]
-        given = [tangents[first + i] for i in moving]
         own = jax.eval_shape(bind, *primals[first:])
         smooth = [k for k, x in enumerate(own) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        _, moved = tangents_of(bind, primals[first:], moving, given, smooth)
+        _, moved = tangents_of(bind, primals[first:], [i - first for i in moving], dots, smooth)
         before = len(outs) - len(own)
-        return outs, with_values(dots, [before + k for k in smooth], moved)
+        return outs, with_values([None] * len(outs), [before + k for k in smooth], moved)
 
-    checked.defjvp(jvp, symbolic_zeros=True)
+    checked = with_tangent_rule(run, rule)
     return checked
 
 

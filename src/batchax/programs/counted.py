@@ -27,8 +27,8 @@ from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variables_used, walk
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.rewriter import Inside, rewritten
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
-from batchax.programs.rewritten import Inside, rewritten
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"

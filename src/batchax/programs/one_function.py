@@ -16,13 +16,12 @@ from jax import dtypes, lax
 
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.joined import copied
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr
 from batchax.memo import Memo
 from batchax.programs.cost import SERIAL, windows_of
 from batchax.programs.inner import programs_in
-from batchax.programs.rewritten import Inside, rewritten
 
 _TERMS = 8
 
@@ -50,8 +49,9 @@ def _change(eqn: Eqn, inside: Inside) -> Any:
     form = _FORMS[eqn.primitive.name]
     run = lambda *xs: [form.write(eqn.params, *xs)]
     staged = _compat.stage(run, [v.aval for v in eqn.invars])
-    *eqns, last = copied(staged, eqn.invars, {})[0]
-    return [*eqns, last.replace(outvars=eqn.outvars)]
+    to = Rewriter(staged)
+    to.inline(staged, eqn.invars, eqn.outvars)
+    return to.eqns
 
 
 class _Form(NamedTuple):

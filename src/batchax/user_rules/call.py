@@ -27,6 +27,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers
@@ -288,9 +289,7 @@ def with_captured(
 def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """A program with the equations only that its results need."""
     needed = plan(jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars, keeps=lambda _: False)
-    eqns = [step.eqn for step in needed]
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return _compat.close(jaxpr.jaxpr.replace(eqns=eqns, effects=effects), jaxpr.consts)
+    return Rewriter(jaxpr, [step.eqn for step in needed]).program()
 
 
 def jvp(
