@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,7 @@ def map(
     retries: int = 2,
     resume: Literal["auto", "never"] = "auto",
     overwrite: bool = False,
+    store_options: dict[str, Any] | None = None,
     version: str | None = None,
     inputs_by: Literal["file", "content"] = "file",
     batched: bool = False,
@@ -113,6 +115,10 @@ def map(
       overwrite: start over: remove the output and the job of an earlier call, and compute all rows
         anew. An output that batchax did not make, or at which another process is at work, is not
         removed.
+      store_options: how the store writes results, as its library names it. Zarr: ``codecs``,
+        ``chunk_shape`` and ``dimension_names``, as in ``zarr.json``, or a dict of these for an
+        array by its name. Parquet: what ``pyarrow.parquet.ParquetWriter`` takes, and
+        ``row_group_size``. A chunk has rows of one commit only.
       version: names what the function does, where that cannot be seen: if it calls the host
         (``jax.pure_callback``), what that does is not in its program.
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
@@ -181,6 +187,7 @@ def map(
         overwrite=overwrite,
         retries=retries,
         resume=resume,
+        store_options=_json_of(store_options),
         version=version,
         by_content=inputs_by == "content",
         stream_id=stream_id,
@@ -278,6 +285,21 @@ def _check_options(
     check_one_of("on_error", on_error, *_ON_ERROR)
     check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
     check_one_of("resume", resume, "auto", "never")
+
+
+def _json_of(options: Any) -> dict[str, Any]:
+    """Store options as the job keeps them; codecs of zarr-python say what they are in JSON."""
+    if options is not None and not isinstance(options, dict):
+        raise ArgumentTypeError(
+            f"store_options must be a dict of options by name, and is {brief(options)}."
+        )
+    try:
+        return json.loads(json.dumps(options or {}, default=lambda x: x.to_dict()))
+    except (TypeError, ValueError, AttributeError):
+        raise ArgumentTypeError(
+            "store_options must hold numbers, strings, lists and dicts, as JSON has them, since "
+            f"the job keeps them; got {brief(options)}."
+        ) from None
 
 
 def _check_count(name: str, value: Any, or_none: bool = False) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -176,6 +178,8 @@ def _write_at(file: int, piece: memoryview, offset: int) -> None:
 _ANYWHERE = ObjectPath("memory", "any", "array")
 _OWN = re.compile(r"zarr\.json|.*\.(unfinished|__lock)")  # or what killed writers left of them
 GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+_OPTIONS = "codecs", "chunk_shape", "dimension_names"
 
 
 class ZarrStore(Store):
@@ -186,13 +190,17 @@ class ZarrStore(Store):
     it and syncs the folder. A chunk that is not there was not written: those of zeros are, too.
     """
 
-    can_grow = stays = True
+    can_grow = stays = takes_options = True
 
-    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(
+        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    ) -> None:
+        super().__init__(out, leaves, unit_rows, options)
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
         refuse_ragged(self.leaves, "Zarr")
         self._check_names()
+        self._given = self._options_of_arrays()
+        self._chunk_shapes = {leaf.name: self._chunk_shape(leaf) for leaf in self.leaves}
         self._paths: list[Any] = [out / leaf.name for leaf in self.leaves]
         self._chunked = [self._open_chunks(*x) for x in zip(self._paths, self.leaves, strict=True)]
 
@@ -277,10 +285,11 @@ class ZarrStore(Store):
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
         """The names of the chunks that hold a unit; of rows without elements there are none."""
-        if 0 in leaf.of_rows(1):
-            return
-        for i in range(unit.start // self.unit_rows, -(-unit.stop // self.unit_rows)):
-            place = [i * (axis == leaf.axis) for axis in range(len(leaf.shape))]
+        chunk = self._chunk_shapes[leaf.name]
+        along = [range(-(-n // size)) for n, size in zip(leaf.shape, chunk, strict=True)]
+        rows = chunk[leaf.axis]
+        along[leaf.axis] = range(unit.start // rows, -(-unit.stop // rows))
+        for place in itertools.product(*along):
             yield f"c.{'.'.join(map(str, place))}"
 
     def result(self) -> Any:
@@ -289,7 +298,7 @@ class ZarrStore(Store):
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
             parts = zip(self.leaves, self._chunked, strict=True)
-            return [chunked[part_of(leaf, unit)].read().result() for leaf, chunked in parts]
+            return [_read_part(chunked, leaf, unit) for leaf, chunked in parts]
 
     def put(self, unit: Unit, results: Results) -> None:
         reached(BEFORE_WRITE)
@@ -305,11 +314,12 @@ class ZarrStore(Store):
         reached(AFTER_WRITE)
 
     def _begin_to_write(self, chunked: Any, leaf: Leaf, unit: Unit, result: Any) -> Any:
-        rows = -(-unit.rows // self.unit_rows) * self.unit_rows  # of whole chunks
-        whole = unit._replace(stop=unit.start + rows)
-        return chunked[part_of(leaf, whole)].write(
-            _padded(np.asarray(result), leaf.axis, rows),
-            can_reference_source_data_indefinitely=True,
+        result, chunk = np.asarray(result), self._chunk_shapes[leaf.name]
+        sizes = _whole_chunks(result.shape, chunk)
+        index = [slice(0, size) for size in sizes]
+        index[leaf.axis] = slice(unit.start, unit.start + sizes[leaf.axis])
+        return chunked[tuple(index)].write(
+            _padded(result, sizes), can_reference_source_data_indefinitely=True
         )
 
     def _open_chunks(self, path: Any, leaf: Leaf, context: Any = None) -> Any:
@@ -318,21 +328,57 @@ class ZarrStore(Store):
         A chunk that sticks out of the array is else read before it is written, and cannot be
         written if it is damaged.
         """
-        rows = ENDLESS if leaf.grows else leaf.shape[leaf.axis]
-        rows = -(-rows // self.unit_rows) * self.unit_rows
+        shape = leaf.of_rows(ENDLESS if leaf.grows else leaf.shape[leaf.axis])
+        shape, given = _whole_chunks(shape, self._chunk_shapes[leaf.name]), self._given[leaf.name]
         try:
-            return self._open(path, leaf, leaf.of_rows(rows), context, assume_metadata=True)
+            return self._open(path, leaf, shape, context, assume_metadata=True)
         except Exception as error:
+            chunk = self._chunk_shapes[leaf.name]
+            how = f" in chunks of shape {chunk} with store_options={given}" if given else ""
             raise ArgumentTypeError(
                 f"{called(leaf)}, of dtype {leaf.dtype} and shape {leaf.shape}, cannot be written "
-                f"to Zarr: {reason(error)}"
+                f"to Zarr{how}: {reason(error)}"
             ) from error
+
+    def _options_of_arrays(self) -> dict[str, dict[str, Any]]:
+        """The options of each array: those of all, and those under its name."""
+        own = {name: x for name, x in self.options.items() if isinstance(x, dict)}
+        shared = {name: x for name, x in self.options.items() if name not in own}
+        names = [leaf.name for leaf in self.leaves if leaf.name]
+        more = f", and a dict of these for an array: {', '.join(names)}" if names else ""
+        self._check_options(shared, _OPTIONS, more)
+        self._check_options(own, [*_OPTIONS, *names])
+        for each in own.values():
+            self._check_options(each, _OPTIONS)
+        return {leaf.name: {**shared, **own.get(leaf.name, {})} for leaf in self.leaves}
+
+    def _chunk_shape(self, leaf: Leaf) -> list[int]:
+        """The shape of a chunk. It has rows of one unit, so it is written whole."""
+        whole = [max(1, size) for size in leaf.shape]
+        whole[leaf.axis] = unit = self.unit_rows
+        chunk = self._given[leaf.name].get("chunk_shape", whole)
+        sizes = isinstance(chunk, list) and all(type(n) is int and n > 0 for n in chunk)
+        if not sizes or len(chunk) != len(leaf.shape):
+            raise ArgumentTypeError(
+                f"store_options: chunk_shape={chunk} must be a positive int for each axis of "
+                f"{called(leaf)}, whose shape is {leaf.shape}."
+            )
+        rows, several = chunk[leaf.axis], leaf.grows or leaf.shape[leaf.axis] > unit
+        if several and unit % rows:
+            *most, last = [str(n) for n in range(1, unit + 1) if unit % n == 0][-4:]
+            fit = f"{', '.join(most)} or {last}" if most else last
+            raise ArgumentTypeError(
+                f"store_options: a chunk of {called(leaf)} has {rows} rows by chunk_shape={chunk}, "
+                f"and {unit} rows are committed at once, so some chunks would have rows of two "
+                f"commits. Use {fit} rows, or commit_rows= with a multiple of {rows}."
+            )
+        return chunk
 
     def _open(
         self, path: Any, leaf: Leaf, shape: Any = None, context: Any = None, **how: bool
     ) -> Any:
-        chunk = [max(1, size) for size in leaf.shape]
-        chunk[leaf.axis] = self.unit_rows
+        chunk, given = self._chunk_shapes[leaf.name], self._given[leaf.name]
+        names = given.get("dimension_names", leaf.dimension_names if leaf.rows_name else None)
         metadata = {
             "shape": list(leaf.shape if shape is None else shape),
             "data_type": str(leaf.dtype),
@@ -340,10 +386,8 @@ class ZarrStore(Store):
             # All chunks in one folder, which is there from the beginning: a folder that is made
             # for a chunk would have to be synced, too.
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-            "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "crc32c"},
-            ],
+            "codecs": given.get("codecs", _CODECS),
+            **({} if names is None else {"dimension_names": names}),
         }
         missing = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
         spec = in_folder("zarr3", path, metadata=metadata, **missing, **how)
@@ -372,12 +416,21 @@ class ZarrStore(Store):
                 )
 
 
-def _padded(result: np.ndarray, axis: int, rows: int) -> np.ndarray:
-    """A chunk, of which the last unit has a part only."""
-    missing = rows - result.shape[axis]
-    if not missing:
+def _whole_chunks(shape: Sequence[int], chunk: Sequence[int]) -> list[int]:
+    """The shape of the chunks that hold an array of that shape."""
+    return [-(-n // size) * size for n, size in zip(shape, chunk, strict=True)]
+
+
+def _padded(result: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Whole chunks, the last of which results fill in part only."""
+    if list(result.shape) == sizes:
         return result
-    return np.pad(result, [(0, missing * (i == axis)) for i in range(result.ndim)])
+    return np.pad(result, [(0, n - m) for n, m in zip(sizes, result.shape, strict=True)])
+
+
+def _read_part(chunked: Any, leaf: Leaf, unit: Unit) -> np.ndarray:
+    rest = [slice(0, n) for n in leaf.shape[leaf.axis + 1 :]]
+    return chunked[(*part_of(leaf, unit), *rest)].read().result()
 
 
 @contextlib.contextmanager
@@ -401,10 +454,12 @@ class ParquetStore(Store):
     The same results make the same bytes.
     """
 
-    can_grow = stays = renamed = True
+    can_grow = stays = renamed = takes_options = True
 
-    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(
+        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    ) -> None:
+        super().__init__(out, leaves, unit_rows, options)
         self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
         self._arrow = needed("pyarrow", f"{out}: Parquet")
         for leaf in self.leaves:
@@ -415,6 +470,29 @@ class ParquetStore(Store):
                     'Parquet has no form. Use out="scores.zarr", or return something else.'
                 )
         self._columns = [leaf.name or "result" for leaf in self.leaves]
+        if self.options:
+            self._try_options()
+
+    def _try_options(self) -> None:
+        """Writes a row in memory, to see that it is written and read as the results are."""
+        parameters = inspect.signature(self._parquet.ParquetWriter.__init__).parameters
+        mine = ["self", "where", "schema", "filesystem", "options"]
+        self._check_options(
+            self.options, ["row_group_size", *(n for n in parameters if n not in mine)]
+        )
+        row = self._table([_zeros(leaf, 1) for leaf in self.leaves])
+        try:
+            schema = self._parquet.read_schema(io.BytesIO(self._encoded(row)))
+        except Exception as error:
+            raise ArgumentTypeError(
+                f"store_options={self.options}: Parquet files cannot be written so: {reason(error)}"
+            ) from error
+        if schema != row.schema:
+            raise ArgumentTypeError(
+                f"store_options={self.options}: files would have other columns than the results "
+                f"have: {_listed(schema)} instead of {_listed(row.schema)}. Leave out the option "
+                "that changes them."
+            )
 
     def prepare(self) -> None:
         make_place(self.out)
@@ -427,9 +505,9 @@ class ParquetStore(Store):
 
     def _put_columns(self) -> None:
         """Of no rows, a file that has the columns."""
-        nothing = list(map(_of_no_rows, self.leaves))
-        if all(x is not None for x in nothing):  # a table without rows has columns
-            self.put(Unit(0, 0, 0), nothing)
+        if not any(leaf.shape[leaf.axis] or leaf.grows for leaf in self.leaves):
+            # A table without rows has columns.
+            self.put(Unit(0, 0, 0), [_zeros(leaf, 0) for leaf in self.leaves])
 
     def check(self) -> None:
         if not self.at.is_dir():
@@ -471,20 +549,21 @@ class ParquetStore(Store):
                 raise StorageError(f"{part} is damaged: {error}") from error
 
     def put(self, unit: Unit, results: Results) -> None:
+        self._replace(self._part(unit), self._encoded(self._table(results)))
+
+    def _table(self, results: Results) -> Any:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
-        table, file = self._arrow.table(arrays, names=self._columns), io.BytesIO()
+        table = self._arrow.table(arrays, names=self._columns)
         shapes = dict(zip(self._columns, map(_untold_shapes, results), strict=True))
         if any(shapes.values()):
             table = table.replace_schema_metadata({SHAPES: json.dumps(shapes)})
-        self._parquet.write_table(
-            table,
-            file,
-            row_group_size=max(1, unit.rows),
-            use_dictionary=False,
-            write_page_checksum=True,
-            compression="none",
-        )
-        self._replace(self._part(unit), file.getvalue())
+        return table
+
+    def _encoded(self, table: Any) -> bytes:
+        file, rows = io.BytesIO(), max(1, table.num_rows)
+        how = {**_WRITTEN, "row_group_size": rows, **self.options}
+        self._parquet.write_table(table, file, **how)
+        return file.getvalue()
 
     def _replace(self, part: Any, content: bytes) -> None:
         replace_file(part, content)
@@ -496,12 +575,17 @@ class ParquetStore(Store):
         return self.at / f"part-{unit.number:08d}.parquet"
 
 
-def _of_no_rows(leaf: Leaf) -> Any:
-    """What there is of a result of no rows; None if there are some."""
-    if leaf.shape[leaf.axis] or leaf.grows:
-        return None
-    empty = np.zeros(leaf.shape, leaf.dtype)
-    return empty if leaf.ragged is None else leaf.without_elements(0)
+_WRITTEN = {"use_dictionary": False, "write_page_checksum": True, "compression": "none"}
+
+
+def _zeros(leaf: Leaf, rows: int) -> Any:
+    """So many rows, of which only the shapes and types matter."""
+    empty = np.zeros(leaf.of_rows(rows), leaf.dtype)
+    return empty if leaf.ragged is None else leaf.without_elements(rows)
+
+
+def _listed(schema: Any) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:

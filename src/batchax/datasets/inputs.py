@@ -16,7 +16,7 @@ import numpy as np
 
 from batchax.datasets.addresses import reading
 from batchax.datasets.plan import Rows, elements_in, one_row
-from batchax.datasets.source import Source, native
+from batchax.datasets.source import Labels, Source, native
 from batchax.datasets.sources import Stream, StreamLeaf, as_source, is_one_by_one, is_stream
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
@@ -70,6 +70,12 @@ class Inputs:
     # by their places the integers that JAX has no dtype for, which all rows share, too
     large: dict[str, int]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+
+    @property
+    def labels(self) -> Labels | None:
+        """What rows are called in the first argument that says so."""
+        labels = (m.source.labels(m.axis) for m in self.mapped)
+        return next((x for x in labels if x is not None), None)
 
     @property
     def names(self) -> dict[str, str]:

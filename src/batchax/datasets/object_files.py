@@ -17,7 +17,7 @@ import numpy as np
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, address, needed, reading
 from batchax.datasets.disk import AFTER_WRITE, BEFORE_WRITE, IN_WRITE, OvertakenError, reached
-from batchax.datasets.file_stores import ParquetStore, ZarrStore
+from batchax.datasets.file_stores import ParquetStore, ZarrStore, _read_part
 from batchax.datasets.files import (
     BEGUN,
     InParts,
@@ -37,7 +37,7 @@ from batchax.datasets.source import (
     matching_objects,
     refuse_unfinished,
 )
-from batchax.datasets.store import Results, part_of, written_over
+from batchax.datasets.store import Results, written_over
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 
 _DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
@@ -363,8 +363,10 @@ class ObjectZarr(ZarrStore):
     out: Any
     stays = False
 
-    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(
+        self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    ) -> None:
+        super().__init__(out, leaves, unit_rows, options)
         self._putting = Putting()
 
     def check_held(self, at_end: bool = False) -> None:
@@ -393,7 +395,7 @@ class ObjectZarr(ZarrStore):
                 memory.put((path / chunk).key, _read(path / chunk))
             with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
                 chunked = self._open_chunks(path, leaf, memory.context)
-                results.append(chunked[part_of(leaf, unit)].read().result())
+                results.append(_read_part(chunked, leaf, unit))
         return results
 
     def put(self, unit: Unit, results: Results) -> None:
@@ -422,8 +424,10 @@ class ObjectParquet(ParquetStore):
     out: Any
     stays = renamed = False
 
-    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> None:
-        super().__init__(out, leaves, unit_rows)
+    def __init__(
+        self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    ) -> None:
+        super().__init__(out, leaves, unit_rows, options)
         self._putting = Putting()
 
     def check_held(self, at_end: bool = False) -> None:

@@ -54,6 +54,7 @@ class Leaf:
       ragged: the axis of a row along which rows have different lengths, or several; None if they do
         not.
       grows: whether rows are counted as they come. By `shape` there are none.
+      rows_name: the name of the axis of rows, in arrays of xarray.
     """
 
     name: str
@@ -62,6 +63,15 @@ class Leaf:
     axis: int = 0
     ragged: int | tuple[int, ...] | None = None
     grows: bool = False
+    rows_name: str = ""
+
+    @property
+    def dimension_names(self) -> list[str]:
+        """A name for each axis. Others are numbered: equal sizes need not mean one axis."""
+        name = self.name.rpartition("/")[2] or "dim"
+        names = [f"{name}_{i}" for i in range(len(self.shape))]
+        names[self.axis] = self.rows_name
+        return names
 
     def of_rows(self, rows: int) -> tuple[int, ...]:
         """The shape if there are so many rows."""

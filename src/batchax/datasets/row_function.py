@@ -123,12 +123,15 @@ class Output:
         return int(np.prod(shape)) * self.leaf.dtype.itemsize
 
 
-def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> list[Output]:
+def find_outputs(
+    types: Any, out_axes: Any, rows: int, grows: bool = False, rows_name: str = ""
+) -> list[Output]:
     """The outputs for all rows.
 
     Args:
       types: of the outputs of one batch, as `lanes_of` has them.
       grows: whether that is only how many there are at most.
+      rows_name: what the axis of rows is called.
     """
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
@@ -175,7 +178,8 @@ def find_outputs(types: Any, out_axes: Any, rows: int, grows: bool = False) -> l
         elif is_position(spec) or spec is AUTO:
             axis = 0 if spec is AUTO else int(spec) % len(x.shape)
             shape, dtype = (*x.shape[:axis], size, *x.shape[axis + 1 :]), native(x.dtype, leaf.path)
-            outputs.append(Output(leaf.path, Leaf(name, shape, dtype, axis, None, grows)))
+            leaf_of = Leaf(name, shape, dtype, axis, None, grows, rows_name)
+            outputs.append(Output(leaf.path, leaf_of))
         else:
             raise UnsupportedError(
                 f"out_axes gives {spec!r} for {leaf.path}: map keeps what each row has, at an axis "
@@ -457,8 +461,9 @@ class RowFunction:
 
     @functools.cached_property
     def outputs(self) -> list[Output]:
-        grows = bool(self.inputs.streams)
-        return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows)
+        grows, labels = bool(self.inputs.streams), self.inputs.labels
+        name = labels.dimension if labels else ""
+        return find_outputs(self._returned, self.out_axes, self.inputs.rows, grows, name)
 
     @property
     def of_row(self) -> Any:

@@ -147,7 +147,7 @@ class Results:
     def to_xarray(self) -> Any:
         """An array of xarray, or a dataset of such."""
         xarray = needed("xarray", "to_xarray")
-        arrays = {name: self._in_xarray(xarray, *rest) for name, *rest in self._read()}
+        arrays = {name: self._in_xarray(xarray, name, *rest) for name, *rest in self._read()}
         if set(arrays) == {""}:
             return arrays[""].assign_coords(self.labels.coordinates)
         return xarray.Dataset(arrays, coords=self.labels.coordinates)
@@ -156,16 +156,14 @@ class Results:
         triples = zip(self.names, self.values, self.axes, strict=True)
         return [(name, _whole(x), axis) for name, x, axis in triples if x is not None]
 
-    def _in_xarray(self, xarray: Any, x: Any, axis: int) -> Any:
+    def _in_xarray(self, xarray: Any, name: str, x: Any, axis: int) -> Any:
         if isinstance(x, Rows):
             raise ArgumentTypeError(
                 "a result has rows of different lengths, for which xarray has no array. Use "
                 "to_arrow."
             )
-        # By number, so that equal sizes need not mean the same axis.
-        names = [f"dim_{i}" for i in range(x.ndim)]
-        names[axis] = self.labels.dimension
-        return xarray.DataArray(x, dims=names)
+        leaf = Leaf(name, x.shape, x.dtype, axis, rows_name=self.labels.dimension)
+        return xarray.DataArray(x, dims=leaf.dimension_names)
 
 
 def _whole(x: Any) -> Any:
@@ -304,6 +302,7 @@ class How:
     overwrite: bool
     retries: int
     resume: str
+    store_options: dict[str, Any]
     version: str | None
     by_content: bool
     stream_id: str | None  # what the user calls the rows of streams, if there are any
@@ -388,7 +387,7 @@ def _bad_rows(job: AnyJob) -> list[Bad]:
 def _job(function: RowFunction, how: How) -> AnyJob:
     leaves = [o.leaf for o in function.outputs if not o.reduces]
     plan = functools.partial(plan_of, function, how.batch_size, how.memory_limit, how.commit_rows)
-    store = lambda plan: open_store(how.out, leaves, plan, how.kind)
+    store = lambda plan: open_store(how.out, leaves, plan, how.kind, how.store_options)
     if how.out is None:
         made = plan()
         return JobInMemory(made, store(made))
@@ -401,7 +400,8 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
     """What tells this call from others with other results."""
     inputs = function.inputs
     outputs = {o.path: o.described for o in function.outputs}
-    key = function.key
+    key, labels = function.key, inputs.labels
+    name = labels.dimension if labels and how.kind == "zarr" else None
     options = {
         "batch_size": how.batch_size,
         "commit_rows": how.commit_rows,
@@ -412,6 +412,8 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
         **({"stream_id": how.stream_id} if inputs.streams else {}),
+        **({"store_options": how.store_options} if how.store_options else {}),
+        **({"name of the rows": name} if name else {}),
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)
     sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
@@ -545,8 +547,9 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         for o in function.outputs
     ]
     leaves = [o.leaf for o in function.outputs]
+    labels = function.inputs.labels or Labels()
     results = Results(
-        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], _labels(function)
+        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], labels
     )
     wholes = [reduced.get(o.leaf.name) for o in function.outputs]
     return Report(
@@ -572,12 +575,6 @@ def _as_named(told: Any, how: How) -> Any:
         return told
     named, out = str(how.named), str(how.out)
     return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, told)
-
-
-def _labels(function: RowFunction) -> Labels:
-    """What rows are called in the first argument that says so."""
-    labels = (m.source.labels(m.axis) for m in function.inputs.mapped)
-    return next((x for x in labels if x is not None), Labels())
 
 
 def _shown(leaf: Leaf, x: Any) -> Any:

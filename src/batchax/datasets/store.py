@@ -113,6 +113,8 @@ class Store:
     Attributes:
       out, leaves, unit_rows: as given.
       kind: under which it was found.
+      options: the `store_options` of the call.
+      takes_options: whether it has any.
       lasts: whether what it keeps outlives the process, and so has checksums in the journal.
       can_grow: whether results may have rows that are counted as they come.
       stays: whether it is one file or folder from `prepare` on, on a disk.
@@ -120,14 +122,18 @@ class Store:
     """
 
     kind = ""
+    takes_options = False
     lasts = True
     can_grow = False
     stays = False
     renamed = False
     _held: Held | None = None
 
-    def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
+    def __init__(
+        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+    ) -> None:
         self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
+        self.options: dict[str, Any] = options or {}
         names = [leaf.name for leaf in self.leaves]
         if self.grows and not self.can_grow:
             raise ArgumentTypeError(
@@ -274,7 +280,18 @@ class Store:
     def describe(self) -> dict[str, Any]:
         """For JSON, what `stores.reopen_store` makes the same store of."""
         leaves = [{**vars(leaf), "dtype": str(leaf.dtype)} for leaf in self.leaves]
-        return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves}
+        more = {"options": self.options} if self.options else {}
+        return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves, **more}
+
+    def _check_options(self, names: Iterable[str], allowed: Iterable[str], more: str = "") -> None:
+        """Raises an ArgumentTypeError if one of these options is unknown."""
+        allowed = list(allowed)
+        for name in names:
+            if name not in allowed:
+                raise ArgumentTypeError(
+                    f"store_options has {name!r}, which {self.out} does not take. It takes "
+                    f"{', '.join(allowed)}{more}."
+                )
 
     def each(self, results: Sequence[Any]) -> Any:
         """Of one for each leaf: one if the function returns one array, else one for each name."""
@@ -432,7 +449,11 @@ OF_OBJECTS = {
 
 
 def open_store(
-    out: str | Address | None, leaves: Sequence[Leaf], plan: Plan, kind: str | None = None
+    out: str | Address | None,
+    leaves: Sequence[Leaf],
+    plan: Plan,
+    kind: str | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Store:
     """The store of a job's results. Nothing is written yet.
 
@@ -441,22 +462,31 @@ def open_store(
         in a slash; a path with a suffix that another package writes; None for memory.
       plan: says how many rows are written at once.
       kind: of the store, if that is known: a path has lost the slash at its end.
+      options: the `store_options` of the call.
     """
-    return _store(kind or kind_of(out), out, leaves, plan.chunk_rows)
+    return _store(kind or kind_of(out), out, leaves, plan.chunk_rows, options)
 
 
 def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
     leaves, unit_rows = described_leaves(description), description["unit_rows"]
-    return _store(description["kind"], out, leaves, unit_rows)
+    return _store(description["kind"], out, leaves, unit_rows, description.get("options"))
 
 
-def _store(kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int) -> Store:
-    if kind == MemoryStore.kind:
-        return MemoryStore(Path(), leaves, unit_rows)
-    place = address(out, "out")
+def _store(
+    kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
+) -> Store:
+    in_memory = kind == MemoryStore.kind
+    place = Path() if in_memory else address(out, "out")
     of_objects = isinstance(place, ObjectPath)
-    store_class: Any = _of_objects(kind) if of_objects else STORES.load(kind)
-    store: Store = store_class(place, leaves, unit_rows)
+    store_class: Any = MemoryStore
+    if not in_memory:
+        store_class = _of_objects(kind) if of_objects else STORES.load(kind)
+    if options and not store_class.takes_options:
+        raise ArgumentTypeError(
+            f"store_options was given, and {'memory' if in_memory else f'.{kind}'} takes none. "
+            'Leave it out, or use out="y.zarr", or a folder of Parquet files (out="y/").'
+        )
+    store: Store = store_class(place, leaves, unit_rows, *[options] if options else [])
     store.kind = kind
     return store
 
