@@ -89,3 +89,34 @@ def test_the_citation_is_of_this_version():
     citation = (ROOT / "CITATION.cff").read_text()
     assert f"\nversion: {bx.__version__}\n" in citation
     assert SAID["urls"]["Source"] in citation
+
+
+IMPORTED = """
+import pickle, sys
+
+import batchax as bx
+
+later = {"explain", "datasets", "rows", "nonfinite", "ranks"}
+loaded = [name for name in sys.modules if name.split(".")[0] in ("rich", "multiprocessing")]
+parts = (name.split(".") for name in sys.modules)
+loaded += [ns for ns in parts if ns[0] == "batchax" and later & {*ns[1:2]}]
+assert not loaded, loaded
+
+import jax
+
+# Modules of the names of functions, and imports while something is traced.
+import batchax.commands.explain, batchax.check, batchax.map
+jax.jit(lambda x: [getattr(bx, name) for name in bx.__all__] and x)(1.0)
+held = [n for n, m in [*sys.modules.items()] if n.startswith("batchax")
+        for x in vars(m).values() if isinstance(x, jax.core.Tracer)]
+assert not held, held
+assert all(callable(f) for f in (bx.explain, bx.check, bx.map))
+assert pickle.loads(pickle.dumps(bx.map)) is bx.map
+from batchax import *
+assert nonzero is bx.nonzero
+assert not hasattr(bx, "no_such_name")
+"""
+
+
+def test_what_is_used_later_is_imported_later():
+    subprocess.run([sys.executable, "-c", IMPORTED], check=True)

@@ -9,14 +9,15 @@ Examples in docstrings begin where these have been imported::
     import batchax as bx
 """
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 # Rules and ways to run an axis are registered when their modules are imported.
-from batchax import execution, rows, rules, user_rules  # noqa: F401
-from batchax.auto_vmap import auto_vmap
+from batchax import execution, rules, user_rules  # noqa: F401
 from batchax.batch_jaxpr import batch_jaxpr
 from batchax.bounded_while import bounded_while
-from batchax.check import check
-from batchax.check_rule import check_rule
-from batchax.clipped_grad import ClippedSum, clipped_grad
 from batchax.config import config
 from batchax.custom_vmap import custom_vmap
 from batchax.divergence.compact import Compact, LaneSteps
@@ -37,8 +38,6 @@ from batchax.errors import (
     UnsupportedError,
 )
 from batchax.execution.memory import BatchSizeChoice, batch_size_choices
-from batchax.explain.explain import Explanation, explain
-from batchax.find_nonfinite import find_nonfinite
 from batchax.frontend.arguments import local, split_key
 from batchax.frontend.containers import LANE_INDEX, register_container, unregister_container
 from batchax.frontend.outputs import AUTO, Reduce
@@ -54,18 +53,26 @@ from batchax.kernel.registry import (
     unregister_rule,
     vectorized,
 )
-from batchax.map import map
-from batchax.map_batches import map_batches
-from batchax.rows.arguments import ragged, size
-from batchax.rows.buckets import Buckets, bucket
-from batchax.rows.dynamic_sizes import compress, nonzero, unique
-from batchax.rows.ragged import Ragged
-from batchax.same_program import Comparison, same_program
 from batchax.scan import scan
 from batchax.sequential_vmap import sequential_vmap
 from batchax.stack import stack, unstack
-from batchax.tiles import tiles
 from batchax.vmap import vmap
+
+if TYPE_CHECKING:
+    from batchax.auto_vmap import auto_vmap
+    from batchax.check import check
+    from batchax.check_rule import check_rule
+    from batchax.clipped_grad import ClippedSum, clipped_grad
+    from batchax.explain.explain import Explanation, explain
+    from batchax.find_nonfinite import find_nonfinite
+    from batchax.map import map
+    from batchax.map_batches import map_batches
+    from batchax.rows.arguments import ragged, size
+    from batchax.rows.buckets import Buckets, bucket
+    from batchax.rows.dynamic_sizes import compress, nonzero, unique
+    from batchax.rows.ragged import Ragged
+    from batchax.same_program import Comparison, same_program
+    from batchax.tiles import tiles
 
 __version__ = "0.1.0"
 
@@ -88,3 +95,44 @@ __all__ = [
 def __dir__() -> list[str]:
     """What completion shows: the public names, and not the modules they are made in."""
     return __all__
+
+
+# The module of each name that is imported when it is first used.
+_LATER = {
+    name: module
+    for module, names in {
+        "batchax.auto_vmap": "auto_vmap",
+        "batchax.check": "check",
+        "batchax.check_rule": "check_rule",
+        "batchax.clipped_grad": "ClippedSum clipped_grad",
+        "batchax.explain.explain": "Explanation explain",
+        "batchax.find_nonfinite": "find_nonfinite",
+        "batchax.map": "map",
+        "batchax.map_batches": "map_batches",
+        "batchax.rows.arguments": "ragged size",
+        "batchax.rows.buckets": "Buckets bucket",
+        "batchax.rows.dynamic_sizes": "compress nonzero unique",
+        "batchax.rows.ragged": "Ragged",
+        "batchax.same_program": "Comparison same_program",
+        "batchax.tiles": "tiles",
+    }.items()
+    for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+class _Package(ModuleType):
+    """This module, in which `batchax.map` stays the function when the module of it is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _LATER and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

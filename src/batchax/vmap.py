@@ -44,7 +44,7 @@ from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
-if TYPE_CHECKING:  # what runs rows is found by `frontend.rows`
+if TYPE_CHECKING:
     from batchax.rows.buckets import Buckets
 
 P = ParamSpec("P")
@@ -213,6 +213,8 @@ def vmap(
     check_axis_size(axis_size)
     check_flags(sum_match=sum_match)
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
+    import batchax.rows  # noqa: F401  # runs rows, and costs a fifth of importing this package
+
     rows = find_row_options(layout, buckets, batch_size)
     check_divergence(divergence)
     check_small_matrices(small_matrices)
