@@ -1,9 +1,8 @@
-"""Functions of JAX that get along without the size of a row as a number, while rows are staged.
+"""Functions of JAX that are replaced while rows are staged, as they need no size as a number.
 
-They take sizes for numbers where they need not, and nothing that is passed to them can tell them
-otherwise. So another function stands in for each, from when a function of one row is staged until
-that is done, and only for the thread that does it. Other threads find JAX's own function where it
-is, and whoever has got hold of what is there in the meantime calls JAX's.
+JAX's own functions make an ``int`` of the size of a row, and an ``int`` cannot be symbolic. So each
+of these is replaced from when a function of one row is staged until that is done. The replacement
+calls JAX's own function in every other thread.
 """
 
 from __future__ import annotations
@@ -17,73 +16,45 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-STAND_IN_PLACES = {
-    "associative_scan": ("jax.lax", "associative_scan"),
-    "associative_scan of cumprod": ("jax._src.lax.control_flow.loops", "associative_scan"),
-    "convolution": ("jax._src.numpy.lax_numpy", "_conv"),
-    "convolution of scipy": ("jax._src.scipy.signal", "_convolve_nd"),
-    "derivative of a reduction": ("jax._src.lax.lax", "_reduce_jvp"),
-    "fourier transform": ("jax._src.numpy.fft", "_fft_core"),
-    "indices": ("jax._src.numpy.indexing", "_parse_indices"),
-    "interp": ("jax.numpy", "interp"),
-    "linspace": ("jax.numpy", "linspace"),
-    "loop of fori_loop": ("jax._src.lax.control_flow.loops", "while_loop"),
-    "number": ("jax._src.core", "concrete_or_error"),
-    **{
-        name: ("jax.numpy", name)
-        for name in (
-            "argpartition array_split bartlett blackman cov diagflat hamming hanning iterable "
-            "kaiser partition place poly polyder polydiv polyfit polyint polymul polyval resize "
-            "roots setxor1d"
-        ).split()
-    },
-    "cov of corrcoef": ("jax._src.numpy.lax_numpy", "cov"),
-    "matrix_rank": ("jax.numpy.linalg", "matrix_rank"),
-    "eigh_tridiagonal": ("jax.scipy.linalg", "eigh_tridiagonal"),
-    "csd": ("jax.scipy.signal", "csd"),
-    "csd of welch": ("jax._src.scipy.signal", "csd"),
-    "permutation": ("jax.random", "permutation"),
-    "rfftfreq": ("jax.numpy.fft", "rfftfreq"),
-    "searchsorted": ("jax.numpy", "searchsorted"),
-    "psum": ("jax._src.lax.parallel", "_psum"),
-    "shuffle": ("jax._src.random.core", "_shuffle"),
-    "steps of geomspace and logspace": ("jax._src.numpy.array_creation", "linspace"),
-    "vander": ("jax.numpy", "vander"),
-    **{
-        f"matrix of a size, {name}": ("jax.scipy.linalg", name)
-        for name in ("dft", "helmert", "hilbert", "invhilbert", "invpascal", "pascal")
-    },
+PRIVATE_PLACES = {
+    # `Array.__getitem__` and `.at` have no other function that could be replaced: it is an error
+    # there that a symbolic size is neither an int nor an array.
+    "indices": "jax._src.numpy.indexing._parse_indices",
+    # The derivatives of primitives: rules that `jax.grad` calls, and users do not.
+    "derivative of cumprod": "jax._src.lax.control_flow.loops.associative_scan",
+    "derivative of a reduction": "jax._src.lax.lax._reduce_jvp",
+    # A `psum` that the user imported by name would return the size times the number of lanes, and
+    # no error. All of `psum` and `pmean` calls this.
+    "psum": "jax._src.lax.parallel._psum",
 }
-"""The module that looks a function up, and its name there."""
+"""Functions that have no public name, and why the public ones do not serve, in JAX 0.10 to 0.12."""
 
 
 def stands_in_for(*functions: str) -> Callable[[Any], Any]:
-    """Decorator: what functions of `STAND_IN_PLACES` do while rows are staged (`standing_in`).
+    """Decorator: what functions of JAX do while rows are staged (`standing_in`).
 
     It is called with that function first, and does what that does for all but sizes of rows.
+
+    Args:
+      *functions: where they are looked up, or names of `PRIVATE_PLACES`.
     """
 
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            within, name = STAND_IN_PLACES[function]
+            within, _, name = PRIVATE_PLACES.get(function, function).rpartition(".")
             try:
                 module = importlib.import_module(within)
                 original = getattr(module, name)
-            except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it refuses as ever
+            except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it raises as ever
                 continue
-            _stand_ins.append(_StandIn(module, name, original, replacement))
+            STAND_INS.append(_StandIn(module, name, original, replacement))
         return replacement
 
     return decorate
 
 
 class _StandIn:
-    """A function in the place of another, for the threads that stage rows.
-
-    Code of a module finds a name in its `__dict__`, where there is one function for all threads: it
-    calls the original for those that stage no rows. Everybody else asks the module, whose class
-    knows the name while rows are staged (this is its descriptor), and answers each thread.
-    """
+    """A function in the place of another, for the threads that stage rows."""
 
     def __init__(self, module: ModuleType, name: str, original: Any, replacement: Any) -> None:
         @functools.wraps(original)
@@ -91,29 +62,19 @@ class _StandIn:
             return (here if _staging.get() else original)(*args, **kwargs)
 
         here = functools.partial(replacement, original)
+        ours.__module__, ours.__qualname__ = module.__name__, name  # where `pickle` finds it
         self.module, self.name, self.original, self.ours = module, name, original, ours
 
-    def __get__(self, module: Any, kind: Any = None) -> Any:
-        there = vars(self.module)[self.name]
-        return self.original if there is self.ours and not _staging.get() else there
-
-    def __set__(self, module: Any, value: Any) -> None:
-        vars(self.module)[self.name] = value
-
-    def put(self) -> None:
-        vars(self.module)[self.name] = self.ours
-
-    def take_away(self) -> None:
-        if vars(self.module)[self.name] is self.ours:  # or somebody has replaced it meanwhile
-            vars(self.module)[self.name] = self.original
+    def put(self, function: Any, instead_of: Any) -> None:
+        if getattr(self.module, self.name) is instead_of:  # or somebody has replaced it meanwhile
+            setattr(self.module, self.name, function)
 
 
-_stand_ins: list[_StandIn] = []  # made by imports
+STAND_INS: list[_StandIn] = []  # made by imports
 
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
 
 _calls = 0
-_kinds: dict[ModuleType, type] = {}  # the classes of modules before
 
 _lock = threading.Lock()
 
@@ -121,7 +82,7 @@ _lock = threading.Lock()
 def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
     """The name of a function of JAX's own for which another stands in, and where that is."""
     for name, value in names.items():
-        for stand_in in _stand_ins:
+        for stand_in in STAND_INS:
             if value is stand_in.original and "_src" not in stand_in.module.__name__:
                 return name, f"{stand_in.module.__name__}.{stand_in.name}"
     return None
@@ -130,7 +91,7 @@ def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
 def looked_up_now(function: Any) -> Any:
     """A function that was passed, or what stands in for it while rows are staged."""
     if _staging.get():
-        for stand_in in _stand_ins:
+        for stand_in in STAND_INS:
             if function is stand_in.original:
                 return stand_in.ours
     return function
@@ -143,7 +104,8 @@ def standing_in() -> Iterator[None]:
     with _lock:
         _calls += 1
         if _calls == 1:
-            _put_all()
+            for stand_in in STAND_INS:
+                stand_in.put(stand_in.ours, stand_in.original)
     before = _staging.set(True)
     try:
         yield
@@ -152,21 +114,5 @@ def standing_in() -> Iterator[None]:
         with _lock:
             _calls -= 1
             if _calls == 0:
-                _take_all_away()
-
-
-def _put_all() -> None:
-    for module in {stand_in.module for stand_in in _stand_ins}:
-        kind = _kinds[module] = type(module)
-        names = {s.name: s for s in _stand_ins if s.module is module}
-        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **names})
-    for stand_in in _stand_ins:
-        stand_in.put()
-
-
-def _take_all_away() -> None:
-    for stand_in in _stand_ins:
-        stand_in.take_away()
-    for module, kind in _kinds.items():
-        module.__class__ = kind
-    _kinds.clear()
+                for stand_in in STAND_INS:
+                    stand_in.put(stand_in.original, stand_in.ours)

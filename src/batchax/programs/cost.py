@@ -274,7 +274,7 @@ def _sort(eqn: Eqn) -> tuple[float, float]:
 
 
 def _top_k(eqn: Eqn) -> tuple[float, float]:
-    return _read(eqn) * math.ceil(math.log2(eqn.params["k"] + 1)), 0
+    return _read(eqn) * math.ceil(math.log2(number_of(eqn.params["k"]) + 1)), 0
 
 
 def _scatter(eqn: Eqn) -> tuple[float, float]:
