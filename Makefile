@@ -21,6 +21,7 @@
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
 #   make decisions  the golden file of what the policy of divergence decides
+#   make calibrate  what operations cost on this kind of device, as the policy counts them
 #   make notebooks  the examples as notebooks, in out/notebooks/
 #   make site       all pages, the reference and a search as a site, in out/site/
 #   make azurite    the server of Azure's store, for tests of az://, where there is npm
@@ -55,7 +56,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
-    style browser azurite fake-gcs loaders decisions docs notebooks site changes package bench bench-history search constraints clean
+    style browser azurite fake-gcs loaders decisions calibrate docs notebooks site changes package bench bench-history search constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -184,6 +185,9 @@ loaders: .venv/ready .cache/loaders/ready
 # What the policy of divergence decides for the programs of the benchmarks: a golden file.
 decisions: .venv/ready
 	cd tests && PYTHONPATH=..:. ../.venv/bin/python -m support.decisions
+
+calibrate: .venv/ready
+	.venv/bin/python tools/calibrate.py
 
 docs: .venv/ready
 	.venv/bin/python tools/generate_primitives.py

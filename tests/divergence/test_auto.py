@@ -288,7 +288,7 @@ def test_expensive_branches_run_for_the_lanes_that_take_them():
 def test_few_lanes_take_branches_apart_if_each_had_a_copy_of_what_they_share():
     """Under ``jax.vmap``, that is, which takes longer than all of them in chunks."""
     xs, one = jnp.zeros((256, 64)), jnp.zeros((64, 64))
-    few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_gain_decided=inf))
+    few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_branch_work=inf))
     for weights, at, way in ((one, None, "grouped"), (jnp.zeros((256, 64, 64)), 0, "masked")):
         explained = bx.explain(chosen, (0, 0, at), divergence=few)(jnp.arange(256) % 3, xs, weights)
         (notes,) = [e.notes for e in explained.equations if e.primitive == "cond"]
@@ -303,9 +303,7 @@ def test_derivatives_run_for_all_lanes_if_a_cache_holds_what_they_keep():
     def texts(lanes):
         arrays = [jax.ShapeDtypeStruct((lanes, *s), jnp.float32) for s in ((64,), (64, 64))]
         args = jax.ShapeDtypeStruct((lanes,), bool), *arrays
-        few = Runner(
-            thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_gain_decided=inf)
-        )
+        few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_branch_work=inf))
         batched = bx.vmap(f, divergence=few)
         gradient = jax.grad(lambda t, x, w: batched(t, x, w).sum(), 1)
         return [str(jax.make_jaxpr(g)(*args)) for g in (batched, gradient)]

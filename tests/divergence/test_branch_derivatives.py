@@ -85,7 +85,7 @@ def everything(vmap):
 def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
     monkeypatch.setattr(branches, "_WORTH", worth)
     # A width makes branches of any price run apart.
-    monkeypatch.setitem(TABLE, "compact", TABLE["compact"]._replace(min_gain_decided=0.0))
+    monkeypatch.setitem(TABLE, "compact", TABLE["compact"]._replace(min_gain=0.0))
     ours = everything(functools.partial(bx.vmap, divergence=WAYS[way]))
     masked = everything(functools.partial(bx.vmap, divergence="predicate"))
     got, expected = (at_once(*of.values())() for of in (ours, masked))

@@ -159,7 +159,7 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
     assert conds(short) == [("masked", [], [])]
     # Blocks of it cost what all lanes do, but for an operation that many lanes run otherwise.
     assert conds(ordered(jnp.sort)) == [("grouped", [1], [])]
-    assert conds(ordered(jnp.sort), min_gain_of_all=1e5) == [("grouped", [1], [1])]
+    assert conds(ordered(jnp.sort), min_core_work=float("inf")) == [("grouped", [1], [1])]
     assert conds(ordered(lambda x: 1.0 * jnp.argsort(x[:256]).sum() + x)) == [("grouped", [1], [1])]
     # Whoever takes one of two spares the other: nothing is to be decided.
     assert conds(two) == [("grouped", [0, 1], [])]
@@ -197,7 +197,7 @@ def test_a_short_branch_that_would_copy_what_lanes_share_is_compiled_once():
         return [text.count("stablehlo.tanh") for text in programs]
 
     assert compiled() == [1, 1]
-    assert compiled(min_copy_cost_once=1e5) == [2, 2]
+    assert compiled(min_core_work=float("inf")) == [2, 2]
 
 
 def test_nobody_runs_or_some_or_all():

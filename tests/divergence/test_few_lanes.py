@@ -22,8 +22,7 @@ def for_few(monkeypatch):
     """Lets few lanes run by themselves wherever that may be: these branches are small."""
     limits = thresholds_here()._replace(
         max_devices=100,
-        min_serial_work=0.0,
-        serial_share=1000,
+        min_work=0.0,
         min_unfused_share=0.0,
         min_gain=1e9,
         min_serial_gain=3.0,

@@ -13,15 +13,11 @@ from support.oracle import same
 
 
 def test_where_moving_lanes_is_expensive_all_run_first():
-    limits = TABLE["cpu-small"]._replace(
-        max_kernel_work=-1.0, kernel_lanes=1 << 30, cores=1, max_devices=1_000
-    )
+    limits = TABLE["cpu-small"]._replace(kernel_lanes=0, cores=1, max_devices=1_000)
     way = Runner(
         thresholds=limits._replace(
-            min_nested_work=0.0,
-            min_entered_work=0.0,
-            max_move_steps_nested=0.0,
-            max_move_steps_tail=10.0,
+            min_work=0.0,
+            max_move_steps_nested=0.5,
         )
     )
 
@@ -44,6 +40,6 @@ def test_where_moving_lanes_is_expensive_all_run_first():
     assert told.notes["widths"] == (256, 64)
     args = counts, xs, matrices
     same(*jax.jit(lambda: (batched(*args), jax.vmap(draws)(*args)))())
-    expensive = Runner(thresholds=way.thresholds._replace(max_move_steps_tail=0.0))
+    expensive = Runner(thresholds=way.thresholds._replace(max_move_steps_nested=0.0))
     (told,) = bx.explain(draws, divergence=expensive)(counts, xs, matrices).equations
     assert told.notes["widths"] == (256,)

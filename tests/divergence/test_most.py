@@ -142,9 +142,7 @@ def test_no_less_is_told_than_is_asked(seed, monkeypatch):
     fun = scan if seed % 4 else loop
     asked = Asked(monkeypatch)
     args = jnp.zeros(8, int), jnp.zeros((8, SIZE))
-    one_device = Runner(
-        thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_nested_work=0.0)
-    )
+    one_device = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, min_work=0.0))
     jax.eval_shape(bx.vmap(fun, divergence=one_device), *args)
     for price, told in asked.pairs:
         assert price <= told * (1 + 1e-6)

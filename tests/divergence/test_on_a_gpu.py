@@ -115,16 +115,12 @@ def test_results_are_those_of_masked_lanes(device):
     limits = TABLE["gpu"]._replace(
         max_devices=1_000,
         min_tail_gain=0.0,
-        min_counted_work=0.0,
-        min_decided_work=0.0,
+        min_work=0.0,
+        min_branch_work=0.0,
         min_work_per_operation=0.0,
-        min_wait_work=0.0,
-        min_nested_work=0.0,
     )
     how = Runner(
-        thresholds=limits._replace(
-            min_gain_decided=0.0, min_unfused_share=0.0, min_entered_work=0.0, window_shares=(2,)
-        )
+        thresholds=limits._replace(min_gain=0.0, min_unfused_share=0.0, window_shares=(2,))
     )
     counts = jnp.asarray([3, 0, 29, 7, 5, 1, 0, 12, 4], jnp.int32)
     points = np.random.default_rng(1).normal(size=(9, 64)).astype(np.float32)

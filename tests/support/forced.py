@@ -9,81 +9,47 @@ from batchax.programs.thresholds import TABLE, Thresholds
 
 EVERYWHERE = Thresholds(
     max_move_steps=inf,
-    max_move_steps_bounded=inf,
     min_work_per_launch=0,
     min_core_work=0,
     min_gain=0,
-    min_gain_decided=inf,
+    min_work_per_operation=inf,
     min_unfused_share=0,
-    min_residual_bytes=0,
-    max_tile_copy=inf,
-    min_nested_work=0,
-    min_entered_work=0,
-    min_leave_work=0,
+    min_work=0,
+    min_branch_work=0,
     window_shares=(3,),
     cores=2,
-    narrow_share=32,
+    cache=0,
     max_devices=1_000,
 )
 FORCED = Runner(thresholds=EVERYWHERE)
 
 # The same in nested loops, too, whose lanes are not at steps of their own:
-TILES = Runner(
-    thresholds=EVERYWHERE._replace(
-        max_move_steps=-inf, max_move_steps_bounded=-inf, min_nested_work=inf
-    )
-)
+TILES = Runner(thresholds=EVERYWHERE._replace(min_core_work=inf, min_tail_gain=inf), lockstep=True)
 """Tiles of adjacent lanes run, one after another."""
 ONE_FUNCTION = Runner(
-    thresholds=EVERYWHERE._replace(
-        max_move_steps=-inf,
-        max_move_steps_bounded=-inf,
-        min_nested_work=inf,
-        min_core_work=1,
-        kernel_lanes=16,
-        max_kernel_work=inf,
-    )
+    thresholds=EVERYWHERE._replace(min_core_work=1e9, min_tail_gain=inf, kernel_lanes=16),
+    lockstep=True,
 )
 """The same, each in a single kernel if it can be."""
-KERNELS = Runner(thresholds=ONE_FUNCTION.thresholds._replace(kernel_lanes=2))
+KERNELS = Runner(thresholds=ONE_FUNCTION.thresholds._replace(kernel_lanes=2), lockstep=True)
 """The same for so few lanes as random programs have."""
-NESTS = Runner(
-    thresholds=EVERYWHERE._replace(
-        kernel_lanes=2,
-        max_kernel_work=inf,
-    )
-)
+NESTS = Runner(thresholds=EVERYWHERE._replace(min_core_work=1e9, kernel_lanes=2))
 """Lanes of a nested loop are at steps of their own, in a single kernel."""
 LAST = Runner(
-    thresholds=EVERYWHERE._replace(
-        min_work_per_launch=inf,
-        min_tail_gain=0,
-        min_operations=0,
-        min_counted_work=0,
-        min_nested_work=inf,
-    )
+    thresholds=EVERYWHERE._replace(min_work_per_launch=inf, min_tail_gain=0, min_operations=0),
+    lockstep=True,
 )
 """All lanes run first, and the last ones in a window."""
-MASKED_DERIVATIVES = Runner(
-    thresholds=EVERYWHERE._replace(min_copy_cost=inf, min_residual_bytes=inf)
-)
+MASKED_DERIVATIVES = Runner(thresholds=EVERYWHERE._replace(min_copy_cost=inf, cache=1 << 60))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
 DECIDED = Runner(
-    thresholds=EVERYWHERE._replace(
-        min_gain=inf,
-        min_gain_decided=0,
-        min_decided_work=0,
-        min_work_per_operation=0,
-        min_copy_cost=0,
-        min_nested_work=inf,
-    )
+    thresholds=EVERYWHERE._replace(min_core_work=inf, min_work_per_operation=0, min_copy_cost=0),
+    lockstep=True,
 )
 """Branches and their derivatives are compiled twice: for the lanes that take them, and for all."""
 
 
-EVERY_BRANCH = expensive_branches.ROW._replace(
-    min_nested_work=0.0, min_gain=0.0, min_gain_decided=0.0, min_unfused_share=0.0
-)
+EVERY_BRANCH = expensive_branches.ROW._replace(min_work=0.0, min_gain=0.0, min_unfused_share=0.0)
 """By these every branch is expensive."""
 
 
@@ -95,5 +61,5 @@ def wait_before_branches(monkeypatch):
     monkeypatch.setattr(costs, "NARROWEST", 2)
     monkeypatch.setattr(costs, "_ENOUGH", 0.0)
     monkeypatch.setattr(nest, "FEW_STEPS", inf)
-    asked = TABLE["compact"]._replace(min_nested_work=0.0)
+    asked = TABLE["compact"]._replace(min_work=0.0)
     monkeypatch.setitem(TABLE, "compact", asked)

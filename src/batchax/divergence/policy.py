@@ -262,7 +262,7 @@ def decide(control_flow: ControlFlow, thresholds: Thresholds, asked: Asked) -> D
 
 def worth_batching_twice(t: Thresholds) -> float:
     """Time of a step of all lanes below which no loop, and no branch, is run apart for its work."""
-    return min(t.min_window_work, t.min_decided_work, t.min_counted_work)
+    return min(t.min_window_work, t.min_branch_work, t.min_work)
 
 
 def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
@@ -272,7 +272,7 @@ def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
 
 def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
-    if step.moving <= (t.max_move_steps_bounded if loop.bounded else t.max_move_steps):
+    if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
         if width < size and loop.bounded:
             widths = (size, width)
@@ -282,13 +282,14 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
         widths, why = _of_the_last(t, loop, step, asked, alike)
         if widths != (size,) or asked.counts:
             left = _most_left(widths, step.overhead) if t.serial_slowdown == 1 else widths[-1]
-            rest = t.count_interval, asked.option.threshold, asked.counts
+            pause = 1 if t.asked else _PAUSE
+            rest = pause, asked.option.threshold, asked.counts
             return Window(widths, step.moving, left, *rest)
     else:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
     width = _of_a_kernel(t, loop, step)
     if width < size:
-        many = step.work * size >= t.min_leave_work
+        many = step.work * size >= t.min_work
         return Tiles(width, step.moving, kernel=True, leave_at=width // _LEFT if many else 0)
     if step.moving > t.max_move_steps:
         width = _of_a_tile(t, size, step, alike)
@@ -305,9 +306,9 @@ def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
     """
     begun = max(t.min_work_per_launch * step.overhead, alike)
     width = _fitting(t, size, max(begun, t.min_window_work / step.work))
-    if width < size and t.narrow_share and step.begun >= step.work / 2:
+    if width < size and t.few_cores and step.begun >= step.work / 2:
         # One core takes no longer for these than two take for all lanes, which are masked.
-        width = min(width, max(1, size // t.narrow_share, math.ceil(begun)))
+        width = min(width, max(1, size // _NARROW, math.ceil(begun)))
     return width
 
 
@@ -321,11 +322,10 @@ def _of_the_last(
     """
     size, body = loop.lanes, loop.body
     long = different(body.jaxpr) >= t.min_operations
-    widths, why = _widths(t, size, step, asked, 1 if long else t.tail_work_per_launch)
+    widths, why = _widths(t, size, step, asked, 1 if long else _ROOM)
     if t.asked:
         return widths, why
-    few = loop.bounded and len(body.out_avals) <= t.max_tail_arrays
-    few = few and step.work * size >= t.min_counted_work
+    few = loop.bounded and step.work * size >= t.min_work
     saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
     pays = saves and (few or long) and alike <= widths[-1] < size
     return (widths, why) if pays else ((size,), CHEAP)
@@ -384,14 +384,14 @@ def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     if size < t.kernel_lanes or not _fits_kernel(t, step.work * size, loop.jaxprs):
         return size
     numbers = largest(loop.jaxprs)
-    if step.staying > t.max_tile_copy and numbers > 1:
+    if step.staying > t.max_move_steps and numbers > 1:
         return size
     return min(_that_fill_a_core(t, numbers), max(1, size // 2))
 
 
 def _fits_kernel(t: Thresholds, work: float, programs: Sequence[ClosedJaxpr] | None) -> bool:
     """Whether what takes so long for all lanes can be a single kernel, on one core."""
-    if programs is None or work > t.max_work_on_a_core:
+    if not t.kernel_lanes or programs is None or work > t.max_work_on_a_core:
         return False
     return all(fits_for_lanes(p.jaxpr) for p in programs)
 
@@ -406,7 +406,7 @@ def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
 
 def _of_a_tile(t: Thresholds, size: int, step: Step, alike: int) -> int:
     """How many lanes are copied to where they are computed, which a cache holds; all for none."""
-    if step.staying > t.max_tile_copy:
+    if not t.kernel_lanes or step.staying > t.max_move_steps:
         return size
     begun = t.min_work_per_launch * step.overhead * t.serial_slowdown
     return _fitting(t, size, max(begun, alike))
@@ -422,14 +422,14 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window |
     work, begun = WITH_DERIVATIVE * own.work, WITH_DERIVATIVE * own.begun
     step = replace(own, work=work, begun=begun, moving=own.moving / WITH_DERIVATIVE)
     if t.asked:
-        widths, why = _widths(t, size, own, asked, t.tail_work_per_launch)
+        widths, why = _widths(t, size, own, asked, _ROOM)
         width = widths[-1]
     else:
         alike, why = least_lanes(size, tail.programs), CHEAP
         width = _from_the_start(t, size, step, alike)
-        if width == size and work * size >= t.min_counted_work:
+        if width == size and work * size >= t.min_work:
             begun = own.overhead * t.serial_slowdown
-            width = _fitting(t, size, max(t.min_block_fill * begun, alike))
+            width = _fitting(t, size, max(_FILL * begun, alike))
             saves = size + begun >= t.min_tail_gain * (width + begun)
             width = width if saves else size
     return Window((size, width), step.moving) if width < size else Masked(why)
@@ -444,23 +444,26 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
     width = flat.window.widths[0]
     if width == size and _fits_kernel(t, price.lane * size, nest.inside):
         loops = (part for part in nest.parts if isinstance(part, Inner))
-        long = price.lane * size >= t.min_leave_work
+        long = price.lane * size >= t.min_work
         if long and all(_is_tiled_in_a_kernel(t, size, inner) for inner in loops):
             return Masked(_IN_TILES)
         return replace(flat, kernel=True)
-    if price.of(size) < t.min_entered_work:
+    if price.of(size) < t.min_work:
         return Masked(_CHEAP_INSIDE)
     around = price.lane * (length or _STEPS_AROUND)
     moving = time_to_move([*nest.own, *nest.slots])
     if width < size and moving > t.max_move_steps_nested * around:
-        if moving > t.max_move_steps_tail * around:  # a window saves half, and compiles long
+        if (
+            moving > _TAIL * t.max_move_steps_nested * around
+        ):  # a window saves half, and compiles long
             window = replace(flat.window, widths=(size,))
         else:  # all lanes run first, and the step is compiled once more for the last of them
             last = max(width, size // _LEFT)
             window = replace(flat.window, widths=(size, last), leave_at=last)
         flat = Flattened(window)
     blocks = [part.block.of(size) for part in nest.parts if isinstance(part, DeferredBranch)]
-    return Masked(_SOON_OVER) if min(blocks, default=math.inf) < t.min_wait_work else flat
+    soon_over = min(blocks, default=math.inf) < t.min_branch_work and not t.asked
+    return Masked(_SOON_OVER) if soon_over else flat
 
 
 def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
@@ -492,6 +495,8 @@ def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
 def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial | Masked:
     if cost.cannot:
         return Masked(cost.cannot)
+    if not cost.work and not (t.asked and cost.is_unknown):
+        return Masked(NOTHING)
     if t.asked:
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
@@ -513,11 +518,11 @@ def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
     """Whether a branch is to run for the lanes that take it, even if all of them do."""
     if not cost.held and cost.others >= cost.begun and not _why_not(cost, t):
         return True  # all lanes that take it save the others
-    if cost.work < t.min_gain * cost.moving or cost.begun < t.min_unfused_share * cost.work:
+    if cost.work < t.min_gain_of_all * cost.moving or cost.begun < t.min_unfused_share * cost.work:
         return False
     if cost.copied >= t.min_copy_cost * cost.apart:  # even if all lanes take it
         return cost.work * cost.lanes >= t.min_window_work
-    if 0 < cost.held < t.min_residual_bytes:  # to recompute it takes longer than to read it
+    if 0 < cost.held < t.cache:  # to recompute it takes longer than to read it
         return False
     return cost.work * cost.chunk >= t.min_window_work
 
@@ -526,7 +531,7 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
     """Whether it is decided while the program runs for which lanes a branch does."""
     if recompiled or cost.others >= cost.begun or _why_not(cost, t):
         return False
-    of_all = cost.work >= t.min_gain_of_all * cost.moving
+    of_all = cost.work >= t.min_gain_as_fast * cost.moving
     # A short branch that mostly copies what lanes share, which blocks do not: where all lanes take
     # it, blocks may take longer than masked lanes, but not than copies. To compile it twice would
     # be most of what it compiles for.
@@ -541,23 +546,20 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
 def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> str:
     """Why a branch does not run for the lanes that take it, if they are few; empty if it does."""
     every = cost.work * cost.lanes
-    if not cost.work:
-        return NOTHING
-    if cost.work < t.min_gain_decided * cost.moving:
-        return _moves(cost, t.min_gain_decided)
+    if cost.work < t.min_gain * cost.moving:
+        return _moves(cost, t.min_gain)
     if cost.begun < t.min_unfused_share * cost.work:
         return "what selects results is one loop with most of it, for no lane but its own"
-    short = every < t.min_decided_work and not however_short
-    return _too_short(every, t.min_decided_work) if short else ""
+    short = every < t.min_branch_work and not however_short
+    return _too_short(every, t.min_branch_work) if short else ""
 
 
 def _few(cost: BranchCost, t: Thresholds) -> int:
     """Of how many lanes that take a branch each runs by itself; of more all run, masked."""
     masked = cost.beginning + cost.lanes * cost.work
-    if masked < t.min_serial_work or cost.begun < t.min_unfused_share * cost.work:
+    if not t.kernel_lanes or masked < t.min_work or cost.begun < t.min_unfused_share * cost.work:
         return 0
-    few = int(masked / (t.min_serial_gain * cost.alone))
-    return min(few, cost.lanes) if few * t.serial_share >= cost.lanes else 0
+    return min(int(masked / (t.min_serial_gain * cost.alone)), cost.lanes)
 
 
 def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
@@ -589,12 +591,19 @@ _LIBRARY = "fewer lanes would run its operations one after another, by a library
 _NARROWING = 4  # the second window is this many times narrower than the first
 _FEW = 8  # the share of all lanes that a window holds at most: in a wide one few leave for long
 _FEWEST = 4  # the same where windows narrower than that would be mostly overhead
+_ROOM = 4  # how many times as long as its overhead a step of a window alone takes
 _ROOMY = 16  # how many times as long as its overhead a step of the first of two windows takes
 _LONGEST = 700  # operations in the programs of all windows together, about: each is compiled
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
+_NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
+_FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
+_PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel
+# A window of a nested loop to which moving a lane costs so many times too much saves half of what
+# it should, and takes as long to compile: all lanes stay to the end.
+_TAIL = 4
 _LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
 _VECTOR = 8  # lanes that a core computes at once
 _STEPS_AROUND = 8  # of a loop around others, if their number is not known

@@ -120,13 +120,14 @@ class Runner(Asked):
         if t is None or not isinstance(axis.size, int):
             return False
         expensive = max_step_cost(loop) * axis.size >= worth_batching_twice(t)
-        serial = price_of_branches(loop).of(axis.size) >= t.min_serial_work
+        serial = price_of_branches(loop).of(axis.size) >= t.min_work
         kernel = axis.size >= t.kernel_lanes and may_be_one_function(loop)
-        return expensive or serial or kernel or self._may_be_flattened(axis, loop)
+        alone = bool(t.kernel_lanes) and (serial or kernel)
+        return expensive or alone or self._may_be_flattened(axis, loop)
 
     def _may_be_flattened(self, axis: Axis, loop: AnyLoop) -> bool:
         assert self.thresholds is not None
-        least = self.thresholds.min_nested_work
+        least = self.thresholds.min_work
         # The most expensive of loops that take several steps is soon found, and mostly is enough.
         surely = max_step_cost(loop) * axis.size >= STEPS * least
         return surely or price_of_loops(loop).of(axis.size) >= least
@@ -137,7 +138,7 @@ class Runner(Asked):
             return None
         if not (recording.is_on() or self._may_be_flattened(axis, loop)):
             return None  # a listing shows what it would cost
-        return run_flat(axis, loop, self.thresholds.min_nested_work)
+        return run_flat(axis, loop, self.thresholds.min_work)
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Flattened | Masked:
         """How so many lanes of a nested loop run."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from itertools import repeat
-from typing import Any
+from typing import Any, NewType
 
 from jax.extend.core import Literal
 
@@ -31,6 +31,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
 from batchax.memo import Memo
+from batchax.programs.calibrated import CALIBRATED
 from batchax.programs.inner import Inner, integers_given, integers_in, programs_in
 
 
@@ -700,6 +701,12 @@ def _cut_and_joined(eqn: Eqn) -> int:
     return 2 * bytes_of(v.aval for v in (*cut, *joined))
 
 
+Nanoseconds = NewType("Nanoseconds", float)
+"""Of the work of lanes on a core of a CPU: what other devices do counts as much."""
+Lanes = NewType("Lanes", int)
+Bytes = NewType("Bytes", int)
+
+
 @dataclass(frozen=True)
 class Weights:
     """Nanoseconds for each of these."""
@@ -744,8 +751,9 @@ PLANS = Weights(transcendental=0.5, fused=0.1, byte=0.1, flop=0.05, serial=0.05,
 was begun it goes on, so these are not what is measured today."""
 
 # Nanoseconds, too, of what not every use counts.
-LAUNCH = 300.0  # to begin an operation; most are fused with others
-GPU_LAUNCH = 600_000.0  # an H100 takes 3 us, in which it does what takes a core 0.6 ms
+LAUNCH = CALIBRATED["cpu"].launch  # to begin an operation; most are fused with others
+GPU_SPEED = CALIBRATED["cpu"].element / CALIBRATED["gpu"].element  # of cores that do as much
+GPU_LAUNCH = GPU_SPEED * CALIBRATED["gpu"].launch
 STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python
 BLOCK = 6_000.0  # to begin a block of rows, and to write what it computed

@@ -43,7 +43,7 @@ def expensive_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
 
 def may_be_expensive(jaxpr: Jaxpr) -> bool:
     """Whether a branch is expensive enough, whatever lanes have of their own."""
-    return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= ROW.min_nested_work
+    return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= ROW.min_work
 
 
 def time_of_block(cost: Cost) -> float:
@@ -53,14 +53,14 @@ def time_of_block(cost: Cost) -> float:
 
 def _is_expensive(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
     cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
-    if time_of_block(cost) < ROW.min_nested_work:
+    if time_of_block(cost) < ROW.min_work:
         return False
     work = TOGETHER.time(cost)
     moving = time_to_move(moved(jaxpr, differs))
     copied = TOGETHER.time(cost_of_program(jaxpr, differs=(True,) * len(differs), steps=STEPS))
     # Where all lanes would have copies of what they share, a block saves these, too.
     copies = copied >= ROW.min_copy_cost * (work + moving)
-    least = ROW.min_gain_decided if copies else ROW.min_gain
+    least = ROW.min_gain if copies else ROW.min_gain_of_all
     return work > least * moving and time_begun(jaxpr, differs) >= ROW.min_unfused_share * work
 
 
