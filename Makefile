@@ -3,11 +3,12 @@
 #
 #   make demo       per-example gradients on real data, with a picture
 #   make check      lint, and one test of twelve: two minutes, for while one works
-#   make test       lint, types, the test suite but for five sixths of its slow tests, others with
-#                   each commit (an eighth of what computes in double precision with the newest
-#                   JAX that is known, where Python 3.12 is found; the rest of it, and all else,
-#                   in single precision with the oldest); on Debian, as root, it installs
-#                   Chromium, in which pages are tested
+#   make test       lint, types, and the tests of each commit, the same each time: all but five
+#                   sixths of the slow ones (an eighth of what computes in double precision with
+#                   the newest JAX that is known, where Python 3.12 is found; the rest of it, and
+#                   all else, in single precision with the oldest; single kernels, small matrices,
+#                   windows, and nested loops once more with the flags of XLA that users have);
+#                   on Debian, as root, it installs Chromium, in which pages are tested
 #   make test-all   lint, types, and the whole suite in both precisions on both versions, with
 #                   all references compiled, and 2,000 random programs: an hour on two cores
 #   make nightly    tests that run at night only: every three features together, programs of
@@ -43,9 +44,6 @@ FLAGS ?= fast
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
-# A sixth of the slow tests runs with each commit, another one with the next: TURN=2 runs those of
-# commit 2, 8, 14. Without a history it is the first.
-TURN ?= $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -55,7 +53,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 # batchax for itself, which takes longer than what it does.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test double single test-all nightly test-newest fuzz kills lint types \
+.PHONY: demo check test double single defaults test-all nightly test-newest fuzz kills lint types \
     style browser azurite fake-gcs loaders decisions calibrate docs notebooks site changes package bench bench-history search constraints clean
 
 demo: .venv/ready
@@ -67,19 +65,27 @@ check: style
 # Two parts run at a time: some tests wait, for processes they kill, and a part that is made ready,
 # begins or ends has no work for all cores. What a part prints comes when it is done.
 test: style browser azurite
-	@echo "Three parts, two at a time: each says what it found when it is done."
+	@echo "Four parts, two at a time: each prints its results when it is done."
 	+@$(MAKE) --no-print-directory -j 2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
-	    double types single
+	    double types single defaults
 
 # An eighth of each file that computes runs in double precision with the newest JAX that is known, the
 # rest in single precision with the oldest, which compiles in half the time.
-AN_EIGHTH = $(PYTEST) --turn $(TURN) --part 1/8 $(COMPUTES)
+AN_EIGHTH = $(PYTEST) --commit --part 1/8 $(COMPUTES)
 double: .venv/ready
 	$(call on_3_12,$(AN_EIGHTH),$(DOUBLE),$(DOUBLE) .venv/bin/python $(AN_EIGHTH),.venv312-computes)
 
 single: .venv/ready
 	@echo "In single precision, all else, and the rest of what computes:"
-	@.venv/bin/python $(PYTEST) --turn $(TURN) --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
+	@.venv/bin/python $(PYTEST) --commit --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
+
+# What compiles to single kernels, windows, and small matrices, compiled as users compile it.
+AS_USERS = tests/small tests/divergence/test_few_lanes.py tests/divergence/test_flat_loops.py \
+    tests/divergence/test_flat_windows.py tests/divergence/test_loops_in_one_function.py \
+    tests/divergence/test_refill.py
+defaults: .venv/ready
+	@echo "With the flags of XLA that users have:"
+	@BATCHAX_TEST_FLAGS=default .venv/bin/python -m pytest -q --commit --every 2 $(AS_USERS)
 
 test-all: test
 	@echo "The whole suite in single precision, on Python 3.12 in both, and random programs: most"

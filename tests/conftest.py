@@ -13,13 +13,20 @@ from pathlib import Path
 # Before JAX is imported: what shards a batch needs several devices to be seen. Programs are
 # compiled by the thousand and run once or twice each, so machine code need not be the best;
 # the emitters of fused loops take longer than the rest of the compiler. JAX 0.12 has no others.
+# With BATCHAX_TEST_FLAGS=default, programs are compiled as users compile them.
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=4",
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+        *(
+            [
+                "--xla_backend_optimization_level=0",
+                "--xla_cpu_parallel_codegen_split_count=1",
+                *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib") < "0.11" else []),
+            ]
+            if os.environ.get("BATCHAX_TEST_FLAGS") != "default"
+            else []
+        ),
     ]
 )
 # Most programs are the same in the next run, and many in a run with other options.
@@ -37,7 +44,7 @@ from jax._src.interpreters import mlir
 
 from batchax.rows import specialize
 
-from support import turns
+from support import slow_tests
 
 settings.register_profile(
     "batchax",
@@ -70,14 +77,14 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    before, begun = next(_compiled), turns.spent()
+    before, begun = next(_compiled), slow_tests.spent()
     result = yield
-    item.user_properties.append(("processor time", turns.spent() - begun))
+    item.user_properties.append(("processor time", slow_tests.spent() - begun))
     compiled = next(_compiled) - before - 1
     marker = item.get_closest_marker("compiles")
     most = marker.args[0] if marker else MOST_COMPILATIONS
-    # Of the tests of a turn any may be the first: that it compiles much is told by whole runs.
-    shared = SHARED if item.config.getoption("turn") is None else 4 * SHARED
+    # Where tests are left out, any may be the first of those that share programs.
+    shared = 4 * SHARED if item.config.getoption("commit") else SHARED
     if compiled > most + shared and _whole_files(item.config, item.session.items):
         pytest.fail(f"{compiled} compilations, more than {most}: see Tests in CONTRIBUTING.md")
     return result
@@ -105,10 +112,9 @@ def pytest_addoption(parser):
         help="where --every and --part leave tests out; run all others",
     )
     parser.addoption(
-        "--turn",
-        type=int,
-        metavar="K",
-        help=f"of slow tests (slow.txt), run one of {turns.TURNS}: others than in turn K + 1",
+        "--commit",
+        action="store_true",
+        help="of slow tests (slow.txt), run one in six, the same each time",
     )
     parser.addoption(
         "--write-slow", action="store_true", help="make slow.txt anew, for the tests that run"
@@ -128,15 +134,15 @@ def pytest_configure(config):
 
     oracle.COMPILED = config.getoption("compile_all")
     if config.getoption("write_slow") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(turns.Measured())
+        config.pluginmanager.register(slow_tests.Measured())
 
 
 def pytest_collection_modifyitems(config, items):
     at_night = _at_night(items)
     items[:] = [item for item in items if (item in at_night) == config.getoption("nightly")]
-    if (turn := config.getoption("turn")) is not None:
-        others = turns.not_in(turn, items)
-        items[:] = [item for item in items if item not in others]
+    if config.getoption("commit"):
+        left = slow_tests.left_to_whole_runs(items)
+        items[:] = [item for item in items if item not in left]
     share, divided = config.getoption("every"), tuple(config.getoption("of").split())
     mine, parts = config.getoption("part").split("/")
     mine, parts = {int(k) - 1 for k in mine.split(",")}, int(parts)
@@ -154,7 +160,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _number(item):
-    return turns.number(item.nodeid)
+    return slow_tests.number(item.nodeid)
 
 
 def _places(items):

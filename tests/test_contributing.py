@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support import turns
+from support import slow_tests
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -72,8 +72,8 @@ def test_every_version_that_is_pinned_is_tested():
     made = {word for each in jobs_as_run(read(tests)) for step in each["steps"]
             for word in targets_in(step.get("run", ""))}  # fmt: skip
     whole = re.search(r"^test: .*\n(?:\t.*\n)*", MAKEFILE, re.MULTILINE)[0]
-    assert all(part in made for part in ("lint", "double", "single"))
-    assert all(part in whole for part in ("style", "types", "double", "single"))
+    assert all(part in made for part in ("lint", "double", "single", "defaults"))
+    assert all(part in whole for part in ("style", "types", "double", "single", "defaults"))
 
 
 def test_the_hooks_are_those_of_make_lint():
@@ -136,7 +136,9 @@ def test_fragments_become_a_part_of_the_changes(tmp_path):
 
 def test_slow_tests_are_there():
     """A slow test whose name changes would run with each commit, and nobody would notice."""
-    for file, names in itertools.groupby(sorted(turns.listed()), lambda line: line.split("::")[0]):
+    for file, names in itertools.groupby(
+        sorted(slow_tests.listed()), lambda line: line.split("::")[0]
+    ):
         text = (ROOT / "tests" / file).read_text()
         if "from batchax.testing import" in text:  # tests that all stores inherit
             text += (ROOT / "src/batchax/testing/stores.py").read_text()
