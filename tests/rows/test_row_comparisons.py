@@ -303,3 +303,23 @@ def test_the_size_of_rows_in_groups_is_no_constant_to_be_summed(name):
     reduce, _ = SUMS[name]
     with pytest.raises(UnsupportedError, match="may be the length of the row"):
         bx.vmap(lambda x: reduce(x.shape[0]), axis_name="rows", layout="grouped")(ragged())
+
+
+def next_token_loss(tokens, table):
+    logits = jax.nn.log_softmax(table[tokens[:-1]])
+    return -jnp.take_along_axis(logits, tokens[1:, None], 1).sum()
+
+
+def test_what_jax_asks_of_a_sliced_row_has_one_program():
+    """JAX asks whether there are any of ``n - 1`` elements, as it takes it of ``n``."""
+    table = jnp.sin(jnp.arange(49.0)).reshape(7, 7)
+    tokens = bx.Ragged((jnp.arange(10) * 3) % 7, np.array([3, 5, 2]))
+
+    def losses(lengths):
+        x = bx.Ragged(tokens.data, lengths, 40)
+        return bx.vmap(next_token_loss, in_axes=(0, None))(x, table)
+
+    staged = jax.make_jaxpr(losses)(np.asarray(tokens.lengths))
+    assert not {"cond", "switch"} & {eqn.primitive.name for eqn in staged.eqns}
+    alone = [next_token_loss(row, table) for row in tokens.rows()]
+    np.testing.assert_allclose(jax.jit(losses)(tokens.lengths), alone, rtol=1e-5)

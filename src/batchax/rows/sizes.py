@@ -467,8 +467,8 @@ class SizeOfRow(_compat.RowDimension):
             answer = getattr(super(), f"__{ask.__name__}__")(other)
         except ASKED_FOR_NUMBERS as error:
             answer = agreed(self, other, ask)
-            if answer is None and _is_of_found(self) and (ask, other) in _ARE_THERE_ANY:
-                return True  # as JAX takes it of a size by a name of its own
+            if answer is None and not _compat.is_row_size(other):
+                answer = _ARE_THERE_ANY.get((ask, other))
             if answer is None:
                 error.asked = Asked(ask, self, other)  # type: ignore[attr-defined]
                 raise
@@ -478,7 +478,14 @@ class SizeOfRow(_compat.RowDimension):
         return answer
 
 
-_ARE_THERE_ANY = (operator.ge, 1), (operator.gt, 0)
+# JAX takes a size by a name of its own to be positive, and so it is told of ``n - 1``, too: the
+# normalization of indices asks. Of no elements the row alone raises, or there is no result.
+_ARE_THERE_ANY = {
+    (operator.ge, 1): True,
+    (operator.gt, 0): True,
+    (operator.lt, 1): False,
+    (operator.le, 0): False,
+}
 
 
 def _is_always(size: Any, other: Any) -> bool:
