@@ -59,7 +59,7 @@ def map(
     max_consecutive_errors: int | None = 20,
     retry_quarantined: bool = False,
     retries: int = 2,
-    resume: Literal["auto", "never"] = "auto",
+    resume: Literal["auto", "never", "extend"] = "auto",
     overwrite: bool = False,
     store_options: dict[str, Any] | None = None,
     version: str | None = None,
@@ -111,7 +111,9 @@ def map(
         call resumes with them. None: never.
       retry_quarantined: compute again the units whose rows earlier calls quarantined.
       retries: how many times reading and writing are tried again if they fail.
-      resume: "auto": go on where an earlier call ended; "never": refuse if there was one.
+      resume: "auto": go on where an earlier call ended; "never": refuse if there was one; "extend":
+        as "auto", and if the inputs have more rows at their end since then, compute those, too. A
+        job has to be begun so for inputs that are one file, whose earlier rows are then compared.
       overwrite: start over: remove the output and the job of an earlier call, and compute all rows
         anew. An output that batchax did not make, or at which another process is at work, is not
         removed.
@@ -174,6 +176,11 @@ def map(
     _check_apart(out, place, function)
     if overwrite:
         _check_overwritten(out, place, arrays, function, engine.shard)
+    if resume == "extend" and (function.inputs.streams or engine.shard is not None):
+        raise UnsupportedError(
+            'resume="extend" adds rows to a job that this call has alone, from arrays: not with a '
+            "stream, whose rows nobody can look at, and not with a shard. Leave one of them out."
+        )
     how = How(
         out=place,
         named=named,
@@ -284,7 +291,7 @@ def _check_options(
         raise AxisError(f"commit_rows must be a positive int or None, got {brief(commit_rows)}.")
     check_one_of("on_error", on_error, *_ON_ERROR)
     check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
-    check_one_of("resume", resume, "auto", "never")
+    check_one_of("resume", resume, "auto", "never", "extend")
 
 
 def _json_of(options: Any) -> dict[str, Any]:

@@ -37,6 +37,11 @@ def add_to(commands: Any) -> None:
         help="start over: remove the output and the job of an earlier map first",
     )
     command.add_argument(
+        "--extend",
+        action="store_true",
+        help="if the inputs have more rows at their end than before, compute those, too",
+    )
+    command.add_argument(
         "--shard",
         metavar="I/N",
         help="do every N-th unit only; the same command for each I, from 0 or from 1, does all",
@@ -209,6 +214,7 @@ def _map(options: argparse.Namespace) -> int:
             max_consecutive_errors=options.max_consecutive_errors,
             retry_quarantined=options.retry_quarantined,
             retries=options.retries,
+            resume="extend" if options.extend else "auto",
             overwrite=options.overwrite,
             version=options.version,
             inputs_by=options.inputs_by,

@@ -73,8 +73,9 @@ class NpyStore(Store):
         (self._leaf,) = self.leaves
         if self._leaf.grows and self._leaf.axis:
             raise ArgumentTypeError(
-                f"{called(self._leaf)} of a stream has its rows along axis {self._leaf.axis}, and "
-                "a .npy file grows along axis 0 alone. Leave out out_axes, or use "
+                f"{called(self._leaf)} has its rows along axis {self._leaf.axis}, and a .npy file "
+                'that grows (of a stream, or by resume="extend") grows along axis 0. Leave out '
+                "out_axes, or use "
                 'out="scores.zarr".'
             )
         if self._leaf.dtype.kind not in "biufc" or self._leaf.dtype.isbuiltin != 1:
@@ -255,6 +256,10 @@ class ZarrStore(Store):
             self._put_document(path / "zarr.json", self._document(leaf, rows))
         for group in reversed(self._groups()):  # the outermost last
             self._put_document(self.out / str(group) / "zarr.json", GROUP)
+
+    def reopen(self) -> None:
+        for path in (*(self.out / str(group) for group in self._groups()), *self._paths):
+            place_of(path).remove(path / "zarr.json")
 
     def clean(self) -> None:
         for path in (*self._paths, *(self.out / group for group in self._groups())):

@@ -188,6 +188,40 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     return told + around
 
 
+def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """What is not the same in two calls except for rows at the end of inputs.
+
+    Returns:
+      What `differences` would say; and which inputs have got rows in such a way that only a look at
+      their rows tells whether the earlier ones are the same.
+    """
+    inputs, grown = [*old.get("inputs", [])], list[int]()
+    axes = new.get("options", {}).get("in_axes", [])
+    for i, (axis, was, now) in enumerate(zip(axes, inputs, new.get("inputs", []), strict=False)):
+        shape = [*was["shape"]]
+        shape[axis : axis + 1] = now["shape"][axis : axis + 1]
+        if shape == now["shape"] != was["shape"] and was["dtype"] == now["dtype"]:
+            inputs[i] = now
+            if not _same_parts(was, now):
+                grown.append(i)
+    return differences({**old, "inputs": inputs}, new), grown
+
+
+def _same_parts(was: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether the files of an input are those that it had, and more after these."""
+    for each in ("parts", "files"):
+        if isinstance(was.get(each), list):
+            pairs = [*zip(was[each], now.get(each, []), strict=False)]
+            same = lambda x, y: not list(_inputs([_as_input(x, y)], [_as_input(y, x)]))
+            return len(pairs) == len(was[each]) and all(same(*pair) for pair in pairs)
+    return False
+
+
+def _as_input(file: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    known = {k: x for k, x in file.items() if k != "sha256" or k in other}
+    return {"name": "", "dtype": "", "shape": [], **known}
+
+
 _PROGRAMS = {"program": "of a batch", "row": "of a row"}
 _AROUND = {
     "batchax": "batchax",

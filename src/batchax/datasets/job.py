@@ -8,8 +8,9 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from batchax.datasets.disk import (
     own_folder,
     reached,
 )
-from batchax.datasets.fingerprint import differences
+from batchax.datasets.fingerprint import differences, growth
 from batchax.datasets.journal import JOB, Description, JobFiles, Journal, read_attempts
 from batchax.datasets.plan import Bad, Plan, Record, alike, checksum
 from batchax.datasets.store import Store, reopen_store, written_over
@@ -233,18 +234,29 @@ class Job:
         self._render_quarantine()
         reached(BEFORE_END)
         first, more = next(iter(self._with_sums), None), dict[str, Any]()
-        self._end_store()
+        self._at_last(lambda: self.store.end(self.plan.rows))
         if self._counts_rows:
             more["rows"] = self.plan.rows
         unit = first and [first.unit.number, list(first.checksums)]
         self._files.write_end(**summary, **more, unit=unit)
         self.finished = self._files.read_end()
 
-    def _end_store(self) -> None:
+    def extend(self, to: Description) -> None:
+        """Makes this a job of more rows, which is not finished: its last unit may get some of them.
+
+        A process that is killed here leaves the old job, unfinished, or the new one.
+        """
+        self._files.withdraw_end()
+        others = [k for k, r in self.done.items() if not to.plan.has(r.unit)]
+        self.withdraw(others, "rows were added")
+        self._at_last(self.store.reopen)
+        self._files.write(to, again=True)
+
+    def _at_last(self, work: Callable[[], None]) -> None:
         while True:
             self.check()
             try:
-                return self.store.end(self.plan.rows)
+                return work()
             except OvertakenError:
                 continue
 
@@ -352,6 +364,21 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
 
 Fingerprint = Callable[[Plan], dict[str, Any]]
 RESUME = ("auto", "must", "never")
+
+
+class Extend(NamedTuple):
+    """What is known of inputs that may have more rows than when the job was begun.
+
+    Attributes:
+      rows: how many they have.
+      compare: of the fingerprint of the call before, its records, and the numbers of inputs that
+        have got rows: raises a JobError if their earlier rows are not what they were.
+    """
+
+    rows: int
+    compare: Callable[[dict[str, Any], Mapping[int, Record], Sequence[int]], None]
+
+
 _PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
@@ -364,6 +391,7 @@ def open_job(
     shard: str | None = None,
     retry_quarantined: bool = False,
     overwrite: bool = False,
+    extend: Extend | None = None,
 ) -> Job:
     """The job that computes `out`: a new one, or the one that is there.
 
@@ -377,6 +405,7 @@ def open_job(
       shard: a name for this process's part of the job, if others have the other parts.
       retry_quarantined: whether a job that is finished without some rows is not.
       overwrite: whether the output and the job that are there are removed first.
+      extend: has rows added to the job that is there, if the inputs have more.
     """
     if not is_word(resume, *RESUME):
         raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
@@ -396,12 +425,48 @@ def open_job(
                 if shard is None:
                     return job
                 job.close()  # which has it alone
+            elif extend is not None:
+                _extend(files, fingerprint, store, extend)
             how = "auto" if shard else resume
             return _opened(files, fingerprint, store, how, shard, retry_quarantined)
         except LockedError:  # by another shard, which begins it
             if time.monotonic() > end:
                 raise
             time.sleep(0.1)
+
+
+def _extend(
+    files: JobFiles,
+    fingerprint: Fingerprint,
+    store: Callable[[Plan], Store],
+    extend: Extend,
+) -> None:
+    """Adds rows to the job that is there, if the inputs have more than when it was begun."""
+    has_more = lambda x: x is not None and not x.plan.open and x.plan.rows < extend.rows
+    if not has_more(files.read()):
+        return
+    with contextlib.ExitStack() as on_error:
+        locks = _locked(files, on_error)
+        description, end = files.read(), files.read_end()
+        if not has_more(description):  # somebody else has added them
+            return
+        assert description is not None
+        plan = replace(description.plan, rows=extend.rows, extended=True)
+        call = fingerprint(plan)
+        changed, grown = growth(description.call, call)
+        if plan.ends is not None:
+            changed.append("rows of different lengths, which are committed by elements, were added")
+        if changed:
+            raise _other_call(files, changed)
+        described = store(plan).describe()  # which refuses an output that cannot grow
+        kept = _checked(files, description, lambda _: reopen_store(files.out, description.store))
+        with Job(files, description.plan, kept, "main", locks, end) as job:
+            job.check_kept()
+            job.finished = None
+            job.begin(alone=True)
+            whole = {k: r for k, r in job.done.items() if plan.has(r.unit)}
+            extend.compare(description.call, whole, grown)
+            job.extend(Description(plan, described, call))
 
 
 def _opened(
@@ -540,11 +605,15 @@ def _check(
         )
     changed = differences(description.call, fingerprint(description.plan))
     if changed:
-        raise JobError(
-            f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
-            f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
-            "it again."
-        )
+        raise _other_call(files, changed)
+
+
+def _other_call(files: JobFiles, changed: Sequence[str]) -> JobError:
+    return JobError(
+        f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
+        f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
+        "it again."
+    )
 
 
 def _end(

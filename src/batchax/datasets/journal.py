@@ -432,14 +432,16 @@ class JobFiles:
             self._names[:] = self._names or [str(content.get("name", ""))]
             return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
 
-    def write(self, description: Description) -> None:
-        """Begins the job: from now on it can be resumed."""
+    def write(self, description: Description, again: bool = False) -> None:
+        """Begins the job: from now on it can be resumed; or says `again` what it computes."""
         plan, store, call = description.plan.to_json(), description.store, description.call
         content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
         if isinstance(self.out, ObjectPath):
-            self._names[:] = [secrets.token_hex(8)]
+            if not again:
+                self._names[:] = [secrets.token_hex(8)]
             content["name"] = self._names[0]
-        self.place.create(self._description, sealed(content))
+        put = self.place.replace if again else self.place.create
+        put(self._description, sealed(content))
 
     def read_end(self) -> dict[str, Any] | None:
         """What was said at the end, see `write_end`.

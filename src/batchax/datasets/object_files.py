@@ -438,11 +438,14 @@ class ObjectParquet(ParquetStore):
         return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
-        _create(self._begun, b"not all of these rows are done\n")
+        _create(self._begun, _NOT_ALL)
 
     def end(self, rows: int) -> None:
         self._put_columns()
         self._putting.put(self._begun, b"")
+
+    def reopen(self) -> None:
+        self._putting.put(self._begun, _NOT_ALL)
 
     def check(self) -> None:
         _read(self._begun)
@@ -462,6 +465,9 @@ class ObjectParquet(ParquetStore):
 
     def _readable(self, part: Any) -> Any:
         return io.BytesIO(_read(part))
+
+
+_NOT_ALL = b"not all of these rows are done\n"
 
 
 def _create(path: ObjectPath, content: bytes) -> None:

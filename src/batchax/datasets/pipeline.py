@@ -215,7 +215,9 @@ class Work:
     retries: int  # how many times reading and writing are tried again
     stop: Stop = field(default_factory=Stop)  # may say that nothing is to be tried again
     check: Callable[[], None] = lambda: None  # raises an error if nothing may be written
+    keeps_sums: bool = False  # whether the journal gets checksums of the rows that are read
     _compiling: threading.Lock = field(default_factory=threading.Lock)
+    _sums: dict[int, list[int]] = field(default_factory=dict)  # of units that are computed
 
     @property
     def program(self) -> Program:
@@ -230,6 +232,8 @@ class Work:
         for m in self.function.inputs.mapped:
             read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
             parts.append(trying(read, self.retries, self.stop))
+        if self.keeps_sums:
+            self._sums[unit.number] = list(map(checksum, parts))
         return parts
 
     def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
@@ -245,6 +249,7 @@ class Work:
             seconds=computed.seconds,
             quarantined=computed.bad,
             reduced=computed.reduced,
+            read=self._sums.pop(computed.unit.number, ()),
         )
 
     def _write(self, computed: Computed) -> None:

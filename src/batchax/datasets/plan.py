@@ -278,6 +278,7 @@ class Plan:
     unit_rows: int  # rows of a unit, a multiple of `batch_size`; of units that differ, on average
     ends: tuple[int, ...] | None = None  # the row after each unit, if they differ
     open: bool = False  # whether rows are counted as they come: there are not more than `rows`
+    extended: bool = False  # whether rows were added after the job began, so that outputs grow
 
     def __len__(self) -> int:
         return -(-self.rows // self.unit_rows) if self.ends is None else len(self.ends)

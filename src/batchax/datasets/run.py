@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,16 @@ import numpy as np
 from batchax.datasets.addresses import Address, needed
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
-from batchax.datasets.job import AnyJob, JobInMemory, open_job
+from batchax.datasets.job import AnyJob, Extend, JobInMemory, open_job
 from batchax.datasets.pipeline import Stop, StreamUnits, StreamWork, Work, interruptible
 from batchax.datasets.plan import (
     Bad,
     Leaf,
     Plan,
+    Record,
     Rows,
     as_ragged,
+    checksum,
     elements_in,
     kept,
     one_row,
@@ -393,7 +395,47 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         return JobInMemory(made, store(made))
     call = functools.partial(_fingerprint, function, how)
     shard, retry = how.engine.shard, how.retry_quarantined
-    return open_job(how.out, call, plan, store, how.resume, shard, retry, how.overwrite)
+    extend, resume = None, how.resume
+    if resume == "extend":
+        compare = functools.partial(_compare_rows, function)
+        extend, resume = Extend(function.inputs.rows, compare), "auto"
+    return open_job(how.out, call, plan, store, resume, shard, retry, how.overwrite, extend)
+
+
+def _compare_rows(
+    function: RowFunction, call: dict[str, Any], done: Mapping[int, Record], grown: Sequence[int]
+) -> None:
+    """Whether inputs that have got rows at their end have the earlier ones that they had.
+
+    Args:
+      function: of a row.
+      call: the fingerprint of the call before.
+      done: the units that are done.
+      grown: the numbers of the inputs.
+
+    Raises:
+      JobError: they have others, or nobody knows.
+    """
+    for i in grown:
+        m, known_by, read = function.inputs.mapped[i], call["inputs"][i], None
+        rows = known_by["shape"][m.axis]
+        if "crc32c" in known_by and m.axis == 0:
+            same = m.source.content(rows)["crc32c"] == known_by["crc32c"]
+        else:
+            read = [(r.unit, r.read[i]) for r in done.values() if r.read]
+            of = lambda unit, m=m: checksum(m.source.read(m.axis, unit.start, unit.stop))
+            same = len(read) == len(done) and all(of(unit) == crc for unit, crc in read)
+        if not same:
+            unknown = read is not None and len(read) < len(done)
+            why = (
+                'the job does not have checksums of them, which calls with resume="extend" keep'
+                if unknown
+                else "they were changed"
+            )
+            raise JobError(
+                f'resume="extend" adds rows to those that are done, and cannot keep the first '
+                f"{rows:,} of {m.source.name}: {why}. Use another out=, or overwrite=True."
+            )
 
 
 def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
@@ -455,7 +497,8 @@ def plan_of(
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
     """Runs the units that are not done."""
     stop = Stop()
-    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check)
+    sums = how.resume == "extend"
+    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check, sums)
     taken = _taken(function, how, job) if function.inputs.streams else None
     left: Iterable[int] = ()
     if taken is None:

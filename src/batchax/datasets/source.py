@@ -306,10 +306,10 @@ class Source:
             "dtype": str(self.dtype),
         }
 
-    def content(self) -> dict[str, Any]:
-        """A checksum of all that it holds, for which all of it is read."""
+    def content(self, rows: int | None = None) -> dict[str, Any]:
+        """A checksum of all that it holds, or of its first rows, for which it is read."""
         crc = 0
-        for start, stop in self._blocks():
+        for start, stop in self._blocks(rows):
             got = self.read(0, start, stop) if self.shape else self.whole()
             for part in got if isinstance(got, Rows) else (got,):
                 crc = crc32c(part, crc)
@@ -340,11 +340,11 @@ class Source:
             return x
         return np.array(x, self.dtype, order="C")
 
-    def _blocks(self, size: int = _BLOCK) -> Iterator[tuple[int, int]]:
-        """Rows that are read at a time, where all are read, one after another."""
-        count = self.shape[0] if self.shape else 1
+    def _blocks(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
+        """Rows that are read at a time, where all rows are, one after another."""
+        count = (self.shape[0] if self.shape else 1) if rows is None else rows
         row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-        step = max(1, size // max(1, row))
+        step = max(1, _BLOCK // max(1, row))
         for start in range(0, count, step):
             yield start, min(start + step, count)
 
@@ -360,8 +360,8 @@ class ByContent(Source):
         super().__init__(source.name.split(" (")[0], source.shape, source.dtype)
         self._source = source
 
-    def content(self) -> dict[str, Any]:
-        return self._source.content()
+    def content(self, rows: int | None = None) -> dict[str, Any]:
+        return self._source.content(rows)
 
 
 def check_shape(shape: Any, name: str) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,9 @@ class Store:
         names = [leaf.name for leaf in self.leaves]
         if self.grows and not self.can_grow:
             raise ArgumentTypeError(
-                f"{out}: nobody knows how many rows a stream has, and {type(self).__name__} keeps "
-                'arrays of a known length. Use out="scores.zarr", or a folder of Parquet files.'
+                f'{out}: a stream has an unknown number of rows, and resume="extend" adds some; '
+                f'{type(self).__name__} keeps arrays of one length. Use out="scores.zarr", or a '
+                "folder of Parquet files."
             )
         for leaf in self.leaves:
             if not isinstance(leaf.dtype, np.dtype):
@@ -222,6 +224,11 @@ class Store:
         """
         if self.renamed:
             give_name(self.partial, self.out)
+
+    def reopen(self) -> None:
+        """Undoes `end`, since rows are to be added. This may be called again, if it was killed."""
+        if self.renamed:
+            give_name(self.out, self.partial)
 
     def put(self, unit: Unit, results: Results) -> None:
         """Writes the results of a unit over whatever is there, which may be damaged or half a one.
@@ -464,6 +471,8 @@ def open_store(
       kind: of the store, if that is known: a path has lost the slash at its end.
       options: the `store_options` of the call.
     """
+    if plan.extended:
+        leaves = [replace(leaf, shape=leaf.of_rows(0), grows=True) for leaf in leaves]
     return _store(kind or kind_of(out), out, leaves, plan.chunk_rows, options)
 
 

@@ -179,6 +179,7 @@ class Call:
     plan: Plan  # which rows are a unit
     policy: Policy  # what becomes of rows that fail
     retries: int  # how many times reading and writing are tried again
+    keeps_sums: bool  # as `Work` has it
     platform: str  # of JAX, where the call was made
     seen: dict[str, Any]  # what it computes, and of what, as seen there
 
@@ -205,7 +206,8 @@ class Call:
                 "make the call again."
             )
         store = reopen_store(self.out, self.store)
-        return Work(function, self.plan, store, self.policy, self.retries)
+        more = {"keeps_sums": self.keeps_sums}
+        return Work(function, self.plan, store, self.policy, self.retries, **more)
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -240,6 +242,7 @@ def saved(work: Work, out: Address) -> Attempts:
         work.plan,
         work.policy,
         work.retries,
+        work.keeps_sums,
         jax.default_backend(),
         _seen(function, work.plan.batch_size, jax.default_backend()),
     )
