@@ -24,6 +24,7 @@ from batchax.divergence.nest import nest_of, price_inside
 from batchax.divergence.opening import scan_as_while, while_of_scan
 from batchax.divergence.policy import Flattened, Masked
 from batchax.execution.names import index_as_input
+from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, match_axis
@@ -100,9 +101,6 @@ def _with_derivatives(
     return with_tangent_rule(lambda *xs: eval_jaxpr(flat.jaxpr, flat.consts, *xs), rule)
 
 
-_BODIES = {"scan": "jaxpr", "while": "body_jaxpr", "bounded_loop": "body", "reverse_sweep": "back"}
-
-
 def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     """The results of a loop for all lanes, each of which is at a place of its own.
 
@@ -113,7 +111,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       loop: the loop.
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
-    body = loop.params[_BODIES[loop.primitive.name]]
+    body = loop.params[control_flow(loop.primitive).step]
     if not may_wait.in_program(body):  # as most do not: the rest is asked of few
         return None
     if not can_move(axis, loop.args):

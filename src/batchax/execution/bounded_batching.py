@@ -441,6 +441,7 @@ own_primitive(
     compute=_compiled(run_loop),
     types=lambda count, *avals, test, body, guarded, form: loop_types(test, body, form, count),
     programs=("test", "body", "guarded"),
+    step="body",
     facts="endless costly nests",  # while its steps are not counted
     rule=batch_loop,
     jvp=loop_jvp,
@@ -454,6 +455,7 @@ own_primitive(
     compute=_compiled(run_sweep),
     types=lambda *avals, forth, back, guarded, form: sweep_types(back, form),
     programs=("forth", "back", "guarded"),
+    step="back",
     facts="linear costly nests",
     rule=batch_sweep,
     jvp=sweep_jvp,

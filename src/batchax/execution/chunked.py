@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.execution.bounded_loop import bounded_loop_p, reverse_sweep_p
 from batchax.execution.call import Call, Way, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
 from batchax.execution.chunk_loop import (
@@ -57,6 +55,7 @@ from batchax.execution.slices import scan_slices
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_one_of, is_word
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
+from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.spoken import brief, line_of, name_of, show, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Divergence, Position
@@ -234,7 +233,7 @@ def run_cuts(
     held, loops = [], []
     for eqn in stage.cuts:
         streamed = _operands(stage, by_target, env, eqn)
-        if eqn.primitive is while_p and not is_exposed(setting.axis, eqn):
+        if control_flow(eqn.primitive).test and not is_exposed(setting.axis, eqn):
             loops.append(eqn)
         elif streamed is None:
             held.append(eqn)
@@ -274,18 +273,15 @@ def _together(local: Axis, eqn: Eqn, env: Env) -> bool:
 
     It is not if some lanes might go where others do not: the shards could not meet there.
     """
-    gathers = eqn.primitive is chunk_loop_p and eqn.params["loop"].gathers
-    if eqn.primitive not in _TOGETHER or gathers:
+    # Their rules batch the programs in them with `kernel.inner`, unless lanes diverge.
+    chunks = eqn.primitive is chunk_loop_p and not eqn.params["loop"].gathers
+    if not (chunks or control_flow(eqn.primitive).repeated):
         return False
     try:
         run_whole(local, [eqn], env)
     except LanesPart:
         return False
     return True
-
-
-# Whose rules batch the programs in them with `kernel.inner`, unless lanes part ways.
-_TOGETHER = frozenset([scan_p, while_p, cond_p, chunk_loop_p, bounded_loop_p, reverse_sweep_p])
 
 
 class LanesPart(Exception):

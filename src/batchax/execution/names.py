@@ -22,12 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core.primitives import copy_p, while_p
+from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section, variables
-from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of, program_called
+from batchax.jaxprs.bodies import (
+    LOOPS_AND_BRANCHES,
+    bind_with,
+    bodies_of,
+    control_flow,
+    program_called,
+)
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Rewriter
@@ -185,7 +191,7 @@ def _is_call_with_loop(eqn: Eqn) -> bool:
     # of one chunk at a time they were measured to take half as long as over all lanes.
     if _compat.name_within_jax(jaxpr):
         return False
-    return any(e.primitive is while_p or _is_call_with_loop(e) for e in jaxpr.eqns)
+    return any(control_flow(e.primitive).test or _is_call_with_loop(e) for e in jaxpr.eqns)
 
 
 def _is_opened(eqn: Eqn) -> bool:

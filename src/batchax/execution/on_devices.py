@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend.core.primitives import while_p
 from jax.sharding import AxisType, NamedSharding
 
 from batchax import _compat
@@ -34,6 +33,7 @@ from batchax.execution.devices.shards import (
 from batchax.execution.memory import Auto
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
+from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.jaxprs.words import Eqn, Value
@@ -306,7 +306,7 @@ def _spares_exchanges(call: Call) -> bool:
         differs = any(differs_of(env, eqn.invars))
         if of_equation.parts or (differs and _exchanged.in_equation(eqn)):
             return True
-        if differs and eqn.primitive.name == "cond" and _loops.in_equation(eqn):
+        if differs and control_flow(eqn.primitive).branches and _loops.in_equation(eqn):
             return True
     return False
 
@@ -325,7 +325,7 @@ def _is_of_each_lane(call: Call) -> bool:
     )
 
 
-_loops = Anywhere(lambda eqn: eqn.primitive is while_p)
+_loops = Anywhere(lambda eqn: bool(control_flow(eqn.primitive).test))
 
 # As XLA partitions programs for several devices (JAX 0.10.2 and 0.12, CPUs). Sorts, products,
 # gathers and scatters, convolutions and linear algebra leave lanes where they are.

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.execution.chunk_loop import (
@@ -45,7 +44,7 @@ from batchax.execution.progress import LoopProgress
 from batchax.frontend import reductions
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import plan, variables_in, variables_read
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position, move_axis
@@ -167,7 +166,7 @@ def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
 
     parting = set()
     for eqn in eqns:
-        if eqn.primitive is not while_p or _compat.ordered_by_lane(eqn.effects):
+        if not control_flow(eqn.primitive).test or _compat.ordered_by_lane(eqn.effects):
             continue
         if bytes_per_lane(v for v in eqn.invars if differs(v)) > most:
             continue

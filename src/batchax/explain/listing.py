@@ -158,7 +158,7 @@ class Attribution:
             each = devices * devices_of(eqn)
             for p in inner:
                 often = None if times is None or p.times is None else times * p.times
-                may_not = skipped or eqn.primitive.name == "cond"
+                may_not = skipped or p.is_branch
                 self._walk(p.jaxpr, p.integers, record, often, may_not, each)
 
     def _add(

@@ -1,17 +1,19 @@
-"""Programs inside programs: what a call, loop or branch runs, and how values go in and come out.
+"""Control flow: which jaxprs a call, loop or branch runs, and how values go in and come out.
 
-Nobody else takes the parameters of `scan`, `while` and `cond` apart, but for their batching rules.
+`register_control_flow` enters a loop or branches. Costs, hazards, the analysis of batchedness,
+canonical forms, counts, `explain` and sections read the entry, so that only the batching rules of
+a primitive, and the rule of its rows, take its parameters apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.extend.core.primitives import cond_p, scan_p, while_p
+from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside
@@ -59,6 +61,11 @@ class Body:
         return self.role in ("body", "condition")
 
     @property
+    def is_branch(self) -> bool:
+        """Whether one of several programs runs, and this may be another one."""
+        return self.role.startswith("branch")
+
+    @property
     def carry_operands(self) -> tuple[int, ...]:
         """The operands that are carried."""
         return self.operands[self.same : self.same + self.carried]
@@ -74,14 +81,58 @@ class Body:
         return self.results[self.carried :] if self.is_repeated else ()
 
 
+Bodies = Callable[[Eqn], tuple[Body, ...]]
+Rebuild = Callable[[Eqn, Sequence[Body], list[Value], list[ClosedJaxpr], list[Value]], list[Value]]
+
+
+@dataclass(frozen=True)
+class ControlFlow:
+    """How a primitive runs the jaxprs in its parameters.
+
+    Attributes:
+      step: the parameter that holds the jaxpr of a step, of a loop.
+      test: the parameter that holds the predicate, of a loop that ends on a value, and whose
+        operands `bodies` assigns. Empty for those of batchax, which stand for such a loop.
+      branches: the parameter that holds the branches, one of which the first operand selects.
+      bodies: from an equation to the jaxprs that it runs.
+      rebuild: applies an equation to other operands, with other jaxprs; see `bind_with`. None for
+        primitives of batchax.
+    """
+
+    step: str = ""
+    test: str = ""
+    branches: str = ""
+    bodies: Bodies | None = field(default=None, repr=False)
+    rebuild: Rebuild | None = field(default=None, repr=False)
+
+    @property
+    def repeated(self) -> str:
+        """The parameter that holds what runs more or less often than once."""
+        return self.step or self.branches
+
+
+def control_flow(primitive: _compat.Primitive) -> ControlFlow:
+    """The entry of a loop or branches; one without parameters for any other primitive."""
+    return _entries.get(primitive, _NONE)
+
+
+def register_control_flow(primitive: _compat.Primitive, entry: ControlFlow) -> None:
+    """Enters a loop, branches, or a call of several jaxprs."""
+    _entries[primitive] = entry
+
+
+_NONE = ControlFlow()
+_entries: dict[_compat.Primitive, ControlFlow] = {}
+
+
 def bodies_of(eqn: Eqn) -> tuple[Body, ...]:
     """The programs that an equation runs to compute its results; none for most equations.
 
     A derivative rule beside a program is none of them, nor is the function with which a
     reduction or a scatter combines two elements.
     """
-    find, facts = _BODIES.get(eqn.primitive.name), facts_of(eqn.primitive)
-    if find is not None and not _compat.is_namesake(eqn.primitive):
+    find, facts = control_flow(eqn.primitive).bodies, facts_of(eqn.primitive)
+    if find is not None:
         return find(eqn)
     if facts.combines:
         return ()
@@ -136,14 +187,6 @@ def _cond(eqn: Eqn) -> tuple[Body, ...]:
     )
 
 
-_BODIES: dict[str, Callable[[Any], tuple[Body, ...]]] = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "custom_linear_solve": _linear_solve,  # the other programs in it are for derivatives
-}
-
-
 def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[ClosedJaxpr]:
     """The programs in the parameters of these names, each of which is one, some, or none."""
     values = (params[name] for name in names)
@@ -151,11 +194,11 @@ def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[Close
     return [p for value in listed for p in value if isinstance(p, ClosedJaxpr)]
 
 
-def describe_bodies(primitive: _compat.Primitive, names: Sequence[str]) -> None:
-    """Says, for a primitive of batchax's own, which parameters hold programs that it runs.
+def describe_bodies(primitive: _compat.Primitive, names: Sequence[str], step: str = "") -> None:
+    """Enters a primitive of batchax, with the parameters that hold programs which it runs.
 
-    Of several programs nobody knows which operand is which, nor how often they run: that the
-    operations say which it stands for.
+    Of several programs the operands and the number of runs are not known: the operations that the
+    primitive stands for determine these.
     """
 
     def find(eqn: Eqn) -> tuple[Body, ...]:
@@ -164,11 +207,7 @@ def describe_bodies(primitive: _compat.Primitive, names: Sequence[str]) -> None:
             return (_call(eqn, programs[0]),)
         return tuple(Body("call", program, (), (), 0) for program in programs)
 
-    _BODIES[primitive.name] = find
-
-
-LOOPS_AND_BRANCHES = frozenset(p.name for p in (scan_p, while_p, cond_p))
-"""The primitives of JAX whose equations `bind_with` makes again, besides calls."""
+    register_control_flow(primitive, ControlFlow(step=step, bodies=find))
 
 
 def bind_with(
@@ -183,7 +222,7 @@ def bind_with(
       more: their values, the same whenever a program runs.
     """
     bodies = bodies_of(eqn)
-    rebuild = _REBUILT.get(eqn.primitive, _call_with)
+    rebuild = control_flow(eqn.primitive).rebuild or _call_with
     return list(rebuild(eqn, bodies, list(operands), list(map(_compat.close, programs)), [*more]))
 
 
@@ -243,8 +282,14 @@ def bind_call(
     return primitive.bind(*consts, *operands, **params)
 
 
-_REBUILT: dict[_compat.Primitive, Callable[..., Sequence[Any]]] = {
-    scan_p: _scan_with,
-    while_p: _while_with,
-    cond_p: _cond_with,
-}
+register_control_flow(scan_p, ControlFlow(step="jaxpr", bodies=_scan, rebuild=_scan_with))
+register_control_flow(
+    while_p,
+    ControlFlow(step="body_jaxpr", test="cond_jaxpr", bodies=_while, rebuild=_while_with),
+)
+register_control_flow(cond_p, ControlFlow(branches="branches", bodies=_cond, rebuild=_cond_with))
+# The other programs in it are for derivatives.
+register_control_flow(linear_solve_p, ControlFlow(bodies=_linear_solve))
+
+LOOPS_AND_BRANCHES = frozenset(p.name for p, entry in _entries.items() if entry.rebuild)
+"""The primitives of JAX whose equations `bind_with` makes again, besides calls."""

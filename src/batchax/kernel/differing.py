@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, while_p
 
 from batchax import _compat
-from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.bodies import Body, bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.own_primitives import operations_of
@@ -71,7 +70,7 @@ _asked = Memo("predicates asked of each lane", most=256)
 @kept_with("whether lanes stay together in a loop")
 def _stays_together(jaxpr: Jaxpr) -> bool:
     """Whether a program checks that lanes stay together; loops in it check for themselves."""
-    eqns = with_inside(jaxpr.eqns, lambda eqn: eqn.primitive is not while_p)
+    eqns = with_inside(jaxpr.eqns, lambda eqn: not control_flow(eqn.primitive).test)
     return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)
 
 
@@ -153,11 +152,12 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
         return Differing((False,) * len(eqn.outvars), False)
     if not bodies or not all(body.operands for body in bodies):
         return Differing((any(operands),) * len(eqn.outvars), False)
-    if eqn.primitive is cond_p:
+    flow = control_flow(eqn.primitive)
+    if flow.branches:
         taken = [differing(b.jaxpr, [operands[k] for k in b.operands]).results for b in bodies]
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
         return Differing(results, operands[0] and bool(expensive_branches(eqn, operands)))
-    if eqn.primitive is while_p:
+    if flow.test:
         return _of_while(eqn, bodies, operands)
     (body,) = bodies
     inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))

@@ -28,12 +28,12 @@ import jax
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal
-from jax.extend.core.primitives import cond_p, jit_p, while_p
+from jax.extend.core.primitives import jit_p
 from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
-from batchax.jaxprs.bodies import bodies_of, program_called
+from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
 from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
@@ -219,12 +219,14 @@ def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
     """
     if not any(operands):
         return False
-    if eqn.primitive.name not in _LOOKED_INTO or has_rules(eqn):
+    flow = control_flow(eqn.primitive)
+    looked_into = flow.test or flow.branches or eqn.primitive.name in OPENED
+    if not looked_into or has_rules(eqn):
         return True
     results = differing_in(eqn, tuple(operands)).results
-    if eqn.primitive is cond_p and operands[0]:
+    if flow.branches and operands[0]:
         return True
-    if eqn.primitive is while_p and all(results):  # as where lanes leave it one by one
+    if flow.test and all(results):  # as where lanes leave it one by one
         return True
     for body in bodies_of(eqn):
         first, last = body.same, body.same + body.carried
@@ -238,9 +240,6 @@ def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
     return False
 
 
-_LOOKED_INTO = OPENED | {"while", "cond"}
-
-
 def _needs_all(axis: Axis, eqn: Eqn) -> bool:
     """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
     return uses_axis(axis, eqn) or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
@@ -248,7 +247,7 @@ def _needs_all(axis: Axis, eqn: Eqn) -> bool:
 
 def _repeats(eqn: Eqn, first: Placed) -> bool:
     """Whether an equation runs a program more or less often than once for each lane."""
-    together = eqn.primitive is cond_p and first[1] is None
+    together = control_flow(eqn.primitive).branches and first[1] is None
     return facts_of(eqn.primitive).nests and not together
 
 

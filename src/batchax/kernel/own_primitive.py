@@ -371,6 +371,7 @@ def own_primitive(
     operations: Callable[..., Any],
     types: Callable[..., Any],
     programs: Sequence[str],
+    step: str = "",
     facts: str,
     rule: Rule,
     jvp: Derivative | Of,
@@ -393,6 +394,7 @@ def own_primitive(
       types: the types of its results, from those of its operands and the parameters.
       programs: the parameters that hold programs which it runs, or tuples of them; none of most.
         They say what its effects are, and may hold a collective over an axis that is mapped.
+      step: the one of them that holds a step, of a loop that ends on a value; see `ControlFlow`.
       facts: what is true of it, words of `Facts`.
       rule: how it is batched, by ``jax.vmap`` as well; see `register_rule`.
       jvp: its derivative in forward mode, as JAX wants it; `OF_OPERATIONS`, `Of` others, or a
@@ -429,7 +431,7 @@ def own_primitive(
     _compat.set_key_use(primitive, operations_of, lambda params: held_programs(params, steps))
     if programs:
         held = lambda params: held_programs(params, programs)
-        describe_bodies(primitive, programs)
+        describe_bodies(primitive, programs, step)
         _compat.lower_early(primitive, held, operations, compute)
         report_errors(primitive, programs, checked or operations)
     enter(f"{facts}: {primitive.name}")

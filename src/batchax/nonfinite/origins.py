@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
@@ -405,9 +405,10 @@ class Evaluator:
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         name = eqn.primitive.name
-        inside = _INSIDE.get(name)
-        if inside is not None and not _compat.is_namesake(eqn.primitive):
-            return inside(self, eqn, operands, iterations)
+        flow = control_flow(eqn.primitive)
+        if flow.rebuild:
+            run = self._cond if flow.branches else self._while if flow.test else self._scan
+            return run(eqn, operands, iterations)
         if facts_of(eqn.primitive).body or name in _WITH_RULES:
             (body,) = bodies_of(eqn)
             if body.operands:
@@ -540,7 +541,6 @@ class Evaluator:
 
 _ONLY_MOVE = ("transpose", "rev", "neg", "copy")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, if nobody differentiates them
-_INSIDE = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
 
 
 def _plain(values: Sequence[Value]) -> list[Marked]:

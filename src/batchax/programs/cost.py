@@ -590,7 +590,7 @@ def cost_of_equation(
     if not inner:
         return _of_operation(eqn, differs)
     costs = [cost_of_program(p.jaxpr, p.integers, p.differing(differs), steps) for p in inner]
-    if eqn.primitive.name == "cond":
+    if inner[0].is_branch:
         return _max_step(costs)
     fused = [Cost(launches=int(p.role != "call")) for p in inner]
     runs = zip(costs, fused, inner, strict=True)
@@ -600,9 +600,9 @@ def cost_of_equation(
 
 def cost_around(eqn: Eqn, inner: Sequence[Inner]) -> Cost:
     """What a loop or branch costs besides running the programs `inner`, which it holds."""
-    if eqn.primitive.name == "scan":
+    if inner[0].role == "body":
         return Cost(bytes=_cut_and_joined(eqn))
-    if eqn.primitive.name == "while" and inner[0].jaxpr.outvars[0].aval.shape:
+    if inner[0].role == "condition" and inner[0].jaxpr.outvars[0].aval.shape:
         # A predicate for each lane: it is taken again, and what is done stays as it is.
         again = cost_of_program(inner[0].jaxpr, inner[0].integers)
         carry = [v.aval for v in eqn.outvars]

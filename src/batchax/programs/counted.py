@@ -23,7 +23,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bodies_of
+from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variables_used, walk
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
@@ -37,10 +37,6 @@ _SOME = re.compile(_LOOP + r"(\d+)_but_([\d_]+)\)*$")
 _RUN = "batchax_runs_"
 _MARK = re.compile(_RUN + r"(\d+)_(\d*)_(\d+)\)*$")
 _CALLBACKS = frozenset(("debug_callback", "debug_print"))
-
-# The parameters that hold what runs in each step, or in each branch.
-_STEPS = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches", "bounded_loop": "body"}
-_COUNTED = LOOPS_AND_BRANCHES | {"bounded_loop", "reverse_sweep"}
 
 
 class Mark(NamedTuple):
@@ -59,7 +55,7 @@ class Mark(NamedTuple):
 
 def loop_number(eqn: Eqn) -> int | None:
     """The number of a loop, or of branches; None of what has none."""
-    if eqn.primitive.name not in _COUNTED:
+    if not control_flow(eqn.primitive).repeated:
         return None
     match = _NUMBER.search(str(eqn.source_info.name_stack))
     return None if match is None else int(match[1])
@@ -90,7 +86,8 @@ def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
     numbers = itertools.count()
 
     def change(eqn: Eqn, inside: Inside) -> Any:
-        counts = eqn.primitive.name in _COUNTED and not eqn.params.get("branches_platforms")
+        flow = control_flow(eqn.primitive)
+        counts = flow.repeated and not eqn.params.get("branches_platforms")
         return _compat.named_equation(eqn, f"{_LOOP}{next(numbers)}" if counts else None, inside())
 
     return rewritten(program, change)
@@ -104,7 +101,7 @@ def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
         if number is not None and eqn.primitive.name == "reverse_sweep":
             return _counted_beside(eqn, params, number)
         if number is not None:
-            name = _STEPS[eqn.primitive.name]
+            name = control_flow(eqn.primitive).repeated
             held = params[name]
             marked = (
                 tuple(_marked(p, Mark(number, i, 1)) for i, p in enumerate(held))
@@ -288,10 +285,10 @@ class Counted:
         own = self._operations(eqn)
         if own is not None:
             return self._run(own.jaxpr, own.consts, operands, counts)
-        kinds = {"while": self._while, "scan": self._scan, "cond": self._cond}
-        if eqn.primitive.name in kinds:
-            return kinds[eqn.primitive.name](eqn, operands, counts)
-        bodies = bodies_of(eqn)
+        flow, bodies = control_flow(eqn.primitive), bodies_of(eqn)
+        if flow.repeated:
+            run = self._cond if flow.branches else self._while if flow.test else self._scan
+            return run(eqn, operands, counts)
         follows = facts_of(eqn.primitive).body or eqn.primitive.name in _CALLS
         if len(bodies) != 1 or not follows:
             raise UnsupportedError(f"nobody can look into {shown(eqn.primitive)}")

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core.primitives import cond_p
-
+from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
 from batchax.programs.cost import (
@@ -35,9 +34,10 @@ def expensive_branches(eqn: Eqn, differs: Sequence[bool]) -> list[int]:
       eqn: the equation.
       differs: which of its operands differ between lanes.
     """
-    if eqn.primitive is not cond_p or eqn.params.get("branches_platforms"):
+    branches = control_flow(eqn.primitive).branches
+    if not branches or eqn.params.get("branches_platforms"):
         return []
-    programs = [program.jaxpr for program in eqn.params["branches"]]
+    programs = [program.jaxpr for program in eqn.params[branches]]
     return [i for i, jaxpr in enumerate(programs) if _is_expensive(jaxpr, differs[1:])]
 
 

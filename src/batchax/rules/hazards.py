@@ -13,9 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
-from jax.extend.core.primitives import scan_p, while_p
+from jax.extend.core.primitives import scan_p
 
 from batchax import _compat
+from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr
@@ -80,7 +81,8 @@ def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
     """Whether it, or what it runs, goes on for more than a few steps, for all that is known."""
     inner = programs_in(eqn, integers)
     if _facts(eqn).endless:
-        most = [p.most for p in inner if p.role == "body"] if eqn.primitive is while_p else [None]
+        tested = control_flow(eqn.primitive).test
+        most = [p.most for p in inner if p.role == "body"] if tested else [None]
         if any(n is None or n > _FEW_STEPS for n in most):
             return True
     inside = [integers_in(p.jaxpr, p.integers) for p in inner]
