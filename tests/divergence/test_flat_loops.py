@@ -9,11 +9,12 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import flat, nest, runner
+from batchax.divergence import flat, nest
 from batchax.divergence.nest import nest_of
 from batchax.divergence.opening import while_of_scan
 from batchax.divergence.runner import Runner
 from batchax.kernel.axis import Axis
+from batchax.programs import thresholds
 
 from support import forced, oracle
 
@@ -25,7 +26,8 @@ FLAT = "each lane is at a place of its own"
 def cuts_cheap_loops(request, monkeypatch):
     """Programs of tests are small: they are cut whatever that costs."""
     monkeypatch.setattr(nest, "FEW_STEPS", float("inf"))
-    monkeypatch.setattr(runner, "_ASKED_NEST", 0.0)
+    asked = thresholds.TABLE["compact"]._replace(min_work=0.0)
+    monkeypatch.setitem(thresholds.TABLE, "compact", asked)
     if request.param == "in blocks":
         monkeypatch.setattr(flat, "NARROWEST", 2)
         monkeypatch.setattr(flat, "MASKED", float("inf"))
