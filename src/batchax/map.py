@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,6 +62,7 @@ def map(
     resume: Literal["auto", "never", "extend"] = "auto",
     overwrite: bool = False,
     store_options: dict[str, Any] | None = None,
+    keep: Sequence[str] | dict[str, Any] = (),
     version: str | None = None,
     inputs_by: Literal["file", "content"] = "file",
     batched: bool = False,
@@ -121,6 +122,10 @@ def map(
         ``chunk_shape`` and ``dimension_names``, as in ``zarr.json``, or a dict of these for an
         array by its name. Parquet: what ``pyarrow.parquet.ParquetWriter`` takes, and
         ``row_group_size``. A chunk has rows of one commit only.
+      keep: columns that are passed through to the output, beside the results, of any type: names of
+        columns of the Parquet file that an argument is a column of, or of coordinates of an array
+        of xarray; or a dict of columns: ``{"id": "t.parquet:id", "name": frame["name"]}``. To
+        Parquet files; numbers to Zarr, too.
       version: names what the function does, where that cannot be seen: if it calls the host
         (``jax.pure_callback``), what that does is not in its program.
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
@@ -171,7 +176,7 @@ def map(
     check_small_matrices(small_matrices)
     options = {"divergence": resolved(divergence), "small_matrices": small_matrices}
     options |= {"mesh": of_this_process(mesh)}
-    function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched)
+    function = RowFunction.of(fun, arrays, in_axes, out_axes, key, options, batched, keep=keep)
     _check_streams(function, executor, stream_id)
     _check_apart(out, place, function)
     if overwrite:
@@ -238,10 +243,10 @@ def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None
     if place is None:
         return
     place = place.resolve() if isinstance(place, Path) else place
-    for m in function.inputs.mapped:
-        if m.source.would_hold(place):
+    for source in function.inputs.sources:
+        if source.would_hold(place):
             raise ArgumentTypeError(
-                f"out={str(out)!r} lies in {m.source.name}, which would change while it is read. "
+                f"out={str(out)!r} lies in {source.name}, which would change while it is read. "
                 "Give an out= beside it."
             )
 
@@ -257,7 +262,7 @@ def _check_overwritten(
             "start."
         )
     place = place.resolve() if isinstance(place, Path) else place
-    sources = [m.source for m in function.inputs.mapped]
+    sources = function.inputs.sources
     for source in sources:
         if isinstance(source, Sliced) and source.files is None:  # such as Zarr behind xarray
             raise UnsupportedError(

@@ -42,6 +42,13 @@ def add_to(commands: Any) -> None:
         help="if the inputs have more rows at their end than before, compute those, too",
     )
     command.add_argument(
+        "--keep",
+        nargs="+",
+        default=[],
+        metavar="COLUMN",
+        help="columns of the Parquet file of an --in that are passed through to the output",
+    )
+    command.add_argument(
         "--shard",
         metavar="I/N",
         help="do every N-th unit only; the same command for each I, from 0 or from 1, does all",
@@ -215,6 +222,7 @@ def _map(options: argparse.Namespace) -> int:
             retry_quarantined=options.retry_quarantined,
             retries=options.retries,
             resume="extend" if options.extend else "auto",
+            keep=options.keep,
             overwrite=options.overwrite,
             version=options.version,
             inputs_by=options.inputs_by,

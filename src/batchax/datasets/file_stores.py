@@ -37,7 +37,7 @@ from batchax.datasets.files import (
     told_shapes,
 )
 from batchax.datasets.objects import place_of
-from batchax.datasets.plan import ENDLESS, Leaf, Rows, Unit
+from batchax.datasets.plan import ALONE, ENDLESS, Leaf, Rows, Unit
 from batchax.datasets.store import (
     Results,
     Store,
@@ -469,14 +469,23 @@ class ParquetStore(Store):
         self._arrow = needed("pyarrow", f"{out}: Parquet")
         for leaf in self.leaves:
             number = leaf.dtype.kind in "biuf" and leaf.dtype.isbuiltin == 1
+            if leaf.passed:
+                continue
             if not number or 0 in leaf.shape[: leaf.axis] + leaf.shape[leaf.axis + 1 :]:
                 raise ArgumentTypeError(
                     f"{called(leaf)} is of dtype {leaf.dtype} and shape {leaf.shape}, for which "
                     'Parquet has no form. Use out="scores.zarr", or return something else.'
                 )
-        self._columns = [leaf.name or "result" for leaf in self.leaves]
-        if self.options:
+        self._columns = [leaf.name or ALONE for leaf in self.leaves]
+        if self.options and not any(isinstance(leaf.passed, str) for leaf in self.leaves):
             self._try_options()
+
+    def _zeros(self, leaf: Leaf, rows: int) -> Any:
+        """So many rows, of which only the shapes and types matter."""
+        if leaf.passed:
+            return self._arrow.nulls(rows, leaf.passed)
+        empty = np.zeros(leaf.of_rows(rows), leaf.dtype)
+        return empty if leaf.ragged is None else leaf.without_elements(rows)
 
     def _try_options(self) -> None:
         """Writes a row in memory, to see that it is written and read as the results are."""
@@ -485,7 +494,7 @@ class ParquetStore(Store):
         self._check_options(
             self.options, ["row_group_size", *(n for n in parameters if n not in mine)]
         )
-        row = self._table([_zeros(leaf, 1) for leaf in self.leaves])
+        row = self._table([self._zeros(leaf, 1) for leaf in self.leaves])
         try:
             schema = self._parquet.read_schema(io.BytesIO(self._encoded(row)))
         except Exception as error:
@@ -512,7 +521,7 @@ class ParquetStore(Store):
         """Of no rows, a file that has the columns."""
         if not any(leaf.shape[leaf.axis] or leaf.grows for leaf in self.leaves):
             # A table without rows has columns.
-            self.put(Unit(0, 0, 0), [_zeros(leaf, 0) for leaf in self.leaves])
+            self.put(Unit(0, 0, 0), [self._zeros(leaf, 0) for leaf in self.leaves])
 
     def check(self) -> None:
         if not self.at.is_dir():
@@ -583,17 +592,13 @@ class ParquetStore(Store):
 _WRITTEN = {"use_dictionary": False, "write_page_checksum": True, "compression": "none"}
 
 
-def _zeros(leaf: Leaf, rows: int) -> Any:
-    """So many rows, of which only the shapes and types matter."""
-    empty = np.zeros(leaf.of_rows(rows), leaf.dtype)
-    return empty if leaf.ragged is None else leaf.without_elements(rows)
-
-
 def _listed(schema: Any) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
+    if leaf.passed:
+        return result
     if isinstance(result, Rows):
         return arrow.from_rows(*result)
     return arrow.from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
@@ -607,6 +612,8 @@ def _untold_shapes(result: np.ndarray | Rows) -> dict[int, list[int]]:
 
 def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | Rows:
     column = table.column(name).combine_chunks()
+    if leaf.passed:
+        return column
     if leaf.ragged is None:
         return np.array(np.moveaxis(arrow.dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
     data, lengths = arrow.rows_of(column, part)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.addresses import Address, ObjectPath, needed, reading
-from batchax.datasets.plan import Rows, elements_in, kept
+from batchax.datasets.plan import Rows, checksum, elements_in, kept
 from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.arrow import dense, is_lists, rows_of
@@ -479,8 +479,12 @@ class Column(Source):
 
     lends = True
 
-    def __init__(self, name: str, rows: int, kind: Any) -> None:
+    def __init__(self, name: str, rows: int, kind: Any, of_any_type: bool = False) -> None:
         arrow = needed("pyarrow", name)
+        if of_any_type:
+            self.name, self.shape, self.dtype = name, (rows,), np.dtype(object)
+            self.kind = _plain_type(arrow, kind, name)
+            return
         sizes, element, ragged = [], kind, 0
         while is_lists(element):
             ragged, element = ragged + 1, element.value_type
@@ -504,6 +508,16 @@ class Column(Source):
             return got._replace(lengths=self._told(got.lengths, start))
         return got[(slice(None), *index[1:])]
 
+    def arrow(self, start: int, stop: int) -> Any:
+        with reading(f"{self.name}: rows {start} to {stop}"):
+            got = self._rows(start, stop).cast(self.kind)
+            return got.combine_chunks() if hasattr(got, "chunks") else got
+
+    def content(self, rows: int | None = None) -> dict[str, Any]:
+        if self.dtype != object:
+            return super().content(rows)
+        return {"crc32c": checksum(self.arrow(0, self.shape[0] if rows is None else rows))}
+
     def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
         """Lengths of rows from `start` on, where something tells what lists do not."""
         return lengths
@@ -524,11 +538,27 @@ class Column(Source):
         return converted.lengths
 
 
+def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
+    """The type that elements have in a Parquet file, without a dictionary."""
+    types = arrow.types
+    if types.is_dictionary(kind):
+        return _plain_type(arrow, kind.value_type, name)
+    if types.is_timestamp(kind) and kind.unit == "s":
+        return arrow.timestamp("ms", kind.tz)
+    if kind.num_fields or types.is_null(kind):
+        raise ArgumentTypeError(
+            f"{name} is of Arrow's type {kind}, and a column that is passed through has strings, "
+            "numbers, dates or times. Leave it out of keep=, or cast it."
+        )
+    views = {"string_view": arrow.large_string(), "binary_view": arrow.large_binary()}
+    return views.get(str(kind), kind)
+
+
 class ArrowColumn(Column):
     """An array of Arrow, chunked or not, in memory or mapped: it is converted a part at a time."""
 
-    def __init__(self, array: Any, name: str) -> None:
-        super().__init__(name, len(array), array.type)
+    def __init__(self, array: Any, name: str, of_any_type: bool = False) -> None:
+        super().__init__(name, len(array), array.type, of_any_type)
         self._array = array
 
     @cached_property
@@ -555,7 +585,7 @@ class ParquetColumn(Column):
 
     has_members = True
 
-    def __init__(self, path: Any, column: str, name: str) -> None:
+    def __init__(self, path: Any, column: str, name: str, of_any_type: bool = False) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
         paths, self._files = self._parts(path, name)
@@ -590,7 +620,7 @@ class ParquetColumn(Column):
                     starts.append(starts[-1] + metadata.row_group(group).num_rows)
         self._starts, self._kind = starts, kind
         self._kept: dict[int, Any] = {}
-        super().__init__(name, starts[-1], kind)
+        super().__init__(name, starts[-1], kind, of_any_type)
 
     def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
         """The files, and what is known of each."""

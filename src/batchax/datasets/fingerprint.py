@@ -196,7 +196,8 @@ def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[in
       their rows tells whether the earlier ones are the same.
     """
     inputs, grown = [*old.get("inputs", [])], list[int]()
-    axes = new.get("options", {}).get("in_axes", [])
+    options = new.get("options", {})
+    axes = [*options.get("in_axes", []), *[0 for _ in options.get("keep", [])]]
     for i, (axis, was, now) in enumerate(zip(axes, inputs, new.get("inputs", []), strict=False)):
         shape = [*was["shape"]]
         shape[axis : axis + 1] = now["shape"][axis : axis + 1]
@@ -218,8 +219,8 @@ def _same_parts(was: dict[str, Any], now: dict[str, Any]) -> bool:
 
 
 def _as_input(file: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    known = {k: x for k, x in file.items() if k != "sha256" or k in other}
-    return {"name": "", "dtype": "", "shape": [], **known}
+    same_fields = {k: x for k, x in file.items() if k != "sha256" or k in other}
+    return {"name": "", "dtype": "", "shape": [], **same_fields}
 
 
 _PROGRAMS = {"program": "of a batch", "row": "of a row"}

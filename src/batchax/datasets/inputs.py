@@ -17,7 +17,14 @@ import numpy as np
 from batchax.datasets.addresses import reading
 from batchax.datasets.plan import Rows, elements_in, one_row
 from batchax.datasets.source import Labels, Source, native
-from batchax.datasets.sources import Stream, StreamLeaf, as_source, is_one_by_one, is_stream
+from batchax.datasets.sources import (
+    Stream,
+    StreamLeaf,
+    as_source,
+    is_one_by_one,
+    is_stream,
+    passed_columns,
+)
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
@@ -70,6 +77,12 @@ class Inputs:
     # by their places the integers that JAX has no dtype for, which all rows share, too
     large: dict[str, int]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    passed: dict[str, Source]  # columns that are passed through to the output, by name
+
+    @property
+    def sources(self) -> list[Source]:
+        """All from which rows are read."""
+        return [*(m.source for m in self.mapped), *self.passed.values()]
 
     @property
     def labels(self) -> Labels | None:
@@ -108,12 +121,14 @@ def find_inputs(
     args: tuple[Any, ...],
     batched: bool = False,
     start: int = 0,
+    keep: Any = (),
 ) -> Inputs:
     """Finds out what is mapped, opens what is on disk, and counts rows.
 
     Args:
       batched: whether each item of a stream is a batch.
       start: how many rows of a stream are passed over.
+      keep: columns that are passed through.
     """
     check_in_axes(fun, in_axes)
     is_leaf = lambda x: is_container(x) or is_one_by_one(x)
@@ -151,7 +166,7 @@ def find_inputs(
         for source in each:
             mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
     _check_streams(streams, mapped, batched)
-    return Inputs(
+    inputs = Inputs(
         mapped,
         _count(mapped),
         list(shared.values()),
@@ -159,7 +174,23 @@ def find_inputs(
         streams,
         large,
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
+        {},
     )
+    if streams and keep != ():
+        raise UnsupportedError(
+            f"keep passes columns of files and arrays through, and {streams[0].name} is a stream. "
+            "Leave it out, or give arrays."
+        )
+    if keep != ():
+        arguments = [(leaf.path, leaf.value) for leaf in leaves if leaf.spec is not None]
+        inputs.passed.update(passed_columns(keep, arguments, inputs.labels))
+    for column in inputs.passed.values():
+        if column.shape != (inputs.rows,):
+            raise AxisError(
+                f"{column.name} has the shape {column.shape}, and is a column with a value for "
+                f"each of {inputs.rows} rows."
+            )
+    return inputs
 
 
 _TABLES = {"DataFrame", "LazyFrame", "Dataset", "Table", "RecordBatch"}

@@ -44,7 +44,7 @@ _DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
 _GROUPS = (".zgroup", "zarr.json")
 
 
-def open_object(url: str, name: str) -> Source:
+def open_object(url: str, name: str, of_any_type: bool = False) -> Source:
     """A source of the rows of an array in a store of objects."""
     whole = address(url, name)  # which names what is not supported
     assert isinstance(whole, ObjectPath)
@@ -58,7 +58,7 @@ def open_object(url: str, name: str) -> Source:
         path = address(url[: len(url) - len(member) - 1], name)
         assert isinstance(path, ObjectPath)
     if glob.has_magic(path.key):
-        return _joined(path, member, name, url)
+        return _joined(path, member, name, url, of_any_type)
     name, suffix = f"{name} ({whole})", kind.rpartition(".")[2] if "." in kind else ""
     if suffix in ("npz", "h5", "hdf5", "he5"):
         raise UnsupportedError(
@@ -69,17 +69,17 @@ def open_object(url: str, name: str) -> Source:
         return NpyObject(path, name)
     there = ObjectFiles(path, name)
     if suffix == "parquet" or any(part.suffix == ".parquet" for part in there.seen):
-        return ParquetObjects(there, member, name)
+        return ParquetObjects(there, member, name, of_any_type)
     return ZarrObjects(there, name)
 
 
-def _joined(pattern: ObjectPath, member: str, name: str, url: str) -> Source:
+def _joined(pattern: ObjectPath, member: str, name: str, url: str, of_any_type: bool) -> Source:
     with reading(f"{name} ({url})"):
         paths = matching_objects(pattern)
     if not paths:
         raise StorageError(f"{name} ({url}): no object fits the pattern.")
     of = f":{member}" if member else ""
-    parts = [open_object(f"{each}{of}", name) for each in paths]
+    parts = [open_object(f"{each}{of}", name, of_any_type) for each in paths]
     return Joined(parts, fits_objects(pattern), f"{name} ({url})")
 
 
@@ -218,8 +218,10 @@ class _Header(InParts):
 class ParquetObjects(ParquetColumn):
     """A column of a Parquet file, or of all below a name."""
 
-    def __init__(self, files: ObjectFiles, column: str, name: str) -> None:
-        super().__init__(files, column, name)
+    def __init__(
+        self, files: ObjectFiles, column: str, name: str, of_any_type: bool = False
+    ) -> None:
+        super().__init__(files, column, name, of_any_type)
 
     def _parts(self, path: ObjectFiles, name: str) -> tuple[list[Any], list[Any]]:
         files, begun = path, path.seen.get(path.path / BEGUN)

@@ -22,6 +22,7 @@ from batchax.datasets.row_function import Program, RowFunction, program_of
 from batchax.datasets.sources import arrays_of, taken
 from batchax.datasets.units import Computed, Policy, begin_batch, begin_unit
 from batchax.errors import JobError, StorageError, UnsupportedError
+from batchax.rows.arrow import dense
 
 T = TypeVar("T")
 
@@ -236,28 +237,41 @@ class Work:
             self._sums[unit.number] = list(map(checksum, parts))
         return parts
 
+    def _passed(self, unit: Unit) -> list[Any]:
+        """The rows of columns that are passed through, as the store has them."""
+        parts = []
+        by_name = {leaf.name: leaf for leaf in self.store.leaves}
+        for name, source in self.function.inputs.passed.items():
+            read = functools.partial(source.arrow, unit.start, unit.stop)
+            part = trying(read, self.retries, self.stop)
+            parts.append(part if by_name[name].passed else dense(part, source.name))
+        return parts
+
     def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
         """Begins to compute them; returns what waits for the results."""
         return begin_unit(self.program, unit, data, self.policy)
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""
-        trying(functools.partial(self._write, computed), self.retries, self.stop)
+        passed = self._passed(computed.unit)
+        results = [*computed.results, *passed]
+        trying(functools.partial(self._write, computed.unit, results), self.retries, self.stop)
+        read = self._sums.pop(computed.unit.number, [])
         return Record(
             computed.unit,
-            list(map(checksum, computed.results)) if self.store.lasts else [],
+            list(map(checksum, results)) if self.store.lasts else [],
             seconds=computed.seconds,
             quarantined=computed.bad,
             reduced=computed.reduced,
-            read=self._sums.pop(computed.unit.number, ()),
+            read=[*read, *map(checksum, passed)] if read else (),
         )
 
-    def _write(self, computed: Computed) -> None:
+    def _write(self, unit: Unit, results: Sequence[Any]) -> None:
         """Looks before each attempt whether it may write: who was overtaken looks once more."""
         while True:
             self.check()
             try:
-                return self.store.write(computed.unit, computed.results)
+                return self.store.write(unit, results)
             except OvertakenError:
                 continue
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 from batchax.jaxprs.spoken import brief
-from batchax.rows.arrow import by_axis, together
+from batchax.rows.arrow import by_axis, plain_parts, together
 from batchax.rows.building import as_tuple
 from batchax.rows.ragged import Ragged
 
 NOT_FINITE = " is not finite"
+ALONE = "result"  # the name of a column, where the function returns one array
 ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
 
 
@@ -55,6 +56,7 @@ class Leaf:
         not.
       grows: whether rows are counted as they come. By `shape` there are none.
       rows_name: the name of the axis of rows, in arrays of xarray.
+      passed: the type that Arrow gives a column of the inputs that is passed through.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Leaf:
     ragged: int | tuple[int, ...] | None = None
     grows: bool = False
     rows_name: str = ""
+    passed: Any = None
 
     @property
     def dimension_names(self) -> list[str]:
@@ -213,11 +216,18 @@ def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
     return google_crc32c.extend(so_far, data)
 
 
-def checksum(result: np.ndarray | Rows) -> int:
-    """The crc32c of a result: of an array, or of the data of rows and then their lengths."""
+def checksum(result: Any) -> int:
+    """The crc32c of a result: of an array; of the data of rows and then their lengths; or of an
+    array of Arrow, whatever buffers it has.
+    """
     if isinstance(result, Rows):
         # Stores hand lengths back in the type of integers that they keep them in.
         return crc32c(np.asarray(result.lengths, np.int64), crc32c(result.data))
+    if not isinstance(result, np.ndarray):
+        parts, crc = plain_parts(result), 0
+        for part in parts:
+            crc = crc32c(part, crc)
+        return crc
     return crc32c(result)
 
 

@@ -320,6 +320,7 @@ class RowFunction:
     out_axes: Any  # as for `vmap`
     key: Any  # a random key, from which each row gets its own; None for no keys
     options: dict[str, Any]  # other options of `vmap`
+    keep: Any = ()  # as for `map`
     _latest: Any = None  # the program of a batch that was asked for last
 
     @classmethod
@@ -333,12 +334,13 @@ class RowFunction:
         options: dict[str, Any],
         batched: bool = False,
         start: int = 0,
+        keep: Any = (),
     ) -> RowFunction:
         in_axes = _by_position(fun, in_axes, len(arrays), key is not None)
         keyed = key is not None and not takes_key_by_name(fun)
         called = functools.partial(fun, key) if keyed else fun
-        inputs = find_inputs(called, in_axes, arrays, batched, start)
-        return cls(fun, arrays, inputs, in_axes, out_axes, key, options)
+        inputs = find_inputs(called, in_axes, arrays, batched, start, keep)
+        return cls(fun, arrays, inputs, in_axes, out_axes, key, options, keep)
 
     @property
     def name(self) -> str:

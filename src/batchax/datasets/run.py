@@ -20,6 +20,7 @@ from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import AnyJob, Extend, JobInMemory, open_job
 from batchax.datasets.pipeline import Stop, StreamUnits, StreamWork, Work, interruptible
 from batchax.datasets.plan import (
+    ALONE,
     Bad,
     Leaf,
     Plan,
@@ -343,7 +344,7 @@ def _run(function: RowFunction, how: How) -> Report:
         reused = sum(r.unit.rows for r in job.done.values())
         while job.finished is None:
             _run_left(function, how, job, reused)
-            for files in (f for m in function.inputs.mapped for f in m.source.all_files):
+            for files in (f for source in function.inputs.sources for f in source.all_files):
                 files.check_content()
             if len(job.done) < len(job.plan):
                 break
@@ -387,7 +388,7 @@ def _bad_rows(job: AnyJob) -> list[Bad]:
 
 
 def _job(function: RowFunction, how: How) -> AnyJob:
-    leaves = [o.leaf for o in function.outputs if not o.reduces]
+    leaves = _kept_leaves(function, how)
     plan = functools.partial(plan_of, function, how.batch_size, how.memory_limit, how.commit_rows)
     store = lambda plan: open_store(how.out, leaves, plan, how.kind, how.store_options)
     if how.out is None:
@@ -400,6 +401,33 @@ def _job(function: RowFunction, how: How) -> AnyJob:
         compare = functools.partial(_compare_rows, function)
         extend, resume = Extend(function.inputs.rows, compare), "auto"
     return open_job(how.out, call, plan, store, resume, shard, retry, how.overwrite, extend)
+
+
+def _kept_leaves(function: RowFunction, how: How) -> list[Leaf]:
+    """The arrays that the store keeps: results, and columns that are passed through."""
+    leaves = [o.leaf for o in function.outputs if not o.reduces]
+    passed = function.inputs.passed
+    if not passed:
+        return leaves
+    if how.kind not in ("parquet", "zarr"):
+        raise ArgumentTypeError(
+            f"keep passes columns through to a folder of Parquet files, or numbers to Zarr; "
+            f'out={str(how.named)!r} has no place for them. Use out="y.parquet".'
+        )
+    leaves = [replace(leaf, name=leaf.name or ALONE) for leaf in leaves]
+    for name, source in passed.items():
+        kind = source.arrow(0, 0).type
+        number = str(kind).startswith(("int", "uint", "float", "double", "bool", "halffloat"))
+        if how.kind == "parquet":
+            leaves.append(Leaf(name, (function.inputs.rows,), np.dtype(object), passed=kind))
+        elif number:
+            leaves.append(Leaf(name, (function.inputs.rows,), np.dtype(kind.to_pandas_dtype())))
+        else:
+            raise ArgumentTypeError(
+                f"{source.name} is of type {kind}, and Zarr as batchax writes it has numbers only. "
+                'Use out="y.parquet", or leave it out of keep=.'
+            )
+    return leaves
 
 
 def _compare_rows(
@@ -417,13 +445,16 @@ def _compare_rows(
       JobError: they have others, or nobody knows.
     """
     for i in grown:
-        m, known_by, read = function.inputs.mapped[i], call["inputs"][i], None
-        rows = known_by["shape"][m.axis]
-        if "crc32c" in known_by and m.axis == 0:
-            same = m.source.content(rows)["crc32c"] == known_by["crc32c"]
+        known_by, source, read = call["inputs"][i], function.inputs.sources[i], None
+        mapped = function.inputs.mapped
+        axis = mapped[i].axis if i < len(mapped) else 0
+        rows = known_by["shape"][axis]
+        if "crc32c" in known_by and axis == 0:
+            same = source.content(rows)["crc32c"] == known_by["crc32c"]
         else:
+            get = functools.partial(source.read, axis) if i < len(mapped) else source.arrow
             read = [(r.unit, r.read[i]) for r in done.values() if r.read]
-            of = lambda unit, m=m: checksum(m.source.read(m.axis, unit.start, unit.stop))
+            of = lambda unit, get=get: checksum(get(unit.start, unit.stop))
             same = len(read) == len(done) and all(of(unit) == crc for unit, crc in read)
         if not same:
             unknown = read is not None and len(read) < len(done)
@@ -434,7 +465,7 @@ def _compare_rows(
             )
             raise JobError(
                 f'resume="extend" adds rows to those that are done, and cannot keep the first '
-                f"{rows:,} of {m.source.name}: {why}. Use another out=, or overwrite=True."
+                f"{rows:,} of {source.name}: {why}. Use another out=, or overwrite=True."
             )
 
 
@@ -456,9 +487,10 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         **({"stream_id": how.stream_id} if inputs.streams else {}),
         **({"store_options": how.store_options} if how.store_options else {}),
         **({"name of the rows": name} if name else {}),
+        **({"keep": [*inputs.passed]} if inputs.passed else {}),
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)
-    sources: list[Any] = [*(m.source for m in inputs.mapped), *shared]
+    sources: list[Any] = [*inputs.sources, *shared]
     if how.by_content:
         sources = list(map(ByContent, sources))
     staged = staged_batch(function, plan.batch_size), function.of_row
@@ -585,8 +617,9 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
     bad = _bad_rows(job)
     reduced = {} if job.finished is None else job.finished["reduced"]  # other shards have not
     kept = _as_named(job.store.result(), how)
+    kept = kept if isinstance(kept, dict) else {"": kept}
     outputs = [
-        None if o.reduces else _shown(o.leaf, kept[o.leaf.name] if isinstance(kept, dict) else kept)
+        None if o.reduces else _shown(o.leaf, kept.get(o.leaf.name or ALONE, kept.get("")))
         for o in function.outputs
     ]
     leaves = [o.leaf for o in function.outputs]

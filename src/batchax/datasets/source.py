@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets import objects
-from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, reading
+from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, needed, reading
 from batchax.datasets.journal import JOB, JobFiles
 from batchax.datasets.plan import Rows, crc32c
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
+from batchax.rows.arrow import from_dense
 
 
 @dataclass(frozen=True)
@@ -274,6 +275,10 @@ class Source:
         part = f"{self.name}: rows {start} to {stop} along axis {axis}"
         return self._read(index, part, fresh)
 
+    def arrow(self, start: int, stop: int) -> Any:
+        """The rows `start` to `stop` along axis 0, as an array of Arrow."""
+        return from_dense(self.read(0, start, stop))
+
     def whole(self) -> Any:
         """All of it, for what all rows share."""
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
@@ -489,7 +494,11 @@ class Joined(Source):
         self._files = [files for part in parts for files in part.all_files]
         for files in self._files:
             files.count = len(self._files)
-        super().__init__(name, (self._ends[-1], *first.shape[1:]), first.dtype)
+        shape = (self._ends[-1], *first.shape[1:])
+        if first.dtype == object:  # of a column that is passed through
+            self.name, self.shape, self.dtype = name, shape, first.dtype
+        else:
+            super().__init__(name, shape, first.dtype)
 
     @property
     def all_files(self) -> Sequence[Any]:
@@ -513,15 +522,10 @@ class Joined(Source):
                 f"{self.name}: files are joined along axis 0, so rows lie along that axis, and not "
                 f"along axis {len(index) - 1}."
             )
-        got, picked = [], index[0]
-        first = bisect_right(self._ends, picked.start)
-        for i in range(first, len(self._parts)):
-            begin = self._ends[i] - self._parts[i].shape[0]
-            if i > first and begin >= picked.stop:
-                break
-            start = max(picked.start - begin, 0)
-            stop = max(start, min(picked.stop, self._ends[i]) - begin)
-            got.append(self._parts[i].read(0, start, stop, fresh=False))
+        got = [
+            part.read(0, start, stop, fresh=False)
+            for part, start, stop in self._parts_of(index[0].start, index[0].stop)
+        ]
         if not got:
             return self._parts[-1].read(0, self._parts[-1].shape[0], self._parts[-1].shape[0])
         if len(got) == 1:
@@ -529,6 +533,22 @@ class Joined(Source):
         if isinstance(got[0], Rows):
             return Rows(*map(np.concatenate, zip(*got, strict=True)))
         return np.concatenate(got)
+
+    def arrow(self, start: int, stop: int) -> Any:
+        arrow = needed("pyarrow", self.name)
+        got = [part.arrow(*each) for part, *each in self._parts_of(start, stop)]
+        with reading(self.name):  # of one type
+            return arrow.concat_arrays(got or [self._parts[-1].arrow(0, 0)])
+
+    def _parts_of(self, picked_start: int, picked_stop: int) -> Iterator[tuple[Source, int, int]]:
+        """The parts that hold rows, at least one, and which of theirs."""
+        first = bisect_right(self._ends, picked_start)
+        for i in range(first, len(self._parts)):
+            begin = self._ends[i] - self._parts[i].shape[0]
+            if i > first and begin >= picked_stop:
+                break
+            start = max(picked_start - begin, 0)
+            yield self._parts[i], start, max(start, min(picked_stop, self._ends[i]) - begin)
 
 
 def _row_of(part: Source) -> str:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from batchax.datasets.addresses import Kinds, ObjectPath, at_home, is_url, masked, reading
+from batchax.datasets.addresses import Kinds, ObjectPath, at_home, is_url, masked, needed, reading
 from batchax.datasets.files import (
     ArrowColumn,
     InMemory,
@@ -24,8 +24,18 @@ from batchax.datasets.files import (
     zarr_format,
 )
 from batchax.datasets.plan import ENDLESS
-from batchax.datasets.source import Index, Joined, Source, fits_files, is_pattern, matching, native
+from batchax.datasets.source import (
+    Index,
+    Joined,
+    Labels,
+    Source,
+    fits_files,
+    is_pattern,
+    matching,
+    native,
+)
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
+from batchax.jaxprs.spoken import brief
 from batchax.rows.ragged import Ragged
 
 
@@ -73,7 +83,7 @@ class StreamLeaf(Source):
         """That it is one: which rows those were that are done, the journal says."""
         return {"stream": self.stream.name}
 
-    def content(self) -> dict[str, Any]:
+    def content(self, rows: int | None = None) -> dict[str, Any]:
         return self.origin()
 
     def identity(self) -> dict[str, Any]:
@@ -300,7 +310,7 @@ def as_source(x: Any, name: str) -> Source:
     )
 
 
-def open_path(path: str, name: str) -> Source:
+def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
     """A source of the rows of an array in a file.
 
     Args:
@@ -309,14 +319,15 @@ def open_path(path: str, name: str) -> Source:
         folder of Parquet files, "folder:column". A suffix that another package reads is as good.
         A pattern, "data/*.npy" or "year=*/x.h5:name", names the rows of all files that it fits, by
         name one after another.
+      of_any_type: whether a column of Parquet need not have numbers: it is passed through.
     """
     if is_url(path):
         from batchax.datasets.object_files import open_object
 
-        return open_object(path, name)
+        return open_object(path, name, of_any_type)
     file, member = _split(path)
     if is_pattern(str(file)):
-        return _joined(str(file), member, name, path)
+        return _joined(str(file), member, name, path, of_any_type)
     name = f"{name} ({path})"
     if not file.exists():
         full = f"{name}: there is no such file. Its path in full: {file.absolute()}."
@@ -329,18 +340,80 @@ def open_path(path: str, name: str) -> Source:
     source: Any = SOURCES.load(kind)
     if member and not source.has_members:
         raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
+    if of_any_type and kind == "parquet":
+        return source(file, member, name, True)
     return source(file, member, name)
 
 
-def _joined(pattern: str, member: str, name: str, path: str) -> Source:
+def _joined(pattern: str, member: str, name: str, path: str, of_any_type: bool) -> Source:
     paths = matching(pattern)
     if not paths:
         raise StorageError(
             f"{name} ({path}): no file fits the pattern, from the folder {Path.cwd()}."
         )
     of = f":{member}" if member else ""
-    parts = [open_path(f"{each}{of}", name) for each in paths]
+    parts = [open_path(f"{each}{of}", name, of_any_type) for each in paths]
     return Joined(parts, fits_files(pattern), f"{name} ({path})")
+
+
+def passed_columns(
+    keep: Any, arguments: Iterable[tuple[str, Any]], labels: Labels | None
+) -> dict[str, Source]:
+    """Sources of the columns that are passed through, by name.
+
+    Args:
+      keep: names of columns, of the Parquet files that arguments are columns of, or coordinates of
+        an array of xarray; or a dict of columns, as arrays or paths.
+      arguments: those that are mapped, each with its name.
+      labels: of the rows.
+
+    Raises:
+      ArgumentTypeError: there is no such column, or it cannot be passed through.
+    """
+    if not isinstance(keep, dict):
+        if not (isinstance(keep, (list, tuple)) and all(isinstance(x, str) for x in keep)):
+            raise ArgumentTypeError(
+                'keep must be a list of names of columns, ["id"], or a dict of columns by name, '
+                f'{{"id": "table.parquet:id"}}; got {brief(keep)}.'
+            )
+        keep = {name: _column_of(name, arguments, labels) for name in keep}
+    return {str(name): _passed(x, f"keep[{name!r}]") for name, x in keep.items()}
+
+
+def _column_of(name: str, arguments: Iterable[tuple[str, Any]], labels: Labels | None) -> Any:
+    coordinate = labels and labels.coordinates.get(name)
+    if coordinate is not None and coordinate.dims:
+        return coordinate
+    tables = dict[str, None]()
+    for _, x in arguments:
+        if isinstance(x, (str, os.PathLike, ObjectPath)):
+            text = str(x if isinstance(x, ObjectPath) else os.fspath(x))
+            table, colon, column = text.rpartition(":")
+            if colon and "/" not in column and ".h5" not in table and ".zarr" not in table:
+                tables[table] = None
+    if len(tables) == 1:
+        return f"{next(iter(tables))}:{name}"
+    which = "are columns of several files" if tables else "is a column of a Parquet file"
+    raise ArgumentTypeError(
+        f"keep: {name!r} names a column beside the arguments, and {'they' if tables else 'none'} "
+        f'{which}. Pass the column itself: keep={{{name!r}: "table.parquet:{name}"}}, or an array.'
+    )
+
+
+def _passed(x: Any, name: str) -> Source:
+    if isinstance(x, (str, os.PathLike, ObjectPath)):
+        text = str(x) if isinstance(x, ObjectPath) else at_home(os.fspath(x), name)
+        return open_path(text, name, of_any_type=True)
+    arrow = needed("pyarrow", name)
+    if not isinstance(x, (arrow.Array, arrow.ChunkedArray)):
+        values = x.to_numpy() if type(x).__module__.startswith("xarray") else x
+        try:
+            x = arrow.array(values)
+        except (arrow.ArrowException, TypeError) as error:
+            raise ArgumentTypeError(
+                f"{name} is {brief(x)}, of which Arrow makes no column: {error}"
+            ) from error
+    return ArrowColumn(x, name, of_any_type=True)
 
 
 def _kind_of(file: Path) -> str | None:

@@ -150,7 +150,8 @@ class Store:
                 )
             if names.count(leaf.name) > 1:
                 raise ArgumentTypeError(
-                    f"{called(leaf)}: two results have this name. Give one of them another."
+                    f"{called(leaf)}: two results, or one and a column of keep=, have this name. "
+                    "Give one of them another."
                 )
 
     @property
@@ -286,7 +287,8 @@ class Store:
 
     def describe(self) -> dict[str, Any]:
         """For JSON, what `stores.reopen_store` makes the same store of."""
-        leaves = [{**vars(leaf), "dtype": str(leaf.dtype)} for leaf in self.leaves]
+        text = lambda leaf: {"dtype": str(leaf.dtype), "passed": leaf.passed and str(leaf.passed)}
+        leaves = [{**vars(leaf), **text(leaf)} for leaf in self.leaves]
         more = {"options": self.options} if self.options else {}
         return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves, **more}
 
@@ -361,6 +363,8 @@ def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
 
 def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | Rows:
     """A result as it was announced: anything else would be written over other rows."""
+    if leaf.passed:
+        return result
     if leaf.ragged is not None:
         rows = result if isinstance(result, Rows) else Rows(np.zeros(0), np.zeros(0))
         shape, expected = rows.data.shape[1:], leaf.shape[1:]

@@ -113,6 +113,23 @@ def is_lists(kind: Any) -> bool:
     return hasattr(kind, "value_field") and getattr(kind, "list_size", None) is None
 
 
+def plain_parts(array: Value) -> list[np.ndarray]:
+    """Which elements of an array of Arrow are not null, and the bytes of these: not of lists."""
+    valid, values = np.asarray(array.is_valid()), array.drop_null()
+    kind, (_, *buffers) = values.type, values.buffers()
+    start, stop = values.offset, values.offset + len(values)
+    if len(buffers) == 2:  # offsets, and bytes
+        wide = np.int64 if str(kind).startswith("large") else np.int32
+        offsets = np.frombuffer(buffers[0] or b"", wide)[start : stop + 1]
+        whole = np.frombuffer(buffers[1] or b"", np.uint8)
+        part = whole[offsets[0] : offsets[-1]] if len(offsets) else whole[:0]
+        return [valid, np.diff(offsets).astype(np.int64), part]
+    if kind == "bool":
+        return [valid, np.asarray(values)]
+    width = kind.bit_width // 8 if buffers else 0
+    return [valid, np.frombuffer(buffers[0] or b"", np.uint8)[start * width : stop * width]]
+
+
 def from_dense(values: np.ndarray) -> Any:
     """An array of Arrow; all axes but the first are lists of a fixed size."""
     import pyarrow  # pyright: ignore[reportMissingImports]

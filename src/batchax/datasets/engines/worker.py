@@ -171,6 +171,7 @@ class Call:
     in_axes: Any  # as for `RowFunction`
     out_axes: Any
     options: dict[str, Any]
+    keep: Any
     key: tuple[str, np.ndarray] | None  # what makes the random key, if there is one
     jax: dict[str, Any]  # what JAX is set to
     out: str  # where the output is
@@ -189,9 +190,8 @@ class Call:
         if self.key is not None:
             impl, data = self.key
             key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl) if impl else data
-        function = RowFunction.of(
-            self.fun, self.arrays, self.in_axes, self.out_axes, key, self.options
-        )
+        axes = self.in_axes, self.out_axes
+        function = RowFunction.of(self.fun, self.arrays, *axes, key, self.options, keep=self.keep)
         here = _seen(function, self.plan.batch_size, self.platform)
         seen, here = [
             x if jax.default_backend() == self.platform else but_for_platform(x)
@@ -206,8 +206,9 @@ class Call:
                 "make the call again."
             )
         store = reopen_store(self.out, self.store)
-        more = {"keeps_sums": self.keeps_sums}
-        return Work(function, self.plan, store, self.policy, self.retries, **more)
+        return Work(
+            function, self.plan, store, self.policy, self.retries, keeps_sums=self.keeps_sums
+        )
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
@@ -234,6 +235,7 @@ def saved(work: Work, out: Address) -> Attempts:
         function.in_axes,
         function.out_axes,
         function.options,
+        _portable_keep(function.keep),
         _parts_of_key(function.key),
         {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS},
         str(out),
@@ -259,7 +261,7 @@ def saved(work: Work, out: Address) -> Attempts:
 
 def _seen(function: RowFunction, batch_size: int, platform: str) -> dict[str, Any]:
     inputs = function.inputs
-    rows = [m.source for m in inputs.mapped]
+    rows = inputs.sources
     shared = list(map(as_source, inputs.shared, inputs.shared_paths))
     staged = staged_batch(function, batch_size), function.of_row
     return as_seen_here(staged, function.staged_row, rows, shared, platform)
@@ -287,16 +289,21 @@ def _portable(function: RowFunction) -> tuple[Any, ...]:
         function.fun, function.in_axes, function.arrays, {}, objects=False
     )
 
-    def portable(x: Any, mapped: bool) -> Any:
-        if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
-            return type(x)(Path.cwd() / x)
-        return np.asarray(x) if isinstance(x, jax.Array) else x
-
     values = [
-        jax.tree.map(lambda x, mapped=leaf.spec is not None: portable(x, mapped), leaf.value)
+        jax.tree.map(lambda x, mapped=leaf.spec is not None: _from_anywhere(x, mapped), leaf.value)
         for leaf in leaves
     ]
     return rebuild(values)[0]
+
+
+def _portable_keep(keep: Any) -> Any:
+    return {k: _from_anywhere(x, True) for k, x in keep.items()} if isinstance(keep, dict) else keep
+
+
+def _from_anywhere(x: Any, mapped: bool) -> Any:
+    if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
+        return type(x)(Path.cwd() / x)
+    return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
 def _parts_of_key(key: Any) -> tuple[str, np.ndarray] | None:
