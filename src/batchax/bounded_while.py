@@ -118,7 +118,7 @@ def bounded_while(
         if not callable(fun):
             raise ArgumentTypeError(f"bounded_while expects functions, got {show(fun)} as {name}.")
     _check_max_steps(max_steps)
-    told = find_progress(progress, body_fun, "steps")
+    callback = find_progress(progress, body_fun, "steps")
     advice = "let cond_fun and body_fun close over other objects"
     carry, structure = flatten_carry(init_val, "init_val", "bounded_while", advice)
     keys = carry_keys(init_val)
@@ -143,7 +143,7 @@ def bounded_while(
     with _compat.name_stack_extended("bounded_while"), carry_in_errors():
         tested, staged, _, carry = settle(stage, carry)
         check_types(body_fun, keys, carry, staged.out_avals)
-        outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), told))
+        outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), callback))
     return jax.tree.unflatten(structure, outs)
 
 

@@ -156,7 +156,7 @@ def scan(
     check_flags(reverse=reverse)
     _check_unroll(unroll)
     _check_until(until, unroll)
-    told = find_progress(progress, fun, "steps")
+    callback = find_progress(progress, fun, "steps")
 
     @functools.wraps(fun)
     @_compat.api_boundary
@@ -164,12 +164,12 @@ def scan(
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
         _check_arrays(flat.mapped)
         steps = find_axis_size(flat.mapped, length, STEPS)
-        if told is not None and not isinstance(steps, int):
+        if callback is not None and not isinstance(steps, int):
             raise UnsupportedError(
                 f"progress was given, but the number of steps is {steps}, a symbolic size. Export "
                 "the function for a known size, or leave progress out."
             )
-        axis, watched = Axis(steps), Steps(steps, told)
+        axis, watched = Axis(steps), Steps(steps, callback)
         flat = replace(flat, mapped=with_lane_indices(flat.mapped, axis))
         xs, x_axes = [m.value for m in flat.mapped], tuple(m.axis for m in flat.mapped)
         (of_carry,) = argument_names(fun, 1)

@@ -15,12 +15,12 @@ from batchax import _compat
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import check_divergence, is_asked, parted, parting_ways
 from batchax.errors import ArgumentTypeError
-from batchax.execution.call import Call, check_not_shared, execute, mapped_as_values, through
+from batchax.execution.call import Call, apply_passes, check_not_shared, execute, mapped_as_values
 from batchax.execution.chunked import find_chunking
 from batchax.execution.devices.placing import find_mesh
 from batchax.execution.devices.processes import call_of_all
 from batchax.execution.eager import error_of_a_lane
-from batchax.execution.on_devices import dealt_out, in_parts, where_they_are
+from batchax.execution.on_devices import chunk_lanes, infer_mesh_from_arguments, shard_lanes
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
     FlatArguments,
@@ -279,9 +279,13 @@ def vmap(
         _compat.named_after(one_example, fun)
         passes = [
             pass_of_rows(rows, mapped, shards, chunking),
-            dealt_out(shards),
-            *([] if some_at_a_time or spread else [where_they_are(parting_ways(divergence, True))]),
-            in_parts(chunking),
+            shard_lanes(shards),
+            *(
+                []
+                if some_at_a_time or spread
+                else [infer_mesh_from_arguments(parting_ways(divergence, True))]
+            ),
+            chunk_lanes(chunking),
         ]
         call = Call(axis, finding_sizes(one_example), mapped)
         write = lambda results: results
@@ -289,7 +293,7 @@ def vmap(
             check_not_shared(flat.shared)
             call, write = mapped_as_values(call)
         with named_in_errors(fun, mapped, flat.shared, LANES.each):
-            outs, outputs = write(execute(through(passes, call)))
+            outs, outputs = write(execute(apply_passes(passes, call)))
         if recording.is_on():
             types = [jax.tree.map(jax.typeof, x) for x in outs]
             recording.fact("outputs", described=outputs.described, types=types)

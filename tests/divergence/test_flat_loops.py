@@ -294,9 +294,9 @@ def test_each_device_has_its_own_lanes(how, check_vma):
     expected = jax.jit(jax.vmap(in_turn, (0, None)))(SHARDED, ENTRIES)
     oracle.same(jax.jit(sharded)(SHARDED, ENTRIES), expected)
     if how is BY_DEFAULT:
-        dealt_out = bx.vmap(in_turn, (0, None), divergence=how, mesh="all")
-        assert flat_loops(dealt_out, SHARDED, ENTRIES) == 4
-        oracle.same(dealt_out(SHARDED, ENTRIES), expected)
+        shard_lanes = bx.vmap(in_turn, (0, None), divergence=how, mesh="all")
+        assert flat_loops(shard_lanes, SHARDED, ENTRIES) == 4
+        oracle.same(shard_lanes(SHARDED, ENTRIES), expected)
 
 
 def test_what_varies_over_other_axes_than_lanes_do():

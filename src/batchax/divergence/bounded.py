@@ -33,9 +33,9 @@ from batchax.execution.bounded_batching import batch_bounded_loop, every_step, o
 from batchax.execution.bounded_derivatives import parts, take
 from batchax.execution.bounded_loop import (
     UNUSED,
-    Form,
+    LoopSignature,
     Operands,
-    SweepForm,
+    SweepSignature,
     as_while,
     no_checkpoints,
 )
@@ -80,7 +80,7 @@ class TailCompaction:
 
     def loop(self, loop: BoundedLoop, windows: Windows) -> PlacedOutputs:
         """The results of a loop with a predicate; `windows` runs those that are left."""
-        form: Form = loop.form
+        form: LoopSignature = loop.form
         outs, at = run_while(self.axis, loop, self._many)
         steps, n = outs[-1], form.n_carry + len(form.y_axes)
         last = windows([steps, *outs[:n]])
@@ -101,7 +101,7 @@ class TailCompaction:
 
     def sweep(self, loop: BoundedLoop) -> PlacedOutputs:
         """The results of a sweep."""
-        form: SweepForm = loop.form
+        form: SweepSignature = loop.form
         lanes = of_lanes(self.axis, loop)
         numbers, *kept = lanes.checkpoints
         numbers = jnp.where(numbers == UNUSED, np.int32(0), numbers)
@@ -144,7 +144,7 @@ class TailCompaction:
         Nothing is added then where no lane was left. Derivatives are those of `last`: what is
         carried would be kept for them.
         """
-        form: SweepForm = loop.form
+        form: SweepSignature = loop.form
         sums = [i for i, a in enumerate(form.y_axes) if a is None]
         if not sums:
             return list(last)
@@ -173,10 +173,10 @@ class TailCompaction:
 
     def _followed(self, loop: BoundedLoop, lanes: Operands) -> list[Any]:
         """What is kept of the carry where a sweep is to end: checkpoints have no derivatives."""
-        form: SweepForm = loop.form
+        form: SweepSignature = loop.form
         at, n = form.split(loop.axes), form.n_carry
         at = at._replace(count=0, carry=[0] * n, checkpoints=[], returning=[])
-        forth = Form(0, form.n_consts, n, form.steps, form.x_axes, (), None)
+        forth = LoopSignature(0, form.n_consts, n, form.steps, form.x_axes, (), None)
         args = lanes._replace(checkpoints=[], returning=[]).flat
         programs = [loop.steps[0]], [loop.guarded[0]]
         with recording.uncounted():  # what a sweep computes again are no steps of it
@@ -242,7 +242,7 @@ class TailCompaction:
                 block_loop = replace(bare, args=args._replace(xs=shifted).flat)
                 outs, outs_at = batch_bounded_loop(block, block_loop)
                 outs = [match_axis(block, x, a, 0) for x, a in zip(outs, outs_at, strict=True)]
-                n = form.n_back if isinstance(form, SweepForm) else form.n_carry
+                n = form.n_back if isinstance(form, SweepSignature) else form.n_carry
                 ys = [
                     y if s is None else _moved(y, start, s + 1)
                     for y, s in zip(outs[n:], form.y_axes, strict=False)
@@ -258,7 +258,7 @@ class TailCompaction:
         return chunk_loop(whole, [count, start, *loop.args])
 
 
-def _with_sums(program: ClosedJaxpr, form: SweepForm) -> ClosedJaxpr:
+def _with_sums(program: ClosedJaxpr, form: SweepSignature) -> ClosedJaxpr:
     """A program of a step back that is given the sums so far after what it carries back."""
     n, first = form.n_back, form.n_consts + form.n_back
     sums = [n + i for i, a in enumerate(form.y_axes) if a is None]
@@ -296,7 +296,7 @@ class BoundedParting(PartingLoop):
     """
 
     bounded: tuple[ClosedJaxpr | None, ClosedJaxpr, ClosedJaxpr]
-    form: Form
+    form: LoopSignature
     apart: TailCompaction | None
     is_bounded: ClassVar[bool] = True
 
@@ -362,7 +362,7 @@ def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
     def build() -> Any:
         def run(args: Sequence[Value]) -> list[Any]:
             given = replace(bare, args=args)
-            if isinstance(loop.form, SweepForm):
+            if isinstance(loop.form, SweepSignature):
                 placed = apart.sweep(given)
             elif loop.test is None:
                 placed = apart.counted(given)

@@ -307,8 +307,8 @@ class _Part:
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
         size, plan, most = self.axis.size, self.plan, None
-        singly = plan.most if isinstance(plan, Serial) else 0
-        if singly:
+        serial = plan.most if isinstance(plan, Serial) else 0
+        if serial:
             chunk = size
         elif _compat.calls_back(self.program.effects):
             chunk = 1  # in a wider one the lanes that stand in for missing ones would call, too
@@ -342,7 +342,7 @@ class _Part:
             specs = (ActiveMask(most), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
             every = ChunkBody(functools.partial(of_all, True, axis))
-            how: dict[str, Any] = {"singly": singly}
+            how: dict[str, Any] = {"serial": serial}
             if share is not None:
                 how["all_at_once"] = AllAtOnce(every, share, back)
             if not (explicit or _compat.calls_back(program.effects)):

@@ -51,7 +51,7 @@ from batchax.divergence.policy import (
     decide,
     worth_batching_twice,
 )
-from batchax.execution.bounded_loop import Form, as_while
+from batchax.execution.bounded_loop import LoopSignature, as_while
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
@@ -211,7 +211,7 @@ class Runner(Asked):
         programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
         form, size = loop.form, axis.size
         why = NAME if any_uses_axis(axis, *programs) else ""
-        why = why or "its steps are shown as they are taken" * (form.steps.told is not None)
+        why = why or "its steps are shown as they are taken" * (form.steps.callback is not None)
         why = why or CANNOT_MOVE * (not can_move(axis, loop.args))
         why = why or VARYING * any(varying_of(loop.args))
         if why:
@@ -219,7 +219,7 @@ class Runner(Asked):
             return None
         axis, apart = replace(axis, name=None), self._apart(axis, loop)
         if loop.test is None or form.kept is not None:  # an example is differentiated
-            counts_and_records = loop.test is None and isinstance(form, Form) and form.kept
+            counts_and_records = loop.test is None and isinstance(form, LoopSignature) and form.kept
             if apart is None or counts_and_records:
                 recording.note(why=CHEAP if apart is None else "it keeps each of its steps")
                 return None

@@ -19,10 +19,10 @@ from jax import lax
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_derivatives import loop_jvp, loop_transpose, sweep_jvp
 from batchax.execution.bounded_loop import (
-    Form,
+    LoopSignature,
     LoopStep,
     Operands,
-    SweepForm,
+    SweepSignature,
     Values,
     bounded_loop,
     bounded_loop_p,
@@ -55,7 +55,7 @@ Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 
 
 def batch_loop(
-    axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: Form
+    axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: LoopSignature
 ) -> PlacedOutputs:
     params = {"test": test, "body": body, "guarded": guarded, "form": form}
     axis, placed = _flat(axis, AnyLoop(bounded_loop_p, params, args, axes))
@@ -65,7 +65,15 @@ def batch_loop(
 
 
 def batch_sweep(
-    axis: Axis, args: Any, axes: Any, /, *, forth: Any, back: Any, guarded: Any, form: SweepForm
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    forth: Any,
+    back: Any,
+    guarded: Any,
+    form: SweepSignature,
 ) -> PlacedOutputs:
     params = {"forth": forth, "back": back, "guarded": guarded, "form": form}
     axis, placed = _flat(axis, AnyLoop(reverse_sweep_p, params, args, axes))
@@ -77,7 +85,7 @@ def batch_sweep(
 def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """As `batch_bounded_loop`, of a loop that JAX may have kept from another call."""
     programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
-    if loop.form.steps.told is not None or any(p.effects for p in programs):
+    if loop.form.steps.callback is not None or any(p.effects for p in programs):
         return batch_bounded_loop(axis, loop)
     bare = replace(loop, args=())
     run = lambda *args: batch_bounded_loop(axis, replace(bare, args=args))
@@ -94,12 +102,12 @@ def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:
 
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """The results of a bounded loop, or of a sweep, for all lanes."""
-    run = _batch_sweep if isinstance(loop.form, SweepForm) else _batch_loop
+    run = _batch_sweep if isinstance(loop.form, SweepSignature) else _batch_loop
     return run(axis, loop)
 
 
 def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    form: SweepForm = loop.form
+    form: SweepSignature = loop.form
     loop = _with_common_checkpoints(loop)
     at = form.split(loop.axes)
     if at.count is not None:
@@ -167,7 +175,7 @@ def every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
             "lanes leave at the same step, by a predicate made of collectives, or "
             "differentiate the batched function (grad of vmap)."
         )
-    run = _run_sweep if isinstance(loop.form, SweepForm) else _run_counted
+    run = _run_sweep if isinstance(loop.form, SweepSignature) else _run_counted
     return run(axis, loop)
 
 
@@ -177,7 +185,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
     `goes_on` is given which lanes are active, and the steps each has taken. The carry begins with
     these.
     """
-    form: Form = loop.form
+    form: LoopSignature = loop.form
     n = 1 + form.n_test
     test_at, lanes = form.split(loop.axes).test, of_lanes(axis, loop)
 
@@ -219,7 +227,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
 
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """A loop whose number of steps is known."""
-    form: Form = loop.form
+    form: LoopSignature = loop.form
     lanes = of_lanes(axis, loop)
     program, guarded = _masked(axis, loop, 0, _counted)
     results = bounded_loop(
@@ -244,7 +252,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
     So each step is taken together with the same step of the other lanes, as it was going forth.
     """
-    form: SweepForm = loop.form
+    form: SweepSignature = loop.form
     lanes = of_lanes(axis, loop)
     (forth, forth_guarded), (back, back_guarded) = (
         _masked(axis, loop, i, counted) for i, counted in enumerate((_counted, _counted_back(form)))
@@ -276,7 +284,7 @@ def _counted(step: Step) -> LoopStep:
     return run
 
 
-def _counted_back(form: SweepForm) -> Callable[[Step], LoopStep]:
+def _counted_back(form: SweepSignature) -> Callable[[Step], LoopStep]:
     """As `_counted`, of steps back, where the carry comes before the xs."""
 
     def counted(step: Step) -> LoopStep:
@@ -363,13 +371,15 @@ def of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
     return loop.form.split(_placed(axis, loop, targets))
 
 
-def _results(form: Form, outs: list[Value]) -> PlacedOutputs:
+def _results(form: LoopSignature, outs: list[Value]) -> PlacedOutputs:
     """Results of a loop, all of which have the batch axis but the numbers of checkpoints."""
     stacked = _stacked_at([0] * form.n_carry, form)
     return outs, [*[0] * (form.n_carry + len(form.y_axes)), *stacked, 0]
 
 
-def _stacked_at(carry_at: Sequence[Position], form: Form | SweepForm) -> list[Position]:
+def _stacked_at(
+    carry_at: Sequence[Position], form: LoopSignature | SweepSignature
+) -> list[Position]:
     """Where checkpoints have the batch axis, of a carry that has it there."""
     if form.kept is None:
         return []

@@ -23,9 +23,9 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import (
-    Form,
+    LoopSignature,
     LoopStep,
-    SweepForm,
+    SweepSignature,
     Values,
     bounded_loop,
     bounded_loop_p,
@@ -46,7 +46,7 @@ from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def loop_jvp(
-    primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: Form
+    primals: Values, tangents: Values, *, test: Any, body: Any, guarded: Any, form: LoopSignature
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
@@ -113,7 +113,7 @@ class _Derivative:
     body: Any
     guarded: Any
     differentiated: Any
-    form: Form
+    form: LoopSignature
     consts: Sequence[int]
     carry: Sequence[int]
     xs: Sequence[int]
@@ -237,7 +237,7 @@ class _Derivative:
             used = needs
 
 
-def _derivative(body: Any, guarded: Any, form: Form, which: Any) -> _Derivative:
+def _derivative(body: Any, guarded: Any, form: LoopSignature, which: Any) -> _Derivative:
     derivative = _Derivative(body, guarded, guarded, form, *which)
     at = derivative.inputs, derivative.outputs
     ruled = _by_forward_rules(body, *at)
@@ -282,7 +282,7 @@ def _refuse_closures(body: Any, consts: Values) -> None:
             )
 
 
-def _chosen(checkpoints: Values, recorded: Form, form: Form) -> list[Any]:
+def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -> list[Any]:
     """Of the checkpoints that `recorded` says, those that `form` says."""
     if form.kept is None:
         return []
@@ -340,7 +340,10 @@ def refuse_shared(steps: Any, moving: Values) -> None:
 
 
 def moving_inputs(
-    form: Form | SweepForm, consts: Sequence[int], carry: Sequence[int], xs: Sequence[int]
+    form: LoopSignature | SweepSignature,
+    consts: Sequence[int],
+    carry: Sequence[int],
+    xs: Sequence[int],
 ) -> list[int]:
     """Which inputs of a step these constants, carries and xs are."""
     first_x = form.n_consts + form.n_carry
@@ -393,7 +396,7 @@ def loop_transpose(*_: Any, **params: Any) -> Any:
 
 
 def sweep_jvp(
-    primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepForm
+    primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> tuple[list[Any], list[Any]]:
     outs = reverse_sweep_p.bind(*primals, forth=forth, back=back, guarded=guarded, form=form)
     count, _, consts, carry, _, returning, xs = form.split(primals)
@@ -422,7 +425,7 @@ class _SweepDerivative:
 
     ahead: Any
     behind: Any
-    form: SweepForm
+    form: SweepSignature
     consts: Sequence[int]
     carry: Sequence[int]
     xs: Sequence[int]

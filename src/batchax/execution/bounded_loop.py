@@ -100,7 +100,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class LoopSignature:
     """What the operands and results of a bounded loop are.
 
     Attributes:
@@ -142,7 +142,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class SweepForm:
+class SweepSignature:
     """What the operands and results of a sweep are.
 
     Attributes:
@@ -363,7 +363,7 @@ def bounded_loop(
     test_consts, consts = [*test_held, *test_consts], [*held, *consts]
     sizes = len(test_consts), len(consts), len(carry), steps
     kept = None if kept is None else tuple(kept)
-    form = Form(*sizes, tuple(x_axes), tuple(y_axes), kept, again)
+    form = LoopSignature(*sizes, tuple(x_axes), tuple(y_axes), kept, again)
     operands = [count, *test_consts, *consts, *carry, *xs]
     outs = bounded_loop_p.bind(*operands, test=tested, body=staged, guarded=safe, form=form)
     return form.results(outs)
@@ -430,7 +430,7 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
     return functools.reduce(_compat.varying_as, like, x)
 
 
-def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: Form) -> list[Any]:
+def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSignature) -> list[Any]:
     """The bounded loop as ordinary operations of JAX."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
@@ -482,7 +482,7 @@ def _typed(x: Value, aval: Aval) -> Any:
     return _compat.weakly(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
-def loop_types(test: Any, body: Any, form: Form, count: Any) -> list[Any]:
+def loop_types(test: Any, body: Any, form: LoopSignature, count: Any) -> list[Any]:
     """The types of what `run` returns: last carry, ys, checkpoints if recorded, steps."""
     outs = body.out_avals
     ys = [
@@ -559,7 +559,7 @@ def reverse_sweep(
     )
     programs, held = _compat.hoist_constants(*programs, *more)
     sizes = len(held) + len(consts), len(carry), tuple(range(len(carry)) if kept is None else kept)
-    form = SweepForm(*sizes, len(returning), steps, tuple(x_axes), tuple(y_axes))
+    form = SweepSignature(*sizes, len(returning), steps, tuple(x_axes), tuple(y_axes))
     number = _compat.scalar_like(jax.typeof(count), np.dtype(np.int32))
     types = checkpoint_types(number, types, form)
     if checkpoints is None:
@@ -575,7 +575,9 @@ def reverse_sweep(
     return outs[: len(returning)], outs[len(returning) :]
 
 
-def run_sweep(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepForm) -> list[Any]:
+def run_sweep(
+    *operands: Any, forth: Any, back: Any, guarded: Any, form: SweepSignature
+) -> list[Any]:
     """The sweep as ordinary operations of JAX."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
@@ -634,7 +636,7 @@ def run_sweep(*operands: Any, forth: Any, back: Any, guarded: Any, form: SweepFo
     return [*returning, *ys]
 
 
-def sweep_types(back: Any, form: SweepForm) -> list[Any]:
+def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
     """The types of what `run` returns: what is carried back, and the ys."""
     outs = back.out_avals
     ys = [
@@ -645,7 +647,7 @@ def sweep_types(back: Any, form: SweepForm) -> list[Any]:
 
 
 def as_while(
-    axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: Form
+    axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: LoopSignature
 ) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
     """The ``while`` that a bounded loop is in each lane.
 
@@ -684,13 +686,13 @@ def as_while(
     return loop, finish
 
 
-def _arrays(test: Any, body: Any, form: Form) -> list[Any]:
+def _arrays(test: Any, body: Any, form: LoopSignature) -> list[Any]:
     """The types of the ys."""
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 
 
-def _programs(test: Any, body: Any, form: Form) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """The predicate and the step of the ``while``, for one example."""
     n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
     number = jax.typeof(np.int32(0))

@@ -4,7 +4,7 @@ A `Call` is a function of one example, its arguments, and the *way* that its axi
 begins as one of all lanes at once. A pass takes a call and returns one: with lanes sharded over
 devices, or with a few that run at a time. What is left after all passes is executed::
 
-    outs, outputs = execute(through(passes, Call(axis, function, mapped)))
+    outs, outputs = execute(apply_passes(passes, Call(axis, function, mapped)))
 
 A new way to run an axis is a subclass of `Way`, and a pass that gives it to its calls.
 
@@ -279,7 +279,7 @@ CONSTANT = "a value that the function closes over"
 Pass = Callable[[Call], Call]
 
 
-def through(passes: Iterable[Pass], call: Call) -> Call:
+def apply_passes(passes: Iterable[Pass], call: Call) -> Call:
     """A call after these passes, in order."""
     return functools.reduce(lambda call, change: change(call), passes, call)
 

@@ -130,7 +130,7 @@ def _as_one(
     size = axis.size * loop.size
     most = specs[0].most
     chunk = loop.chunk if most is None else fitting_width(most, size)
-    chunk = size if loop.singly else chunk
+    chunk = size if loop.serial else chunk
 
     def joined(body: ChunkBody) -> ChunkBody:
         def of_width(width: int) -> Callable[..., list[Any]]:
@@ -155,8 +155,8 @@ def _as_one(
     # A sum is one over the inner lanes of each outer lane: `_split` adds up what each lane returns.
     results = tuple(Gathered(0) if isinstance(spec, Sum) else spec for spec in loop.results)
     how = {"operands": specs, "results": results, "size": size, "chunk": chunk, "progress": None}
-    singly = loop.singly * axis.size
-    outs = chunk_loop(loop.changed(joined, singly=singly, **how), operands)
+    serial = loop.serial * axis.size
+    outs = chunk_loop(loop.changed(joined, serial=serial, **how), operands)
     return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
 
 

@@ -266,7 +266,7 @@ class ChunkLoop:
     chunk: int | Auto
     progress: LoopProgress | None = None
     all_at_once: AllAtOnce | None = None
-    singly: int = 0
+    serial: int = 0
     masked: ChunkBody | None = None
 
     def derivative(
@@ -287,14 +287,14 @@ class ChunkLoop:
             if name == "cotangents":
                 program = program.removeprefix("tangents of ")
             chunk = replace(chunk, program=f"{name} of {program}")
-        told = None if self.progress is None else self.progress.derivative(name)
+        callback = None if self.progress is None else self.progress.derivative(name)
         whole = self.all_at_once
         if whole is not None:
             share = whole.of_derivatives
             whole = None if share is None else replace(whole, share=share)
-        once = replace(self, all_at_once=whole, singly=0)
+        once = replace(self, all_at_once=whole, serial=0)
         of = lambda body: ChunkBody(differentiate(body.function), of=body)
-        return once.changed(of, chunk=chunk, progress=told, **changes)
+        return once.changed(of, chunk=chunk, progress=callback, **changes)
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
         """A loop of which `change` makes what is done, for a chunk and for all lanes."""
@@ -366,7 +366,7 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         loop.program(avals, loop.size % loop.chunk)
     if loop.all_at_once is not None:
         loop.all_at_once.body.staged(loop.size, avals)
-    if loop.singly:
+    if loop.serial:
         loop.program(avals, 1)
     program = loop.program(avals, loop.width)
     if any(isinstance(c, Tracer) for c in program.consts):

@@ -50,16 +50,16 @@ from batchax.programs.one_function import fits_one_function
 from batchax.rules.in_turn import zero_after
 
 
-def run_few_or_all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     """What a loop computes whose lanes run one after another if there are few, on a processor.
 
     Lanes that are not picked have anything in its results.
     """
     count = count_active(operands[0])
     few = lambda *operands: _few(loop, count, operands)
-    if loop.singly >= loop.size:
+    if loop.serial >= loop.size:
         return few(*operands)
-    return list(lax.cond(count <= loop.singly, few, lambda *xs: _all(loop, xs), *operands))
+    return list(lax.cond(count <= loop.serial, few, lambda *xs: _all(loop, xs), *operands))
 
 
 def _all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
@@ -106,8 +106,8 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
     if loop.all_at_once is not None:
         return _as_many_are_picked(loop, loop.all_at_once, operands)
-    if loop.singly:
-        return run_few_or_all(loop, operands)
+    if loop.serial:
+        return run_serial_or_masked(loop, operands)
     chunks = _Chunks.of(loop, operands)
     if loop.size <= chunks.width and not loop.gathers:
         outs, _ = chunks.run(np.int32(0), loop.size)
@@ -343,7 +343,7 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     """A key: equal for loops that do the same in chunks of that size."""
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
-    own = loop.size, loop.operands, loop.results, loop.progress, loop.singly
+    own = loop.size, loop.operands, loop.results, loop.progress, loop.serial
     if loop.all_at_once is not None:
         whole = loop.all_at_once
         own = *own, whole.share, value_key(whole.body.staged(loop.size, avals))

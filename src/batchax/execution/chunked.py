@@ -561,14 +561,14 @@ def find_chunking(
         raise ArgumentTypeError(
             f'memory_limit goes with batch_size="auto"; batch_size is {brief(batch_size)}.'
         )
-    told = find_progress(progress, fun, "chunks")
+    callback = find_progress(progress, fun, "chunks")
     if batch_size is None:
         if residuals != "recompute":
             raise ArgumentTypeError(
                 f"residuals is {residuals!r}, but batch_size is None: all lanes run at once, and "
                 "what they computed is kept. Give batch_size, or leave residuals out."
             )
-        if told is not None:
+        if callback is not None:
             raise ArgumentTypeError(
                 f"progress is {brief(progress)}, but batch_size is None: all lanes run at once, "
                 "and there are no chunks to count. Give batch_size, or leave progress out."
@@ -576,7 +576,7 @@ def find_chunking(
         return None
     if is_word(batch_size, "auto"):
         name = name_of(fun)
-        return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", told)
+        return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", callback)
     if not is_position(batch_size):
         raise ArgumentTypeError(
             f'batch_size must be a positive int, "auto" or None, got {show(batch_size)}.'
@@ -586,7 +586,7 @@ def find_chunking(
             f"batch_size is {batch_size}, but at least one lane must run at a time. Give a "
             "positive int; None runs all lanes at once, as 0 does in jax.lax.map."
         )
-    return Chunking(int(batch_size), residuals == "keep", told)
+    return Chunking(int(batch_size), residuals == "keep", callback)
 
 
 @dataclass(frozen=True)

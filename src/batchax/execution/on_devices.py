@@ -46,7 +46,7 @@ from batchax.memo import Memo
 from batchax.rules.hazards import hazards
 
 
-def dealt_out(shards: Shards | None) -> Pass:
+def shard_lanes(shards: Shards | None) -> Pass:
     """The pass for lanes that the user wants on the devices of a mesh: it puts them there."""
 
     def change(call: Call) -> Call:
@@ -59,7 +59,7 @@ def dealt_out(shards: Shards | None) -> Pass:
     return change
 
 
-def in_parts(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
+def chunk_lanes(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
     """The pass for lanes of which a few run at a time.
 
     Args:
@@ -207,7 +207,7 @@ def _kind(x: Value) -> Any:
     return jax.typeof(x).shape, jax.typeof(x).dtype, jax.typeof(x).weak_type
 
 
-def where_they_are(apart: Pass) -> Pass:
+def infer_mesh_from_arguments(apart: Pass) -> Pass:
     """The pass for lanes that arguments say are on the devices of a mesh, if that spares exchanges.
 
     Args:

@@ -95,7 +95,7 @@ class LoopProgress:
 
 
 @dataclass(frozen=True)
-class Told:
+class ProgressCallback:
     """What a program calls, with the steps done and, if it is not known, how many there are.
 
     Anything may follow. What is known is not passed by the program: each number takes time.
@@ -191,40 +191,41 @@ _CALLS = 50  # in a loop: each takes 0.1 to 0.2 milliseconds
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a loop. Equal to others of which the same is told.
+    """The steps of a loop. Equal to others that report the same to the same callback.
 
     Attributes:
-      most: how many there are at most; of a symbolic number nobody can be told.
-      told: who is told how many are done; None for nobody.
+      most: how many there are at most; a symbolic number is not reported.
+      callback: gets how many are done, if given.
       width: how many begin at a time.
       together: how many such beginnings have no order, and are next to each other.
     """
 
     most: Any
-    told: LoopProgress | None = None
+    callback: LoopProgress | None = None
     width: int = 1
     together: int = 1
 
     def derivative(self, name: str) -> Steps:
         """Those of a loop that computes a derivative of this one."""
-        return self if self.told is None else replace(self, told=self.told.derivative(name))
+        callback = None if self.callback is None else self.callback.derivative(name)
+        return replace(self, callback=callback)
 
     def begin(self, done: Any, total: Any = None) -> None:
         """In the loop, at the start of a step: so many are done, of `total` or of `most`."""
-        if self.told is not None and self.most > 1:  # that the only step is done is enough
+        if self.callback is not None and self.most > 1:  # that the only step is done is enough
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
     def end(self, done: Any, total: Any = None, results: Sequence[Value] = ()) -> None:
         """After the loop: so many steps are done, and these are the results."""
-        if self.told is not None:
+        if self.callback is not None:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
     def through(self, carry: Sequence[Value], done: Any) -> list[Any]:
         """The carry of a scan of JAX's at the start of a step, for the way back to be told of."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
-        if self.told is None or not moving:
+        if self.callback is None or not moving:
             return list(carry)
         values = progress_back_p.bind(*(carry[i] for i in moving), done, steps=self, linear=False)
         passed = dict(zip(moving, values, strict=True))
@@ -252,8 +253,8 @@ class Steps:
         self, done: Any, total: Any, due: Any, after: Sequence[Any] = (), over: bool = False
     ) -> None:
         """Calls the host if it is `due`, from one device of those that run the same program."""
-        assert self.told is not None
-        told = Told(self.told, self.most if total is None else None, over)
+        assert self.callback is not None
+        callback = ProgressCallback(self.callback, self.most if total is None else None, over)
         operands = [done, *([] if total is None else [total]), *after]
         mesh = mesh_around()
         if mesh.manual_axes:
@@ -263,7 +264,7 @@ class Steps:
             due = lax.bitwise_and(*_compat.varying_alike([due, first]))
 
         def tell() -> list[Any]:
-            return tell_progress_p.bind(*operands, told=told)
+            return tell_progress_p.bind(*operands, callback=callback)
 
         if due is None:
             tell()
@@ -278,10 +279,10 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
     return eval_jaxpr(program.jaxpr, program.consts)[0]
 
 
-def _call(*operands: Any, told: Told) -> list[Any]:
+def _call(*operands: Any, callback: ProgressCallback) -> list[Any]:
     """Calls the host, once what follows the numbers among the operands is computed."""
-    numbers, after = operands[: told.numbers], operands[told.numbers :]
-    jax.debug.callback(told, *numbers, *_entry(after))
+    numbers, after = operands[: callback.numbers], operands[callback.numbers :]
+    jax.debug.callback(callback, *numbers, *_entry(after))
     return []
 
 
@@ -296,17 +297,17 @@ def _entry(values: Sequence[Value]) -> Sequence[Any]:
     return []
 
 
-def _call_when_computed(*operands: Any, told: Told) -> list[Any]:
-    return _call(*jax.block_until_ready(operands), told=told)
+def _call_when_computed(*operands: Any, callback: ProgressCallback) -> list[Any]:
+    return _call(*jax.block_until_ready(operands), callback=callback)
 
 
 def _batched_call(
-    axis: Axis, args: Any, axes: Any, /, *, told: Told
+    axis: Axis, args: Any, axes: Any, /, *, callback: ProgressCallback
 ) -> tuple[list[Any], list[Any]]:
     # Lanes that left a loop at steps of their own: it goes on to the last of these.
-    numbers = zip(args[: told.numbers], axes, strict=False)
+    numbers = zip(args[: callback.numbers], axes, strict=False)
     furthest = [x if a is None else lax.reduce_max(x, (a,)) for x, a in numbers]
-    return tell_progress_p.bind(*furthest, *args[told.numbers :], told=told), []
+    return tell_progress_p.bind(*furthest, *args[callback.numbers :], callback=callback), []
 
 
 # A primitive, as a batch axis of what a call waits for must not multiply the call.
@@ -315,12 +316,12 @@ tell_progress_p = own_primitive(
     called="progress",
     operations=_call,
     compute=_call_when_computed,
-    types=lambda *avals, told: [],
+    types=lambda *avals, callback: [],
     programs=(),
-    effects=lambda told: [_compat.debug_effect],
+    effects=lambda callback: [_compat.debug_effect],
     facts="once",
     rule=_batched_call,
-    jvp=lambda primals, tangents, told: (tell_progress_p.bind(*primals, told=told), []),
+    jvp=lambda primals, tangents, callback: (tell_progress_p.bind(*primals, callback=callback), []),
     transpose=OF_OPERATIONS,
 )
 

@@ -59,7 +59,7 @@ _FEW = 8
 """Operations that take less than to write an element and to read it again."""
 
 
-class MadeAgain:
+class CheapRemat:
     """What of a program is computed again, from values that are kept anyway.
 
     Args:
@@ -127,7 +127,7 @@ def _has_own_derivative(program: ScanProgram, operands: Values) -> bool:
         any(axes)
         and isinstance(program.steps.most, int)
         and program.steps.most > 0
-        and program.steps.told is None
+        and program.steps.callback is None
         and not program.body.effects
         and not staging_lanes()
         and not any(map(_compat.is_reference, operands))
@@ -177,7 +177,7 @@ def _split(program: ScanProgram, inputs: Sequence[int], outputs: Sequence[int]) 
             places.setdefault(v, ("y", k))
     once, stacked = [], []
     needed = [*take(jaxpr.invars, split.reads), *jaxpr.outvars[n_outs:]]
-    again = MadeAgain(staged, places)
+    again = CheapRemat(staged, places)
     change = [*(not same[i] for i in split.reads), *changes[n_outs:]]
     for v, changing in zip(needed, change, strict=True):
         if isinstance(v, Literal) or again.makes(v):

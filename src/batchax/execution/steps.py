@@ -289,7 +289,7 @@ def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
 
 def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) -> list[Any]:
     """The carry at the start of a step, or of a block of them; tells that it begins."""
-    if program.steps.told is None:
+    if program.steps.callback is None:
         return carry
     length, width = program.steps.most, sweep.width or 1
     steps = replace(program.steps, width=width, together=program.unroll or length)

@@ -359,7 +359,7 @@ class BoundedLoop:
       guarded: programs of the same, which are differentiated in place of them. Where they have
         lanes of an inner axis, derivatives may need operands of masked ones replaced, when values
         do not.
-      form: what its operands are: a `Form` of `execution/bounded_loop.py`, or a `SweepForm`.
+      form: what its operands are: a `LoopSignature` or `SweepSignature`.
       args, axes: the operands, and where each has the batch axis.
     """
 

@@ -23,9 +23,9 @@ from jax.core import ShapedArray, eval_jaxpr
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.execution.call import Call, Outputs, execute, through
+from batchax.execution.call import Call, Outputs, apply_passes, execute
 from batchax.execution.chunked import Chunking
-from batchax.execution.on_devices import in_parts
+from batchax.execution.on_devices import chunk_lanes
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import (
     AUTO,
@@ -66,7 +66,7 @@ def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any]
 
     A padded row is computed by a program that was staged for one mesh, so it stays where it is.
     """
-    return execute(through([in_parts(chunking, where_types_say=False)], call))
+    return execute(apply_passes([chunk_lanes(chunking, where_types_say=False)], call))
 
 
 def padded_arguments(
