@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.arguments import Mapped, MappedRows
@@ -12,6 +13,15 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_one_of
 from batchax.frontend.outputs import Described
 from batchax.jaxprs.spoken import show
+
+
+class Layout(StrEnum):
+    """How rows are held while they are computed: chosen by batchax, or by the user."""
+
+    AUTO = "auto"
+    PACKED = "packed"
+    PADDED = "padded"
+    GROUPED = "grouped"
 
 
 class GroupsOfRows:
@@ -27,7 +37,7 @@ class RowOptions:
       buckets: which rows run together, or how many groups of them there may be.
     """
 
-    layout: Literal["auto", "packed", "padded", "grouped"] = "auto"
+    layout: Layout = Layout.AUTO
     buckets: int | GroupsOfRows | None = None
 
     def check_used(self) -> None:
@@ -36,7 +46,7 @@ class RowOptions:
         Raises:
           ArgumentTypeError: one was given.
         """
-        given = {"buckets": self.buckets is not None, "layout": self.layout != "auto"}
+        given = {"buckets": self.buckets is not None, "layout": self.layout != Layout.AUTO}
         for option, there in given.items():
             if there:
                 raise ArgumentTypeError(
@@ -53,18 +63,18 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
       AxisError: there are to be fewer than one bucket.
     """
     buckets = _checked_buckets(buckets)
-    check_one_of("layout", layout, "auto", "packed", "padded", "grouped")
-    if layout == "packed" and batch_size is not None:
+    check_one_of("layout", layout, *map(str, Layout))
+    if layout == Layout.PACKED and batch_size is not None:
         raise ArgumentTypeError(
             'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '
             "them out; buckets= helps where padding takes too much memory."
         )
-    if layout == "grouped" and buckets is not None:
+    if layout == Layout.GROUPED and buckets is not None:
         raise ArgumentTypeError(
             'layout="grouped" runs rows of one length together, and buckets= rows of similar '
             "length. Give one of them."
         )
-    return RowOptions(layout, buckets)
+    return RowOptions(Layout(layout), buckets)
 
 
 def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:

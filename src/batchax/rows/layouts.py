@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.extend import core
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
+from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
@@ -397,12 +398,9 @@ def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
     return True
 
 
-Layout = Literal["packed", "padded"]
-
-
 def other_layout(layout: Layout) -> Layout:
     """The one of the two that `layout` is not."""
-    return "padded" if layout == "packed" else "packed"
+    return Layout.PADDED if layout == Layout.PACKED else Layout.PACKED
 
 
 @dataclass(frozen=True)
@@ -426,19 +424,19 @@ class Costs:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
         eqn = step.eqn
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
-        sizes, times = (self.packed, 1) if layout == "packed" else (self.padded, self.rows)
-        merged = merge(eqn) if layout == "packed" and has_several(eqn) else None
+        sizes, times = (self.packed, 1) if layout == Layout.PACKED else (self.padded, self.rows)
+        merged = merge(eqn) if layout == Layout.PACKED and has_several(eqn) else None
         if merged is not None:
             eqn, sizes, times = merged, Sizes({merged.size: self.room[merged.names]}, {}), 1
-        elif layout == "packed" and size_of_rule(eqn) is not None:  # which tells rows apart
+        elif layout == Layout.PACKED and size_of_rule(eqn) is not None:  # which tells rows apart
             each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
             sizes, times = Sizes(each, {}), self.rows
-        if eqn.primitive.name == "sort" and layout == "padded":
+        if eqn.primitive.name == "sort" and layout == Layout.PADDED:
             return self._of_sort(eqn, own)
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
         reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)
-        if reduced and layout == "packed":  # each element is added to the result of its row
+        if reduced and layout == Layout.PACKED:  # each element is added to the result of its row
             cost += Cost(places=2 * max(sizes.bounds.values()))
         return ROWS.time(cost)
 
@@ -510,13 +508,13 @@ def choose_layouts(
         held = all(names in costs.room for names in groups_in(step.eqn))
         possible.append(held and can_pack(step.eqn, dense))
     if only is not None:
-        packed = [p is True and only == "packed" for p in possible]
+        packed = [p is True and only == Layout.PACKED for p in possible]
     elif False in possible and True in possible:
         packed = _cheaper(program, possible, ragged, differs, costs)
     else:
         packed = [p is True for p in possible]
     for p, is_packed in zip(possible, packed, strict=True):
-        chosen.append(None if p is None else "packed" if is_packed else "padded")
+        chosen.append(None if p is None else Layout.PACKED if is_packed else Layout.PADDED)
     return chosen
 
 
@@ -566,11 +564,11 @@ def _cost(
     for step, is_packed, may_be in zip(program.steps, packed, possible, strict=True):
         if may_be is None:
             continue
-        layout: Layout = "packed" if is_packed else "padded"
+        layout: Layout = Layout.PACKED if is_packed else Layout.PADDED
         total += price(step, layout) if may_be else 0.0  # where there is no choice it is the same
-        moved |= {v for v in step.used if v in ragged and made.get(v, "packed") != layout}
+        moved |= {v for v in step.used if v in ragged and made.get(v, Layout.PACKED) != layout}
         made.update(dict.fromkeys(step.outputs, layout))
     for v in program.outputs:  # what is returned is packed, as arguments are
         if isinstance(v, int) and v in ragged and can_hold(costs.room, program.shapes[v]):
-            moved |= {v} if made.get(v, "packed") != "packed" else set()
+            moved |= {v} if made.get(v, Layout.PACKED) != Layout.PACKED else set()
     return total + sum(costs.move(program.shapes[v]) for v in moved)

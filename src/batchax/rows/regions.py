@@ -15,7 +15,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import check_unbatched, place
-from batchax.frontend.rows import RowOptions
+from batchax.frontend.rows import Layout, RowOptions
 from batchax.jaxprs.evaluate import walk
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
@@ -29,7 +29,6 @@ from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
     Constant,
     Costs,
-    Layout,
     RowProgram,
     RowStep,
     choose_layouts,
@@ -74,7 +73,9 @@ def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[
     waiting = list(zip(program.steps, layouts, strict=True))
     done = set(program.shapes) - {v for step in program.steps for v in step.outputs}
     regions: list[Region] = []
-    layout: Layout = "padded" if next(filter(None, layouts), None) == "padded" else "packed"
+    layout: Layout = (
+        Layout.PADDED if next(filter(None, layouts), None) == Layout.PADDED else Layout.PACKED
+    )
     while waiting:
         taken: list[RowStep] = []
         left = []
@@ -107,7 +108,7 @@ def regions_of_groups(
     shared = [step for step in program.steps if step not in own]
     rest = replace(program, steps=list(own))
     regions = find_regions(rest, list(own.values()))
-    return [*([Region("packed", shared)] if shared else []), *regions]
+    return [*([Region(Layout.PACKED, shared)] if shared else []), *regions]
 
 
 def run_regions(
@@ -125,11 +126,11 @@ def run_regions(
     """
     values = _Values(rows, bounds)
     for number, value in [*enumerate(arguments), *_constants(program)]:
-        values.put(number, value, "packed" if rows.holds(value.shape) else "padded")
+        values.put(number, value, Layout.PACKED if rows.holds(value.shape) else Layout.PADDED)
     last_use = _last_uses(program, regions)
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}
-        if region.layout == "packed":
+        if region.layout == Layout.PACKED:
             _run_packed(values, region)
         else:
             _run_padded(values, region, live, program, in_groups)
@@ -137,7 +138,7 @@ def run_regions(
     return [
         Packed(v.value, v.shape)
         if isinstance(v, Constant)
-        else values.get(v, "packed" if rows.holds(program.shapes[v]) else "padded")
+        else values.get(v, Layout.PACKED if rows.holds(program.shapes[v]) else Layout.PADDED)
         for v in program.outputs
     ]
 
@@ -182,7 +183,7 @@ class _Values:
         at, names = tuple(ragged_axes(x.shape)), names_of(x.shape)
         assert names
         segments = self.rows.along(names)
-        if layout == "packed":
+        if layout == Layout.PACKED:
             value = pack_rows(x.value, segments.index, at, segments.capacity)
             return Packed(value, x.shape)
         return Packed(pad_rows(x.value, segments.index, at), x.shape, 0)
@@ -193,13 +194,13 @@ def _run_packed(values: _Values, region: Region) -> None:
     for step in region.steps:
         eqn = step.eqn
         operands = [
-            Packed(v.value, v.shape) if isinstance(v, Constant) else values.get(v, "packed")
+            Packed(v.value, v.shape) if isinstance(v, Constant) else values.get(v, Layout.PACKED)
             for v in step.inputs
         ]
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
             outs = run_and_note(values.rows, eqn, operands)
         for number, out in zip(step.outputs, outs, strict=True):
-            values.put(number, out, "packed")
+            values.put(number, out, Layout.PACKED)
 
 
 def _run_padded(
@@ -214,14 +215,15 @@ def _run_padded(
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
     layouts: list[Layout] = [
-        "packed" if in_groups and values.rows.holds(program.shapes[v]) else "padded" for v in needed
+        Layout.PACKED if in_groups and values.rows.holds(program.shapes[v]) else Layout.PADDED
+        for v in needed
     ]
     operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
     constants = {
         v: x for v, x in zip(needed, operands, strict=True) if isinstance(x.value, np.ndarray)
     }
     inputs = {v: x for v, x in zip(needed, operands, strict=True) if v not in constants}
-    packed = {v for v, layout in zip(needed, layouts, strict=True) if layout == "packed"}
+    packed = {v for v, layout in zip(needed, layouts, strict=True) if layout == Layout.PACKED}
 
     def one_row(sizes: Sizes, *args: Any) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in constants.items()}
@@ -243,7 +245,9 @@ def _run_padded(
             if has_symbols(out.shape) and out.axis is not None:
                 values.left_padded.add(v)
             values.put(
-                v, out, "padded" if out.axis is not None and has_symbols(out.shape) else "packed"
+                v,
+                out,
+                Layout.PADDED if out.axis is not None and has_symbols(out.shape) else Layout.PACKED,
             )
         return
     every = {name: values.rows.segments[name].index.lengths for name in values.bounds}
@@ -263,7 +267,7 @@ def _run_padded(
         if has_symbols(shape):
             x, axis = axis_to_front(values.rows.axis, x, axis), 0
             values.left_padded.add(v)
-        values.put(v, Packed(x, shape, axis), "padded")
+        values.put(v, Packed(x, shape, axis), Layout.PADDED)
 
 
 def _run_step(sizes: Sizes, step: RowStep, operands: Sequence[Row]) -> list[Row]:
@@ -311,7 +315,7 @@ class InRegions(Way):
         rows = PackedRows(call.axis, segments, room)
         program, regions, in_groups, called = self._find_regions(call, rows)
         for region in regions if recording.is_on() else ():
-            name = called if region.layout == "padded" else region.layout
+            name = called if region.layout == Layout.PADDED else region.layout
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
@@ -345,7 +349,7 @@ class InRegions(Way):
         room = {size.name: size.capacity for size in call.sizes}
         packed, padded = Sizes(room, {}), Sizes(call.bounds, {})
         costs = Costs(packed, padded, call.sizes[0].rows, rows.room)
-        only = self.layout if self.layout in ("packed", "padded") else None
+        only = self.layout if self.layout in (Layout.PACKED, Layout.PADDED) else None
         layouts = choose_layouts(program, batched, costs, only)
         in_groups, called = self._in_groups(call, program, layouts, batched, costs)
         if in_groups is None:
@@ -361,19 +365,19 @@ class InRegions(Way):
         costs: Costs,
     ) -> tuple[RunPadded | None, str]:
         if self.classes is None:
-            return None, "padded"
+            return None, Layout.PADDED
         lengths = {size.name: known_lengths(size.lengths) for size in call.sizes}
         of_numpy = {name: x for name, x in lengths.items() if x is not None}
         if self.classes == "auto" and len(of_numpy) == len(lengths):
             groups = choose_groups(program, layouts, batched, costs, of_numpy)
-            return (None, "padded") if groups is None else (groups.run, "in groups")
+            return (None, Layout.PADDED) if groups is None else (groups.run, "in groups")
         classes = (
             choose_classes(program, layouts, batched, costs)
             if self.classes == "auto"
             else find_classes(program, batched, costs, self.classes)
         )
         if classes is None:
-            return None, "padded"
+            return None, Layout.PADDED
         return functools.partial(run_in_classes, classes=classes), "in size classes"
 
 

@@ -30,7 +30,7 @@ from batchax.execution.devices.shards import (
 )
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, OutputArray, place
-from batchax.frontend.rows import GroupsOfRows, RowOptions, runs_rows
+from batchax.frontend.rows import GroupsOfRows, Layout, RowOptions, runs_rows
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
@@ -535,7 +535,7 @@ class InRows(Way):
             options = replace(self.options, buckets=None)
             each = replace(self, options=options, of_bucket=True)
             return run_in_buckets(replace(call, way=each), buckets)
-        if self.options.layout == "grouped":
+        if self.options.layout == Layout.GROUPED:
             if self.shards is not None:
                 raise UnsupportedError(
                     'mesh was given, and layout="grouped": which rows have one length is known '
@@ -582,7 +582,7 @@ class InRows(Way):
 
     def _by_switch(self, call: Call, told: functools.partial[Exception]) -> Outputs:
         """By a branch for each length, if that can be; else raises what is `told` of an error."""
-        if self.shards is None and self.options.layout == "auto":
+        if self.shards is None and self.options.layout == Layout.AUTO:
             outs = run_by_answer(call, self.chunking, told.args[0])
             outs = run_by_switch(call, self.chunking) if outs is None else outs
             if outs is not None:

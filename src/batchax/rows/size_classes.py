@@ -32,6 +32,7 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
+from batchax.frontend.rows import Layout
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
@@ -50,7 +51,7 @@ from batchax.rows.buckets import (
     split_lanes,
 )
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
-from batchax.rows.layouts import Costs, Layout, RowProgram, RowStep, differing_values
+from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
 from batchax.rows.merged import Names, can_hold, names_of
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
@@ -521,7 +522,7 @@ def rows_in_block(program: RowProgram, batched: Sequence[bool], costs: Costs) ->
     """
     differs = differing_values(program, batched)
     steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
-    work = sum(costs.of(step, "padded", differs) for step in steps) / costs.rows
+    work = sum(costs.of(step, Layout.PADDED, differs) for step in steps) / costs.rows
     worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
     rows = 1
     while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
@@ -670,7 +671,7 @@ def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
 
 def _padded_steps(program: RowProgram, layouts: Sequence[Layout | None]) -> list[RowStep]:
     pairs = zip(program.steps, layouts, strict=True)
-    return [step for step, layout in pairs if layout == "padded"]
+    return [step for step, layout in pairs if layout == Layout.PADDED]
 
 
 def _times(
@@ -678,4 +679,4 @@ def _times(
 ) -> np.ndarray:
     """Nanoseconds for each step of one padded row, by the bounds of its sizes."""
     each = replace(costs, padded=Sizes(bounds, {}))
-    return np.array([each.of(step, "padded", differs) for step in steps]) / costs.rows + 1e-3
+    return np.array([each.of(step, Layout.PADDED, differs) for step in steps]) / costs.rows + 1e-3

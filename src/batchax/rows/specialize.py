@@ -34,6 +34,7 @@ from batchax.frontend.outputs import (
     check_unbatched,
     place,
 )
+from batchax.frontend.rows import Layout
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, move_axis
@@ -88,7 +89,7 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
     """What a call returns, each of whose rows is padded to the longest."""
     if recording.is_on():
         steps = flatten(call.staged).steps
-        recording.fact("region", layout="padded", steps=steps, rows=call.noted)
+        recording.fact("region", layout=Layout.PADDED, steps=steps, rows=call.noted)
     recording.found_program(call.axis, call.staged, call.mapped)
     staged, bounds = call.staged, call.bounds
     shapes = [v.aval.shape for v in staged.jaxpr.invars]

@@ -394,9 +394,9 @@ def _fft(original: Any, a: Value, n: Any = None, axis: int = -1, norm: str | Non
         n = 2 * (a.shape[axis] - 1)
     if not _compat.is_row_size(n):
         return original(a, n, axis, norm)
-    size: Any = n // 2 + 1 if halved else n
+    size: Any = n
     a = jnp.moveaxis(a, axis, -1)
-    a = _cropped(a, a.ndim - 1, size)
+    a = _cropped(a, a.ndim - 1, size // 2 + 1 if halved else size)
     if not halved:
         return jnp.moveaxis(original(a, None, -1, norm), -1, axis)
     out = lax.fft(a.astype(jnp.result_type(a, np.complex64)), "IRFFT", (n,))
