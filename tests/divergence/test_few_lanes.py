@@ -72,7 +72,7 @@ def singly(f, *args):
     """Of how many lanes the branches of a program run by themselves, for each chunk loop."""
     eqns = with_inside(jax.make_jaxpr(f)(*args).jaxpr.eqns)
     return [
-        v.singly for e in eqns for v in e.params.values() if isinstance(v, ChunkLoop) and v.singly
+        v.serial for e in eqns for v in e.params.values() if isinstance(v, ChunkLoop) and v.serial
     ]
 
 

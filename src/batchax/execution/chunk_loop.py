@@ -252,7 +252,7 @@ class ChunkLoop:
       chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
       progress: who is told how far it is.
       all_at_once: what is done where its mask picks most lanes; None: chunks of those, as ever.
-      singly: on a processor, of lanes that a mask picks so many at most run one after another, as
+      serial: on a CPU, of lanes that a mask picks so many at most run one after another, as
         one function; more run all at once, and with them those that are not picked. If not zero,
         a chunk holds all lanes, and results of lanes that are not picked are anything.
       masked: what is done for all lanes at once, of which its mask may pick none, where a program
