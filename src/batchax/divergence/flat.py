@@ -37,6 +37,7 @@ from batchax.divergence.flat_derivatives import tangents_of_lanes
 from batchax.divergence.loops import PartingLoop, masked_inside
 from batchax.divergence.nest import DeferredBranch, Inner, Nest, Segment
 from batchax.divergence.policy import Masked
+from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import Tally, counted, rows_of, with_rows
 from batchax.execution.gathered_lanes import (
@@ -303,9 +304,9 @@ class Gathering:
         count, everyone, others, long = _sums([waited | come, active, moving], long)
         rest = lax.rem(count, np.int32(width))
         empty = lax.convert_element_type(np.int32(width) - rest, np.float32)
-        enough = np.float32(self.block / width) * empty * everyone.astype(np.float32)
-        last = (long >= enough) | (others == 0) | (count == everyone)
-        return [count - lax.select(last, lax.full_like(rest, 0), rest)]
+        waits = SkiRental(self.block / width).waits(long, empty * everyone.astype(np.float32))
+        waits &= (others != 0) & (count != everyone)
+        return [count - lax.select(waits, rest, lax.full_like(rest, 0))]
 
 
 def _sums(masks: Sequence[Any], long: Any) -> Sequence[Any]:
@@ -595,7 +596,7 @@ class Lanes:
         inside = lax.bitwise_and(active, self._at(number, values))
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
         everyone = self._count(active, np.float32)
-        limit = lax.mul(everyone, self.time)
+        limit = SkiRental(float(self.time)).limit(everyone)
 
         def run(given: Any, state: Any) -> Any:
             consts, everyone, limit, deadline = given

@@ -4,6 +4,19 @@ How many steps are to come is not known. Who rents skis until the rent has reach
 at most twice what the best choice would have cost that knew how many days there are (Karlin,
 Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988). Here the rent is the lane-steps
 that idle lanes waste, and the price is that of moving lanes: both are counted in steps of a lane.
+
+All that waits asks this rule, with a price of its own:
+
+| who waits | for | the price |
+|---|---|---|
+| all lanes, masked (`windows.Together`) | the last ones | to move those that are left to a window |
+| a window (`windows._GoesOn`) | its slowest lanes | to refill it |
+| a tile (`tiles._Tiles`) | its last lanes | to leave them for later, and search them |
+| a bounded loop that is differentiated | the last ones | to move those to blocks |
+| lanes of a nested loop (`flat.Lanes`) | those in a loop inside | what follows it, for all lanes |
+| lanes before a branch (`flat.Gathering`) | a full block | its empty share, for all lanes |
+
+The last two count nanoseconds in place of steps.
 """
 
 from __future__ import annotations
@@ -25,10 +38,13 @@ class SkiRental:
 
     price: float
 
+    def limit(self, lanes: Any) -> Any:
+        """How many lane-steps cost as much as moving so many lanes."""
+        return lax.mul(np.float32(self.price), _float(lanes))
+
     def waits(self, wasted: Any, lanes: Any) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes."""
-        wasted, lanes = (_float(x) for x in (wasted, lanes))
-        return lax.lt(wasted, lax.mul(np.float32(self.price), lanes))
+        return lax.lt(_float(wasted), self.limit(lanes))
 
 
 def _float(x: Any) -> Any:
