@@ -104,7 +104,10 @@ nightly: .venv/ready azurite fake-gcs
 
 # The custom derivatives that JAX will have: its own tests run with both.
 NEXT := JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT3=1
-DERIVATIVES := tests/rules/test_custom_derivatives.py tests/rules/test_closing_rules.py
+DERIVATIVES := tests/rules/test_custom_derivatives.py tests/rules/test_closing_rules.py \
+    tests/execution/test_chunked_derivatives.py tests/execution/test_losses.py \
+    tests/laws/test_own_primitives.py tests/laws/test_library_calls.py tests/laws/test_models.py \
+    tests/user_rules/test_own_derivatives.py
 
 # Pytest with these arguments, with these settings; what to do in its place where there is no Python
 # 3.12; and the environment, if not one with all extras. The canary tells what JAX has changed before

@@ -1,5 +1,6 @@
 """Models given whole, as their libraries make them, in every way to run a batch."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
+from jax import lax
 
 import batchax as bx
 from batchax.frontend.in_axes import without_objects
 
-from support.oracle import example, same
+from support.high_operations import centered, normalized, product
+from support.oracle import example, same, together
 
 LANES = 3
 QUICK = {"xla_backend_optimization_level": 0}
@@ -402,3 +405,39 @@ def test_arrays_of_a_model_that_may_be_called_are_looked_at():
     twice = lambda x: jax.tree.map(lambda w: w * x.sum(), model)
     listed = [e.primitive for e in bx.explain(twice, compile=False)(jnp.ones((4, 2))).walk()]
     assert listed.count("mul") == 2
+
+
+# Operations that their authors describe by objects, with a rule for batches.
+
+HIGH = {
+    "several results": (lambda x, w: jnp.sum(jnp.sin(normalized(x)[0])) * normalized(x)[1], None),
+    "shared weights": (lambda x, w: jnp.sum(jnp.tanh(product(x, w))), None),
+    "own weights": (lambda x, w: jnp.sum(jnp.tanh(product(x, w))), 0),
+    "collective": (lambda x, w: jnp.sum(jnp.sin(centered(x, "i"))), None),
+    "shared collective": (lambda x, w: x.sum() * (8 + centered(w, "i").sum()), None),
+    "branches": (
+        lambda x, w: lax.cond(x[0] > 0, lambda: product(x, w).sum(), lambda: normalized(x)[1]),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIGH)
+def test_operations_of_an_author(name):
+    fun, of_weights = HIGH[name]
+    weights = example((LANES, 4, 2) if of_weights == 0 else (4, 2), seed=3).astype(np.float32)
+
+    def each(vmap):
+        mapped = lambda f: vmap(f, in_axes=(0, of_weights), axis_name="i")
+        total = lambda *args: jnp.sum(jnp.sin(mapped(fun)(*args)))
+        return lambda *args: [
+            jax.grad(total, (0, 1))(*args),
+            mapped(jax.grad(fun, (0, 1)))(*args),
+            mapped(fun)(*args),
+        ]
+
+    ways = {way: each(functools.partial(bx.vmap, **options)) for way, options in WAYS.items()}
+    ways["jax.vmap"] = each(jax.vmap)
+    results = jax.jit(together(ways))(XS, weights)
+    for way in WAYS:
+        same(results[way], results["jax.vmap"], CLOSE, way)

@@ -14,6 +14,7 @@ from jax._src.lax.control_flow.conditionals import platform_index_p
 from jax._src.shard_map import shard_map_p
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental import hijax
 from jax.extend import linear_util
 from jax.interpreters import ad, batching
 
@@ -179,10 +180,9 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
     kind = type(prim).__name__
     if kind not in ("CustomVJPTraced", "CustomJVPTraced") or "traced" not in prim.params:
         return None
-    arguments, leaves = partial(jax.tree.unflatten, prim.in_tree), prim.out_tree.flatten_up_to
-    # JAX 0.12 passes what the function closes over as its first argument, and has logs of rules.
-    newest = hasattr(prim, "vjp_bwd_retval_logs")
-    n_closed = len(jax.tree.leaves(prim.in_avals[0])) if newest else 0
+    arguments = partial(jax.tree.unflatten, prim.in_tree)
+    # JAX 0.12 passes what the function closes over as its first argument.
+    n_closed = len(jax.tree.leaves(prim.in_avals[0])) if _has_logs(prim) else 0
 
     def run(*xs: Any) -> list[Any]:
         args, body = arguments(xs), prim.traced.jaxpr
@@ -197,41 +197,75 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
         run.__name__, run.__code__ = name, code
 
     def jvp(primals: Any, tangents: Any) -> tuple[list[Any], list[Any]]:
-        out, out_tangents = prim.jvp(arguments(primals), arguments(_zeros_as(ad.Zero, tangents)))
-        return leaves(out), _zeros_as(SymbolicZero, leaves(out_tangents))
-
-    def forward(*xs: Any) -> tuple[list[Any], Any]:
-        nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
-        out, residuals, *_ = prim.vjp_fwd(arguments(nonzero), *arguments([x.value for x in xs]))
-        return leaves(out), residuals
-
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        pull = prim.vjp_bwd_retval_logs if newest else prim.vjp_bwd_retval
-        cotangents = _zeros_as(ad.Zero, cotangents)
-        result = pull(residuals, jax.tree.unflatten(prim.out_tree, cotangents))
-        result, logs = result if newest else (result, None)
-        result = prim.in_tree.flatten_up_to(result)
-        result = tuple(None if isinstance(c, _ZEROS) else c for c in result)
-        return (result, logs) if newest else result
+        out, dots = prim.jvp(arguments(primals), arguments(_zeros_as(ad.Zero, tangents)))
+        out, dots = map(prim.out_tree.flatten_up_to, (out, dots))
+        return out, _zeros_as(SymbolicZero, dots)
 
     def refuse(
         primals: Any, _: Any
-    ) -> Any:  # the object raises, as what is closed over is asked for
+    ) -> Any:  # the object raises: it is asked for what is closed over
         prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
 
     def call(*xs: Any) -> list[Any]:
-        with _made_by_default():
-            if kind == "CustomJVPTraced":
-                function: Any = jax.custom_jvp(run)
-                function.defjvp(jvp, symbolic_zeros=True)
-            else:
-                function = jax.custom_vjp(run)
-                define = function.defvjp_with_logs if newest else function.defvjp
-                # Not `optimize_remat`: ``jax_remat3`` runs the function where it can, anyway.
-                define(forward, backward, symbolic_zeros=True)
+        if kind == "CustomVJPTraced":
+            with _made_by_default():
                 closed_over = jax.custom_jvp(lambda x: x)
                 closed_over.defjvp(refuse)
                 xs = *map(closed_over, xs[:n_closed]), *xs[n_closed:]
+            return _with_reverse_rule(prim, run, n_closed)(*xs)
+        with _made_by_default():
+            function: Any = jax.custom_jvp(run)
+            function.defjvp(jvp, symbolic_zeros=True)
+            return function(*xs)
+
+    return call
+
+
+def by_reverse_rule(prim: Any) -> Callable[..., list[Any]] | None:
+    """An operation that has a reverse rule and no forward rule, as a ``custom_vjp`` function.
+
+    Programs are differentiated in forward mode before they are transposed, and the object has no
+    ``jvp`` for that. A ``custom_vjp`` function stays one thing until then.
+    """
+    base: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
+    kind = type(prim)
+    by_values = _has_logs(prim) or kind.vjp_bwd is base.vjp_bwd
+    if kind.jvp is not base.jvp or kind.vjp_fwd is base.vjp_fwd or not by_values:
+        return None
+    run = lambda *xs: prim.out_tree.flatten_up_to(prim(*jax.tree.unflatten(prim.in_tree, xs)))
+    return _with_reverse_rule(prim, run, 0)
+
+
+def _has_logs(prim: Any) -> bool:  # since JAX 0.12
+    return hasattr(prim, "vjp_bwd_retval_logs")
+
+
+def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Any:
+    """`run` with the reverse rule of an object; the first `n_closed` arguments are constants."""
+
+    def forward(*xs: Any) -> tuple[list[Any], Any]:
+        nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
+        nonzero, args = (
+            jax.tree.unflatten(prim.in_tree, flat) for flat in (nonzero, [x.value for x in xs])
+        )
+        out, residuals, *_ = prim.vjp_fwd(nonzero, *args)
+        return prim.out_tree.flatten_up_to(out), residuals
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        pull = prim.vjp_bwd_retval_logs if _has_logs(prim) else prim.vjp_bwd_retval
+        cotangents = _zeros_as(ad.Zero, cotangents)
+        result = pull(residuals, jax.tree.unflatten(prim.out_tree, cotangents))
+        result, logs = result if _has_logs(prim) else (result, None)
+        result = prim.in_tree.flatten_up_to(result)
+        result = tuple(None if isinstance(c, _ZEROS) else c for c in result)
+        return (result, logs) if _has_logs(prim) else result
+
+    def call(*xs: Any) -> list[Any]:
+        with _made_by_default():
+            function: Any = jax.custom_vjp(run)
+            define = function.defvjp_with_logs if _has_logs(prim) else function.defvjp
+            # Not `optimize_remat`: ``jax_remat3`` runs the function where it can, anyway.
+            define(forward, backward, symbolic_zeros=True)
             return function(*xs)
 
     return call

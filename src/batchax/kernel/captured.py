@@ -222,7 +222,7 @@ def captured_tracers(rule: Any) -> list[Tracer]:
 
 # The parameters of equations that hold functions which are traced later: derivative rules of JAX's
 # calls, and rules of calls of batchax's own.
-_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule")
+_RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule", "_prim")
 
 
 def rules_of(eqn: Eqn) -> list[Any]:

@@ -103,9 +103,12 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     if holder:
         return frozenset(as_names(eqn.params[holder]))
     if eqn.primitive.name == "call_hi_primitive":  # an object, which may hold what it traced
-        traced = [x for x in vars(eqn.params["_prim"]).values() if isinstance(x, jax.stages.Traced)]
+        operation = eqn.params["_prim"]
+        traced = [x for x in vars(operation).values() if isinstance(x, jax.stages.Traced)]
         programs = [x.jaxpr.jaxpr for x in traced]
         used = frozenset(name for jaxpr in programs for name in _compat.named_axes(jaxpr.effects))
+        if not type(operation).__module__.startswith("jax."):  # as below
+            used |= names_in(operation.params)
         return used.union(*(_unmarked_inside(jaxpr, registrations()) for jaxpr in programs))
     if getattr(eqn.params.get("rule"), "told_name", False):
         return frozenset([ANY_NAME])

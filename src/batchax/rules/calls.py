@@ -18,8 +18,9 @@ from jax.core import eval_jaxpr
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.bodies import bind_call
+from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import body_parameter, enter
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import Captured, program_behind
@@ -259,7 +260,20 @@ def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Ba
         again = type(_prim)(**{**_prim.params, "jaxpr": body})
         return again(*args), out_axes
     # An operation that its author describes by an object, which knows how it is batched, too.
-    args = jax.tree.unflatten(_prim.in_tree, args)
     axes = jax.tree.unflatten(_prim.in_tree, axes)
-    out, out_axes = _prim.batch(_compat.axis_data(axis.name, axis.size, axis.spmd_name), args, axes)
-    return jax.tree.leaves(out), _prim.out_tree.flatten_up_to(out_axes)
+
+    def batched(*xs: Any) -> Batched:
+        data = _compat.axis_data(axis.name, axis.size, axis.spmd_name)
+        out, out_axes = _prim.batch(data, jax.tree.unflatten(_prim.in_tree, xs), axes)
+        return jax.tree.leaves(out), _prim.out_tree.flatten_up_to(out_axes)
+
+    if _compat.by_reverse_rule(_prim) is None:
+        return batched(*args)
+    staged, out_axes = _compat.stage_described(batched, list(map(jax.typeof, args)))
+    return evaluate(staged.jaxpr, staged.consts, args, _by_reverse_rules), out_axes
+
+
+def _by_reverse_rules(eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
+    high = eqn.primitive.name == "call_hi_primitive"
+    function = _compat.by_reverse_rule(eqn.params["_prim"]) if high else None
+    return bind_equation(eqn, operands) if function is None else function(*operands)
