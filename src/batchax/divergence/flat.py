@@ -595,6 +595,25 @@ class Lanes:
         mine = [values[k] for k in part.slots]
         inside = lax.bitwise_and(active, self._at(number, values))
         first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
+        # Invariants: each lane has one place, which is the part that it is in, and 0 between steps.
+        # It takes the parts of a step in order. A lane that is elsewhere keeps what it holds: it is
+        # masked, or in no block. A step of this loop ends with each lane at the start of its next
+        # step, or inside a part: none stops in a segment.
+        #
+        # The rule: `count` of `everyone` are inside, the others wait. A step inside that takes
+        # `taken` wastes ``taken * (everyone - count)``. What comes after this loop takes
+        # `self.time`, for all lanes, however many are there: that is the price of leaving. The loop
+        # is left when the waste since it was entered has reached the price.
+        #
+        # Bound: the waste is at most the price and a step, each time, so all lane-steps together
+        # take at most twice those of the best moments to leave (`SkiRental`). Masked lanes have no
+        # such bound: they waste ``max(n) - n`` at each step of the loop around.
+        #
+        # Progress: lanes that are inside take a step before the loop may be left, since `wasted` is
+        # 0 at first and the price is not. If a deadline has passed, the branch runs that it is for.
+        #
+        # Loops further inside waste the time of who waits here, too: they get what is `left` of the
+        # limit, for each lane that waits. `deadline` is the same for lanes before a branch.
         everyone = self._count(active, np.float32)
         limit = SkiRental(float(self.time)).limit(everyone)
 

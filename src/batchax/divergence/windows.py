@@ -278,6 +278,23 @@ class InWindow(NamedTuple):
         return cls(index, np.zeros(width, bool), np.int32(0), np.True_, np.False_)
 
 
+# To refill is to give the k-th free slot to the k-th waiting lane. Invariants:
+# - An active slot keeps its lane. No lane is in two slots, and none that is done comes.
+# - Lanes before `first` in the queue have come or are done, so `waiting` is whether one is left.
+# - Indices of slots where no lane ever was are out of bounds and differ: gathers clamp them, and
+#   scatters drop them, so these slots write nothing (`InWindow.empty`).
+#
+# On a CPU one loop walks both (`_one_by_one`). Each step of it goes on by a slot, by a lane of the
+# queue, or by both. `first` is kept between calls, so all refills of a window take at most `size`
+# steps, and each of them `width` more. Scatters would be a kernel for each array, and this is one.
+#
+# On other devices a loop of numbers takes longer than sums and scatters of all lanes
+# (`_at_once`): the rank of a lane is how many wait before it, the rank of a slot how many are free
+# before it, and two of one rank belong together. That is stream compaction by prefix sums
+# (Blelloch, "Prefix sums and their applications", 1990). A refill takes O(size) work, in a few
+# launches.
+
+
 def refill(queue: Queue, window: InWindow) -> InWindow:
     """The window with those who wait where lanes are done."""
     of_all = queue.lanes is None
@@ -370,6 +387,24 @@ def run_in_windows(
     Returns:
       The last carry, and for each window the count of its lane-steps.
     """
+    # Invariants of what follows:
+    # - Each lane is done, waits in the queue, or has one slot. `everyone`, the arrays of all lanes,
+    #   hold the last carry of each lane that has no slot; what they hold of the others is stale.
+    # - A slot that is not active, because its lane is done or because no lane came, takes each step
+    #   masked: its carry does not change.
+    # - The queue is walked once. A lane leaves it for a slot, and comes back only for the next,
+    #   narrower window, when the queue is what this window leaves.
+    # So each lane takes its own steps, in order, whatever the widths are: results do not depend on
+    # them.
+    #
+    # Bounds. With freed slots refilled at once, a window of `w` slots takes at most ``sum(n) / w +
+    # max(n)`` steps for lanes of `n` steps each (Graham, "Bounds for certain multiprocessing
+    # anomalies", 1966), and masked lanes take ``max(n)`` steps of all. To refill moves lanes, so
+    # freed slots wait until that has cost what moving costs: both together cost at most twice the
+    # best choice of moments, plus a step (`SkiRental`). Of the run of all lanes the same holds: it
+    # ends when few enough lanes are left that a window is cheaper, and waiting has cost its price.
+    # The second term of the bound is the slowest lanes, alone in a wide window. The next window is
+    # narrower by a factor for them.
     varying = [active, *carry, *consts]
     size, widths = active.shape[0], plan.widths
     tallies, some = [], anyone(active)

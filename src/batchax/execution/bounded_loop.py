@@ -609,6 +609,23 @@ def run_sweep(
         *_, places = lax.while_loop(lambda s: s[0] < end, step, first)
         return longer._replace(places=places)
 
+    # Invariants at the start of a turn, which goes back over step `t` and maybe some before it:
+    # - `returning` and `ys` are the derivative of all steps after `t`.
+    # - The stack holds carries before steps up to `t`, each once, in order, and the first carry is
+    #   at the bottom: it never leaves. So each step can be reached from the top by `forth`.
+    # - Places above `height` are free.
+    # `ahead` puts the carry before `t` on top. It takes the steps from the top to there once more
+    # and keeps all carries on the way if they fit, for the turns that follow. If not, it keeps one,
+    # as far away as what is missing before it will fit later. `run` is how many on top lie without
+    # a gap: the turn goes back over them all, and then their places are free.
+    #
+    # Bound: each turn goes back over one step at least, so there are at most `count` turns. No step
+    # is taken more than twice (once by the loop, once here), with ``sqrt(2 * most)`` places, as the
+    # loop recorded them (`Round`; Stumm and Walther, 2010). Of a loop that recorded fewer steps
+    # only the first carry is used (`Stack.of`). Any number of steps fits then, and more are taken
+    # again, as where the number of places is given (Griewank and Walther, "Revolve", 2000).
+    #
+    # All numbers of steps are values: a sweep batched once more has lanes at turns of their own.
     def turn(state: Any) -> Any:
         t, stack, *rest = state
         stack = ahead(stack, t)

@@ -704,6 +704,23 @@ def cheapest_ends(weights: np.ndarray, counts: np.ndarray, most: int) -> list[in
       counts: how many rows have each length.
       most: how many groups there may be.
     """
+    # Rows of a bucket are padded to its longest. So buckets that are intervals of the sorted
+    # lengths cost no more than others, since `weights` increase: what is to be chosen is where each
+    # interval ends.
+    #
+    # Invariants, after k turns:
+    # - ``cost[j]`` is the least weight of the rows of the first j lengths in at most k groups that
+    #   end with length j;
+    # - ``begins[k - 1][j]`` is where the last of these groups begins; with it the groups are found
+    #   again from the end.
+    #
+    # The weight of a group from i to j is ``w[j] * (rows of i..j)``. For i <= i' <= j <= j' it is
+    # ``w(i, j) + w(i', j') <= w(i, j') + w(i', j)``: the quadrangle inequality (Monge). So the
+    # best beginning does not decrease with j (Yao, "Efficient dynamic programming using quadrangle
+    # inequalities", 1980), and the search for it starts at that of j - 1.
+    #
+    # Bound: O(most * n**2) for n different lengths in the worst case, in `n * most` NumPy calls.
+    # More groups never weigh more; the least number of groups of the least weight is taken.
     count = len(weights)
     before = np.concatenate([[0], np.cumsum(counts)])  # rows among the first j sizes
     cost = np.concatenate([[0], weights * before[1:]])  # of the first j sizes in one group
