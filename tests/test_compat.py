@@ -32,7 +32,7 @@ from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
 from batchax.programs.hlo import integer, message, messages, read_message
-from batchax.programs.one_function import fits_for_lanes, fits_one_function
+from batchax.programs.one_function import fits_lowered_kernel, fits_single_kernel
 
 from support.high_operations import cube
 from support.shared_store import clients
@@ -694,7 +694,7 @@ def test_this_version_may_have_single_kernels(monkeypatch):
     monkeypatch.setattr(jaxlib.version, "__version__", "0.13.0")
     assert not _compat.single_kernels()
     run = lambda x: [jnp.sin(x)]
-    text = jax.jit(lambda x: _compat.in_one_function(run, [jax.typeof(x)], [x])).lower(X).as_text()
+    text = jax.jit(lambda x: _compat.single_kernel(run, [jax.typeof(x)], [x])).lower(X).as_text()
     assert "xla_cpu_small_call" not in text
 
 
@@ -729,7 +729,7 @@ def _draws(x):
 @pytest.mark.parametrize("run", [_chain, _loop, _places, _branches, _draws])
 def test_programs_that_are_one_function(run):
     x = jnp.linspace(0.5, 4.0, 10_000, dtype="float32")
-    one = lambda x: _compat.in_one_function(run, jax.eval_shape(run, x), [x])
+    one = lambda x: _compat.single_kernel(run, jax.eval_shape(run, x), [x])
     single, plain = (jax.jit(f).lower(x).compile() for f in (one, run))
     fusions = [program.as_text().count(" fusion(") for program in (single, plain)]
     entry = single.as_text().split("ENTRY")[1]
@@ -745,7 +745,7 @@ def test_programs_that_are_one_function(run):
 
 @pytest.mark.usefixtures("_single_kernels")
 def test_what_threads_would_compute_parts_of_is_one_function():
-    one = lambda x: _compat.in_one_function(_chain, jax.eval_shape(_chain, x), [x])
+    one = lambda x: _compat.single_kernel(_chain, jax.eval_shape(_chain, x), [x])
     large = jax.ShapeDtypeStruct((100, 100_000), X.dtype)
     entry = jax.jit(one).lower(large).compile().as_text().split("ENTRY")[1]
     assert " call(" in entry
@@ -763,9 +763,11 @@ def test_small_floats_are_in_no_single_kernel(dtype):
         jax.make_jaxpr(lambda x: lax.fori_loop(0, 3, lambda i, y: i, 0))(jnp.ones((), dtype)),
         jax.make_jaxpr(lambda x: x * 2)(jnp.ones((), dtype)),
     ):
-        assert not fits_one_function(program.jaxpr)
-        assert not fits_for_lanes(program.jaxpr)
-    assert fits_for_lanes(jax.make_jaxpr(lambda x: x.astype(jnp.int8) > 2)(jnp.float32(1)).jaxpr)
+        assert not fits_single_kernel(program.jaxpr)
+        assert not fits_lowered_kernel(program.jaxpr)
+    assert fits_lowered_kernel(
+        jax.make_jaxpr(lambda x: x.astype(jnp.int8) > 2)(jnp.float32(1)).jaxpr
+    )
 
 
 @pytest.mark.usefixtures("_single_kernels")
@@ -782,7 +784,7 @@ def test_operands_that_nothing_reads_may_be_in_one_function(dtype):
 
     def step(_, state):
         x, other = state
-        (x,) = _compat.in_one_function(run, [jax.typeof(x)], [x, other, last])
+        (x,) = _compat.single_kernel(run, [jax.typeof(x)], [x, other, last])
         return x, ~other if dtype == "bool" else other + np.ones((), dtype)
 
     x, last = jnp.ones(64), jnp.ones(64, dtype)
@@ -807,7 +809,7 @@ def test_operands_that_a_compiler_knows_may_be_in_one_function(typed):
         def run(x, key, places):
             return [lax.fori_loop(0, 3, lambda i, x: x + bits(key, i) * places, x)]
 
-        return _compat.in_one_function(run, [jax.typeof(x)], [x, key, places])[0]
+        return _compat.single_kernel(run, [jax.typeof(x)], [x, key, places])[0]
 
     x, key = jnp.arange(64, dtype=jnp.uint32), jax.random.key(7)
     drawn = sum(int(bits(key, i)) for i in range(3))

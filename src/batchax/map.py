@@ -29,7 +29,7 @@ from batchax.frontend.options import (
     check_one_of,
     check_progress,
     check_small_matrices,
-    in_our_words,
+    translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import brief
@@ -38,7 +38,7 @@ _ON_ERROR = ("raise", "quarantine")
 
 
 @_compat.api_boundary
-@in_our_words
+@translate_argument_names
 def map(
     fun: Callable[..., Any],
     *arrays: Any,

@@ -21,14 +21,14 @@ from batchax.frontend.options import (
     check_flags,
     check_one_of,
     check_small_matrices,
-    in_our_words,
+    translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
 from batchax.jaxprs.spoken import brief
 
 
 @_compat.api_boundary
-@in_our_words
+@translate_argument_names
 def map_batches(
     fun: Callable[..., Any],
     *sources: Any,

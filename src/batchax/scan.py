@@ -33,7 +33,7 @@ from batchax.frontend.in_axes import (
     check_in_axes,
     is_position,
 )
-from batchax.frontend.options import check_callable, check_flags, in_our_words
+from batchax.frontend.options import check_callable, check_flags, translate_argument_names
 from batchax.frontend.outputs import (
     FlatOutputs,
     as_array,
@@ -58,7 +58,7 @@ Carry = TypeVar("Carry")
 
 
 @_compat.api_boundary
-@in_our_words
+@translate_argument_names
 def scan(
     fun: Callable[Concatenate[Any, P], tuple[Carry, Any]],
     in_axes: Any = 0,

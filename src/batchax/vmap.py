@@ -34,7 +34,12 @@ from batchax.frontend.arguments import (
 )
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import LANES, check_in_axes, check_same
-from batchax.frontend.options import check_callable, check_flags, check_small_matrices, in_our_words
+from batchax.frontend.options import (
+    check_callable,
+    check_flags,
+    check_small_matrices,
+    translate_argument_names,
+)
 from batchax.frontend.outputs import (
     FlatOutputs,
     check_out_axes,
@@ -76,7 +81,7 @@ class Options(MoreOptions, total=False):
 
 
 @_compat.api_boundary
-@in_our_words
+@translate_argument_names
 def vmap(
     fun: Callable[P, Out],
     in_axes: Any = 0,

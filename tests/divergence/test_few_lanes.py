@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.jaxprs.inside import with_inside
-from batchax.programs.one_function import fits_one_function
+from batchax.programs.one_function import fits_single_kernel
 from batchax.programs.thresholds import TABLE, device_kind, thresholds_here
 
 LANES = 24
@@ -169,4 +169,4 @@ def thrice(x):
     ],
 )
 def test_what_may_be_in_one_function(what, fits):
-    assert fits_one_function(jax.make_jaxpr(what)(jnp.ones(8)).jaxpr) == fits
+    assert fits_single_kernel(jax.make_jaxpr(what)(jnp.ones(8)).jaxpr) == fits

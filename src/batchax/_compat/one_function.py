@@ -36,7 +36,7 @@ def single_kernels() -> bool:
     return config.single_kernels and jaxlib.version.__version__ in _RUN_ON
 
 
-def in_one_function(
+def single_kernel(
     run: Callable[..., Sequence[Any]], types: Sequence[Any], operands: Sequence[Any]
 ) -> list[Any]:
     """`run` of `operands`, of which the first is not empty, compiled as one function; for CPUs.

@@ -52,7 +52,7 @@ from batchax.execution.slices import entry_of, with_derivative_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, WhileLoop, match_axis
-from batchax.kernel.inner import remembered, written_into
+from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import with_values
 from batchax.rules.in_turn import in_turn
 from batchax.rules.masking import is_inexact, select_lanes
@@ -266,7 +266,7 @@ def _with_sums(program: ClosedJaxpr, form: SweepSignature) -> ClosedJaxpr:
 
     def back(*operands: Any) -> list[Any]:
         before, so_far, x = parts(operands, first, len(sums))
-        outs = written_into(program, [*before, *x])
+        outs = inline_jaxpr(program, [*before, *x])
         rest = [y for i, y in enumerate(outs) if i >= n and i not in sums]
         return [*outs[:n], *map(lax.add, so_far, take(outs, sums)), *rest]
 

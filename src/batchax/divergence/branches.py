@@ -53,9 +53,9 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values
-from batchax.programs.cost import ALONE, STEPS, TOGETHER, Cost, bytes_of, cost_of_program
+from batchax.programs.cost import SCALAR, STEPS, VECTORIZED, Cost, bytes_of, cost_of_program
 from batchax.programs.expensive_branches import time_begun, time_to_move
-from batchax.programs.one_function import fits_one_function
+from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.hazards import hazards
 from batchax.rules.many_lanes import least_lanes
@@ -217,7 +217,7 @@ class _Part:
         self.made = list(dict.fromkeys(made))
         differs = list(map(_differs, self.positions))
         cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
-        self.work, self.launches = TOGETHER.time(cost), cost.launches
+        self.work, self.launches = VECTORIZED.time(cost), cost.launches
         self.begun = time_begun(jaxpr, differs)
         self.plan: policy.Gathered | Serial | Masked = Masked("")
 
@@ -272,8 +272,8 @@ class _Part:
         endless = hazards(jaxpr).endless
         return BranchCost(
             work=self.work,
-            copied=TOGETHER.time(own),
-            alone=ALONE.time(own + Cost(bytes=2 * bytes_of(moved))),
+            copied=VECTORIZED.time(own),
+            alone=SCALAR.time(own + Cost(bytes=2 * bytes_of(moved))),
             beginning=launch_time(self.launches),
             begun=self.begun,
             moving=time_to_move(moved),
@@ -285,7 +285,7 @@ class _Part:
             alike=least_lanes(size, [self.program]),
             cannot=self._why_not_apart(),
             # If there are many all run, those that do not take it as well.
-            may_be_serial=not (endless or self.program.effects) and fits_one_function(jaxpr),
+            may_be_serial=not (endless or self.program.effects) and fits_single_kernel(jaxpr),
             is_unknown=endless or _compat.calls_back(self.program.effects),
         )
 

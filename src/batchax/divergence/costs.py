@@ -21,13 +21,13 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 from batchax.kernel.axis import AnyLoop
-from batchax.kernel.differing import LOOPS, written_out
+from batchax.kernel.differing import LOOPS, expand_bounded_loop
 from batchax.memo import kept_with
 from batchax.programs.cost import (
     GPU_LAUNCH,
     LAUNCH,
     STEPS,
-    TOGETHER,
+    VECTORIZED,
     Cost,
     bytes_of,
     cost_of_equation,
@@ -41,7 +41,7 @@ from batchax.programs.expensive_branches import (
     time_to_move,
 )
 from batchax.programs.inner import integers_in
-from batchax.programs.one_function import fits_for_lanes
+from batchax.programs.one_function import fits_lowered_kernel
 from batchax.rules.aliases import kept_carries
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
@@ -135,7 +135,7 @@ class Step:
         # What is carried is read and written, but for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
-        work = max(TOGETHER.time(cost + Cost(bytes=2 * written)), _LEAST)
+        work = max(VECTORIZED.time(cost + Cost(bytes=2 * written)), _LEAST)
         moving = time_to_move(itertools.compress(body.in_avals, differs))
         n_consts = len(body.in_avals) - len(body.out_avals)
         own = itertools.compress(body.in_avals[:n_consts], differs)
@@ -148,7 +148,7 @@ class Step:
             overhead=_device().begin * (cost.launches + 1 + len(tests)) / work,
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
-            staying=TOGETHER.time(copied) / work,
+            staying=VECTORIZED.time(copied) / work,
         )
 
 
@@ -188,7 +188,7 @@ def price_of(program: Any, differs: Sequence[bool]) -> Price:
 
 def price_of_cost(cost: Cost) -> Price:
     """The price of what costs so much for each lane."""
-    return Price(launch_time(cost.launches), TOGETHER.time(cost))
+    return Price(launch_time(cost.launches), VECTORIZED.time(cost))
 
 
 def price_of_keeping(avals: Sequence[Any]) -> Price:
@@ -198,7 +198,7 @@ def price_of_keeping(avals: Sequence[Any]) -> Price:
 
 def price_of_copying(avals: Sequence[Any]) -> Price:
     """The price of keeping what is updated in place elsewhere: two are read, one is written."""
-    return Price(0.0, TOGETHER.time(Cost(bytes=3 * bytes_of(avals))))
+    return Price(0.0, VECTORIZED.time(Cost(bytes=3 * bytes_of(avals))))
 
 
 def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
@@ -341,7 +341,7 @@ def _max_of(primitive: object, programs: list[Jaxpr]) -> float:
 
 
 def _time(jaxpr: Jaxpr) -> float:
-    return TOGETHER.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
+    return VECTORIZED.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
 
 
 @kept_with("what a step of the most expensive loop in programs costs")
@@ -417,7 +417,7 @@ def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
 
 def _inside(eqn: Eqn) -> list[Jaxpr]:
     """The programs of an equation; of a bounded loop the one that it stands for."""
-    operations = written_out(eqn)
+    operations = expand_bounded_loop(eqn)
     return programs_inside(eqn) if operations is None else [operations.jaxpr]
 
 
@@ -434,7 +434,7 @@ may_wait = Anywhere(_may_wait_at)
 def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:
     """Whether that is a loop whose programs neighbours may run in one function."""
     loop = primitive is while_p or primitive.name in LOOPS
-    return loop and all(map(fits_for_lanes, programs))
+    return loop and all(map(fits_lowered_kernel, programs))
 
 
 _cheap = Anywhere(lambda eqn: _all_fit(eqn.primitive, _inside(eqn)))

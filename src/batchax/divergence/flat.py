@@ -660,7 +660,7 @@ def _in_one_function(run: Callable[..., Any], given: Any, state: Any) -> Any:
     operands, both = jax.tree.flatten((state, given))  # the first is a mask, and no key
     operands = _compat.varying_alike(operands, like=operands)
     called = lambda *xs: jax.tree.leaves(run(*both.unflatten(xs)[::-1]))
-    outs = _compat.in_one_function(called, list(map(jax.typeof, leaves)), operands)
+    outs = _compat.single_kernel(called, list(map(jax.typeof, leaves)), operands)
     return structure.unflatten(outs)
 
 

@@ -29,7 +29,12 @@ from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, match_axis
 from batchax.kernel.captured import closed_over
-from batchax.kernel.differing import LOOPS, differing_in_steps, differing_in_while, written_out
+from batchax.kernel.differing import (
+    LOOPS,
+    differing_in_steps,
+    differing_in_while,
+    expand_bounded_loop,
+)
 from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis, varying_of
@@ -48,7 +53,7 @@ def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
     ]
     program = stage_function(axis, lambda *xs: loop.primitive.bind(*xs, **loop.params), types)
     (eqn,) = program.jaxpr.eqns
-    operations = written_out(eqn)
+    operations = expand_bounded_loop(eqn)
     if operations is None:
         recording.note(why=NAME)
         return None

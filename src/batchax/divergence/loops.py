@@ -30,12 +30,12 @@ from batchax.execution.names import index_as_input
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, PlacedOutputs, Position, WhileLoop, match_axis, move_axis
-from batchax.kernel.inner import batch_inner, remembered, stage_function, written_into
+from batchax.kernel.inner import batch_inner, inline_jaxpr, remembered, stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
 from batchax.programs.cost import bytes_of
-from batchax.programs.one_function import for_lanes
+from batchax.programs.one_function import lower_for_kernel
 from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
@@ -231,14 +231,14 @@ class PartingLoop:
             tally = counted(tally, count_active(active))
         axis, test, body = replace(self.axis, size=width), self.test, self.body
         if self._for_kernel:
-            axis, test, body = masked_inside(axis), for_lanes(test), for_lanes(body)
+            axis, test, body = masked_inside(axis), lower_for_kernel(test), lower_for_kernel(body)
         body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
 
     def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
-        test = for_lanes(self.test) if self._for_kernel else self.test
+        test = lower_for_kernel(self.test) if self._for_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
 
     @property
@@ -361,7 +361,7 @@ def _function(program: Any) -> Any:
 
 
 def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
-    return written_into(program, operands)
+    return inline_jaxpr(program, operands)
 
 
 def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] | None:
@@ -409,7 +409,7 @@ def _batched(
 
             program = remembered(loop.body, key, stage)
         batched, out_axes = batch_inner(axis, program, axes)
-        return written_into(batched, args), out_axes
+        return inline_jaxpr(batched, args), out_axes
     both = (axis.size, loop.axis.size)
     outs = bind(*merged)
     return [lax.reshape(x, (*both, *x.shape[1:])) for x in outs], [0] * len(outs)

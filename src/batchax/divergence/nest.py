@@ -36,7 +36,7 @@ from batchax.kernel.differing import (
 )
 from batchax.kernel.inner import remembered
 from batchax.programs.cost import bytes_of
-from batchax.programs.one_function import for_lanes
+from batchax.programs.one_function import lower_for_kernel
 from batchax.rules.aliases import kept_carries
 
 
@@ -478,7 +478,7 @@ class _Cut:
         count = eqn.params["cond_nconsts"]
         differs = differs_of(self.apart, eqn.invars[count:])
         if self.one_function:
-            test, body = for_lanes(test), for_lanes(body)
+            test, body = lower_for_kernel(test), lower_for_kernel(body)
         return nest_of(self.axis, test, body, differs)
 
     def _deferred(self, eqn: Eqn) -> Segment:

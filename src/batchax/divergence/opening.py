@@ -28,7 +28,7 @@ from batchax.kernel.differing import (
     asked_of_each_lane,
     differing_in,
     differs_of,
-    written_out,
+    expand_bounded_loop,
 )
 from batchax.kernel.inner import remembered, stage_function
 from batchax.programs.counted import without_branches
@@ -326,7 +326,7 @@ def _open(axis: Axis, to: Rewriter, differs: Differs, places: dict[Any, Deferred
             expensive = expensive_branches(eqn, of_operands)
             _open_branches(axis, to.own(eqn), expensive, to, places)
         else:
-            called = written_out(eqn) or _compat.close(bodies_of(eqn)[0].program)
+            called = expand_bounded_loop(eqn) or _compat.close(bodies_of(eqn)[0].program)
             to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d, places))
 
 

@@ -49,7 +49,7 @@ from batchax.divergence.costs import (
 from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.expensive_branches import time_to_move
-from batchax.programs.one_function import fits_for_lanes
+from batchax.programs.one_function import fits_lowered_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.many_lanes import least_lanes
 
@@ -393,7 +393,7 @@ def _fits_kernel(t: Thresholds, work: float, programs: Sequence[ClosedJaxpr] | N
     """Whether what takes so long for all lanes can be a single kernel, on one core."""
     if not t.kernel_lanes or programs is None or work > t.max_work_on_a_core:
         return False
-    return all(fits_for_lanes(p.jaxpr) for p in programs)
+    return all(fits_lowered_kernel(p.jaxpr) for p in programs)
 
 
 def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
@@ -471,7 +471,7 @@ def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
     width, price = _LEAST_OF_NESTS, price_inside(nest)
     while width * price.lane < _WORTH * price.begin and width < size:
         width *= 2
-    kernels = nest.inside is not None and all(fits_for_lanes(p.jaxpr) for p in nest.inside)
+    kernels = nest.inside is not None and all(fits_lowered_kernel(p.jaxpr) for p in nest.inside)
     if kernels and math.isfinite(t.min_window_work):
         # The compiler divides them among cores, and in a narrow window these would wait for each
         # other.

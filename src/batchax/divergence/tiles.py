@@ -52,7 +52,7 @@ def run_in_tiles(
         return whole(*operands)
     operands = _compat.varying_alike(operands, like=operands)
     types = list(map(jax.typeof, operands[1 + len(consts) :]))
-    return _compat.in_one_function(whole, types, operands)
+    return _compat.single_kernel(whole, types, operands)
 
 
 @dataclass(frozen=True, eq=False)

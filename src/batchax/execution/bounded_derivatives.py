@@ -37,7 +37,7 @@ from batchax.execution.progress import Steps
 from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.captured import closes_over_tracers, rules_of
-from batchax.kernel.inner import written_into
+from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
 from batchax.rules.batched_transpose import reached
 from batchax.rules.hazards import hazards
@@ -197,7 +197,7 @@ class _Derivative:
             (program,), held = _compat.hoist_constants(_compat.stage(self._pulled, types))
             self.staged[types] = program, held
         program, held = self.staged[types]
-        pulled = written_into(program, [*held, *operands])
+        pulled = inline_jaxpr(program, [*held, *operands])
         ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
         return cts, [*ct_consts, *ct_xs]
 
@@ -367,7 +367,7 @@ def with_tangents(
 
 
 def flat(program: Any) -> Any:
-    return lambda *xs: written_into(program, xs)
+    return lambda *xs: inline_jaxpr(program, xs)
 
 
 def take(items: Sequence[Any], places: Sequence[int]) -> list[Any]:

@@ -43,7 +43,7 @@ from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
-from batchax.kernel.inner import remembered, written_into
+from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import declare, with_values
 
 
@@ -448,13 +448,13 @@ def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSigna
         n, carry, *_ = state
         if test is None:
             return n < count
-        return (n < count) & written_into(test, [*test_consts, *carry])[0]
+        return (n < count) & inline_jaxpr(test, [*test_consts, *carry])[0]
 
     def step(state: Any) -> Any:
         n, carry, ys, now, kept = state
         form.steps.begin(n, total)
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
-        outs = written_into(body, [*consts, *carry, *x])
+        outs = inline_jaxpr(body, [*consts, *carry, *x])
         new, entries = outs[: form.n_carry], outs[form.n_carry :]
         ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, entries, form.y_axes, strict=True)]
         n = n + np.int32(1)
@@ -599,7 +599,7 @@ def run_sweep(
 
         def step(state: Any) -> Any:
             n, kept, places = state
-            new = written_into(forth, [*consts, *whole(kept), *entries(n)])
+            new = inline_jaxpr(forth, [*consts, *whole(kept), *entries(n)])
             new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
@@ -635,7 +635,7 @@ def run_sweep(
             i, returning, ys = state
             form.steps.begin(count - one - (t - i), count)
             x = [*whole(stack.carry_at(i)), *entries(t - i)]
-            outs = written_into(back, [*consts, *returning, *x])
+            outs = inline_jaxpr(back, [*consts, *returning, *x])
             returning, step_ys = outs[: form.n_back], outs[form.n_back :]
             ys = [
                 lax.add(y, e) if a is None else put_entry(y, e, t - i, a)
@@ -724,14 +724,14 @@ def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, C
         more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
-        return [more & written_into(test, [*consts, *rest[:n_carry]])[0]]
+        return [more & inline_jaxpr(test, [*consts, *rest[:n_carry]])[0]]
 
     def step(count: Any, *values: Any) -> list[Any]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
         carry, ys = rest[:n_carry], rest[n_carry:]
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
-        outs = written_into(body, [*consts, *carry, *x])
+        outs = inline_jaxpr(body, [*consts, *carry, *x])
         new, step_ys = outs[:n_carry], outs[n_carry:]
         ys = [put_entry(y, e, n, a) for y, e, a in zip(ys, step_ys, form.y_axes, strict=True)]
         return [n + np.int32(1), *new, *ys]

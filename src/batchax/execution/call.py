@@ -43,7 +43,7 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, running
-from batchax.kernel.debug_nans import WHOLE, looks_here, unseen
+from batchax.kernel.debug_nans import WHOLE, checks_nans_here, hide_from_debug_nans
 from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
@@ -295,7 +295,9 @@ def execute(call: Call) -> Outputs:
     """
     way = call.way
     if way.makes_calls:
-        return unseen(lambda *values: way.run(call.with_values(values)), call.values, WHOLE)
+        return hide_from_debug_nans(
+            lambda *values: way.run(call.with_values(values)), call.values, WHOLE
+        )
     with _compat.name_stack_extended("vmap"):
         if recording.is_on() or way.needs_program(call):
             call = call.with_program()
@@ -309,7 +311,7 @@ def execute(call: Call) -> Outputs:
             return _evaluated(call, values)
 
         if way.hides:
-            arrays, said = unseen(evaluate, call.values, WHOLE)
+            arrays, said = hide_from_debug_nans(evaluate, call.values, WHOLE)
         else:
             arrays, said = evaluate(*call.values)
         outs, outputs = way.finish(call, arrays, said)
@@ -327,7 +329,9 @@ def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
     if not call.traced and way.stages_whole(call):
         whole = _whole(call, values)
         way.check(call, whole.said)
-        if not looks_here():  # at the results of the user's operations, which are those of `run`
+        if (
+            not checks_nans_here()
+        ):  # at the results of the user's operations, which are those of `run`
             return whole.run(*values), whole.said
     arrays, said = way.run(call.with_values(values))
     way.check(call, said)

@@ -44,9 +44,9 @@ from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.inner import while_loop, written_into
-from batchax.programs.cost import LAUNCH, STEPS, TOGETHER, cost_of_program
-from batchax.programs.one_function import fits_one_function
+from batchax.kernel.inner import inline_jaxpr, while_loop
+from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
+from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.in_turn import zero_after
 
 
@@ -65,7 +65,7 @@ def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any
 def _all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], loop.size)
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
-    return written_into(program, [start, *operands])
+    return inline_jaxpr(program, [start, *operands])
 
 
 def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
@@ -79,7 +79,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
                     axis = 0 if isinstance(spec, ActiveMask) else spec.axis
                     x = part_of(x, i, axis, 1)
                 parts.append(x)
-            outs = written_into(program, [i, *parts])
+            outs = inline_jaxpr(program, [i, *parts])
             axes = [spec.axis for spec in loop.results if isinstance(spec, Gathered)]
             put = lambda x, out, axis: put_part(x, out, i, axis)
             return list(map(put, results, outs, axes))
@@ -93,10 +93,10 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
         return [count, *lax.fori_loop(np.int32(0), np.int32(loop.size), step, before)]
 
     operands = [count, *operands]
-    if not fits_one_function(program.jaxpr):
+    if not fits_single_kernel(program.jaxpr):
         return run(*operands)[1:]
     types = [jax.typeof(count), *result_types(loop, program)]
-    return _compat.in_one_function(run, types, operands)[1:]
+    return _compat.single_kernel(run, types, operands)[1:]
 
 
 def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
@@ -159,7 +159,7 @@ def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
     or_zero = lambda x, k: gathered_lanes.or_zero_of(x, mask, k.axis)
     picked = lambda x, k, spec: or_zero(x, k) if back and isinstance(k, spec) else x
     xs = [picked(x, k, GatheredOrZero) for x, k in zip(operands, loop.operands, strict=True)]
-    outs = written_into(every, [start, *xs])
+    outs = inline_jaxpr(every, [start, *xs])
     return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
 
@@ -214,7 +214,7 @@ class _Chunks:
             _part(x, spec, start, index, width, gathered)
             for x, spec in zip(operands, loop.operands, strict=True)
         ]
-        return written_into(program, [start, *parts]), gathered
+        return inline_jaxpr(program, [start, *parts]), gathered
 
     def step(
         self, index: Any, width: int, results: Sequence[Value], start: Any = None
@@ -333,7 +333,7 @@ def _least_lanes(loop: ChunkLoop, avals: Sequence[Aval]) -> float | None:
     program = loop.program(avals, 1)
     cost = cost_of_program(program, steps=STEPS)
     begun = cost.launches + len(loop.operands) + len(loop.results)  # cut, and written
-    return _WORTH * LAUNCH * begun / max(TOGETHER.time(cost), 1.0)
+    return _WORTH * LAUNCH * begun / max(VECTORIZED.time(cost), 1.0)
 
 
 _WORTH = 16  # how many times as long as to begin a chunk its lanes take at least

@@ -39,7 +39,7 @@ from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
-from batchax.kernel.debug_nans import in_jit, looks_here
+from batchax.kernel.debug_nans import checks_nans_here, in_jit
 from batchax.kernel.differing import differing, differing_through, differs_of
 from batchax.kernel.named_axes import mesh_around
 from batchax.memo import Memo
@@ -217,7 +217,7 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
     def change(call: Call) -> Call:
         if not (isinstance(call.way, AllAtOnce) and any(map(_is_spread, call.mapped))):
             return call
-        if looks_here() or not _are_told(call):
+        if checks_nans_here() or not _are_told(call):
             return call
         call = call.with_program()
         if not (_spares_exchanges(call) and _is_of_each_lane(call)):

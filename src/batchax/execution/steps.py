@@ -24,7 +24,7 @@ from batchax.execution.slices import blank, part_of, put, put_part, take, with_d
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Position, expand_axis
-from batchax.kernel.inner import written_into
+from batchax.kernel.inner import inline_jaxpr
 from batchax.rules.masking import is_inexact
 
 
@@ -363,13 +363,13 @@ def _run(
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
 
     def test(consts: Values, carry: Values) -> Any:
-        return written_into(loop.test, [*consts, *carry])[0]
+        return inline_jaxpr(loop.test, [*consts, *carry])[0]
 
     def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         entries, same = iter(x), iter(consts[len(consts) - len(shared) :])
         parts = [next(same) if a is None else next(entries) for a in loop.in_axes]
         own = consts[: len(consts) - len(shared)]
-        outs = written_into(loop.body, [*own, *carry, *parts])
+        outs = inline_jaxpr(loop.body, [*own, *carry, *parts])
         return outs[: loop.n_carry], outs[loop.n_carry :]
 
     results = bounded_loop(

@@ -114,7 +114,7 @@ _OTHERS = {
 _OF_FUNCTIONS = ("vmap", "scan")  # which a decorator may be meant to be
 
 
-def in_our_words(fun: F) -> F:
+def translate_argument_names(fun: F) -> F:
     """Decorator of what users call: options that it does not have are refused with what to give.
 
     So are options of `vmap` and `scan` without a function.
@@ -139,7 +139,7 @@ def check_options(called: str, names: Sequence[str], options: Iterable[str]) -> 
     """Refuses options of what is `called` so that are not among `names`, its parameters in order.
 
     Raises:
-      ArgumentTypeError: as `in_our_words` says.
+      ArgumentTypeError: as `translate_argument_names` says.
     """
     for option in options:
         if option not in names:

@@ -39,7 +39,7 @@ def jax_looks() -> bool:
 _inside = ContextVar("batchax_unseen", default=False)
 
 
-def looks_here() -> bool:
+def checks_nans_here() -> bool:
     """Whether it would look at each operation here, and is to see no values but the user's."""
     return jax_looks() and not (_inside.get() or recording.is_on())
 
@@ -51,13 +51,13 @@ def in_jit() -> bool:
     return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
-def unseen(run: Callable[..., T], args: Any, name: str) -> T:
+def hide_from_debug_nans(run: Callable[..., T], args: Any, name: str) -> T:
     """What `run` returns for `args`, two trees: of all its arrays JAX looks at these alone.
 
     Raises:
       FloatingPointError: JAX looks for what there is in one. `name` is what made it.
     """
-    if not looks_here():
+    if not checks_nans_here():
         return run(*args)
     staged = in_jit()
     if staged or any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):

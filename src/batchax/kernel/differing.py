@@ -77,7 +77,7 @@ def _stays_together(jaxpr: Jaxpr) -> bool:
 LOOPS = frozenset({"bounded_loop", "reverse_sweep"})
 
 
-def written_out(eqn: Eqn) -> ClosedJaxpr | None:
+def expand_bounded_loop(eqn: Eqn) -> ClosedJaxpr | None:
     """The program that an equation stands for, of its operands; None if it is no such loop.
 
     Nor one that uses the name of an axis: nobody says here how large that is.
@@ -144,7 +144,7 @@ def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:
 
 def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     """That of an equation: where nothing else is known all results differ if an operand does."""
-    operations = written_out(eqn)
+    operations = expand_bounded_loop(eqn)
     if operations is not None:
         return differing(operations.jaxpr, operands)
     bodies = bodies_of(eqn)
@@ -215,7 +215,7 @@ def differing_in_steps(jaxpr: Jaxpr, same: int, carried: int, given: Differs) ->
         given = (*given[:same], *carry, *given[same + carried :])
 
 
-def surely_ends_apart(
+def predicate_is_batched(
     axis: Axis,
     test: ClosedJaxpr,
     body: ClosedJaxpr,

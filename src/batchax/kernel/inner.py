@@ -32,7 +32,7 @@ from batchax.kernel.axis import (
     sharding_on_mesh,
 )
 from batchax.kernel.captured import may_be_differentiated, refuse_lost
-from batchax.kernel.debug_nans import looks_here
+from batchax.kernel.debug_nans import checks_nans_here
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import (
     Varying,
@@ -115,7 +115,7 @@ def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     return built.get((key, context), build, owner=body)
 
 
-def written_into(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+def inline_jaxpr(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
     """What `program` returns; while another is staged, its equations are put there as they are."""
     if _compat.staging() and not _compat.checked_axes():
         return _compat.inlined(program, operands)
@@ -131,7 +131,7 @@ def interpret_again(
     if not here or body.effects or types != list(map(jax.typeof, operands)):
         return interpret(axis, body.jaxpr, body.consts, operands, axes)
     program, at = batch_inner(axis, body, axes)
-    return written_into(program, operands), list(at)
+    return inline_jaxpr(program, operands), list(at)
 
 
 def emitted(
@@ -286,7 +286,7 @@ def stage_function(
     types = as_without_mesh(avals)
 
     def stage(f: Callable[..., Any], selecting: bool = False) -> ClosedJaxpr:
-        if looks_here():
+        if checks_nans_here():
             f = _compat.keeping_calls(f)
         taken = _compat.mesh_axis_taken(axis.mesh_axis)
         token = _staging_lanes.set(transformation != "scan" or _staging_lanes.get())
@@ -388,7 +388,7 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any
     types = tuple(map(jax.typeof, operands))
     whole = key, types, jax.default_backend(), _compat.trace_context()
     program = _programs.get(whole, lambda: _compat.stage(lambda *xs: list(fun(*xs)), types))
-    return written_into(program, operands)
+    return inline_jaxpr(program, operands)
 
 
 def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:

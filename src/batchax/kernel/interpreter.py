@@ -41,7 +41,7 @@ from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis, sharding_on_mesh
-from batchax.kernel.debug_nans import found, in_jit, looks_here, unseen
+from batchax.kernel.debug_nans import checks_nans_here, found, hide_from_debug_nans, in_jit
 from batchax.kernel.differing import OPENED, differing_in, differing_through, differs_of
 from batchax.kernel.named_axes import (
     as_lanes,
@@ -355,7 +355,7 @@ def interpret(
     effectful = [eqn for eqn in jaxpr.eqns if eqn.effects]  # most programs have none
     one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
     whole = ProgramRun(jaxpr, read)
-    run = batch_looked_at if looks_here() else batch_equation
+    run = batch_looked_at if checks_nans_here() else batch_equation
 
     def run_equation(eqn: Eqn, operands: list[Placed]) -> Iterable[Placed]:
         values, positions = [x for x, _ in operands], [a for _, a in operands]
@@ -431,7 +431,9 @@ def batch_looked_at(
     run = functools.partial(batch_equation, axis, eqn, creates_batched=creates_batched)
     if creates_batched or any(map(_compat.is_reference, operands)):
         return run(operands, operand_axes, whole=whole)
-    hidden = lambda: unseen(lambda *xs: run(list(xs), operand_axes), operands, shown(primitive))
+    hidden = lambda: hide_from_debug_nans(
+        lambda *xs: run(list(xs), operand_axes), operands, shown(primitive)
+    )
     calls_back = _compat.observed(eqn.effects)
     body = program_called(eqn) if facts.body else None
     try:

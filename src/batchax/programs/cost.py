@@ -730,7 +730,7 @@ class Weights:
 # Rough figures. How well they decide, benchmarks tell: for lanes together `divergence` and `rules`,
 # for rows `rows`. By those of findings nothing is run: they order what is told, and advise.
 
-TOGETHER = Weights(transcendental=0.2, fused=0.0)
+VECTORIZED = Weights(transcendental=0.2, fused=0.0)
 """The share of one of many lanes that run at once. Functions fill vector registers, and what acts
 on each element is one loop with what reads it."""
 
@@ -738,7 +738,7 @@ ROWS = Weights(transcendental=2.0, fused=0.05)
 """Rows, packed or padded. Between operations they are masked, or moved to the other layout, which
 keeps many from being one loop. Arrays are long, and of functions some fill vector registers."""
 
-ALONE = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
+SCALAR = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
 """A lane by itself, in a loop that is one function: nothing fills vector registers."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)

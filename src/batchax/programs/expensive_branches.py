@@ -14,7 +14,7 @@ from batchax.jaxprs.words import Aval, Eqn, Jaxpr
 from batchax.programs.cost import (
     LAUNCH,
     STEPS,
-    TOGETHER,
+    VECTORIZED,
     Cost,
     bytes_of,
     cost_of_program,
@@ -48,16 +48,16 @@ def may_be_expensive(jaxpr: Jaxpr) -> bool:
 
 def time_of_block(cost: Cost) -> float:
     """Nanoseconds that a narrow block takes of lanes of which each costs so much."""
-    return LAUNCH * cost.launches + NARROWEST * TOGETHER.time(cost)
+    return LAUNCH * cost.launches + NARROWEST * VECTORIZED.time(cost)
 
 
 def _is_expensive(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
     cost = cost_of_program(jaxpr, differs=differs, steps=STEPS)
     if time_of_block(cost) < ROW.min_work:
         return False
-    work = TOGETHER.time(cost)
+    work = VECTORIZED.time(cost)
     moving = time_to_move(moved(jaxpr, differs))
-    copied = TOGETHER.time(cost_of_program(jaxpr, differs=(True,) * len(differs), steps=STEPS))
+    copied = VECTORIZED.time(cost_of_program(jaxpr, differs=(True,) * len(differs), steps=STEPS))
     # Where all lanes would have copies of what they share, a block saves these, too.
     copies = copied >= ROW.min_copy_cost * (work + moving)
     least = ROW.min_gain if copies else ROW.min_gain_of_all
@@ -76,9 +76,9 @@ def moved(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[Aval]:
 def time_to_move(arrays: Iterable[Any]) -> float:
     """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
     each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
-    return TOGETHER.time(2 * sum(each_way, Cost()))
+    return VECTORIZED.time(2 * sum(each_way, Cost()))
 
 
 def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
     """Nanoseconds that a lane takes in operations which are not fused with others."""
-    return TOGETHER.time(costs_of_program(jaxpr, differs=differs, steps=STEPS)[1])
+    return VECTORIZED.time(costs_of_program(jaxpr, differs=differs, steps=STEPS)[1])

@@ -1,4 +1,4 @@
-"""Which jaxprs XLA for CPU compiles as a single kernel: see `_compat.in_one_function`.
+"""Which jaxprs XLA for CPU compiles as a single kernel: see `_compat.single_kernel`.
 
 A primitive that is in no table here is taken not to be, since a jaxpr with it would not compile. A
 single kernel cannot hold library calls, such as sums of many lanes: short ones are written out,
@@ -26,7 +26,7 @@ from batchax.programs.inner import programs_in
 _TERMS = 8
 
 
-def for_lanes(program: ClosedJaxpr) -> ClosedJaxpr:
+def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
     """`program`, with what has another form in that."""
     if not _is_other_form.in_program(program):
         return program
@@ -126,13 +126,13 @@ _OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum
 """Of floats a library computes the larger ones."""
 
 
-def fits_one_function(jaxpr: Jaxpr) -> bool:
+def fits_single_kernel(jaxpr: Jaxpr) -> bool:
     """Whether all of a program can be in one function."""
     return _may_be(jaxpr) and not _others.in_program(jaxpr)
 
 
-def fits_for_lanes(jaxpr: Jaxpr) -> bool:
-    """Whether all of a program, `for_lanes`, can be in one function when many run it at once.
+def fits_lowered_kernel(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, after `lower_for_kernel`, fits into a single kernel of many lanes.
 
     What one example updates at a place of its own, lanes update at several.
     """

@@ -16,7 +16,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
-from batchax.frontend.options import in_our_words
+from batchax.frontend.options import translate_argument_names
 from batchax.jaxprs.spoken import brief, show
 from batchax.rows.building import (
     Building,
@@ -263,7 +263,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         """The number of rows."""
         return self.each_length[0].shape[0]
 
-    @in_our_words
+    @translate_argument_names
     def to_padded(self, fill_value: Any = 0) -> Any:
         """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
 

@@ -16,7 +16,7 @@ from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Jaxpr
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, move_axis
-from batchax.kernel.differing import asked_of_each_lane, surely_ends_apart
+from batchax.kernel.differing import asked_of_each_lane, predicate_is_batched
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.named_axes import (
     Varying,
@@ -98,7 +98,7 @@ def _while(
     # A predicate may itself be an array (of an inner vmap); its axes lead each carry.
     lowest = len(cond_jaxpr.out_avals[0].shape)
     shared = None  # the predicate, if all lanes take the same steps
-    if not surely_ends_apart(axis, cond_jaxpr, body_jaxpr, test_at, body_at, carry_at):
+    if not predicate_is_batched(axis, cond_jaxpr, body_jaxpr, test_at, body_at, carry_at):
         together = replace(axis, divergence=None)  # enough to find what differs between lanes
         body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
         with recording.part("condition"):

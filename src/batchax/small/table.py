@@ -158,7 +158,7 @@ def _in_one_function(
     if decomposition.ranks is None or divided():
         return as_blocks_are(run, first, operands)
     in_turn = functools.partial(in_blocks, run, first, types)
-    return _compat.in_one_function(in_turn, types, operands)
+    return _compat.single_kernel(in_turn, types, operands)
 
 
 def lanes_last_pays(

@@ -32,7 +32,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.captured import MappedProgram, closed_over
-from batchax.kernel.debug_nans import looks_here
+from batchax.kernel.debug_nans import checks_nans_here
 from batchax.kernel.inner import stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
@@ -91,7 +91,7 @@ def factored(
     """
     jaxpr = staged.jaxpr
     outputs = [k for k, v in enumerate(jaxpr.outvars) if added[k] and _may_be_summed(v)]
-    if not outputs or not isinstance(axis.size, int) or looks_here() or not _is_plain(jaxpr):
+    if not outputs or not isinstance(axis.size, int) or checks_nans_here() or not _is_plain(jaxpr):
         return staged
     entered: set[int] = set()
     _mark(jaxpr, [jaxpr.outvars[k] for k in outputs], entered)

@@ -26,7 +26,7 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function, stage_function
 from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import Flat, own_primitive
-from batchax.programs.cost import LAUNCH, STEPS, TOGETHER, cost_of_program
+from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.user_rules.call import (
     Axes,
     Batched,
@@ -84,7 +84,7 @@ def one_lane(
 
     def shares(program: ClosedJaxpr) -> bool:
         costs = (cost_of_program(program, differs=f, steps=STEPS) for f in (flags, needed))
-        once, each = map(TOGETHER.time, costs)
+        once, each = map(VECTORIZED.time, costs)
         return once < WORTH * each and axis.size * (each - once) > LAUNCH
 
     # A rule that is told the name of the axis may use all lanes of it.

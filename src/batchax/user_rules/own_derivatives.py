@@ -23,7 +23,7 @@ from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position
-from batchax.kernel.inner import batch_inner, written_into
+from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
 from batchax.kernel.registry import describe_returned
 from batchax.memo import Memo
@@ -89,7 +89,7 @@ def _bind(
 
 
 def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
-    return written_into(forward, _of_one_mesh(operands))
+    return inline_jaxpr(forward, _of_one_mesh(operands))
 
 
 def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:
