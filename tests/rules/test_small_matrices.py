@@ -267,8 +267,8 @@ def test_few_matrices_are_the_librarys_as_they_gain_nothing_in_so_many_calls(
         return 2 ** enough.index(True)
 
     for dtype in ("float32", "float64", "complex64", "complex128"):
-        assert 250 <= least(500, dtype, 3) < least(36, dtype, 3)
-        assert 64 <= least(500, dtype, 3, in_loop=True) < least(500, dtype, 3)
+        assert 1000 <= least(100, dtype, 3) < least(7, dtype, 3)
+        assert 64 <= least(100, dtype, 3, in_loop=True) < least(100, dtype, 3)
         assert not pays.of_library(primitive, dtype, 17, 2**20, False)
         assert not pays.of_library(primitive, dtype, 0, 2**20, False)
     assert not pays.of_library(primitive, "float16", 4, 2**20, False)

@@ -32,7 +32,7 @@ def _is_for_many(eqn: Eqn, lanes: int) -> bool:
     if eqn.primitive is lax.sort_p and len(examples) > 1:
         types = [jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype) for x in examples]
         dimension, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
-        return sorting_network.pays(types, dimension + 1, num_keys)
+        return sorting_network.pays(types, dimension + 1, num_keys, in_loop=True)
     if not all(isinstance(n, int) and n for x in examples for n in getattr(x, "shape", ())):
         return False
     return together(eqn.primitive.name, examples, lanes, eqn.params, in_loop=True)

@@ -33,7 +33,7 @@ def _sort(
             return [sorted_floats_p.bind(x, dimension=dim)], [position]
         if jnp.issubdtype(x.dtype, jnp.integer):
             params["is_stable"] &= not is_short(x, dim)
-    elif sorting_network.pays(operands, dim, num_keys):
+    elif sorting_network.pays(operands, dim, num_keys, axis.in_loop):
         params |= dict(dimension=dim, num_keys=num_keys)
         return sorting_network.sorted_rows_p.bind(*operands, **params), [position] * len(operands)
     outs = lax.sort_p.bind(*operands, dimension=dim, num_keys=num_keys, **params)

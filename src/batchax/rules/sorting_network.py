@@ -30,15 +30,15 @@ from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import matched
 from batchax.memo import memoized
 from batchax.rules.sorting_by_image import image, magnitude
+from batchax.small.pays import pays_back
 
 
-def pays(operands: Sequence[Any], dimension: int, num_keys: int) -> bool:
+def pays(operands: Sequence[Any], dimension: int, num_keys: int, in_loop: bool) -> bool:
     """Whether a network takes less time to sort operands, by their types.
 
     By measurements, on two cores, of 64 to 100,000 rows: 0.12 to 0.3 of the time (0.3 to 0.45 for
-    keys of 64 bits), and 0.65 for rows of 512. It takes 0.3 s longer to compile, and few elements
-    gain less than a hundredth of that in a call. Rows are computed in blocks, which would be
-    sent from device to device.
+    keys of 64 bits), and 0.65 for rows of 512. Rows are computed in blocks, which would be sent
+    from device to device.
     """
     shape = operands[0].shape
     if not all(isinstance(n, int) for n in shape):  # symbolic ones: nobody knows how many
@@ -46,12 +46,15 @@ def pays(operands: Sequence[Any], dimension: int, num_keys: int) -> bool:
     size = shape[dimension]
     ordered = all(jnp.issubdtype(x.dtype, jnp.integer) or _is_real(x) for x in operands[:num_keys])
     plain = all(not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in operands)
-    fits = 1 < size <= _MOST and math.prod(shape) >= _LEAST
+    total = math.prod(shape)
+    fits = 1 < size <= _MOST and total >= _LEAST and pays_back(_GAIN, _COMPILING, total, in_loop)
     return ordered and plain and fits and not may_be_spread(operands)
 
 
 _MOST = 256
-_LEAST = 2**14  # elements
+_LEAST = 2**14  # elements: of fewer, in a loop, vectors are short
+_GAIN = 0.1  # microseconds for each element
+_COMPILING = 0.3  # seconds longer
 _BLOCK = 2**12  # elements
 
 

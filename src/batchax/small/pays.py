@@ -1,17 +1,15 @@
 """From how many lanes on decompositions with lanes last take less time than the library, on a CPU.
 
 All take longer to compile, and less for each lane. They are taken where so many lanes gain in
-`CALLS` calls what compiling takes longer, and that is no loss worth a thought where there are
-fewer calls: a fraction of a second, once.
+`CALLS` calls what compiling takes longer. Sorts are decided by the same rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchax.programs.cost import STEPS
-
-CALLS = 500
+CALLS = 100
+_STEPS = 80  # of a loop that sorts, or factorizes a matrix, in each step
 
 
 def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
@@ -23,7 +21,7 @@ def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
       lanes: how many there are.
       in_loop: whether a call is a step of a loop.
     """
-    calls = CALLS * STEPS if in_loop else CALLS
+    calls = CALLS * _STEPS if in_loop else CALLS
     return calls * lanes * gain * 1e-6 >= seconds
 
 
