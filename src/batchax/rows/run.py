@@ -66,9 +66,8 @@ from batchax.rows.specialize import (
     MOST_LENGTHS,
     are_few,
     execute_padded,
-    run_by_answer,
     run_by_length,
-    run_by_switch,
+    run_specialized,
 )
 
 
@@ -561,7 +560,9 @@ class InRows(Way):
             if lengths_known:
                 return error
             works = lambda: works_for_known(call.staged_for, call.sizes)
-            return self._by_switch(call, functools.partial(cannot_stage, error, call.sizes, works))
+            return self._specialized(
+                call, functools.partial(cannot_stage, error, call.sizes, works)
+            )
         if self.of_bucket:
             refuse_order(call.staged)
         way: Way = AnyLength(self.options, self.chunking, self.of_bucket)
@@ -573,18 +574,19 @@ class InRows(Way):
             if lengths_known:
                 return error
             told = functools.partial(cannot_stage, error, call.sizes, lambda: True)
-            return self._by_switch(call, told)
+            return self._specialized(call, told)
         except CannotPad as error:
             if lengths_known:
                 return error
             on_mesh = self.shards is not None
-            return self._by_switch(call, functools.partial(cannot_pad, error, call.sizes, on_mesh))
+            return self._specialized(
+                call, functools.partial(cannot_pad, error, call.sizes, on_mesh)
+            )
 
-    def _by_switch(self, call: Call, told: functools.partial[Exception]) -> Outputs:
+    def _specialized(self, call: Call, told: functools.partial[Exception]) -> Outputs:
         """By a branch for each length, if that can be; else raises what is `told` of an error."""
         if self.shards is None and self.options.layout == Layout.AUTO:
-            outs = run_by_answer(call, self.chunking, told.args[0])
-            outs = run_by_switch(call, self.chunking) if outs is None else outs
+            outs = run_specialized(call, self.chunking, told.args[0])
             if outs is not None:
                 return outs
         cause, raised = told.args[0], told()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -299,8 +299,11 @@ def are_few(sizes: Sequence[RowSize]) -> bool:
     return programs <= MOST_LENGTHS and not any(size.of_lanes for size in sizes)
 
 
-def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
-    """The outputs of a function of one row, by a branch for each length that a row may have.
+def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> Outputs | None:
+    """The outputs of a function of one row, by branches of which each row runs one.
+
+    There is a branch for each part of the lengths to which the function's questions have one
+    answer; or, where it needs the length as a number, for each length.
 
     Rows of a length that the function does not take (of no elements, of which there is no greatest)
     have what ``jnp.take`` fills in for what is not there: NaN, or the least number.
@@ -308,91 +311,67 @@ def run_by_switch(call: Call, chunking: Chunking | None) -> Outputs | None:
     Args:
       call: of a function of one row, some of whose arguments are `Ragged`.
       chunking: how many rows run at a time; None for all.
+      error: why there is no program for all lengths.
 
     Returns:
-      None if it cannot be: lengths may be too many, or the function works for none, or uses the
-      name of the axis, or references, or returns arrays of other kinds for some.
+      None if it cannot be: lengths or parts may be too many, or the function works for none, or not
+      for the longest; or it uses the name of the axis, or references, or returns arrays of other
+      kinds for some; or it is asked that all rows share an output, which is not known of all.
     """
-    mapped = call.mapped
-    sizes_of, sizes = find_sizes(mapped)
-    if not are_few(sizes) or not all(size.bound for size in sizes):
+    sizes = find_sizes(call.mapped)[1]
+    if not all(size.bound for size in sizes):
         return None
-    lengths = AllLengths(sizes)
-    staged = _staged(lambda k: stage_at(call, sizes_of, sizes, lengths.of(k)), lengths.count)
-    longest = lengths.count - 1
-    if longest not in staged:
-        return None
-    for k in [k for k in staged if 0 in lengths.of(k)]:
-        if not takes_nothing(staged[k][0], staged[longest][0]):
-            del staged[k]
-    programs = [program for program, _ in staged.values()]
-    runs = [
-        _run(sizes_of, mapped, lengths.named(k), staged[k][0]) if k in staged else None
-        for k in range(lengths.count)
-    ]
-    shapes = {k: program.out_avals for k, (program, _) in staged.items()}
-    return switched(
-        call, chunking, lengths, list(staged.values()), shapes, same_results(programs), runs
-    )
+    lengths, outs = AllLengths(sizes), None
+    if len(sizes) == 1 and not sizes[0].of_lanes:
+        parts = _parts_by_answer(call, np.arange(lengths.count), error)
+        outs = None if parts is None else _switched(call, chunking, lengths, parts)
+    if outs is None and are_few(sizes):
+        part_of = _part_of_one(call, lengths)
+        parts = [part_of(lengths.count - 1)]
+        if parts[0].staged is not None:  # or it is wrong
+            parts = [*map(part_of, range(lengths.count - 1)), *parts]
+            outs = _switched(call, chunking, lengths, parts)
+    return outs
 
 
-Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""The results for a row of the lengths, and arrays with room for the longest, that it is given."""
-
-
-def switched(
-    call: Call,
-    chunking: Chunking | None,
-    lengths: AllLengths,
-    staged: Sequence[tuple[ClosedJaxpr, FlatOutputs]],
-    avals: Mapping[int, Sequence[Any]],
-    same: Sequence[bool],
-    runs: Sequence[Run | None],
-    which: np.ndarray | None = None,
+def _switched(
+    call: Call, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part]
 ) -> Outputs | None:
-    """The outputs of a call by branches, of which each row runs one.
-
-    Args:
-      call: of a function of one row.
-      chunking: how many rows run at a time; None for all.
-      lengths: those that rows may have.
-      staged: the function for rows of some lengths, and what describes its outputs; the longest
-        ones last.
-      avals: for each number of lengths that the function takes, what it returns.
-      same: of each result, whether all branches compute it alike.
-      runs: the branches; None for rows that the function does not take.
-      which: the branch of each number of lengths; None if that is the number.
-
-    Returns:
-      None if it cannot be: the function uses the name of the axis, or references, or returns arrays
-      of other kinds for some rows.
-    """
-    axis = call.axis
-    programs = [program for program, _ in staged]
+    """The outputs of a call by a branch for each part of the lengths; see `run_specialized`."""
+    axis, longest = call.axis, parts[-1].staged
+    if longest is None:
+        return None
+    parts = [part.without_nothing(lengths, longest[0]) for part in parts]
+    staged = [part.staged for part in parts if part.staged is not None]
+    programs, outputs = [program for program, _ in staged], longest[1]
     alike = all(kinds(program) == kinds(programs[0]) for program in programs)
     if not alike or any(any_uses_axis(axis, program) for program in programs):
         return None
     if any(_compat.makes_references(program.effects) for program in programs):
         return None
+    each = len(parts) == lengths.count
+    if not each and any(output.spec is None for output in outputs.described):
+        return None  # whether all rows have one result is not known for all lengths
     for program in programs:
         refuse_order(program)
     check_constants([outputs for _, outputs in staged])
     sizes_of, sizes = find_sizes(call.mapped)
-    ends = np.flatnonzero(np.diff(which, append=-1)) if which is not None else range(lengths.count)
-    of_groups = [lengths.of(int(k)) for k in ends if int(k) in avals]
+    avals = {k: own for part in parts for k, own in part.avals().items()}
+    of_groups = [lengths.of(int(part.numbers[-1])) for part in parts if part.staged is not None]
     recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows])
-    outputs = staged[-1][1]
-    results = [_Result(lengths, list(avals), each) for each in zip(*avals.values(), strict=True)]
+    results = [_Result(lengths, list(avals), own) for own in zip(*avals.values(), strict=True)]
+    same = same_results(programs) if each else [False] * len(results)
     placed = [
         place_for_lengths(axis, output, result.shape, alike)
         for output, result, alike in zip(outputs.described, results, same, strict=True)
     ]
-    branches = [_branch(run, results) for run in runs]
+    branches = [_branch(part.run(sizes_of, call.mapped, lengths), results) for part in parts]
+    which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.numbers) for p in parts])
 
     def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
         own, arrays = values[: len(sizes)], values[len(sizes) :]
         place = lengths.place(own)
-        branch = place if which is None else jnp.asarray(which, np.int32)[place]
+        branch = place if each else jnp.asarray(which)[place]
         return lax.switch(branch, branches, own, arrays), replace(outputs, described=placed)
 
     arguments = padded_arguments(call.mapped, sizes_of, sizes)
@@ -405,6 +384,10 @@ def switched(
         else place(axis, output, x, 0 if np.ndim(x) > len(result.shape) else None)
         for x, result, output in zip(outs, results, outputs.described, strict=True)
     ], outputs
+
+
+Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+"""The results for a row of the lengths, and arrays with room for the longest, that it is given."""
 
 
 class AllLengths:
@@ -437,21 +420,7 @@ class AllLengths:
         return k
 
 
-def _staged(
-    stage: Callable[[int], tuple[ClosedJaxpr, FlatOutputs]], count: int
-) -> dict[int, tuple[ClosedJaxpr, FlatOutputs]]:
-    """The program for all lengths that the function takes, by their number."""
-    staged = {}
-    for k in range(count - 1, -1, -1):
-        try:
-            staged[k] = stage(k)
-        except Exception:  # maybe no row has these lengths, and so the function need not take them
-            if k == count - 1:  # it is wrong
-                break
-    return dict(sorted(staged.items()))
-
-
-def takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
+def _takes_nothing(program: ClosedJaxpr, longest: ClosedJaxpr) -> bool:
     """Whether the program of a row without elements can be compiled, and returns what others do.
 
     JAX stages a Fourier transform of no elements, and fails where it is compiled; and a Python loop
@@ -539,36 +508,6 @@ def _branch(run: Run | None, results: Sequence[_Result]) -> Callable[..., list[A
     return branch
 
 
-def _run(
-    sizes_of: Sequence[SizesOf],
-    mapped: Sequence[Mapped],
-    lengths: dict[str, int],
-    program: ClosedJaxpr,
-) -> Run:
-    """A program of rows of those lengths, on arrays with room for the longest."""
-
-    def run(_: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-        own = cropped(sizes_of, mapped, lengths, arrays)
-        return eval_jaxpr(program.jaxpr, program.consts, *own)
-
-    return run
-
-
-def cropped(
-    sizes_of: Sequence[SizesOf],
-    mapped: Sequence[Mapped],
-    lengths: Mapping[str, int],
-    arrays: Sequence[Any],
-) -> list[Any]:
-    """Arrays with room for the longest rows, as arrays with room for rows of those lengths."""
-    own = []
-    for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
-        for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
-            x = lax.slice_in_dim(x, 0, lengths[size.name], axis=axis)
-        own.append(x)
-    return own
-
-
 MOST_PARTS = 12
 
 
@@ -577,22 +516,49 @@ class _Part:
     """Rows of some lengths, which have one program.
 
     Attributes:
-      lengths: those, in order.
+      numbers: those of the lengths, in order (`AllLengths`).
       staged: the function of one such row, and what describes its outputs; None if it takes none.
       program: for one length that function; for several, one of the length and of arrays with room
         for the longest.
     """
 
-    lengths: np.ndarray
+    numbers: np.ndarray
     staged: tuple[ClosedJaxpr, FlatOutputs] | None = None
     program: ClosedJaxpr | None = None
 
+    def without_nothing(self, lengths: AllLengths, longest: ClosedJaxpr) -> _Part:
+        """This part; without a program, if that is of no elements and cannot be compiled."""
+        if self.staged is None or len(self.numbers) > 1 or 0 not in lengths.of(self.numbers[0]):
+            return self
+        return self if _takes_nothing(self.staged[0], longest) else _Part(self.numbers)
+
     def avals(self) -> dict[int, list[Any]]:
-        """For each length, what the function returns for a row of that length."""
+        """For each number of lengths, what the function returns for such a row."""
         if self.staged is None:
             return {}
         of_row = self.staged[0].out_avals
-        return {int(n): [_at_length(aval, n) for aval in of_row] for n in self.lengths}
+        if len(self.numbers) == 1:
+            return {int(self.numbers[0]): of_row}
+        return {int(n): [_at_length(aval, n) for aval in of_row] for n in self.numbers}
+
+    def run(
+        self, sizes_of: Sequence[SizesOf], mapped: Sequence[Mapped], lengths: AllLengths
+    ) -> Run | None:
+        """The branch of these rows; None if the function does not take them."""
+        program, most = self.program, lengths.named(int(self.numbers[-1]))
+        if self.staged is None or program is None:
+            return None
+
+        def run(own: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+            cropped = []
+            for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
+                for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
+                    x = lax.slice_in_dim(x, 0, most[size.name], axis=axis)
+                cropped.append(x)
+            given = cropped if len(self.numbers) == 1 else [*own, *cropped]
+            return eval_jaxpr(program.jaxpr, program.consts, *given)
+
+        return run
 
 
 def _at_length(aval: Any, length: Any) -> Any:
@@ -605,56 +571,6 @@ def _at_length(aval: Any, length: Any) -> Any:
     return jax.ShapeDtypeStruct(dims, aval.dtype)
 
 
-def run_by_answer(call: Call, chunking: Chunking | None, error: Exception) -> Outputs | None:
-    """The outputs of a function of one row, by a branch for each part of the lengths of rows.
-
-    Rows of a length that the function does not take have what ``jnp.take`` fills in for what is not
-    there: NaN, or the least number.
-
-    Args:
-      call: of a function of one row, some of whose arguments are `Ragged`.
-      chunking: how many rows run at a time; None for all.
-      error: why there is no program for all lengths.
-
-    Returns:
-      None if it cannot be: the function failed for another reason, or there are too many parts, or
-      rows have several sizes; or the longest are not taken, or it is asked that all rows share an
-      output, or branches cannot be (`switched`).
-    """
-    sizes_of, sizes = find_sizes(call.mapped)
-    if len(sizes) != 1 or sizes[0].of_lanes or not sizes[0].bound:
-        return None
-    (size,) = sizes
-    parts = _parts_by_answer(call, np.arange(size.bound + 1), error)
-    if parts is None or parts[-1].staged is None:
-        return None
-    last, outputs = parts[-1].staged
-    if any(output.spec is None for output in outputs.described):
-        return None  # whether all rows have one result is not known for all lengths
-    first = parts[0]
-    if not first.lengths.any() and first.staged is not None:
-        parts[0] = first if takes_nothing(first.staged[0], last) else _Part(first.lengths)
-
-    def run_of(part: _Part) -> Run | None:
-        program = part.program
-        if part.staged is None or program is None:
-            return None
-
-        def run(own: Any, arrays: Any) -> list[Any]:
-            arrays = cropped(sizes_of, call.mapped, {size.name: int(part.lengths[-1])}, arrays)
-            given = arrays if len(part.lengths) == 1 else (*own, *arrays)
-            return eval_jaxpr(program.jaxpr, program.consts, *given)
-
-        return run
-
-    which = np.repeat(np.arange(len(parts)), [len(part.lengths) for part in parts])
-    avals = {n: of_row for part in parts for n, of_row in part.avals().items()}
-    staged = [part.staged for part in parts if part.staged is not None]
-    not_same = [False] * len(last.out_avals)
-    runs = list(map(run_of, parts))
-    return switched(call, chunking, AllLengths(sizes), staged, avals, not_same, runs, which)
-
-
 def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
     """Parts of the lengths, in each of which all questions of the function have one answer."""
     asked = asked_by(error)
@@ -664,9 +580,11 @@ def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[
     runs = np.split(lengths, np.flatnonzero(answers[1:] != answers[:-1]) + 1)
     if len(runs) == 1 or len(runs) > MOST_PARTS:
         return None
+    part_of = _part_of_one(call, AllLengths(find_sizes(call.mapped)[1]))
     parts: list[_Part] = []
     for run in runs:
-        own = list(map(_part_of_one(call), run)) if len(run) <= 2 else _parts_of_many(call, run)
+        few = len(run) <= 2
+        own = list(map(part_of, run)) if few else _parts_of_many(call, run)
         if own is None or len(parts) + len(own) > MOST_PARTS:
             return None
         parts += own
@@ -698,15 +616,14 @@ def _parts_of_many(call: Call, lengths: np.ndarray) -> list[_Part] | None:
     return [_Part(lengths, (staged, outputs), program)]
 
 
-def _part_of_one(call: Call) -> Any:
+def _part_of_one(call: Call, lengths: AllLengths) -> Callable[[Any], _Part]:
     sizes_of, sizes = find_sizes(call.mapped)
 
-    def part_of(length: Any) -> _Part:
-        lengths = np.array([length])
+    def part_of(number: Any) -> _Part:
         try:
-            staged = stage_at(call, sizes_of, sizes, (int(length),))
+            staged = stage_at(call, sizes_of, sizes, lengths.of(int(number)))
         except Exception:  # maybe no row has this length, and so the function need not take it
-            return _Part(lengths)
-        return _Part(lengths, staged, staged[0])
+            return _Part(np.array([number]))
+        return _Part(np.array([number]), staged, staged[0])
 
     return part_of
