@@ -10,9 +10,8 @@ import pytest
 
 import batchax as bx
 from batchax.execution import eager, memory
-from batchax.execution.memory import parse_limit, show_bytes
+from batchax.execution.memory import memory_of, parse_limit, show_bytes
 from batchax.memo import Memo
-from batchax.programs.liveness import memory_of
 
 from support.oracle import example, plainly, same
 

@@ -123,24 +123,6 @@ def name_within_jax(jaxpr: Any) -> str:
     return name if path.startswith(os.path.dirname(jax.__file__)) else ""
 
 
-def hlo_proto(compiled: Any) -> bytes:
-    """The program that a compiler made, in its own words: an `HloModuleProto`.
-
-    Public JAX hands out a text; in it, instructions do not have the ids by which the compiler's
-    assignment of memory speaks of them. What it was compiled to is public, but not its methods.
-
-    Raises:
-      NotImplementedError: the backend does not say.
-    """
-    executable = compiled.runtime_executable()
-    if not hasattr(executable, "hlo_modules"):
-        raise NotImplementedError(f"{type(executable).__name__} has no HLO modules")
-    try:
-        return executable.hlo_modules()[0].as_serialized_hlo_module_proto()
-    except jax.errors.JaxRuntimeError as error:
-        raise NotImplementedError(str(error)) from error
-
-
 def named_axes(effects: Any) -> set[Hashable]:
     """Names of the mapped axes that an equation with these effects uses."""
     return {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}

@@ -17,13 +17,48 @@ from batchax.errors import ArgumentTypeError, MemoryLimitError
 from batchax.execution.devices import meetings
 from batchax.jaxprs.spoken import brief
 from batchax.memo import Memo
-from batchax.programs.liveness import CompilersAccount, memory_of
 
 logger = logging.getLogger("batchax")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{prefix}i": 2 ** (10 * (i + 1)) for i, prefix in enumerate("kmgt")}
 _FORMAT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class CompilersAccount:
+    """The compiler's account of the memory of a program, in bytes.
+
+    Attributes:
+      arguments: what is passed in.
+      outputs: what is returned.
+      temporaries: the most that is held besides.
+      aliased: the outputs that take the memory of an argument.
+      code: the machine code and what is embedded in it.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int
+    code: int
+
+    @property
+    def bytes(self) -> int:
+        """What the device must hold: arguments, outputs and temporaries, each once."""
+        return self.arguments + self.outputs + self.temporaries - self.aliased
+
+
+def memory_of(compiled: Any) -> CompilersAccount:
+    """The compiler's account of the memory of a compiled program."""
+    stats = compiled.memory_analysis()
+    return CompilersAccount(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.generated_code_size_in_bytes,
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards
+from batchax.execution.memory import memory_of
 from batchax.explain.account import Collective, Devices, Equation, Held, Memory, StepCount, Work
 from batchax.explain.findings.operations import Draft
 from batchax.explain.listing import Attribution, Listing, Names, number_of, value_of
@@ -23,7 +24,7 @@ from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.programs.counted import Counted, Mark, loop_number, with_marks
-from batchax.programs.liveness import LiveValue, peak_of
+from batchax.programs.liveness import LiveValue, values_at_peak
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 
@@ -42,9 +43,9 @@ def find_memory(
       numbers: the number in the listing, by record.
       paths: what its arguments are called.
     """
-    peak = peak_of(compiled)
-    held = tuple(_held(v, recorder, numbers, paths) for v in peak.values[:_MOST_HELD])
-    return Memory(peak.bytes, peak.arguments, peak.outputs, peak.temporaries, held)
+    account, values = memory_of(compiled), values_at_peak(compiled)
+    held = tuple(_held(v, recorder, numbers, paths) for v in values[:_MOST_HELD])
+    return Memory(account.bytes, account.arguments, account.outputs, account.temporaries, held)
 
 
 def _held(

@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, UnsupportedError
+from batchax.execution.memory import memory_of
 from batchax.explain.account import Timing
 from batchax.explain.wording import show_options
 from batchax.frontend.arguments import find_axis_size, flatten_arguments, with_lane_indices
@@ -23,7 +24,6 @@ from batchax.frontend.in_axes import argument_names
 from batchax.jaxprs.spoken import name_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import with_values
-from batchax.programs.liveness import memory_of
 from batchax.progress import Progress
 from batchax.rows.ragged import Ragged
 from batchax.staging import Staged, stage, with_arrays_traced

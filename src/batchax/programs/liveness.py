@@ -1,31 +1,92 @@
-"""How long values of a compiled program live, and which are alive where it needs most memory.
+"""What makes up the memory that a compiled program holds at its worst moment.
 
-The totals and the memory of each value are XLA's. A value is alive from the instruction that makes
-it to the last one that reads it, in the schedule of the compiled program.
+When values are alive is found by following them through the schedule of the compiled program, from
+the instruction that makes one to the last that reads it. Which of them share their memory is
+estimated by the rules of XLA: what a loop carries stays where it is, and an operation on each
+element, or an update, may be written over an operand that nothing else reads.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from batchax.programs.hlo import (
-    Instruction,
-    Kind,
-    Module,
-    Place,
-    Places,
-    Shape,
-    UnreadableProgram,
-    read_module,
-    read_places,
-)
+from batchax.programs.hlo import Instruction, Module, Shape, UnreadableProgram, read_module
+
+Kind = Literal["argument", "output", "temporary", "constant"]
 
 
-@dataclass
-class HeldValue:
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that is held at the worst moment.
+
+    Attributes:
+      opcode: what made it in the compiled program, such as "fusion".
+      bytes: the memory that it takes.
+      shape: such as "f32[8,300]".
+      op_name: the operation of the user's program that made it, such as "jit(f)/vmap/tanh".
+      kind: "argument", "output", "temporary" or "constant".
+    """
+
+    opcode: str
+    bytes: int
+    shape: str
+    op_name: str | None
+    kind: Kind
+
+
+def values_at_peak(compiled: Any) -> tuple[LiveValue, ...]:
+    """What is held at the worst moment, the largest first; empty if the program cannot be read.
+
+    Arguments, outputs, constants, and temporaries alive when these take most memory.
+
+    Args:
+      compiled: as from `jax.jit(f).lower(...).compile()`.
+    """
+    try:
+        return held_at_worst(read_module(compiled))
+    except UnreadableProgram:
+        return ()
+
+
+def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
+    """As `values_at_peak`, of a program that was read.
+
+    Raises:
+      UnreadableProgram: it holds what is not known here.
+    """
+    try:
+        lives = _Lives(module)
+        lives.follow()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UnreadableProgram(str(error)) from error
+    buffers = lives.buffers()
+    changes = [0] * (lives.end + 2)
+    for buffer in buffers:
+        if buffer.kind == "temporary":
+            changes[buffer.first] += buffer.bytes
+            changes[buffer.last + 1] -= buffer.bytes
+    sizes = list(itertools.accumulate(changes))
+    worst = sizes.index(max(sizes))
+    held = []
+    for buffer in buffers:
+        if buffer.kind == "temporary" and not buffer.first <= worst <= buffer.last:
+            continue
+        moment = worst if buffer.kind == "temporary" else lives.end
+        value = [v for v in buffer.values if v.first <= moment or v is buffer.values[0]][-1]
+        made, origin = value.made, value.origin
+        held.append(
+            LiveValue(made.opcode, buffer.bytes, value.shape.text, origin.op_name, buffer.kind)
+        )
+    return tuple(sorted((v for v in held if v.bytes), key=lambda v: -v.bytes))
+
+
+@dataclass(eq=False)
+class _Value:
     """An array that is written to memory.
 
     Attributes:
@@ -33,53 +94,82 @@ class HeldValue:
       origin: the one that says where it comes from. Of a copy without a name, that of what is
         copied; of what a loop starts from, that of what a step puts in its place.
       shape: its type.
-      place: where it is.
+      kind: what its memory is for.
       first: when it is written.
       last: when it is last read.
+      over: values in whose memory it may be written if nothing reads them later.
+      same: a value whose memory it has.
+      members: of a place, the values that have it.
     """
 
     made: Instruction
     origin: Instruction
-    shape: str
-    place: Place
+    shape: Shape
+    kind: Kind
     first: int
     last: int
+    over: Sequence[_Value] = ()
+    same: _Value | None = None
+    members: list[_Value] = field(init=False)
+
+    def __post_init__(self):
+        self.members = [self]
+
+    def place(self) -> _Value:
+        """The value that stands for all that share its memory."""
+        value = self
+        while value.same is not None:
+            value = value.same
+        return value
+
+    def join(self, other: _Value, if_free: bool = False) -> None:
+        """Puts it in the memory of another value; `if_free`, where no two overlap in time."""
+        own, others = self.place(), other.place()
+        if own.kind != "temporary":
+            own, others = others, own
+        if own is others or own.kind != "temporary":
+            return
+        pairs = itertools.product(own.members, others.members) if if_free else ()
+        if any(_overlap(a, b) for a, b in pairs if {a, b} != {self, other}):
+            return
+        own.same = others
+        others.members += own.members
 
 
-def held_at_worst(module: Module, assignment: bytes) -> list[HeldValue]:
-    """What is held at the worst moment: arguments, outputs, constants, and temporaries alive then.
+@dataclass(eq=False)
+class _Buffer:
+    """A piece of memory, and the values that it has in turn, the last of which it is for."""
 
-    The worst moment is when most memory is taken by temporaries.
+    values: list[_Value]
+    kind: Kind
 
-    Args:
-      module: the program.
-      assignment: the compiler's assignment of its buffers.
+    @functools.cached_property
+    def bytes(self) -> int:
+        return max(v.shape.bytes for v in self.values)
 
-    Raises:
-      UnreadableProgram: it holds what is not known here, or the compiler has not said all.
-    """
-    try:
-        lives = _Lives(module, read_places(assignment))
-        lives.follow()
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UnreadableProgram(str(error)) from error
-    changes = [0] * (lives.end + 2)
-    for value in lives.values:
-        if value.place.kind == "temporary":
-            changes[value.first] += value.place.bytes
-            changes[value.last + 1] -= value.place.bytes
-    sizes = list(itertools.accumulate(changes))
-    moments = {"temporary": sizes.index(max(sizes)), "output": lives.end}
-    at = lambda value: moments.get(value.place.kind, 0)
-    alive = [v for v in lives.values if v.first <= at(v) <= v.last and v.place.bytes]
-    return list({v.place: v for v in alive}.values())
+    @property
+    def first(self) -> int:
+        return min(v.first for v in self.values)
+
+    @property
+    def last(self) -> int:
+        return max(v.last for v in self.values)
+
+    def has_room(self, other: _Buffer) -> bool:
+        """Whether the values of another fit, at the times when they are alive."""
+        pairs = itertools.product(self.values, other.values)
+        return other.bytes <= self.bytes and not any(_overlap(a, b) for a, b in pairs)
+
+
+def _overlap(a: _Value, b: _Value) -> bool:
+    return a.first <= b.last and b.first <= a.last
 
 
 # What an instruction returns: a value, or a tuple of them and of such tuples.
 Tree = Any
 
 
-def _leaves(tree: Tree) -> Iterator[HeldValue]:
+def _leaves(tree: Tree) -> Iterator[_Value]:
     if isinstance(tree, tuple):
         for part in tree:
             yield from _leaves(part)
@@ -87,8 +177,19 @@ def _leaves(tree: Tree) -> Iterator[HeldValue]:
         yield tree
 
 
+def _at(tree: Tree, path: Sequence[int]) -> Any:
+    return functools.reduce(operator.getitem, path, tree)
+
+
 # What these return is their operand, or a part of it.
 _VIEWS = frozenset(["bitcast", "add-dependency", "optimization-barrier", "async-update"])
+
+# What reads elements of an operand after it has written others is not written over it.
+_NOT_IN_PLACE = frozenset(
+    "all-gather all-to-all broadcast cholesky concatenate convolution copy copy-start custom-call "
+    "dot dynamic-slice fft gather iota pad parameter reduce reduce-window reverse "
+    "rng-bit-generator select-and-scatter slice topk transpose triangular-solve".split()
+)
 
 
 class _Lives:
@@ -98,11 +199,9 @@ class _Lives:
     time line; the body of a loop is followed once.
     """
 
-    def __init__(self, module: Module, places: Places):
+    def __init__(self, module: Module):
         self._module = module
-        self._places = places
-        self._latest: dict[Place, HeldValue] = {}
-        self.values: list[HeldValue] = []
+        self._values: list[_Value] = []
         self.end = 0
 
     def follow(self) -> None:
@@ -110,34 +209,48 @@ class _Lives:
         entry = self._module.computations[self._module.entry]
         parameters = [i for i in entry.instructions if i.opcode == "parameter"]
         parameters.sort(key=lambda i: i.number)
-        self._read(self._run(self._module.entry, [self._written(i, i.shape) for i in parameters]))
+        arguments = [self._written(i, i.shape, kind="argument") for i in parameters]
+        result = self._run(self._module.entry, arguments)
+        self._read(result)
+        for value in self._values:
+            for other in value.over:
+                if other.last == value.first and other.place().kind == "temporary":
+                    value.join(other, if_free=True)
+        for path, number in self._module.donated.items():
+            _at(result, path).join(arguments[number])
+        for output in _leaves(result):
+            if output.place().kind == "temporary":
+                output.place().kind = "output"
+
+    def buffers(self) -> list[_Buffer]:
+        """The memory of all values. Temporaries may have that of outputs that are not written
+        yet.
+        """
+        together: dict[_Value, list[_Value]] = {}
+        for value in self._values:
+            together.setdefault(value.place(), []).append(value)
+        buffers = [_Buffer(values, place.kind) for place, values in together.items()]
+        outputs = [b for b in buffers if b.kind == "output"]
+        for buffer in sorted(buffers, key=lambda b: -b.bytes):
+            fits = (o for o in outputs if buffer.kind == "temporary" and o.has_room(buffer))
+            output = next(fits, None)
+            if output is not None:
+                output.values = [*buffer.values, *output.values]
+                buffers.remove(buffer)
+        return buffers
 
     def _read(self, tree: Tree) -> None:
         for value in _leaves(tree):
             value.last = self.end
 
     def _written(
-        self,
-        made: Instruction,
-        shape: Shape,
-        operands: Sequence[Tree] = (),
-        path: tuple[int, ...] = (),
+        self, made: Instruction, shape: Shape, over: Sequence[_Value] = (), kind: Kind = "temporary"
     ) -> Tree:
         if shape.parts is not None:
-            parts = enumerate(shape.parts)
-            return tuple(self._written(made, part, operands, (*path, k)) for k, part in parts)
-        place = self._places.get((made.id, path))
-        if place is None:  # what was given no place of its own is an operand
-            operand, *_ = (v for v in _leaves(tuple(operands)) if v.shape == shape.text)
-            return operand
-        before = self._latest.get(place)
-        if before is not None and before.last == self.end:
-            before.last -= 1  # it is overwritten as it is read
-        value = HeldValue(made, made, shape.text, place, self.end, self.end)
-        if place.kind == "constant":
-            value.first = 0
-        self._latest[place] = value
-        self.values.append(value)
+            return tuple(self._written(made, part, over, kind) for part in shape.parts)
+        alike = [v for v in over if v.shape.text == shape.text]
+        value = _Value(made, made, shape, kind, self.end, self.end, alike)
+        self._values.append(value)
         return value
 
     def _run(self, name: str, arguments: Sequence[Tree]) -> Tree:
@@ -151,7 +264,7 @@ class _Lives:
             elif instruction.opcode == "tuple":
                 results[instruction.name] = tuple(operands)
             elif instruction.opcode == "get-tuple-element":
-                results[instruction.name] = operands[0][instruction.index]
+                results[instruction.name] = operands[0][instruction.number]
             elif instruction.opcode in _VIEWS:
                 results[instruction.name] = operands[0]
             else:
@@ -162,31 +275,47 @@ class _Lives:
     def _result(self, instruction: Instruction, operands: Sequence[Tree]) -> Tree:
         opcode, called = instruction.opcode, instruction.called
         if opcode == "while":
-            body, condition = called
+            condition, body = called
             self._run(condition, operands)
             result = self._returned(body, operands)
             for before, after in zip(_leaves(operands[0]), _leaves(result), strict=True):
                 if after.origin.op_name is not None:
                     before.origin = after.origin
+                after.join(before)
             return result
         if opcode == "conditional":
             # Branches return their results in the same memory: those of one stand for all.
             branches = zip(called, operands[1:], strict=True)
-            return [self._returned(name, [operand]) for name, operand in branches][-1]
+            results = [self._returned(name, [operand]) for name, operand in branches]
+            self._read(tuple(operands))
+            for other in results[:-1]:
+                for one, last in zip(_leaves(other), _leaves(results[-1]), strict=True):
+                    one.join(last)
+            return results[-1]
         if opcode == "call":
             return self._run(called[0], operands)
         if opcode == "async-start":
             return tuple(operands), self._run(called[0], operands)
         if opcode.endswith("-done"):
             return self._done(opcode, operands[0])
-        result = self._written(instruction, instruction.shape, operands)
-        if (
-            opcode == "copy"
-            and instruction.op_name is None
-            and operands[0].place.kind != "argument"
-        ):
+        if opcode == "constant":
+            return self._written(instruction, instruction.shape, kind="constant")
+        over = list(_leaves(tuple(operands))) if self._is_in_place(instruction) else []
+        result = self._written(instruction, instruction.shape, over)
+        for path, number in instruction.aliases.items():
+            _at(result, path).join(operands[number])
+        if opcode == "copy" and instruction.op_name is None and operands[0].kind != "argument":
             result.origin = operands[0].origin
         return result
+
+    def _is_in_place(self, instruction: Instruction) -> bool:
+        """Whether it may be written over one of its operands."""
+        if instruction.opcode != "fusion":
+            return instruction.opcode not in _NOT_IN_PLACE
+        inside = self._module.computations[instruction.called[0]].instructions
+        return not any(
+            i.opcode in _NOT_IN_PLACE - {"broadcast", "iota", "parameter"} for i in inside
+        )
 
     def _returned(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """The result of a computation, which is alive when it ends."""
@@ -200,121 +329,3 @@ class _Lives:
         if opcode == "all-reduce-done":
             return started
         return started[0 if opcode == "copy-done" else 1]
-
-
-@dataclass(frozen=True)
-class LiveValue:
-    """A value that is held at the worst moment.
-
-    Attributes:
-      name: its name in the compiled program.
-      opcode: what made it there, such as "fusion".
-      bytes: the memory that it takes.
-      shape: such as "f32[8,300]".
-      op_name: the operation of the user's program that made it, such as "jit(f)/vmap/tanh".
-      source: file and line of the user's, where the compiler was told.
-      kind: "argument", "output", "temporary" or "constant".
-    """
-
-    name: str
-    opcode: str
-    bytes: int
-    shape: str
-    op_name: str | None
-    source: tuple[str, int] | None
-    kind: Kind
-
-
-@dataclass(frozen=True)
-class CompilersAccount:
-    """The compiler's account of the memory of a program, in bytes.
-
-    Attributes:
-      arguments: what is passed in.
-      outputs: what is returned.
-      temporaries: the most that is held besides.
-      aliased: the outputs that take the memory of an argument.
-      code: the machine code and what is embedded in it.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    aliased: int
-    code: int
-
-    @property
-    def bytes(self) -> int:
-        """What the device must hold: arguments, outputs and temporaries, each once."""
-        return self.arguments + self.outputs + self.temporaries - self.aliased
-
-
-@dataclass(frozen=True)
-class Peak(CompilersAccount):
-    """What a compiled program holds at its worst moment.
-
-    `bytes` is what the device must hold, not what is alive at one moment: arguments and outputs
-    have their memory for as long as the program runs.
-
-    Attributes:
-      values: what is alive at the worst moment, the largest first; empty if the compiler does
-        not say where it put them, as some backends do not.
-    """
-
-    values: tuple[LiveValue, ...] = ()
-
-    @property
-    def explained(self) -> float:
-        """The share of the compiler's temporaries that `values` account for.
-
-        What is missing is lost between values, which do not fit together without gaps, and
-        tables of what is in a tuple.
-        """
-        accounted = sum(v.bytes for v in self.values if v.kind == "temporary")
-        return accounted / self.temporaries if self.temporaries else 1.0
-
-
-def memory_of(compiled: Any) -> CompilersAccount:
-    """The compiler's account of the memory of a compiled program."""
-    return CompilersAccount(*_totals(compiled))
-
-
-def _totals(compiled: Any) -> tuple[int, int, int, int, int]:
-    stats = compiled.memory_analysis()
-    return (
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.generated_code_size_in_bytes,
-    )
-
-
-def peak_of(compiled: Any) -> Peak:
-    """What a compiled program holds at its worst moment, and what that is made of.
-
-    Args:
-      compiled: as from `jax.jit(f).lower(...).compile()`.
-    """
-    totals = _totals(compiled)
-    try:
-        assignment = compiled.memory_analysis().serialized_buffer_assignment_proto
-        held = held_at_worst(read_module(compiled), assignment)
-    except UnreadableProgram:
-        return Peak(*totals)
-    values = [
-        LiveValue(
-            v.made.name,
-            v.made.opcode,
-            v.place.bytes,
-            v.shape,
-            v.origin.op_name,
-            v.origin.source,
-            v.place.kind,
-        )
-        for v in held
-    ]
-    return Peak(*totals, tuple(sorted(values, key=_by_bytes, reverse=True)))
-
-
-_by_bytes: Callable[[LiveValue], int] = lambda value: value.bytes
