@@ -18,7 +18,7 @@ from batchax.explain import measure
 from batchax.explain.account import Timing
 from batchax.explain.explain import explain
 from batchax.explain.findings.batch import chunk_sizes
-from batchax.explain.findings.operations import Draft
+from batchax.explain.findings.operations import FindingContext
 from batchax.kernel.recording import Recorder
 
 
@@ -462,7 +462,7 @@ def measured(*timings):
     """What is found where calls took these times: (lanes at a time, fastest, median, slowest)."""
     shown = [Timing(size, median, (low, high), 1 << 20) for size, low, median, high in timings]
     options = {"batch_size": shown[0].batch_size}
-    draft = Draft([], {}, {}, Recorder(), options, 1000, 1000, timings=shown)
+    draft = FindingContext([], {}, {}, Recorder(), options, 1000, 1000, timings=shown)
     return [(f.message, f.remedy) for f in chunk_sizes(draft)]
 
 

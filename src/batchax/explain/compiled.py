@@ -17,7 +17,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards
 from batchax.execution.memory import memory_of
 from batchax.explain.account import Collective, Devices, Equation, Held, Memory, StepCount, Work
-from batchax.explain.findings.operations import Draft
+from batchax.explain.findings.operations import FindingContext
 from batchax.explain.listing import Attribution, Listing, Names, number_of, value_of
 from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
@@ -80,19 +80,19 @@ _COLLECTIVES = frozenset(
 
 
 def find_devices(
-    draft: Draft, staged: Staged, names: Names, shards: Shards, shared: Sequence[Any]
+    context: FindingContext, staged: Staged, names: Names, shards: Shards, shared: Sequence[Any]
 ) -> Devices:
     """What the lanes are spread over.
 
     Args:
-      draft: the explanation so far.
+      context: the explanation so far.
       staged: the batched function, with what it was given.
       names: what values are called.
       shards: what the lanes are spread over.
       shared: the variables, of the program of one example, that all lanes share.
     """
     given = dict(zip(staged.paths, staged.arrays, strict=True))
-    axis = draft.recorder.programs[0].axis
+    axis = context.recorder.programs[0].axis
     copies = (value_of(names.of(v), v.aval, None, axis) for v in shared)
     return Devices(
         axes=tuple(map(str, shards.names)),
@@ -104,7 +104,7 @@ def find_devices(
             for x in copies
             if not _is_sharded(given, x.name)
         ),
-        collectives=None if draft.module is None else tuple(_collectives(draft)),
+        collectives=None if context.module is None else tuple(_collectives(context)),
     )
 
 
@@ -114,12 +114,12 @@ def _is_sharded(given: Mapping[str, Any], name: str) -> bool:
     return sharding is not None and not sharding.is_fully_replicated
 
 
-def _collectives(draft: Draft) -> Iterator[Collective]:
-    for instruction in draft.instructions():
+def _collectives(context: FindingContext) -> Iterator[Collective]:
+    for instruction in context.instructions():
         # One that runs beside others is two instructions, of which the second has its result.
         kind = instruction.opcode.removesuffix("-done")
         if kind in _COLLECTIVES:
-            yield Collective(kind, instruction.shape.bytes, draft.number_of(instruction))
+            yield Collective(kind, instruction.shape.bytes, context.number_of(instruction))
 
 
 _Key = tuple[int, int | None]

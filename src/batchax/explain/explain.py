@@ -20,7 +20,7 @@ from batchax.explain.compiled import (
     steps_unknown,
 )
 from batchax.explain.findings.batch import find_findings
-from batchax.explain.findings.operations import Draft
+from batchax.explain.findings.operations import FindingContext
 from batchax.explain.listing import Attribution, Listing, Names, Tally, arguments_of, outputs_of
 from batchax.explain.measure import as_it_is, check_values, first_call, measure_alone
 from batchax.explain.measure import measure as measure_ways
@@ -227,7 +227,7 @@ def _of_batched(
         compiles = not around and (compile or time_limit is not None)
         compiled = staged.compile() if compiles else None
         made = time.monotonic() - start
-        explanation, draft = _explain(name, staged, compiled if compile else None, ways.options)
+        explanation, context = _explain(name, staged, compiled if compile else None, ways.options)
         if time_limit is None:
             return explanation
         size = ways.options.get("batch_size")
@@ -247,7 +247,7 @@ def _of_batched(
             advised = [f.advice for f in explanation.findings if f.advice]
             given = args, kwargs, advised, time_left, lengths_known
             timings, left, tried = measure_ways(way, *how, *given)
-        findings = find_findings(replace(draft, timings=timings, tried=tried, steps=steps))
+        findings = find_findings(replace(context, timings=timings, tried=tried, steps=steps))
         return replace(
             explanation, timings=timings, unmeasured=left, findings=findings, steps=steps
         )
@@ -270,7 +270,7 @@ def _explain(
     staged: Staged,
     compiled: Any,
     options: dict[str, Any],
-) -> tuple[Explanation, Draft]:
+) -> tuple[Explanation, FindingContext]:
     """An explanation without what is measured, and what its findings are made from."""
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
@@ -288,7 +288,7 @@ def _explain(
         memory = find_memory(compiled, recorder, listing.numbers, staged.paths)
         counted = counted_by_compiler(compiled)
     shards = next((details for about, details in recorder.facts if about == "shards"), None)
-    draft = Draft(
+    context = FindingContext(
         equations=listing.equations,
         numbers=listing.numbers,
         tallies=attribution.tallies,
@@ -301,18 +301,18 @@ def _explain(
         arguments=arguments,
         outputs=outputs,
     )
-    devices = None if shards is None else find_devices(draft, staged, names, **shards)
+    devices = None if shards is None else find_devices(context, staged, names, **shards)
     explanation = Explanation(
         name=name,
         lanes=axis.size,
         arguments=arguments,
         outputs=outputs,
         equations=listing.equations,
-        findings=find_findings(draft),
+        findings=find_findings(context),
         memory=memory,
         compiled=counted,
         outside=attribution.tallies.get(None, Tally()).work,
         options=dict(options),
         devices=devices,
     )
-    return explanation, draft
+    return explanation, context

@@ -19,7 +19,7 @@ from batchax.errors import UnsupportedError
 from batchax.execution.memory import free_memory, show_bytes
 from batchax.explain.account import Equation, Finding, Work
 from batchax.explain.findings.operations import (
-    Draft,
+    FindingContext,
     factorisations,
     gathers,
     lanes_at_a_time,
@@ -52,13 +52,13 @@ from batchax.rows.building import elements_of
 from batchax.rows.sizes import depends_on_sizes
 
 
-def branches(draft: Draft) -> Iterator[Finding]:
+def branches(context: FindingContext) -> Iterator[Finding]:
     """Branches that run for all lanes. Their price: what they cost less the mean branch.
 
     Those that compute less than it takes to read operands and write results are left out: they
     are part of one pass over these.
     """
-    for eqn, record in draft.walk():
+    for eqn, record in context.walk():
         if eqn.notes.get("divergence") != "masked" or eqn.primitive != "cond":
             continue
         total = sum((part.work for part in eqn.parts), Work())
@@ -70,16 +70,16 @@ def branches(draft: Draft) -> Iterator[Finding]:
             continue
         yield Finding(
             "branch runs for all lanes",
-            f"`cond` runs each of its {n} branches for all {count(draft.lanes, 'lane')}: "
+            f"`cond` runs each of its {n} branches for all {count(context.lanes, 'lane')}: "
             f"{show_work(total)}, where a lane uses one of them. If lanes take all equally often, "
             f"{unused:.0%} of that is for nothing.",
             equation=eqn.number,
             cost=wasted,
-            **_remedy_of_branches(draft, record),
+            **_remedy_of_branches(context, record),
         )
 
 
-def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
+def _remedy_of_branches(context: FindingContext, record: Record) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
     shared = (
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
@@ -90,8 +90,8 @@ def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
         f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
         "they have in common: to take lanes apart would cost more than masking does here."
     )
-    if answer is True and _masked_by_option(draft):
-        apart = _apart(draft, record, f"a branch runs for the lanes that take it. {shared}")
+    if answer is True and _masked_by_option(context):
+        apart = _apart(context, record, f"a branch runs for the lanes that take it. {shared}")
         return {**apart, "otherwise": masked}
     if answer == "collective":
         remedy = (
@@ -105,19 +105,19 @@ def _remedy_of_branches(draft: Draft, record: Record) -> dict[str, Any]:
 _COMPACT, _AUTO = {"divergence": "compact"}, {"divergence": "auto"}
 
 
-def _apart(draft: Draft, record: Record, brings: str) -> dict[str, Any]:
+def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, Any]:
     """What to do where lanes could be taken apart, and are not.
 
     The default takes them apart where that surely pays. Elsewhere it depends on how many steps
     each lane takes: that another way is faster is said where it was measured.
     """
     if (
-        draft.options.get("divergence") == "predicate"
+        context.options.get("divergence") == "predicate"
         and config.divergence == "auto"
         and _ask(record, for_any_machine("auto")) is True
     ):
         return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
-    if _COMPACT in draft.tried:
+    if _COMPACT in context.tried:
         return {"remedy": f'Give divergence="compact": {brings}', "advice": _COMPACT}
     remedy = (
         'Try divergence="compact", if lanes differ much: measure=True runs it, too, and says '
@@ -126,32 +126,32 @@ def _apart(draft: Draft, record: Record, brings: str) -> dict[str, Any]:
     return {"remedy": remedy, "advice": _COMPACT}
 
 
-def loops(draft: Draft) -> Iterator[Finding]:
+def loops(context: FindingContext) -> Iterator[Finding]:
     """Loops that wait for their slowest lane.
 
     Their price: half of the steps of all lanes, of which there are taken to be 16 where a loop
     does not say; where steps were counted, those that no lane needed. Where lanes needed nearly
     all, there is nothing to find.
     """
-    for eqn, record in draft.walk():
+    for eqn, record in context.walk():
         if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
             continue
         step, steps = _step_of(eqn)
         waits, told = steps / 2, ""
-        counted = draft.counted(eqn.number)
+        counted = context.counted(eqn.number)
         if counted is not None:
             if counted.waits_little:
                 continue
-            waits = counted.in_vain / draft.each
+            waits = counted.in_vain / context.each
             told = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
         yield Finding(
             "loop waits for its slowest lane",
-            f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(draft, record)} is "
+            f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(context, record)} is "
             f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
             f"not.{told}",
             equation=eqn.number,
             cost=price(step) * waits,
-            **_remedy_of_loops(draft, record),
+            **_remedy_of_loops(context, record),
         )
 
 
@@ -169,18 +169,18 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
     return Work(total.flops / steps, total.bytes / steps), steps
 
 
-def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
+def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
     answer = _ask(record, Runner.here(Compact()))
-    if answer is True and _masked_by_option(draft):
-        return _apart(draft, record, "lanes that are done leave the loop, others take over.")
+    if answer is True and _masked_by_option(context):
+        return _apart(context, record, "lanes that are done leave the loop, others take over.")
     if answer == "collective":
         remedy = (
             'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
             "when they are done."
         )
         return {"remedy": remedy}
-    size = max(1, draft.each // _CHUNKS)
+    size = max(1, context.each // _CHUNKS)
     remedy = (
         "Sort the batch by how many steps lanes are likely to take, and give "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."
@@ -188,8 +188,8 @@ def _remedy_of_loops(draft: Draft, record: Record) -> dict[str, Any]:
     return {"remedy": remedy}
 
 
-def _masked_by_option(draft: Draft) -> bool:
-    return draft.options.get("divergence", "auto") in ("auto", "predicate")
+def _masked_by_option(context: FindingContext) -> bool:
+    return context.options.get("divergence", "auto") in ("auto", "predicate")
 
 
 def _ask(record: Record, divergence: Runner) -> Any:
@@ -256,15 +256,15 @@ _NEARLY = 1.2  # times the least waste: fewer buckets that come so close are adv
 _HELPS = 0.9  # of the waste without buckets; they are not advised for a smaller gain
 
 
-def _facts(draft: Draft, about: str) -> list[dict[str, Any]]:
-    return [details for kind, details in draft.recorder.facts if kind == about]
+def _facts(context: FindingContext, about: str) -> list[dict[str, Any]]:
+    return [details for kind, details in context.recorder.facts if kind == about]
 
 
-def padding(draft: Draft) -> Iterator[Finding]:
+def padding(context: FindingContext) -> Iterator[Finding]:
     """Regions that run padded. Their price: their work, as much of it as is for padding."""
-    regions = _facts(draft, "region")
+    regions = _facts(context, "region")
     padded = [r for r in regions if r["layout"] == "padded" and _sized_operations(r)]
-    if not padded or _facts(draft, "groups"):  # grouped after an attempt to pad them
+    if not padded or _facts(context, "groups"):  # grouped after an attempt to pad them
         return
     # Regions of one program hold the same rows.
     rows_of = list(dict.fromkeys(max(r["rows"], key=_places) for r in padded))
@@ -273,10 +273,10 @@ def padding(draft: Draft) -> Iterator[Finding]:
     elements = sum(map(_elements, rows_of))
     if not elements or places <= _ENOUGH * elements:
         return
-    eqns = [e for e in draft.equations if e.rule != "rows.packed"]
+    eqns = [e for e in context.equations if e.rule != "rows.packed"]
     work = sum((e.work for e in eqns), Work())
     rows = count(sum(sizes[0].rows for sizes in rows_of), "row")
-    rows += " on each device" * bool(_facts(draft, "dealt"))
+    rows += " on each device" * bool(_facts(context, "dealt"))
     yield Finding(
         "ragged rows run padded",
         f"{_described(regions)} Padded, {rows} take {count(places, 'place')} for "
@@ -284,7 +284,7 @@ def padding(draft: Draft) -> Iterator[Finding]:
         f"{places / elements:.2f} for each, and {show_work(work)}.",
         equation="",
         cost=(1 - elements / places) * price(work),
-        **_remedy(draft, rows_of, places / elements, exact),
+        **_remedy(context, rows_of, places / elements, exact),
     )
 
 
@@ -322,19 +322,21 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
     return f"Rows run with {' and '.join(told)}."
 
 
-def _remedy(draft: Draft, rows_of: Sequence[_Sizes], waste: float, exact: bool) -> dict[str, Any]:
+def _remedy(
+    context: FindingContext, rows_of: Sequence[_Sizes], waste: float, exact: bool
+) -> dict[str, Any]:
     """The remedy of a finding, and what it advises."""
-    if draft.options.get("layout") == "padded":
+    if context.options.get("layout") == "padded":
         remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
     if not exact:
         least = "Give the Ragged the least max_length that holds (x.with_max_length)"
         remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
-        if draft.options.get("buckets") is not None:
+        if context.options.get("buckets") is not None:
             return {"remedy": remedy}
         return {"remedy": remedy, "advice": {"buckets": 4}, "otherwise": f"{least}."}
     cut = "Cut the longest rows in two, or leave them to a call of their own."
-    if draft.options.get("buckets") is not None:
+    if context.options.get("buckets") is not None:
         number = 2 * len(rows_of)
         remedy = f"Give buckets={number}: each bucket is padded to its own longest row."
         return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
@@ -355,14 +357,14 @@ def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
     return (number, rest) if rest < _HELPS * waste else None
 
 
-def groups(draft: Draft) -> Iterator[Finding]:
+def groups(context: FindingContext) -> Iterator[Finding]:
     """Rows that run grouped by their length, each group a program of its own."""
-    for details in _facts(draft, "groups"):
+    for details in _facts(context, "groups"):
         lengths, rows = details["lengths"], details["rows"]
         if len(lengths) < 2:
             continue
-        asked = draft.options.get("layout") == "grouped"
-        operations = sum(1 for top in draft.equations for _ in top.walk())
+        asked = context.options.get("layout") == "grouped"
+        operations = sum(1 for top in context.equations for _ in top.walk())
         yield Finding(
             "ragged rows run grouped by length",
             f"{count(sum(rows), 'row')} run in {count(len(lengths), 'group')} of equal length, one "
@@ -376,10 +378,10 @@ def groups(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def spare_room(draft: Draft) -> Iterator[Finding]:
+def spare_room(context: FindingContext) -> Iterator[Finding]:
     """Packed arrays with more places than rows have elements."""
     regions = [
-        r for r in _facts(draft, "region") if r["layout"] == "packed" and _sized_operations(r)
+        r for r in _facts(context, "region") if r["layout"] == "packed" and _sized_operations(r)
     ]
     for size in dict.fromkeys(s for r in regions for sizes in r["rows"] for s in sizes):
         if size.lengths is None or not size.lengths.size:
@@ -387,7 +389,7 @@ def spare_room(draft: Draft) -> Iterator[Finding]:
         places, elements = size.capacity, int(np.sum(size.lengths))
         if places <= _ENOUGH * max(1, elements):
             continue
-        work = sum((e.work for e in draft.equations if e.rule == "rows.packed"), Work())
+        work = sum((e.work for e in context.equations if e.rule == "rows.packed"), Work())
         yield Finding(
             "packed rows have room to spare",
             f"Packed arrays have {count(places, 'place')} for {count(elements, 'element')}, and "
@@ -403,53 +405,53 @@ _TOO_MUCH = 0.25  # of it, where it is not
 _CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
 
 
-def chunk_sizes(draft: Draft) -> Iterator[Finding]:
+def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
     """A `batch_size` far from the best: the smallest that hides what each chunk costs.
 
     Where it was measured, the fastest of those that were tried.
     """
-    if draft.timings:
-        yield from _measured(draft)
+    if context.timings:
+        yield from _measured(context)
         return
-    size = draft.options.get("batch_size")
-    if not isinstance(size, int) or draft.each <= 1:
+    size = context.options.get("batch_size")
+    if not isinstance(size, int) or context.each <= 1:
         return
-    if any(eqn.times is None for eqn, _ in draft.walk()):
+    if any(eqn.times is None for eqn, _ in context.walk()):
         return  # what a chunk computes is not known
-    chunks = math.ceil(draft.each / size)
-    work = draft.price / draft.lanes  # of a lane
-    each = LAUNCH * _started_operations(draft)
-    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), draft.each)
+    chunks = math.ceil(context.each / size)
+    work = context.price / context.lanes  # of a lane
+    each = LAUNCH * _started_operations(context)
+    best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), context.each)
     share = each / max(each + size * work, 1e-3)
     if chunks > 1 and share > _TOO_MUCH and best >= 2 * size:
         yield Finding(
             "chunk size far from the best",
             f"{count(chunks, 'chunk')} of {count(size, 'lane')}: to begin the operations of each "
             f"takes about {share:.0%} of its time.",
-            _remedy_of_small(draft, best),
+            _remedy_of_small(context, best),
             "",
-            each * (chunks - math.ceil(draft.each / best)),
-            advice={"batch_size": best if best < draft.each else None},
+            each * (chunks - math.ceil(context.each / best)),
+            advice={"batch_size": best if best < context.each else None},
         )
-    elif draft.temporaries and draft.temporaries > _CACHE and size >= 4 * best:
-        each_lane = draft.temporaries / min(size, draft.each)
+    elif context.temporaries and context.temporaries > _CACHE and size >= 4 * best:
+        each_lane = context.temporaries / min(size, context.each)
         best = max(best, 1 << max(0, math.floor(math.log2(_CACHE / each_lane))))
         if size < 4 * best:
             return
         yield Finding(
             "chunk size far from the best",
-            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, draft.each), 'lane')} at a "
-            f"time need {show_bytes(draft.temporaries)} of temporaries, and are hardly faster than "
-            "smaller ones.",
+            f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, context.each), 'lane')} "
+            f"at a time need {show_bytes(context.temporaries)} of temporaries, and are hardly "
+            "faster than smaller ones.",
             f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
             "",
-            FINDINGS.byte * draft.temporaries,
+            FINDINGS.byte * context.temporaries,
             advice={"batch_size": best},
         )
 
 
-def _measured(draft: Draft) -> Iterator[Finding]:
-    now, *others = draft.timings
+def _measured(context: FindingContext) -> Iterator[Finding]:
+    now, *others = context.timings
     tried = [t for t in others if t.batch_size != "loop" and not t.advice]
     best = min(tried, key=lambda t: t.seconds, default=now)
     if not pays(now, best):
@@ -467,14 +469,14 @@ def _measured(draft: Draft) -> Iterator[Finding]:
     )
 
 
-def _started_operations(draft: Draft) -> int:
+def _started_operations(context: FindingContext) -> int:
     """How many operations a chunk begins, those of branches that may not run left out."""
-    shown = (draft.tallies.get(record) for _, record in draft.walk())
+    shown = (context.tallies.get(record) for _, record in context.walk())
     return sum(len(t.emitted) for t in shown if t is not None and not t.skipped)
 
 
-def _remedy_of_small(draft: Draft, best: int) -> str:
-    if best < draft.each:
+def _remedy_of_small(context: FindingContext, best: int) -> str:
+    if best < context.each:
         return f"Give batch_size={best}."
     return "Leave batch_size out: all lanes together do little."
 
@@ -484,26 +486,26 @@ def _power_of_two(least: float, most: int) -> int:
     return min(most, 1 << max(0, math.ceil(math.log2(max(least, 1.0)))))
 
 
-def memory(draft: Draft) -> Iterator[Finding]:
+def memory(context: FindingContext) -> Iterator[Finding]:
     """All lanes at once, where temporaries take much of what the device has free."""
-    if draft.options.get("batch_size") is not None or not draft.temporaries:
+    if context.options.get("batch_size") is not None or not context.temporaries:
         return
     free = free_memory()
-    if draft.each <= 1 or draft.temporaries < free / 2:
+    if context.each <= 1 or context.temporaries < free / 2:
         return
     yield Finding(
         "temporaries fill the memory",
-        f"All {count(draft.each, 'lane')} at once need {show_bytes(draft.temporaries)} of "
+        f"All {count(context.each, 'lane')} at once need {show_bytes(context.temporaries)} of "
         f"temporaries, of {show_bytes(free)} that the device has free.",
         'Give batch_size="auto": as many lanes run at a time as fit.',
         "",
-        FINDINGS.byte * draft.temporaries,
+        FINDINGS.byte * context.temporaries,
     )
 
 
-Kind = Callable[[Draft], Iterator[Finding]]
+Kind = Callable[[FindingContext], Iterator[Finding]]
 
-_TOLD_IF_DEAR: tuple[Kind, ...] = (
+_TOLD_IF_EXPENSIVE: tuple[Kind, ...] = (
     branches,
     loops,
     repeated,
@@ -523,25 +525,25 @@ _LEAST_SHARE = 0.01  # of what the call costs
 _MOST_NAMED = 5  # equations of one finding
 
 
-def find_findings(draft: Draft) -> tuple[Finding, ...]:
+def find_findings(context: FindingContext) -> tuple[Finding, ...]:
     """What costs more than it would have to, or that one would not expect, most expensive first.
 
     Left out is what costs less than a microsecond or than one percent of the call.
     """
-    least = max(_LEAST, _LEAST_SHARE * draft.price)
-    findings = [f for f in _merged(_TOLD_IF_DEAR, draft) if f.cost >= least]
-    findings += _merged(_TOLD_ALWAYS, draft)
-    findings = [f for finding in findings for f in _as_measured(finding, draft)]
+    least = max(_LEAST, _LEAST_SHARE * context.price)
+    findings = [f for f in _merged(_TOLD_IF_EXPENSIVE, context) if f.cost >= least]
+    findings += _merged(_TOLD_ALWAYS, context)
+    findings = [f for finding in findings for f in _as_measured(finding, context)]
     return tuple(sorted(findings, key=lambda finding: -finding.cost))
 
 
-def _as_measured(finding: Finding, draft: Draft) -> Iterator[Finding]:
+def _as_measured(finding: Finding, context: FindingContext) -> Iterator[Finding]:
     """A finding whose advice was followed: with what that brings, or without the advice."""
-    if not finding.advice or finding.advice not in draft.tried:
+    if not finding.advice or finding.advice not in context.tried:
         yield finding
         return
-    now = draft.timings[0]
-    then = next((t for t in draft.timings if t.advice == finding.advice), None)
+    now = context.timings[0]
+    then = next((t for t in context.timings if t.advice == finding.advice), None)
     what = show_options(finding.advice)
     if then is None:
         told = f" {what} was refused."
@@ -556,11 +558,11 @@ def _as_measured(finding: Finding, draft: Draft) -> Iterator[Finding]:
         )
 
 
-def _merged(kinds: Sequence[Kind], draft: Draft) -> list[Finding]:
+def _merged(kinds: Sequence[Kind], context: FindingContext) -> list[Finding]:
     """What is found, with all that is said in the same words as one finding."""
     alike: dict[tuple[str, str, str], list[Finding]] = {}
     for kind in kinds:
-        for finding in kind(draft):
+        for finding in kind(context):
             key = finding.kind, finding.message, finding.remedy
             alike.setdefault(key, []).append(finding)
     return _without_nested([_as_one(findings) for findings in alike.values()])

@@ -59,7 +59,7 @@ _FUSED = frozenset(["rules.elementwise", "rules.shape", "rules.masking"])
 
 
 @dataclass(frozen=True)
-class Draft:
+class FindingContext:
     """An explanation to which findings are yet to be added.
 
     Attributes:
@@ -163,11 +163,11 @@ class Draft:
         return number_of(instruction.op_name, self.recorder, self.numbers)
 
 
-def lanes_at_a_time(draft: Draft, record: Record) -> str:
+def lanes_at_a_time(context: FindingContext, record: Record) -> str:
     """How many lanes run together: "8,192 lanes", "the 256 lanes of a chunk"."""
     size = record.axis.size
-    if size == draft.lanes or not isinstance(size, int):
-        return count(draft.lanes, "lane")
+    if size == context.lanes or not isinstance(size, int):
+        return count(context.lanes, "lane")
     return f"the {count(size, 'lane')} that run at a time"
 
 
@@ -175,22 +175,22 @@ def lanes_at_a_time(draft: Draft, record: Record) -> str:
 _SAME = frozenset(["bitcast", "copy", "reshape"])
 
 
-def repeated(draft: Draft) -> Iterator[Finding]:
+def repeated(context: FindingContext) -> Iterator[Finding]:
     """Operands that are written for each lane though lanes share them."""
     by_equation: dict[str, list[Instruction]] = {}
-    for instruction in draft.instructions():
-        made = _made_by(draft, instruction, "broadcast")
-        if made is not None and _repeats_lanes(draft, instruction, *made):
-            by_equation.setdefault(draft.number_of(instruction), []).append(instruction)
+    for instruction in context.instructions():
+        made = _made_by(context, instruction, "broadcast")
+        if made is not None and _repeats_lanes(context, instruction, *made):
+            by_equation.setdefault(context.number_of(instruction), []).append(instruction)
     for number, instructions in by_equation.items():
         size = sum(i.shape.bytes for i in instructions)
         types = ", ".join(dict.fromkeys(i.shape.text for i in instructions))
-        eqn = draft.equation(number)
+        eqn = context.equation(number)
         what = "an output that is the same in all lanes" if eqn is None else _shared_of(eqn)
         yield Finding(
             "copied for each lane",
             f"{what[0].upper()}{what[1:]} is written once for each of "
-            f"{count(draft.lanes, 'lane')}: {types}, {show_bytes(size)}.",
+            f"{count(context.lanes, 'lane')}: {types}, {show_bytes(size)}.",
             _remedy_of_repeated(eqn),
             number,
             2 * FINDINGS.byte * size * _times(eqn),  # written, and read
@@ -202,14 +202,14 @@ def _times(eqn: Equation | None) -> int:
 
 
 def _made_by(
-    draft: Draft, instruction: Instruction, opcode: str
+    context: FindingContext, instruction: Instruction, opcode: str
 ) -> tuple[Instruction, Computation | None] | None:
     """The operation of that kind whose result an instruction writes as it is, and where it is."""
     if instruction.opcode == opcode:
         return instruction, None
-    if instruction.opcode != "fusion" or draft.module is None:
+    if instruction.opcode != "fusion" or context.module is None:
         return None
-    inside = draft.module.computations[instruction.called[0]]
+    inside = context.module.computations[instruction.called[0]]
     by_name = {i.name: i for i in inside.instructions}
     made = by_name[inside.root]
     while made.opcode in _SAME and made.operands:
@@ -218,16 +218,16 @@ def _made_by(
 
 
 def _repeats_lanes(
-    draft: Draft, instruction: Instruction, made: Instruction, where: Computation | None
+    context: FindingContext, instruction: Instruction, made: Instruction, where: Computation | None
 ) -> bool:
     """Whether an array, not a number, is written as often as there are lanes at a time."""
     if where is None:
-        scopes = draft.module.computations.values() if draft.module else ()
+        scopes = context.module.computations.values() if context.module else ()
         where = next(c for c in scopes if any(i is instruction for i in c.instructions))
     source = next((i for i in where.instructions if i.name == made.operands[0]), None)
     if source is None or not source.shape.bytes or "[]" in source.shape.text:
         return False
-    return round(instruction.shape.bytes / source.shape.bytes) in draft.lanes_at_once
+    return round(instruction.shape.bytes / source.shape.bytes) in context.lanes_at_once
 
 
 def _shared_of(eqn: Equation) -> str:
@@ -256,15 +256,17 @@ def _remedy_of_repeated(eqn: Equation | None) -> str:
     )
 
 
-def transposed(draft: Draft) -> Iterator[Finding]:
+def transposed(context: FindingContext) -> Iterator[Finding]:
     """Arrays whose batch axis is moved."""
     told: set[str] = set()  # results
-    for instruction in draft.instructions():
-        if _made_by(draft, instruction, "transpose") is None:
+    for instruction in context.instructions():
+        if _made_by(context, instruction, "transpose") is None:
             continue
-        number, size = draft.number_of(instruction), instruction.shape.bytes
-        eqn = draft.equation(number)
-        moved = _output_of(draft, instruction, told) if eqn is None else _argument_of(draft, eqn)
+        number, size = context.number_of(instruction), instruction.shape.bytes
+        eqn = context.equation(number)
+        moved = (
+            _output_of(context, instruction, told) if eqn is None else _argument_of(context, eqn)
+        )
         if moved is None:
             continue
         what, remedy = moved
@@ -278,18 +280,18 @@ def transposed(draft: Draft) -> Iterator[Finding]:
         )
 
 
-def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
+def _argument_of(context: FindingContext, eqn: Equation) -> tuple[str, str] | None:
     """What of an equation's operands has its batch axis elsewhere than wanted."""
     if eqn.primitive == "transpose":
         return None  # the user's own
-    names = {v.name: v for v in draft.arguments}
+    names = {v.name: v for v in context.arguments}
     for value in eqn.inputs:
         if not value.axis:
             continue
         what = f"The batch axis of {value.name}, {marked(value)}, is moved"
         if value.name in names:
             return what, f"Store {value.name} with the batch axis first, and give in_axes=0 for it."
-        sources = [v for v in draft.arguments if v.axis]
+        sources = [v for v in context.arguments if v.axis]
         if not sources:
             return what, "Compute it so that the batch axis is first."
         listed = " and ".join(v.name for v in sources)
@@ -297,11 +299,13 @@ def _argument_of(draft: Draft, eqn: Equation) -> tuple[str, str] | None:
     return None
 
 
-def _output_of(draft: Draft, instruction: Instruction, told: set[str]) -> tuple[str, str] | None:
+def _output_of(
+    context: FindingContext, instruction: Instruction, told: set[str]
+) -> tuple[str, str] | None:
     """Which output is moved to where `out_axes` wants it, if it is none of those told of."""
-    final = {v.name: v for eqn in draft.equations for v in eqn.outputs}
+    final = {v.name: v for eqn in context.equations for v in eqn.outputs}
     dtype = _dtype(instruction.shape.text)
-    for output in draft.outputs:
+    for output in context.outputs:
         made = final.get(output.name)
         if made is None or None in (made.axis, output.axis) or output.axis == made.axis:
             continue
@@ -327,23 +331,23 @@ _FIRST_INDEX = dict.fromkeys(("dynamic_slice", "gather", *SCATTERS), 1)
 _FIRST_INDEX["dynamic_update_slice"] = 2
 
 
-def gathers(draft: Draft) -> Iterator[Finding]:
+def gathers(context: FindingContext) -> Iterator[Finding]:
     """Slices, gathers and updates at places that differ between lanes."""
-    for eqn, record in draft.walk():
+    for eqn, record in context.walk():
         first = _FIRST_INDEX.get(eqn.primitive)
         if first is None or eqn.service != "own" or not _own_places(record, first):
             continue
         if not any(name.startswith(("gather", "scatter")) for name in eqn.emitted):
             continue
         windows, each = _windows(record)
-        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        times = context.lanes * _times_of_chunk(context, record, eqn.times)
         number = round(windows * times)
         writes = eqn.primitive in _WRITES
         became = "scatter" if writes else "gather"
         yield Finding(
             f"{became} at places of each lane",
             f"`{eqn.primitive}` {'writes' if writes else 'reads'} at other places in each of "
-            f"{count(draft.lanes, 'lane')}: a {became} of {count(number, 'window')} of "
+            f"{count(context.lanes, 'lane')}: a {became} of {count(number, 'window')} of "
             f"{count(each, 'element')}.",
             _remedy_of_gather(eqn.primitive, windows, each, writes),
             eqn.number,
@@ -383,9 +387,9 @@ _SMALL = 16  # rows and columns: of larger matrices the arithmetic outweighs the
 _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 
 
-def factorisations(draft: Draft) -> Iterator[Finding]:
+def factorisations(context: FindingContext) -> Iterator[Finding]:
     """Factorisations of small matrices. Their price: a call of the library for each."""
-    for eqn, record in draft.walk():
+    for eqn, record in context.walk():
         calls = calls_of(record.eqn)
         if not calls or not record.in_axes or record.in_axes[0] is None:
             continue
@@ -394,10 +398,10 @@ def factorisations(draft: Draft) -> Iterator[Finding]:
         each, rows, columns = matrices_of(record.eqn.invars[0].aval)
         if eqn.service != "own" or eqn.primitive not in eqn.emitted or max(rows, columns) > _SMALL:
             continue
-        times = draft.lanes * _times_of_chunk(draft, record, eqn.times)
+        times = context.lanes * _times_of_chunk(context, record, eqn.times)
         number = round(each * times)
         kept_by = eqn.notes.get("small_matrices", "")
-        if draft.options.get("small_matrices") == "library":
+        if context.options.get("small_matrices") == "library":
             kept_by = "choice" if chooses.is_true(record.eqn) else "option"
         option, remedy = _FASTER.get(kept_by, ("", ""))
         otherwise = _remedy_of_factorisation(eqn.primitive, max(rows, columns))
@@ -442,19 +446,19 @@ def _remedy_of_factorisation(name: str, rows: int) -> str:
     return f"{shared}: they are factorised once then."
 
 
-def _times_of_chunk(draft: Draft, record: Record, times: int | None) -> float:
+def _times_of_chunk(context: FindingContext, record: Record, times: int | None) -> float:
     """How often each lane does what is done `times` times, once for each chunk among them."""
     size = record.axis.size
-    chunks = max(1, draft.each // size) if isinstance(size, int) and size else 1
+    chunks = max(1, context.each // size) if isinstance(size, int) and size else 1
     return max(1.0, (times or 1) / chunks)
 
 
 _CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi_call".split())
 
 
-def rules_of_jax(draft: Draft) -> Iterator[Finding]:
+def rules_of_jax(context: FindingContext) -> Iterator[Finding]:
     """Primitives that only JAX has a rule for. There is no price: it may serve as well."""
-    served = [eqn for eqn, _ in draft.walk() if eqn.service == "jax"]
+    served = [eqn for eqn, _ in context.walk() if eqn.service == "jax"]
     names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
     if len(names) == 1:
         what = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
@@ -476,9 +480,9 @@ def _rule(eqn: Equation) -> str:
     return f"@batchax.register_rule({_expression(eqn)})"
 
 
-def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
+def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
     """What runs in a loop over lanes: a step for each, and perhaps a call of Python."""
-    for eqn, record in draft.walk():
+    for eqn, record in context.walk():
         if eqn.service != "lanes":
             continue
         why, remedy = _why(eqn, record)
@@ -487,10 +491,10 @@ def one_lane_after_another(draft: Draft) -> Iterator[Finding]:
         what = "A function" if asked else f"`{eqn.primitive}`"
         yield Finding(
             "one lane after another",
-            f"{what} runs for the {count(draft.lanes, 'lane')} one after another: {why}",
+            f"{what} runs for the {count(context.lanes, 'lane')} one after another: {why}",
             remedy,
             eqn.number,
-            each * max(draft.lanes, eqn.times or 1),
+            each * max(context.lanes, eqn.times or 1),
         )
 
 
