@@ -53,7 +53,17 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values
-from batchax.programs.cost import SCALAR, STEPS, VECTORIZED, Cost, bytes_of, cost_of_program
+from batchax.programs.cost import (
+    SCALAR,
+    STEPS,
+    VECTORIZED,
+    Bytes,
+    Cost,
+    Lanes,
+    Nanoseconds,
+    bytes_of,
+    cost_of_program,
+)
 from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
@@ -160,7 +170,7 @@ def run_branches(axis: Axis, branches: Branches) -> PlacedOutputs | None:
         return None
     parts = [_Part(axis, program, branches) for program in branches.programs]
     for part in parts:
-        part.choose(sum(p.begun for p in parts if p is not part))
+        part.choose(Nanoseconds(sum(p.begun for p in parts if p is not part)))
     if recording.is_on():
         masked = ((i, p.plan) for i, p in enumerate(parts) if isinstance(p.plan, Masked))
         recording.note(why={i: plan.reason for i, plan in masked})
@@ -229,7 +239,7 @@ class _Part:
             isinstance(plan, policy.Gathered) and bool(plan.all_from)
         )
 
-    def choose(self, others: float) -> None:
+    def choose(self, others: Nanoseconds) -> None:
         """Finds how it runs, beside other branches that take so long for a lane."""
         self.cost = self._cost(others)
         self.plan = self.axis.divergence.of_branch(self.cost)
@@ -266,7 +276,7 @@ class _Part:
         mine = (k for k in self.used if self.positions[k] is not None)
         return [*(self.program.in_avals[k] for k in mine), *(v.aval for v in self.made)]
 
-    def _cost(self, others: float) -> BranchCost:
+    def _cost(self, others: Nanoseconds) -> BranchCost:
         jaxpr, size, moved = self.program.jaxpr, self.axis.size, self._moved()
         own = cost_of_program(jaxpr, differs=(True,) * len(jaxpr.invars), steps=STEPS)
         endless = hazards(jaxpr).endless
@@ -278,11 +288,11 @@ class _Part:
             begun=self.begun,
             moving=time_to_move(moved),
             starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
-            chunk=fitting_width(_chunk(self.work), size),
-            lanes=size,
+            chunk=Lanes(fitting_width(_chunk(self.work), size)),
+            lanes=Lanes(size),
             others=others,
             operations=length(jaxpr),
-            alike=least_lanes(size, [self.program]),
+            alike=Lanes(least_lanes(size, [self.program])),
             cannot=self._why_not_apart(),
             # If there are many all run, those that do not take it as well.
             may_be_serial=not (endless or self.program.effects) and fits_single_kernel(jaxpr),
@@ -377,7 +387,7 @@ class _Part:
         if isinstance(plan, policy.Gathered) and plan.all_from_back is not None:
             return lambda kept: True
         thresholds, own = self.axis.divergence.thresholds, bytes_of(self._moved())
-        held = lambda kept: cost._replace(held=(kept + own) * cost.lanes)
+        held = lambda kept: cost._replace(held=Bytes((kept + own) * cost.lanes))
         return lambda kept: in_blocks(held(kept), thresholds)
 
 
@@ -398,7 +408,7 @@ def _masked(
     return [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
 
 
-def _chunk(work: float) -> int:
+def _chunk(work: Nanoseconds) -> int:
     """How many lanes make a chunk, if each does so many nanoseconds of work."""
     processor = jax.default_backend() == "cpu"
     enough, widest = _CHUNK_ON_CPU if processor else _CHUNK

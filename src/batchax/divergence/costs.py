@@ -25,10 +25,14 @@ from batchax.kernel.differing import LOOPS, expand_bounded_loop
 from batchax.memo import kept_with
 from batchax.programs.cost import (
     GPU_LAUNCH,
+    GPU_SPEED,
     LAUNCH,
     STEPS,
     VECTORIZED,
+    Bytes,
     Cost,
+    Lanes,
+    Nanoseconds,
     bytes_of,
     cost_of_equation,
     cost_of_program,
@@ -48,40 +52,40 @@ from batchax.rules.aliases import kept_carries
 # is not free.
 _MOST_TO_MOVE = 16.0
 
-_LEAST = 0.1  # the time taken for a program that does nothing: it is divided by
+_LEAST = Nanoseconds(0.1)  # the time taken for a program that does nothing: it is divided by
 
 
 class _Device(NamedTuple):
     """What the width of a window is weighed by."""
 
-    begin: float
-    """what it takes to begin an operation, in nanoseconds of the work of lanes"""
-    memory: float
-    """bytes that a window may take: what lies in a cache is worked on several times as fast"""
+    begin: Nanoseconds
+    """what it takes to begin an operation"""
+    memory: Bytes
+    """what a window may take: what lies in a cache is worked on several times as fast"""
     speed: float
     """how many times as fast as a core it does the work of many lanes"""
 
 
-_DEVICES = {"cpu": _Device(LAUNCH, 4e5, 1.0)}
-_OTHER_DEVICES = _Device(GPU_LAUNCH, 1e9, 200.0)
+_DEVICES = {"cpu": _Device(LAUNCH, Bytes(400_000), 1.0)}
+_OTHER_DEVICES = _Device(GPU_LAUNCH, Bytes(1_000_000_000), GPU_SPEED)
 
 
 def _device() -> _Device:
     return _DEVICES.get(jax.default_backend(), _OTHER_DEVICES)
 
 
-def launch_time(count: float) -> float:
-    """Nanoseconds that it takes to begin so many operations, on the default device."""
-    return count * _device().begin
+def launch_time(count: float) -> Nanoseconds:
+    """How long it takes to begin so many operations, on the default device."""
+    return Nanoseconds(count * _device().begin)
 
 
-def lanes_in_cache(held: float) -> float:
+def lanes_in_cache(held: Bytes) -> float:
     """How many lanes that hold so many bytes a device works on fast."""
     return _device().memory / (held + 1)
 
 
-def microseconds(time: float) -> str:
-    """So many nanoseconds of the work of lanes, for people."""
+def microseconds(time: Nanoseconds) -> str:
+    """So much work of lanes as the time it takes, for people."""
     return f"{float(f'{time / _device().speed / 1000:.2g}'):g} us"
 
 
@@ -118,11 +122,11 @@ class Step:
     """
 
     length: int
-    work: float
-    begun: float
+    work: Nanoseconds
+    begun: Nanoseconds
     overhead: float
     moving: float
-    held: int
+    held: Bytes
     staying: float
 
     @classmethod
@@ -168,16 +172,21 @@ STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have be
 
 
 class Price(NamedTuple):
-    """The price of a program, in nanoseconds: roughly."""
+    """The price of a program: roughly."""
 
-    begin: float
+    begin: Nanoseconds
     """however many lanes there are"""
-    lane: float
+    lane: Nanoseconds
     """for each lane"""
 
-    def of(self, lanes: float) -> float:
+    def of(self, lanes: float) -> Nanoseconds:
         """For so many lanes."""
-        return self.begin + lanes * self.lane
+        return Nanoseconds(self.begin + lanes * self.lane)
+
+    @classmethod
+    def made(cls, begin: float, lane: float) -> Price:
+        """Of nanoseconds that were computed."""
+        return cls(Nanoseconds(begin), Nanoseconds(lane))
 
 
 def price_of(program: Any, differs: Sequence[bool]) -> Price:
@@ -193,19 +202,19 @@ def price_of_cost(cost: Cost) -> Price:
 
 def price_of_keeping(avals: Sequence[Any]) -> Price:
     """The price of keeping what lanes hold that are elsewhere, where others compute."""
-    return Price(0.0, _KEPT * bytes_of(avals))
+    return Price.made(0.0, _KEPT * bytes_of(avals))
 
 
 def price_of_copying(avals: Sequence[Any]) -> Price:
     """The price of keeping what is updated in place elsewhere: two are read, one is written."""
-    return Price(0.0, VECTORIZED.time(Cost(bytes=3 * bytes_of(avals))))
+    return Price.made(0.0, VECTORIZED.time(Cost(bytes=3 * bytes_of(avals))))
 
 
 def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
     """The price of moving what some lanes read and write to where they run, and back."""
     rows = len(read) + 2 * len(written)
     moved = bytes_of(read) + bytes_of(written)
-    return Price(launch_time(rows), _ROW * rows + _MOVED * moved)
+    return Price.made(launch_time(rows), _ROW * rows + _MOVED * moved)
 
 
 def width_of_block(work: Price, moves: Price, lanes: int) -> int:
@@ -221,24 +230,24 @@ def width_of_block(work: Price, moves: Price, lanes: int) -> int:
 def max_block(work: Price, moves: Price) -> Price:
     """The price of a block of some of the lanes, if no lane costs more than this."""
     begin, lane = work.begin + moves.begin, work.lane + moves.lane
-    return Price(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
+    return Price.made(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
 
 
 def total(prices: Sequence[Price]) -> Price:
     """The price of programs one after another."""
-    return Price(sum(p.begin for p in prices), sum(p.lane for p in prices))
+    return Price.made(sum(p.begin for p in prices), sum(p.lane for p in prices))
 
 
 def max_of(prices: Sequence[Price]) -> Price:
     """The price of the most expensive of several programs, or a little more."""
-    return Price(max(p.begin for p in prices), max(p.lane for p in prices))
+    return Price.made(max(p.begin for p in prices), max(p.lane for p in prices))
 
 
 NOTHING = "computes nothing"
 
 
 class BranchCost(NamedTuple):
-    """What a branch costs, in nanoseconds for each lane.
+    """What a branch costs, times for each lane.
 
     Attributes:
       work: to run it.
@@ -261,45 +270,48 @@ class BranchCost(NamedTuple):
         reads of its own; 0 where no derivative is taken.
     """
 
-    work: float
-    copied: float
-    alone: float
-    beginning: float
-    begun: float
-    moving: float
-    starting: float
-    chunk: int
-    lanes: int
-    others: float
+    work: Nanoseconds
+    copied: Nanoseconds
+    alone: Nanoseconds
+    beginning: Nanoseconds
+    begun: Nanoseconds
+    moving: Nanoseconds
+    starting: Nanoseconds
+    chunk: Lanes
+    lanes: Lanes
+    others: Nanoseconds
     operations: int
-    alike: int
+    alike: Lanes
     cannot: str = ""
     may_be_serial: bool = False
     is_unknown: bool = False
-    held: int = 0
+    held: Bytes = Bytes(0)
 
     @property
-    def apart(self) -> float:
+    def every(self) -> Nanoseconds:
+        """To run it for all lanes."""
+        return Nanoseconds(self.work * self.lanes)
+
+    @property
+    def apart(self) -> Nanoseconds:
         """To move what it reads and returns, and run it in a chunk that is full."""
-        return self.work + self.moving + self.starting / self.chunk
+        return Nanoseconds(self.work + self.moving + self.starting / self.chunk)
 
 
 WITH_DERIVATIVE = 4
 """How many times as long a step takes together with the step back over it, at least."""
 
-_NOTHING = Price(0.0, 0.0)
+_NOTHING = Price.made(0.0, 0.0)
 _BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
 
 
-def max_step_cost(loop: AnyLoop) -> float:
-    """Nanoseconds that a step of the most expensive loop, or the most expensive branch, takes for
-    a lane.
-    """
+def max_step_cost(loop: AnyLoop) -> Nanoseconds:
+    """How long a lane takes for a step of the most expensive loop, or the most expensive branch."""
     programs = _programs(loop)
     costliest = _max_of(loop.primitive, programs)
     if loop.primitive.name in LOOPS:
         costliest = max(costliest, WITH_DERIVATIVE * sum(map(_time, programs)))
-    return costliest
+    return Nanoseconds(costliest)
 
 
 def may_be_one_function(loop: AnyLoop) -> bool:
@@ -329,7 +341,7 @@ def _programs(loop: AnyLoop) -> list[Jaxpr]:
     return [p.jaxpr for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
 
 
-def _max_of(primitive: object, programs: list[Jaxpr]) -> float:
+def _max_of(primitive: object, programs: list[Jaxpr]) -> Nanoseconds:
     costliest = max(map(_max_step, programs), default=0.0)
     if primitive is while_p or primitive is cond_p:
         times = list(map(_time, programs))
@@ -337,17 +349,17 @@ def _max_of(primitive: object, programs: list[Jaxpr]) -> float:
         costliest = max(costliest, sum(times) if primitive is while_p else max(times))
     if getattr(primitive, "name", None) in LOOPS:
         costliest *= WITH_DERIVATIVE
-    return costliest
+    return Nanoseconds(costliest)
 
 
-def _time(jaxpr: Jaxpr) -> float:
+def _time(jaxpr: Jaxpr) -> Nanoseconds:
     return VECTORIZED.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
 
 
 @kept_with("what a step of the most expensive loop in programs costs")
-def _max_step(jaxpr: Jaxpr) -> float:
+def _max_step(jaxpr: Jaxpr) -> Nanoseconds:
     each = (_max_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
-    return max(each, default=0.0)
+    return max(each, default=Nanoseconds(0.0))
 
 
 def _kept(jaxpr: Jaxpr) -> Cost:

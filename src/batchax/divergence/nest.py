@@ -120,7 +120,7 @@ class DeferredBranch:
     def block(self) -> Price:
         """The price of a block."""
         price, moves = self.segment.price, self.segment.moves
-        return Price(price.of(self.width) + moves.of(self.width), 0.0)
+        return Price.made(price.of(self.width) + moves.of(self.width), 0.0)
 
 
 Part = Segment | Inner | DeferredBranch

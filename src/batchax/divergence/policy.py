@@ -48,6 +48,7 @@ from batchax.divergence.costs import (
 )
 from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
+from batchax.programs.cost import Nanoseconds
 from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_lowered_kernel
 from batchax.programs.thresholds import Thresholds
@@ -260,7 +261,7 @@ def decide(control_flow: ControlFlow, thresholds: Thresholds, asked: Asked) -> D
             return _branch(control_flow, thresholds, asked)
 
 
-def worth_batching_twice(t: Thresholds) -> float:
+def worth_batching_twice(t: Thresholds) -> Nanoseconds:
     """Time of a step of all lanes below which no loop, and no branch, is run apart for its work."""
     return min(t.min_window_work, t.min_branch_work, t.min_work)
 
@@ -381,7 +382,7 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     """How many adjacent lanes run as a single kernel, on one core; all if none do."""
     size = loop.lanes
-    if size < t.kernel_lanes or not _fits_kernel(t, step.work * size, loop.jaxprs):
+    if size < t.kernel_lanes or not _fits_kernel(t, Nanoseconds(step.work * size), loop.jaxprs):
         return size
     numbers = largest(loop.jaxprs)
     if step.staying > t.max_move_steps and numbers > 1:
@@ -389,7 +390,7 @@ def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     return min(_that_fill_a_core(t, numbers), max(1, size // 2))
 
 
-def _fits_kernel(t: Thresholds, work: float, programs: Sequence[ClosedJaxpr] | None) -> bool:
+def _fits_kernel(t: Thresholds, work: Nanoseconds, programs: Sequence[ClosedJaxpr] | None) -> bool:
     """Whether what takes so long for all lanes can be a single kernel, on one core."""
     if not t.kernel_lanes or programs is None or work > t.max_work_on_a_core:
         return False
@@ -442,7 +443,7 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
     width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
     flat = _flattened(min(width, asked.most(size)), nest, asked)
     width = flat.window.widths[0]
-    if width == size and _fits_kernel(t, price.lane * size, nest.inside):
+    if width == size and _fits_kernel(t, Nanoseconds(price.lane * size), nest.inside):
         loops = (part for part in nest.parts if isinstance(part, Inner))
         long = price.lane * size >= t.min_work
         if long and all(_is_tiled_in_a_kernel(t, size, inner) for inner in loops):
@@ -521,7 +522,7 @@ def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
     if cost.work < t.min_gain_of_all * cost.moving or cost.begun < t.min_unfused_share * cost.work:
         return False
     if cost.copied >= t.min_copy_cost * cost.apart:  # even if all lanes take it
-        return cost.work * cost.lanes >= t.min_window_work
+        return cost.every >= t.min_window_work
     if 0 < cost.held < t.cache:  # to recompute it takes longer than to read it
         return False
     return cost.work * cost.chunk >= t.min_window_work
@@ -540,18 +541,17 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
     once = cost.alike <= cost.chunk and (of_all or (short and copies))
     if once and in_blocks(cost, t):
         return False  # as fast in blocks, and compiled once
-    return cost.work * cost.lanes >= t.min_work_per_operation * cost.operations
+    return cost.every >= t.min_work_per_operation * cost.operations
 
 
 def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> str:
     """Why a branch does not run for the lanes that take it, if they are few; empty if it does."""
-    every = cost.work * cost.lanes
     if cost.work < t.min_gain * cost.moving:
         return _moves(cost, t.min_gain)
     if cost.begun < t.min_unfused_share * cost.work:
         return "what selects results is one loop with most of it, for no lane but its own"
-    short = every < t.min_branch_work and not however_short
-    return _too_short(every, t.min_branch_work) if short else ""
+    short = cost.every < t.min_branch_work and not however_short
+    return _too_short(cost.every, t.min_branch_work) if short else ""
 
 
 def _few(cost: BranchCost, t: Thresholds) -> int:
@@ -566,8 +566,8 @@ def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
     why = _why_not(cost, t)
     if why or recompiled:
         return why or "it is in a branch that is compiled twice"
-    compiled = microseconds(t.min_work_per_operation * cost.operations)
-    every = microseconds(cost.work * cost.lanes)
+    compiled = microseconds(Nanoseconds(t.min_work_per_operation * cost.operations))
+    every = microseconds(cost.every)
     return f"{every} for all lanes, limit {compiled} for compiling its operations twice"
 
 
@@ -575,7 +575,7 @@ def _moves(cost: BranchCost, limit: float) -> str:
     return f"costs {cost.work / cost.moving:.2g} of moving a lane, limit {limit:.2g}"
 
 
-def _too_short(every: float, limit: float) -> str:
+def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
     return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
 
 

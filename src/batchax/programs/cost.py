@@ -34,6 +34,11 @@ from batchax.memo import Memo
 from batchax.programs.calibrated import CALIBRATED
 from batchax.programs.inner import Inner, integers_given, integers_in, programs_in
 
+Nanoseconds = NewType("Nanoseconds", float)
+"""Of the work of lanes on a core of a CPU: what other devices do counts as much."""
+Lanes = NewType("Lanes", int)
+Bytes = NewType("Bytes", int)
+
 
 def _as_one(symbol: Any) -> int:
     return 1
@@ -67,9 +72,9 @@ def size_of(aval: Aval) -> int:
     return _product(getattr(aval, "shape", ()))
 
 
-def bytes_of(avals: Iterable[Aval]) -> int:
+def bytes_of(avals: Iterable[Aval]) -> Bytes:
     """The memory that arrays of these types take."""
-    return sum(size_of(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype"))
+    return Bytes(sum(size_of(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype")))
 
 
 def terms_of_contraction(eqn: Eqn) -> int:
@@ -701,12 +706,6 @@ def _cut_and_joined(eqn: Eqn) -> int:
     return 2 * bytes_of(v.aval for v in (*cut, *joined))
 
 
-Nanoseconds = NewType("Nanoseconds", float)
-"""Of the work of lanes on a core of a CPU: what other devices do counts as much."""
-Lanes = NewType("Lanes", int)
-Bytes = NewType("Bytes", int)
-
-
 @dataclass(frozen=True)
 class Weights:
     """Nanoseconds for each of these."""
@@ -719,12 +718,12 @@ class Weights:
     place: float = 4.0
     call: float = 100.0  # of a library, the shortest one
 
-    def time(self, cost: Cost) -> float:
-        """Nanoseconds, roughly."""
+    def time(self, cost: Cost) -> Nanoseconds:
+        """How long it takes, roughly."""
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
         other = self.place * cost.places + self.call * cost.calls
-        return self.transcendental * cost.transcendentals + computed + moved + other
+        return Nanoseconds(self.transcendental * cost.transcendentals + computed + moved + other)
 
 
 # Rough figures. How well they decide, benchmarks tell: for lanes together `divergence` and `rules`,
@@ -751,9 +750,9 @@ PLANS = Weights(transcendental=0.5, fused=0.1, byte=0.1, flop=0.05, serial=0.05,
 was begun it goes on, so these are not what is measured today."""
 
 # Nanoseconds, too, of what not every use counts.
-LAUNCH = CALIBRATED["cpu"].launch  # to begin an operation; most are fused with others
+LAUNCH = Nanoseconds(CALIBRATED["cpu"].launch)  # to begin an operation; most are fused with others
 GPU_SPEED = CALIBRATED["cpu"].element / CALIBRATED["gpu"].element  # of cores that do as much
-GPU_LAUNCH = GPU_SPEED * CALIBRATED["gpu"].launch
+GPU_LAUNCH = Nanoseconds(GPU_SPEED * CALIBRATED["gpu"].launch)
 STEP = 1_000.0  # of a loop that runs operations of one lane
 CALLBACK = 10_000.0  # a call of Python
 BLOCK = 6_000.0  # to begin a block of rows, and to write what it computed

@@ -16,6 +16,7 @@ from batchax.programs.cost import (
     STEPS,
     VECTORIZED,
     Cost,
+    Nanoseconds,
     bytes_of,
     cost_of_program,
     costs_of_program,
@@ -46,9 +47,9 @@ def may_be_expensive(jaxpr: Jaxpr) -> bool:
     return time_of_block(cost_of_program(jaxpr, steps=STEPS)) >= ROW.min_work
 
 
-def time_of_block(cost: Cost) -> float:
-    """Nanoseconds that a narrow block takes of lanes of which each costs so much."""
-    return LAUNCH * cost.launches + NARROWEST * VECTORIZED.time(cost)
+def time_of_block(cost: Cost) -> Nanoseconds:
+    """How long a narrow block takes of lanes of which each costs so much."""
+    return Nanoseconds(LAUNCH * cost.launches + NARROWEST * VECTORIZED.time(cost))
 
 
 def _is_expensive(jaxpr: Jaxpr, differs: Sequence[bool]) -> bool:
@@ -73,12 +74,12 @@ def moved(jaxpr: Jaxpr, differs: Sequence[bool]) -> list[Aval]:
     return [v.aval for v in (*own, *made)]
 
 
-def time_to_move(arrays: Iterable[Any]) -> float:
-    """What it costs to move arrays of a lane to the lanes it runs with, and back: nanoseconds."""
+def time_to_move(arrays: Iterable[Any]) -> Nanoseconds:
+    """What it costs to move arrays of a lane to the lanes it runs with, and back."""
     each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
     return VECTORIZED.time(2 * sum(each_way, Cost()))
 
 
-def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> float:
-    """Nanoseconds that a lane takes in operations which are not fused with others."""
+def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> Nanoseconds:
+    """How long a lane takes in operations which are not fused with others."""
     return VECTORIZED.time(costs_of_program(jaxpr, differs=differs, steps=STEPS)[1])
