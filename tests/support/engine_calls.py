@@ -95,17 +95,12 @@ def fatally_for_all(i, x):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def asleep_once(i, x):
-    if i == 30 and once("slept"):
-        time.sleep(5)
-
-
 def spoilt(i, x):
     if i in (6, 50):
         raise ValueError("spoilt")
 
 
-CALLS = [slowly, patiently, fatally, fatally_in_company, fatally_for_all, asleep_once, spoilt]
+CALLS = [slowly, patiently, fatally, fatally_in_company, fatally_for_all, spoilt]
 
 
 def write_inputs():

@@ -8,7 +8,6 @@ import os
 import queue
 import re
 import signal
-import statistics
 import threading
 import time
 import warnings
@@ -25,7 +24,6 @@ from batchax.datasets.engines.worker import (
     Done,
     EndedError,
     refuse_repeated,
-    run_apart,
     run_unit,
     saved,
 )
@@ -199,7 +197,6 @@ def _spawned(workers: int) -> ProcessPoolExecutor:
 
 
 def _end_with_parent() -> None:
-    """Sees to it that this process ends when who made it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -210,11 +207,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-_LOOK = 0.2  # seconds after which it is looked who is slow, and whether somebody asked to stop
-_SLOW = 10.0  # times the median, after which a unit is begun a second time
-_LEAST = 1.0  # seconds: what takes less is not slow, whatever the median is
-_KNOWN = 5  # units that say what the median is
-_RECENT = 101  # units of which the median is taken
+_LOOK = 0.2  # seconds after which it is looked whether to stop
 _IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
 _PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
 _ENDING = (
@@ -222,7 +215,7 @@ _ENDING = (
     "the system ends them, memory may be short: take fewer workers. What they print may say more."
 )
 
-_IN_WORKERS, _APART, _ALONE, _GIVEN_UP = range(4)  # how carefully a unit is run
+_IN_WORKERS, _ALONE, _GIVEN_UP = range(3)  # how carefully a unit is run
 _ENDS = "ends the process that computes it, at last with nothing else beside it"
 
 
@@ -238,10 +231,6 @@ class _Tried:
     attempt: int  # which attempt at it this is
     care: int  # how carefully: how many processes ended with it
     generation: int  # of the pool that has it
-    submitted: float  # when
-    seen: float | None = None  # when it was first seen to run
-    twice: bool = False  # whether it was so slow that there is another attempt
-    over: bool = False  # whether that was faster
 
 
 class Submitting:
@@ -272,7 +261,6 @@ class Submitting:
         self._again: deque[tuple[Unit, int]] = deque()  # and how carefully
         self._suspects: deque[tuple[Unit, int]] = deque()  # to be run alone, and how carefully
         self._tries: Counter[int] = Counter()  # of units that were tried more than once
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._examining = False  # these
         self._in_vain = 0  # workers that ended since somebody had something of them
 
@@ -283,14 +271,12 @@ class Submitting:
             while True:
                 if not self._stop.now:
                     self._submit_some()
-                if all(t.over for t in self._running.values()):
-                    break  # at nothing, or at what is done already
+                if not self._running:
+                    break
                 for future in self._some_that_ended():
                     self._take(future)
                 if self._stop.now:
                     self._cancel(self._is_waiting)
-                else:
-                    self._begin_slow_ones_again()
         finally:
             left = bool(self._running)
             self._cancel(lambda tried: True)
@@ -315,27 +301,25 @@ class Submitting:
                     break
                 self._again.append((unit, _IN_WORKERS))
             self._submit(*self._again.popleft())
-        if self._suspects and all(t.over for t in self._running.values()):
+        if self._suspects and not self._running:
             self._examining = True
             self._submit(*self._suspects.popleft())
 
     def _submit(self, unit: Unit, care: int) -> None:
         attempt = self._tries[unit.number]
-        fun = run_apart if care in (_APART, _ALONE) else run_unit
         args = [self._attempts, unit.number, attempt]
         if care == _GIVEN_UP:
             args.append(f"its unit, {_rows(unit)}, {_ENDS}")
         name = f"{self._name}-unit-{unit.number}"
         while True:
             try:
-                future = self._pool.submit(name, fun, *args)
+                future = self._pool.submit(name, run_unit, *args)
                 break
             except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
                 if self._ends_in_vain(2 * self._pool.workers):
                     raise JobError(f"{_ENDING} They end with {error!r}.") from error
                 self._make_anew()
-        now = time.monotonic()
-        self._running[future] = _Tried(unit, attempt, care, self._pool.generation, now)
+        self._running[future] = _Tried(unit, attempt, care, self._pool.generation)
         future.add_done_callback(self._ended.put)
 
     def _some_that_ended(self) -> list[Any]:
@@ -356,27 +340,14 @@ class Submitting:
         except self._pool.deaths as error:
             self._after_death(tried, error)
         except CancelledError:
-            if not self._stop.now and not tried.over:
+            if not self._stop.now:
                 self._pool.wait_until_there()
                 self._try_again(tried, tried.care)
         except BaseException as error:
-            if not tried.over:
-                self._stop.because(error)
+            self._stop.because(error)
         else:
-            if done is not None and not tried.over:
-                self._is_done(tried, done)
-
-    def _is_done(self, tried: _Tried, done: Done) -> None:
-        self._in_vain = 0
-        self._seconds.append(done.seconds)
-        if self._tries.pop(done.number, 0):
-            self._attempts.end(done.number)
-            for other in self._running.values():
-                other.over = other.over or other.unit == tried.unit
-            self._again = deque(x for x in self._again if x[0] != tried.unit)
-            self._suspects = deque(x for x in self._suspects if x[0] != tried.unit)
-            self._cancel(lambda other: other.over and self._is_waiting(other))
-        self._tell(done)
+            self._in_vain = 0
+            self._tell(done)
 
     def _after_death(self, tried: _Tried, how: BaseException) -> None:
         """Its worker ended: of this unit, or of another that was in it or in its pool."""
@@ -388,7 +359,7 @@ class Submitting:
                 self._make_anew()
             except Exception as error:
                 self._stop.because(error)
-        if self._stop.now or tried.over:
+        if self._stop.now:
             return
         care = tried.care if in_vain else tried.care + 1
         if in_vain and self._ends_in_vain(1):
@@ -420,27 +391,13 @@ class Submitting:
 
     def _try_again(self, tried: _Tried, care: int) -> None:
         self._tries[tried.unit.number] += 1
-        (self._again if care <= _APART else self._suspects).append((tried.unit, care))
+        (self._suspects if care else self._again).append((tried.unit, care))
 
     def _cancel(self, which: Callable[[_Tried], bool]) -> None:
         self._pool.cancel([future for future, tried in self._running.items() if which(tried)])
 
     def _is_waiting(self, tried: _Tried) -> bool:
         return not self._attempts.is_running(tried.unit.number, tried.attempt)
-
-    def _begin_slow_ones_again(self) -> None:
-        if len(self._seconds) < _KNOWN:
-            return
-        most = max(_LEAST, _SLOW * statistics.median(self._seconds))
-        now = time.monotonic()
-        for tried in self._running.values():
-            if tried.twice or tried.care or now - tried.submitted < most:
-                continue
-            if tried.seen is None and not self._is_waiting(tried):
-                tried.seen = now  # it may have begun just now: clocks of workers may be wrong
-            if tried.seen is not None and now - tried.seen > most:
-                tried.twice = True
-                self._try_again(tried, _IN_WORKERS)
 
 
 _SHARD = re.compile(r"shard:(\d+)/(\d+)")
@@ -465,7 +422,6 @@ class Threads:
         record: Callable[[Sequence[Record]], None],
         tell: Tell,
     ) -> None:
-        """Runs units."""
 
         def written(records: Sequence[Record]) -> None:
             record(records)

@@ -11,8 +11,6 @@ import pickle
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -89,7 +87,6 @@ class Attempts:
 
     @property
     def call(self) -> bytes:
-        """What is to be done."""
         call = self._place.read(self._call)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
@@ -112,7 +109,6 @@ class Attempts:
 
     @contextlib.contextmanager
     def running(self, unit: int, attempt: int) -> Iterator[None]:
-        """While the block runs, others see that the attempt does."""
         with contextlib.suppress(FileNotFoundError):  # the call is over
             try:
                 self._place.mark(self._running(unit, attempt))
@@ -127,16 +123,7 @@ class Attempts:
         return self._place.exists(self._running(unit, attempt))
 
     def forget(self, unit: int, attempt: int) -> None:
-        """An attempt that ended may run again."""
         self._place.unmark(self._running(unit, attempt))
-
-    def is_over(self, unit: int) -> bool:
-        """Whether nobody waits for it any more."""
-        return self._place.exists(self._over(unit)) or not self.is_there
-
-    def end(self, unit: int) -> None:
-        with contextlib.suppress(FileExistsError, FileNotFoundError):
-            self._place.mark(self._over(unit))
 
     @property
     def is_repeated(self) -> bool:
@@ -147,9 +134,6 @@ class Attempts:
 
     def _running(self, unit: int, attempt: int) -> Address:
         return self.folder / f"{unit}-{attempt}"
-
-    def _over(self, unit: int) -> Address:
-        return self.folder / f"{unit}-over"
 
 
 _MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
@@ -219,7 +203,6 @@ class Call:
             yield
 
     def journal(self, writer: str) -> Journal:
-        """A journal for this writer alone."""
         return Journal(self.journal_folder, writer)
 
 
@@ -335,14 +318,13 @@ class _Job:
     journal: Any
 
 
-def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = "") -> Done | None:
+def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = "") -> Done:
     """Reads, computes and keeps a unit, and writes that down.
 
     Args:
       given_up: why none of its rows is to be read and computed, if so.
     """
-    if attempts.is_over(number):
-        return None
+    _check(attempts)
     with _here(attempts) as job, attempts.running(number, attempt):
         begun, work = time.monotonic(), job.work
         unit = work.plan.unit(number)
@@ -350,8 +332,6 @@ def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = 
             computed = not_computed(work.function.outputs, unit, given_up)
         else:
             computed = work.begin(unit, work.read(unit))()
-        if attempts.is_over(number):
-            return None
         record = work.write(computed)
         job.journal.append(replace(record, attempt=attempt))
         return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
@@ -359,7 +339,6 @@ def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = 
 
 @contextlib.contextmanager
 def _here(attempts: Attempts) -> Iterator[_Job]:
-    """The job of a call, with its program compiled, and this process as the call wants it."""
     try:
         with _undisturbed():
             job = _job(attempts)
@@ -418,52 +397,4 @@ def _check(attempts: Attempts) -> None:
 
 @functools.cache
 def _writer() -> str:
-    """A name for the journals of this process, which no other has."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-_CHILD = (
-    "import sys; sys.path[:] = {!r}; from batchax.datasets.engines.worker import child; child()"
-)
-
-
-def run_apart(attempts: Attempts, number: int, attempt: int) -> Done | None:
-    """As `run_unit`, in a process of its own."""
-    command = [sys.executable, "-c", _CHILD.format(sys.path)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            pickle.dump((attempts, number, attempt), process.stdin)
-            process.stdin.flush()
-            done, error = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            code = process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-            raise EndedError(how) from None
-        finally:
-            process.kill()  # what it was to do it has done
-    if error is not None:
-        raise error
-    return done
-
-
-def child() -> None:
-    """In the process: does what is asked for on its input, and says what came of it."""
-    asked, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what the user's function prints is no answer
-    args = pickle.load(asked)
-
-    def end_with_parent() -> None:
-        asked.read()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    answer: tuple[Any, Any] = None, None
-    try:
-        answer = run_unit(*args), None
-    except Exception as error:
-        answer = None, portable(error)
-    pickle.dump(answer, answers)
-    answers.flush()
