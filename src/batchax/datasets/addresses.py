@@ -82,7 +82,6 @@ class ObjectPath:
 
     @property
     def parents(self) -> list[ObjectPath]:
-        """All that it is in, the innermost first, without the bucket."""
         above = PurePosixPath(self.key).parents
         return [self._with(path) for path in above if path.name]
 
@@ -97,7 +96,6 @@ Address = Path | ObjectPath
 
 
 def is_url(x: Any) -> bool:
-    """Whether it names something by a scheme, be it one that is known or not."""
     return isinstance(x, ObjectPath) or (isinstance(x, str) and _match(x) is not None)
 
 
@@ -137,7 +135,6 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
 
 
 def at_home(path: str, name: str) -> str:
-    """A path with the folder of the user in place of ``~``."""
     whole = os.path.expanduser(path)
     first = path.split("/")[0]
     if whole == path and path.startswith("~") and not os.path.lexists(first):
@@ -169,7 +166,6 @@ _INSTALLED_BY = {
 
 
 def needed(module: str, what: str) -> Any:
-    """A library, imported where it is used."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -192,7 +188,6 @@ def reading(what: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, without the page of settings that TensorStore adds."""
     said = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
     return f"{said or type(error).__name__}.".replace("..", ".")
 

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from batchax.errors import JobError, StorageError
 
@@ -366,170 +366,83 @@ class UnreachableError(StorageError):
     """
 
 
-class Log(Protocol):
-    """Lines that one writer appends. Threads may share it."""
-
-    def begin(self) -> None:
-        """From now on, whoever had this log before and goes on cannot append to it."""
-
-    def append(self, lines: bytes) -> None:
-        """Appends whole lines; durable when it returns."""
-
-    def close(self) -> None:
-        """Closes it; what is appended later opens it again."""
-
-
-class AnyLock(Protocol):
-    """What keeps others away."""
-
-    @property
-    def held(self) -> bool: ...
-
-    @property
-    def holds(self) -> bool:
-        """Whether it keeps others away, now: it may have been deleted, or taken."""
-        ...
-
-    def release(self) -> None:
-        """Lets go of it, if it is held."""
-
-
-class Place(Protocol):
-    """What can be done where the files of a job lie. What is written is durable on return."""
-
-    shared: bool  # whether other processes see the same files
-
-    def read(self, path: Any) -> bytes:
-        """What a file holds. Raises FileNotFoundError if there is none."""
-        ...
-
-    def replace(self, path: Any, content: bytes) -> None:
-        """Puts a file, over whatever is there."""
-
-    def create(self, path: Any, content: bytes) -> None:
-        """Puts a file where there is none."""
-
-    def remove(self, path: Any) -> None:
-        """Removes a file; that there is none is no error."""
-
-    def remove_all(self, folder: Any) -> None:
-        """Removes a folder with all that is in it, as far as that is possible."""
-
-    def discard(self, path: Any) -> None:
-        """Removes a file or folder of ours; that there is none is no error."""
-
-    def mark(self, path: Any) -> None:
-        """Puts an empty file, which need not outlive this machine."""
-
-    def unmark(self, path: Any) -> None:
-        """Removes such a file; that there is none is no error."""
-
-    def put_first(self, path: Any, content: bytes) -> None:
-        """Puts the first file of a new folder, which need not outlive this machine."""
-
-    def folders(self, folder: Any, prefix: str) -> list[Any]: ...
-
-    def set_aside(self, path: Any, folder: Any) -> None:
-        """Moves a file or folder into another folder, under a name of its own."""
-
-    def exists(self, path: Any) -> bool: ...
-
-    def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
-        """The files in a folder: their names, in order, and sizes."""
-        ...
-
-    def make_folder(self, folder: Any) -> None:
-        """Makes a folder, where there are such things."""
-
-    def clean(self, folder: Any, *inside: Any) -> None:
-        """Removes what writers that were killed left unfinished. Nobody else may write there."""
-
-    def log(self, folder: Any, writer: str) -> Log: ...
-
-    def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
-        """All logs: the writer, what it is called in messages, and its lines."""
-        ...
-
-    def log_sizes(self, folder: Any) -> dict[str, int]:
-        """How much there is of each log: it never becomes less."""
-        ...
-
-    def lock(self, path: Any, shared: bool = False) -> AnyLock:
-        """Takes a lock. Raises LockedError if somebody else has it."""
-        ...
-
-    def is_held(self, path: Any) -> bool: ...
-
-    def last_holder(self, path: Any) -> Holder | None:
-        """Who took a lock last; who has it, if it is held."""
-        ...
-
-
 def is_torn(line: bytes) -> bool:
     """Whether a line, without its end, was never whole."""
     return line.endswith(TORN.rstrip(b"\n"))
 
 
-class Disk:
-    """Files of this machine, or of a network's, under paths."""
+class Place:
+    """Where the files of a job lie: on a disk; `Objects` is the same in object storage.
 
-    shared = True
+    What is written is durable on return, except for what `mark` and `put_first` write, which need
+    not outlive the machine.
+    """
 
-    def read(self, path: Path) -> bytes:
+    shared = True  # whether other processes see the same files
+
+    def read(self, path: Any) -> bytes:
+        """What a file holds. Raises FileNotFoundError if there is none."""
         return read_own(path)
 
-    def replace(self, path: Path, content: bytes) -> None:
+    def replace(self, path: Any, content: bytes) -> None:
         replace_file(path, content)
 
-    def create(self, path: Path, content: bytes) -> None:
-        # Only ever asked of who has a lock, which on a disk nobody else can have.
+    def create(self, path: Any, content: bytes) -> None:
+        """Puts a file where there is none; raises OvertakenError if another writer put one."""
+        # Only the holder of a lock does this, and on a disk there is no other holder.
         replace_file(path, content)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Any) -> None:
         remove_file(path)
 
-    def remove_all(self, folder: Path) -> None:
+    def remove_all(self, folder: Any) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
-    def discard(self, path: Path) -> None:
+    def discard(self, path: Any) -> None:
         discard(path)
 
-    def mark(self, path: Path) -> None:
+    def mark(self, path: Any) -> None:
+        """Puts an empty file; raises FileExistsError, or FileNotFoundError without its folder."""
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
 
-    def unmark(self, path: Path) -> None:
+    def unmark(self, path: Any) -> None:
         path.unlink(missing_ok=True)
 
-    def put_first(self, path: Path, content: bytes) -> None:
+    def put_first(self, path: Any, content: bytes) -> None:
+        """Puts the first file of a new folder, which only this user may read."""
         path.parent.mkdir(mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(os.open(path, flags, 0o600), "wb") as file:
             file.write(content)
 
-    def folders(self, folder: Path, prefix: str) -> list[Path]:
+    def folders(self, folder: Any, prefix: str) -> list[Any]:
         return list(folder.glob(f"{prefix}*"))
 
-    def set_aside(self, path: Path, folder: Path) -> None:
+    def set_aside(self, path: Any, folder: Any) -> None:
+        """Moves a file or folder into another folder, under a name of its own."""
         os.replace(path, folder / f"half-made-{secrets.token_hex(4)}")
 
-    def exists(self, path: Path) -> bool:
+    def exists(self, path: Any) -> bool:
         return os.path.lexists(path)
 
-    def sizes(self, folder: Path, prefix: str = "", suffix: str = "") -> dict[str, int]:
+    def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
+        """The files in a folder: their names, in order, and sizes."""
         names = sorted(folder.glob(f"{prefix}*{suffix}"))
         return {path.name: path.stat().st_size for path in names}
 
-    def make_folder(self, folder: Path) -> None:
+    def make_folder(self, folder: Any) -> None:
         make_folder(own_folder(folder))
 
-    def clean(self, folder: Path, *inside: Path) -> None:
+    def clean(self, folder: Any, *inside: Any) -> None:
+        """Removes what killed writers left unfinished. No process may write there now."""
         for each in (folder, *map(own_folder, inside)):
             remove_unfinished(each)
 
-    def log(self, folder: Path, writer: str) -> Log:
+    def log(self, folder: Any, writer: str) -> Any:
         return _AppendedFile(folder / f"{writer}.jsonl")
 
-    def logs(self, folder: Path) -> Iterator[tuple[str, str, bytes]]:
+    def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
+        """All logs: the writer, what it is called in messages, and its lines."""
         for path in sorted(own_folder(folder).glob("*.jsonl")):
             try:
                 yield path.stem, str(path), read_own(path)
@@ -538,20 +451,23 @@ class Disk:
             except OSError as error:
                 raise StorageError(f"{path} could not be read: {error.strerror}.") from error
 
-    def log_sizes(self, folder: Path) -> dict[str, int]:
+    def log_sizes(self, folder: Any) -> dict[str, int]:
+        """How much there is of each log: it never becomes less."""
         return self.sizes(folder, suffix=".jsonl")
 
-    def lock(self, path: Path, shared: bool = False) -> AnyLock:
+    def lock(self, path: Any, shared: bool = False) -> Any:
+        """Takes a lock. Raises LockedError if another process has it."""
         return Lock(path, shared)
 
-    def is_held(self, path: Path) -> bool:
+    def is_held(self, path: Any) -> bool:
         return is_held(path)
 
-    def last_holder(self, path: Path) -> Holder | None:
+    def last_holder(self, path: Any) -> Holder | None:
+        """Who took a lock last; who has it, if it is held."""
         return last_holder(path)
 
 
-DISK = Disk()
+DISK = Place()
 
 
 class _AppendedFile:
@@ -564,7 +480,7 @@ class _AppendedFile:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """The lock of the system does that."""
+        """Keeps who had this log before from appending: on a disk, the lock does that."""
 
     def append(self, lines: bytes) -> None:
         with self._lock:

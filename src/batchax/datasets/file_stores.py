@@ -159,7 +159,6 @@ class NpyStore(Store):
 
 
 def _take_space(file: int, size: int) -> None:
-    """Makes a file this long, with room for all of it where the system can promise that."""
     try:
         os.posix_fallocate(file, 0, size)
     except AttributeError:
@@ -221,7 +220,6 @@ class ZarrStore(Store):
         self._check_documents(ended=True)
 
     def _check_documents(self, ended: bool) -> None:
-        """Documents are there once the job has ended, and say what this job made."""
         for path in self._groups():
             self._read_document(self.out / str(path), ended)
         for path, leaf in zip(self._paths, self.leaves, strict=True):
@@ -266,7 +264,6 @@ class ZarrStore(Store):
             remove_unfinished(path)  # of a document
 
     def _document(self, leaf: Leaf, rows: int) -> bytes:
-        """What says what is where, of an array with so many rows."""
         memory = KeyValuesInMemory()
         self._open(_ANYWHERE, leaf, leaf.of_rows(rows), memory.context, create=True)
         (document,) = memory.all().values()
@@ -399,7 +396,6 @@ class ZarrStore(Store):
         return self._tensorstore.open(spec, context=context or limited_context()).result()
 
     def _groups(self) -> list[PurePosixPath]:
-        """The folders above arrays, the outer ones first."""
         if [leaf.name for leaf in self.leaves] == [""]:
             return []
         above = (parent for leaf in self.leaves for parent in PurePosixPath(leaf.name).parents)

@@ -59,7 +59,8 @@ class Layout:
         header = formats.read_array_header_1_0 if older else formats.read_array_header_2_0
         shape, fortran, dtype = header(file)
         layout = cls(shape, dtype, file.tell(), fortran)
-        size = file.size if isinstance(file, InParts) else os.fstat(file.fileno()).st_size
+        raw = getattr(file, "raw", file)
+        size = raw.size if isinstance(raw, InParts) else os.fstat(file.fileno()).st_size
         if size < layout.size:
             raise StorageError(
                 f"{getattr(file, 'name', 'the file')} is truncated: by its header it has "
@@ -199,7 +200,6 @@ def _of_other(file: Any, path: str, member: str, name: str, links: int) -> Itera
 
 
 def _there(file: Any, path: str, name: str) -> Path:
-    """A file that another one names, by a path from the folder of that one."""
     there = Path(file.filename).resolve().parent / path
     if not there.is_file():
         raise StorageError(
@@ -329,7 +329,6 @@ class Mapped(Source):
 
 
 def refuse_masked(x: Any, name: str) -> None:
-    """Refuses arrays with elements that are not there."""
     if isinstance(x, np.ma.MaskedArray):
         raise ArgumentTypeError(
             f"{name} is a masked array, and what is masked would count as numbers. Fill it "
@@ -338,7 +337,6 @@ def refuse_masked(x: Any, name: str) -> None:
 
 
 def in_memory(x: Any, name: str) -> Source:
-    """A source of an array of NumPy, mapped or not, or of a number."""
     refuse_masked(x, name)
     whole = x
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
@@ -469,7 +467,6 @@ SHAPES = b"batchax.shapes"
 
 
 def told_shapes(metadata: Any, column: str) -> dict[int, list[int]]:
-    """What a file says of rows whose shape lists of lists do not tell (`arrow.untold`)."""
     told = json.loads((metadata or {}).get(SHAPES, b"{}"))
     return {int(row): sizes for row, sizes in told.get(column, {}).items()}
 
@@ -519,7 +516,6 @@ class Column(Source):
         return {"crc32c": checksum(self.arrow(0, self.shape[0] if rows is None else rows))}
 
     def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
-        """Lengths of rows from `start` on, where something tells what lists do not."""
         return lengths
 
     def _rows(self, start: int, stop: int) -> Any:
@@ -623,7 +619,6 @@ class ParquetColumn(Column):
         super().__init__(name, starts[-1], kind, of_any_type)
 
     def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
-        """The files, and what is known of each."""
         begun = path / BEGUN
         if begun.is_file():
             refuse_begun(begun.stat().st_size, path, name)

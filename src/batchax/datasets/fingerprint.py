@@ -82,7 +82,6 @@ def as_seen_here(
 
 
 def but_for_platform(seen: dict[str, Any]) -> dict[str, Any]:
-    """What `as_seen_here` returned, without what is not the same on all platforms."""
     return {**seen, "program": None, "xla_flags": None}
 
 

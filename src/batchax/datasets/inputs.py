@@ -368,7 +368,6 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
 
 
 def elements_of_batches(lengths: np.ndarray, batch_size: int) -> np.ndarray:
-    """How many elements each batch has, if the last is filled up with its last row."""
     missing = -len(lengths) % batch_size
     elements = elements_in(lengths)
     filled = np.concatenate([elements, np.repeat(elements[-1:], missing)]).astype(np.int64)

@@ -255,7 +255,6 @@ def verify(out: str | Address) -> Verified:
 
 
 def _own_journal(files: JobFiles, stack: contextlib.ExitStack) -> Journal | None:
-    """A journal to say that units are not done, as long as nobody is at work on them."""
     try:
         stack.callback(files.place.lock(files.lock).release)
     except (JobError, StorageError):  # held, or on a disk that is only read

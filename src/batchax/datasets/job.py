@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from batchax.datasets.addresses import Address
 from batchax.datasets.disk import (
     BEFORE_END,
-    AnyLock,
     LockedError,
     OvertakenError,
     UnreachableError,
@@ -31,72 +30,6 @@ from batchax.datasets.store import Store, reopen_store, written_over
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief
-
-
-class AnyJob(Protocol):
-    """Which units of an output are done, wherever that is kept."""
-
-    kept: str  # after "7 of 9 rows", what becomes of them if the call ends now
-    plan: Plan  # which rows are committed at once
-    store: Store  # where the results go
-    finished: dict[str, Any] | None  # what was said when all was done; None as long as it is not
-
-    @property
-    def done(self) -> Mapping[int, Record]: ...
-
-    def check(self) -> None:
-        """Raises a JobError if this process may not write, now."""
-
-    def record(self, records: Sequence[Record]) -> None:
-        """Notes units that are done."""
-
-    def look_again(self) -> None:
-        """Sees what others have done since."""
-
-    def settle(self) -> None:
-        """Of units that were written more than once, keeps the records of what is there now."""
-
-    def withdraw(self, numbers: Iterable[int], reason: str) -> None:
-        """Says that these units are not done: they are computed again."""
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Says that all is done, and this of it, which is `finished` from now on."""
-
-    def close(self) -> None:
-        """Leaves the job to others."""
-
-
-class JobInMemory:
-    """A job of which nothing is kept once the process ends."""
-
-    kept = "were done."
-
-    def __init__(self, plan: Plan, store: Store) -> None:
-        self.plan, self.store = plan, store
-        self.done: dict[int, Record] = {}
-        self.finished: dict[str, Any] | None = None
-        store.prepare()
-
-    def check(self) -> None:
-        """It may always."""
-
-    def record(self, records: Sequence[Record]) -> None:
-        self.done |= {r.unit.number: r for r in records}
-
-    def look_again(self) -> None:
-        """Nobody else does anything."""
-
-    def settle(self) -> None:
-        """Nobody else wrote anything."""
-
-    def withdraw(self, numbers: Iterable[int], reason: str) -> None:
-        """Nothing is kept when the call ends."""
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        self.finished = summary
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class Job:
@@ -116,7 +49,7 @@ class Job:
         plan: Plan,
         store: Store,
         writer: str,
-        locks: Sequence[AnyLock] = (),
+        locks: Sequence[Any] = (),
         finished: dict[str, Any] | None = None,
     ):
         self.plan = plan
@@ -341,7 +274,6 @@ class Job:
             self._files.place.replace(self._files.ok, self._ok(bad))
 
     def _ok(self, bad: Sequence[Bad]) -> bytes:
-        """For each row whether it has a result, as a file of NumPy's."""
         rows = self.plan.rows
         if self.plan.open:
             rows = max((r.unit.stop for r in self.done.values()), default=0)
@@ -351,6 +283,32 @@ class Job:
         ok[[b.row for b in bad]] = False
         np.save(file, ok)
         return file.getvalue()
+
+
+class JobInMemory:
+    """A job of which nothing is kept once the process ends, with the methods of `Job`."""
+
+    kept = "were done."
+
+    def __init__(self, plan: Plan, store: Store) -> None:
+        self.plan, self.store = plan, store
+        self.done: dict[int, Record] = {}
+        self.finished: dict[str, Any] | None = None
+        store.prepare()
+
+    def record(self, records: Sequence[Record]) -> None:
+        self.done |= {r.unit.number: r for r in records}
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        self.finished = summary
+
+    def _nothing(self, *_: Any) -> None:
+        """No other process reads or writes it."""
+
+    check = look_again = settle = withdraw = close = _nothing
+
+
+AnyJob = Job | JobInMemory
 
 
 def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
@@ -571,11 +529,9 @@ def _begun(
         return job
 
 
-def _locked(
-    files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None
-) -> list[AnyLock]:
+def _locked(files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None) -> list[Any]:
     """Takes the job's lock alone, or with others who have other shards."""
-    locks: list[AnyLock] = []
+    locks: list[Any] = []
     main = [(files.lock, shard is not None)]
     for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
         try:

@@ -13,14 +13,14 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath
-from batchax.datasets.disk import Place, UnreachableError, is_torn, open_own, own_folder
+from batchax.datasets.disk import UnreachableError, is_torn, open_own, own_folder
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import (
     Bad,
@@ -156,7 +156,6 @@ class Journal:
         return records
 
     def withdraw(self, records: Iterable[Record], reason: str) -> None:
-        """Says that what these records say is no longer so, and why."""
         self._append(
             {"unit": r.unit.number, "withdrawn": id, "reason": reason}
             for r in records
@@ -254,7 +253,6 @@ def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
 
 
 def _damaged(lines: Sequence[bytes], whole: Sequence[bool]) -> Iterator[int]:
-    """The numbers of lines that were whole once."""
     for number, (line, good) in enumerate(zip(lines, whole, strict=True), 1):
         if not good and not is_torn(line):
             yield number
@@ -288,7 +286,6 @@ CALLS = "engine-"  # and a number: the folder of a call that other processes wor
 _SHARD = "lock-"  # and the name of a shard
 
 
-@dataclass(frozen=True)
 class JobFiles:
     """Where the files of the job are that computes an output.
 
@@ -297,24 +294,23 @@ class JobFiles:
     the next one's.
     """
 
-    out: Address  # the output
-    _names: list[str] = field(default_factory=list, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.out.name in ("", ".."):
+    def __init__(self, out: Address) -> None:
+        if out.name in ("", ".."):
             raise ArgumentTypeError(
-                f"{str(self.out)!r} cannot be an output, which has a name of its own: results go "
-                "to a new file or folder."
+                f"{str(out)!r} cannot be an output, which has a name of its own: results go to a "
+                "new file or folder."
             )
-
-    @property
-    def place(self) -> Place:
-        """What can be done where they lie."""
-        return place_of(self.out)
-
-    @property
-    def folder(self) -> Address:
-        return self.out.with_name(f"{self.out.name}{JOB}")
+        self.out, self.place = out, place_of(out)
+        self.folder = folder = out.with_name(f"{out.name}{JOB}")
+        self.lock = folder / "lock"  # held by who writes
+        self.quarantine = folder / "quarantine.jsonl"  # what failed, rendered for people
+        self.ok = folder / "ok.npy"  # for each row whether it has a result; there if one has none
+        # There from before the output is made; without `job.json`, it may be half made.
+        self.preparing = folder / "preparing"
+        # There from the moment when a call that starts over removes the output and the job.
+        self.removing = folder / "removing"
+        self._description = folder / "job.json"
+        self._names: list[str] = []  # of the folder of this very job, once it is known
 
     @property
     def here(self) -> Address:
@@ -326,16 +322,11 @@ class JobFiles:
 
     @property
     def _own(self) -> Address:
-        """Where what this very job writes lies, and no other that has its place later."""
         if not isinstance(self.out, ObjectPath):
             return self.folder
         if not self._names:
             self.read()
         return self.folder / (self._names[0] if self._names else "none")
-
-    @property
-    def lock(self) -> Address:
-        return self.folder / "lock"
 
     def lock_of(self, shard: str) -> Address:
         return self.folder / f"{_SHARD}{shard}"
@@ -362,25 +353,6 @@ class JobFiles:
         """The folder of large arrays: parts of reductions, and these."""
         return self._own / PARTIALS
 
-    @property
-    def quarantine(self) -> Address:
-        """What went wrong with which row, for people; a rendering of the journal."""
-        return self.folder / "quarantine.jsonl"
-
-    @property
-    def ok(self) -> Address:
-        """For each row whether it has a result; there if one has none."""
-        return self.folder / "ok.npy"
-
-    @property
-    def preparing(self) -> Address:
-        """There from before the output is made; without `job.json`, it may be half made."""
-        return self.folder / "preparing"
-
-    @property
-    def removing(self) -> Address:
-        return self.folder / "removing"
-
     def remove(self) -> None:
         """Removes the output and its job, whose lock this process has, but for the lock.
 
@@ -395,10 +367,6 @@ class JobFiles:
         self._names.clear()
 
     @property
-    def _description(self) -> Address:
-        return self.folder / "job.json"
-
-    @property
     def _end(self) -> Address:
         return self._own / "done.json"
 
@@ -408,7 +376,6 @@ class JobFiles:
 
     @property
     def is_described(self) -> bool:
-        """Whether it says still what is computed."""
         return self.place.exists(self._description)
 
     def read(self) -> Description | None:

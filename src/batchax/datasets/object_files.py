@@ -37,7 +37,7 @@ from batchax.datasets.source import (
     matching_objects,
     refuse_unfinished,
 )
-from batchax.datasets.store import Results, written_over
+from batchax.datasets.store import Results, Store, written_over
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 
 _DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
@@ -187,7 +187,7 @@ class NpyObject(Source):
             raise StorageError(f"{name}: there is no such object.")
         self._file = ObjectFile(self.files, path)
         with reading(name):
-            self._layout = Layout.of(_Header(self._file))
+            self._layout = Layout.of(io.BufferedReader(self._file, 2**16))  # read at once
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
     def origin(self) -> dict[str, Any]:
@@ -195,24 +195,6 @@ class NpyObject(Source):
 
     def get(self, index: Index) -> np.ndarray:
         return self._layout.read(self._file, len(index) - 1, index[-1] if index else slice(0, 1))
-
-
-class _Header(InParts):
-    """The beginning of a file, read at once."""
-
-    def __init__(self, file: ObjectFile) -> None:
-        start = bytearray(min(file.size, 2**16))
-        file.read_at(memoryview(start), 0)
-        self._start, self.size = io.BytesIO(start), file.size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._start.readinto(buffer)
-
-    def tell(self) -> int:
-        return self._start.tell()
 
 
 class ParquetObjects(ParquetColumn):
@@ -227,26 +209,14 @@ class ParquetObjects(ParquetColumn):
         files, begun = path, path.seen.get(path.path / BEGUN)
         refuse_begun(begun.size if begun else 0, path.path, name)
         paths = sorted(p for p in files.seen if p.suffix == ".parquet" or p == files.path)
-        self._all = files
-        return paths, [_One(files, part) for part in paths]
+        self._all, self._paths = files, paths
+        return paths, [files] * len(paths)
 
     def _readable(self, i: int) -> Any:
-        return io.BufferedReader(ObjectFile(self._all, self._files[i].path), 2**20)
+        return io.BufferedReader(ObjectFile(self._all, self._paths[i]), 2**20)
 
     def origin(self) -> dict[str, Any]:
         return {**self._all.identity(), "column": self._column}
-
-
-class _One:
-    """One object of several."""
-
-    def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
-        self._files, self.path = files, path
-
-    def check(self) -> None:
-        self._files.check()
-
-    check_content = check
 
 
 class ZarrObjects(Source):
@@ -353,17 +323,16 @@ class Putting:
             raise OvertakenError(f"{path} was written by somebody else.") from None
 
     def check(self, out: ObjectPath) -> None:
-        """Raises a JobError if what was put in a folder is not there any more, as it was put."""
         there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}
         if not self._put.items() <= there.items():
             raise written_over(out, "an object of it")
 
 
-class ObjectZarr(ZarrStore):
-    """As `ZarrStore`, whose chunks have the same names and bytes."""
+class InObjects(Store):
+    """What stores of objects have in common."""
 
     out: Any
-    stays = False
+    stays = renamed = False
 
     def __init__(
         self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
@@ -377,6 +346,13 @@ class ObjectZarr(ZarrStore):
 
     def names(self) -> Collection[Any]:
         return {path for path, _ in objects.below(self.out)}
+
+    def clean(self) -> None:
+        """What is put is whole."""
+
+
+class ObjectZarr(InObjects, ZarrStore):
+    """As `ZarrStore`, whose chunks have the same names and bytes."""
 
     def prepare(self) -> None:
         """Nothing: there are no folders, and the documents come last."""
@@ -414,30 +390,11 @@ class ObjectZarr(ZarrStore):
                 reached(IN_WRITE)
         reached(AFTER_WRITE)
 
-    def clean(self) -> None:
-        """What is put is whole."""
 
-
-class ObjectParquet(ParquetStore):
+class ObjectParquet(InObjects, ParquetStore):
     """As `ParquetStore`. There are no folders, and no names that change: an object says that there
     is an output, and as long as that object is not empty, that the output is not whole.
     """
-
-    out: Any
-    stays = renamed = False
-
-    def __init__(
-        self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
-    ) -> None:
-        super().__init__(out, leaves, unit_rows, options)
-        self._putting = Putting()
-
-    def check_held(self, at_end: bool = False) -> None:
-        if at_end:
-            self._putting.check(self.out)
-
-    def names(self) -> Collection[Any]:
-        return {path for path, _ in objects.below(self.out)}
 
     def prepare(self) -> None:
         _create(self._begun, _NOT_ALL)
@@ -451,9 +408,6 @@ class ObjectParquet(ParquetStore):
 
     def check(self) -> None:
         _read(self._begun)
-
-    def clean(self) -> None:
-        """What is put is whole."""
 
     @property
     def _begun(self) -> Any:

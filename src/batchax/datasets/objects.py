@@ -27,10 +27,8 @@ from batchax.datasets.disk import (
     IN_JOURNAL,
     IN_WRITE,
     TORN,
-    AnyLock,
     Holder,
     LockedError,
-    Log,
     OvertakenError,
     Place,
     UnreachableError,
@@ -508,7 +506,7 @@ def _runs(pid: Any, started: Any) -> bool:
 _AT_A_TIME = 16  # requests, where many objects are read
 
 
-class Objects:
+class Objects(Place):
     """Objects of a bucket, under names with slashes.
 
     There are no folders, and what is put is whole, so nothing is ever unfinished.
@@ -517,16 +515,16 @@ class Objects:
     def __init__(self, shared: bool) -> None:
         self.shared = shared
 
-    def read(self, path: ObjectPath) -> bytes:
+    def read(self, path: Any) -> bytes:
         return read(path)
 
-    def replace(self, path: ObjectPath, content: bytes) -> None:
+    def replace(self, path: Any, content: bytes) -> None:
         for step in (BEFORE_WRITE, IN_WRITE, BEFORE_RENAME):  # those of a disk, before the one put
             reached(step)
         put(path, content)
         reached(AFTER_WRITE)
 
-    def create(self, path: ObjectPath, content: bytes) -> None:
+    def create(self, path: Any, content: bytes) -> None:
         reached(BEFORE_WRITE)
         try:
             create(path, content)
@@ -534,67 +532,66 @@ class Objects:
             raise OvertakenError(f"{path} was written by somebody else just now.") from None
         reached(AFTER_WRITE)
 
-    def remove(self, path: ObjectPath) -> None:
+    def remove(self, path: Any) -> None:
         remove(path)
 
-    def remove_all(self, folder: ObjectPath) -> None:
+    def remove_all(self, folder: Any) -> None:
         for path, _ in below(folder):
             remove(path)
 
-    def discard(self, path: ObjectPath) -> None:
+    def discard(self, path: Any) -> None:
         self.remove_all(path)
 
-    def mark(self, path: ObjectPath) -> None:
+    def mark(self, path: Any) -> None:
         create(path, secrets.token_hex(8).encode())  # which nobody else's has
 
-    def unmark(self, path: ObjectPath) -> None:
-        remove(path)
+    unmark = remove
 
-    def put_first(self, path: ObjectPath, content: bytes) -> None:
+    def put_first(self, path: Any, content: bytes) -> None:
         put(path, content)
 
-    def folders(self, folder: ObjectPath, prefix: str) -> list[ObjectPath]:
+    def folders(self, folder: Any, prefix: str) -> list[Any]:
         names = {path.key[len(folder.key) + 1 :].split("/")[0] for path, _ in below(folder)}
         return [folder / name for name in sorted(names) if name.startswith(prefix)]
 
-    def set_aside(self, path: ObjectPath, folder: ObjectPath) -> None:
+    def set_aside(self, path: Any, folder: Any) -> None:
         to = folder / f"half-made-{secrets.token_hex(4)}"
         for part, _ in list(below(path)):
             put(to / part.key[len(path.key) + 1 :], read(part))
             remove(part)
 
-    def exists(self, path: ObjectPath) -> bool:
+    def exists(self, path: Any) -> bool:
         return exists(path)
 
-    def sizes(self, folder: ObjectPath, prefix: str = "", suffix: str = "") -> dict[str, int]:
+    def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
         return {
             path.name: meta.size
             for path, meta in sorted(below(folder))
             if path.parent == folder and path.name.startswith(prefix) and path.name.endswith(suffix)
         }
 
-    def make_folder(self, folder: ObjectPath) -> None:
+    def make_folder(self, folder: Any) -> None:
         """There are none."""
 
-    def clean(self, folder: ObjectPath, *inside: ObjectPath) -> None:
+    def clean(self, folder: Any, *inside: Any) -> None:
         """Nothing is unfinished."""
 
-    def log(self, folder: ObjectPath, writer: str) -> Log:
+    def log(self, folder: Any, writer: str) -> Any:
         return _Segments(folder / writer)
 
-    def logs(self, folder: ObjectPath) -> Iterator[tuple[str, str, bytes]]:
+    def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
         paths = [path for path, _ in sorted(below(folder))]
         with ThreadPoolExecutor(_AT_A_TIME) as pool:
             for path, content in zip(paths, pool.map(read, paths), strict=True):
                 yield path.parent.name, str(path), content
 
-    def log_sizes(self, folder: ObjectPath) -> dict[str, int]:
+    def log_sizes(self, folder: Any) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for path, meta in below(folder):
             sizes[path.parent.name] = sizes.get(path.parent.name, 0) + meta.size
         return sizes
 
-    def lock(self, path: ObjectPath, shared: bool = False) -> AnyLock:
+    def lock(self, path: Any, shared: bool = False) -> Any:
         """The lock of a job, or of a shard of it: these exclude the job's, and it excludes them."""
         if shared:
             return NoLease()
@@ -604,10 +601,10 @@ class Objects:
         folder = path.parent
         return Lease(path, against=lambda: [folder / x for x in self.sizes(folder, "lock-")])
 
-    def is_held(self, path: ObjectPath) -> bool:
+    def is_held(self, path: Any) -> bool:
         return is_leased(path)
 
-    def last_holder(self, path: ObjectPath) -> Holder | None:
+    def last_holder(self, path: Any) -> Holder | None:
         return last_holder(path)
 
 

@@ -117,7 +117,6 @@ def run_units(
         waiting: Callable[[], Any] | None = None
 
         def finish() -> None:
-            """The unit that was begun before, if there is one."""
             nonlocal waiting
             finished, waiting = waiting, None
             if finished is not None:
@@ -153,7 +152,6 @@ def run_units(
 
 
 def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
-    """Waits for room, as long as anybody takes things out."""
     while not stop.now:
         try:
             into.put(item, timeout=LOOK)
@@ -173,7 +171,6 @@ def _all_there(of: queue.Queue[T]) -> list[T]:
 
 
 def trying(work: Callable[[], T], retries: int, stop: Stop) -> T:
-    """What `work` returns, tried again a few times if storage fails."""
     pause = _PAUSE
     for _ in range(retries):
         try:
@@ -222,7 +219,6 @@ class Work:
 
     @property
     def program(self) -> Program:
-        """The program of a batch. Compiled when it is first asked for."""
         with self._compiling:
             program = program_of(self.function, self.plan.batch_size)
             _ = program.compiled
@@ -312,12 +308,10 @@ class StreamUnits:
 
     @property
     def total(self) -> int | None:
-        """How many rows there are, if the streams say so."""
         totals = [stream.total for stream in self._streams]
         return totals[0] if totals[0] is not None and len(set(totals)) == 1 else None
 
     def __iter__(self) -> Iterator[Unit]:
-        """Those that are not done. `read` has the rows of each that was handed out."""
         last, held = max(self._done, default=-1), list[_Taken]()
         for unit, rows in self._all():
             held.append((unit, rows))
@@ -328,12 +322,10 @@ class StreamUnits:
             yield self._handed_out(*each)
 
     def read(self, unit: Unit) -> list[np.ndarray]:
-        """The rows of a unit, once."""
         with self._lock:
             return self._ready.pop(unit.number)
 
     def sums(self, unit: Unit) -> list[int]:
-        """Of the rows of that unit the checksums, once."""
         with self._lock:
             return self._sums.pop(unit.number)
 

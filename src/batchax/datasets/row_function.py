@@ -55,7 +55,6 @@ def type_of_row(m: Input) -> Any:
 
 
 def type_of_batch(m: Input, batch_size: int) -> Any:
-    """The type of so many rows of an argument, for the largest batch of them."""
     source, dtype = m.source, jax.dtypes.canonicalize_dtype(m.source.dtype)
     if source.lengths is not None:
         elements = elements_of_batches(source.lengths, batch_size)
@@ -91,12 +90,10 @@ class Output:
 
     @property
     def reduces(self) -> Reduction | None:
-        """The reduction over the rows, if it is reduced."""
         return None if self.spec is None else self.spec.reduction
 
     @functools.cached_property
     def state(self) -> Any:
-        """The types of what is known of some of the rows, if it is reduced."""
         assert self.spec is not None
         return reductions.state_type(self.spec.reduction, self.row)
 
@@ -255,7 +252,6 @@ def combined(output: Output, parts: Sequence[Any]) -> Any:
 
 
 def of_no_rows(output: Output) -> Any:
-    """A state that changes no other."""
     assert output.reduces is not None
     return jax.tree.map(
         lambda x, none: np.full(x.shape, none, x.dtype),
@@ -488,7 +484,6 @@ class RowFunction:
 
 
 def takes_key_by_name(fun: Callable[..., Any]) -> bool:
-    """Whether a function takes the key of its row as `key`, rather than as its first argument."""
     try:
         names = list(inspect.signature(fun).parameters)
     except (TypeError, ValueError):  # no signature
@@ -497,7 +492,6 @@ def takes_key_by_name(fun: Callable[..., Any]) -> bool:
 
 
 def _by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool) -> Any:
-    """`in_axes` by the place of arguments, of which a key that comes first is none."""
     if not isinstance(in_axes, dict) or not keyed or takes_key_by_name(fun):
         return in_axes
     names = list(inspect.signature(fun).parameters)[1 : count + 1]
@@ -505,7 +499,6 @@ def _by_position(fun: Callable[..., Any], in_axes: Any, count: int, keyed: bool)
 
 
 def _with_key(in_axes: Any, count: int) -> Any:
-    """`in_axes` of a function whose first argument is the key of its row."""
     return (0, *(in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * count))
 
 
@@ -573,7 +566,6 @@ class Program:
 
     @functools.cached_property
     def _rooms(self) -> int:
-        """How many programs there are. That depends on the lengths of all rows."""
         saved = 0
         for m, type in zip(self.function.inputs.mapped, self._types[1], strict=True):
             if m.source.lengths is not None:

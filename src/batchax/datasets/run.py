@@ -64,13 +64,11 @@ from batchax.rows.ragged import Ragged
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Refuses what is no number of rows, nor "auto"."""
     if not is_word(batch_size, "auto") and not (is_position(batch_size) and batch_size > 0):
         raise AxisError(f'batch_size must be a positive int or "auto", got {brief(batch_size)}.')
 
 
 def of_this_process(mesh: Any) -> Any:
-    """A mesh of devices of this process alone."""
     if isinstance(mesh, str) and mesh == "all" and jax.process_count() > 1:
         return jax.sharding.Mesh(jax.local_devices(), ("devices",))
     if getattr(mesh, "is_multi_process", False):
@@ -315,7 +313,6 @@ class How:
 
 
 def run(function: RowFunction, how: How) -> Report:
-    """Does all rows that are not done, and says what came of it."""
     try:
         return _run(function, how)
     except BatchaxError as error:
@@ -601,7 +598,6 @@ def _of(rows: int, job: AnyJob) -> str:
 
 
 def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
-    """What is kept of a job that is done."""
     records, bad = [job.done[k] for k in sorted(job.done)], _bad_rows(job)
     rows = job.plan.rows - len(bad)
     reduced = {}
@@ -642,7 +638,6 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
 
 
 def _as_named(told: Any, how: How) -> Any:
-    """Texts with the output as the user named it, where that leads to the same place still."""
     try:
         same = isinstance(how.named, Path) and how.named.absolute() == how.out
     except OSError:  # the folder of this process is gone

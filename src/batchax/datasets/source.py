@@ -403,7 +403,6 @@ Fits = Callable[[Any], bool]
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path names several, and is not that of a file which is called so."""
     return glob.has_magic(path) and not os.path.exists(path)
 
 
@@ -414,13 +413,11 @@ def matching(pattern: str) -> list[Path]:
 
 
 def fits_files(pattern: str) -> Fits:
-    """Whether a file would fit a pattern, once it is there."""
     resolved = Path(pattern).resolve()
     return lambda path: isinstance(path, Path) and _fits(path, resolved)
 
 
 def fits_objects(pattern: ObjectPath) -> Fits:
-    """The same of names of objects, of which slashes make folders."""
     place, parts = (pattern.scheme, pattern.bucket), pattern.key.split("/")
     return lambda path: (
         isinstance(path, ObjectPath)
@@ -458,7 +455,6 @@ def matching_objects(pattern: ObjectPath) -> list[ObjectPath]:
 
 
 def _fits(path: Path, pattern: Path) -> bool:
-    """Whether a file of that path would fit a pattern, once it is there."""
     if "**" in pattern.parts:  # any folders may stand for that
         return fnmatch.fnmatch(str(path), str(pattern).replace("**/", "*"))
     each = zip(path.parts, pattern.parts, strict=False)

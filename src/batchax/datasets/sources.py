@@ -45,7 +45,6 @@ def is_one_by_one(x: Any) -> bool:
 
 
 def is_stream(x: Any) -> bool:
-    """Whether rows of an argument are had by iterating over it, or by their numbers."""
     if isinstance(x, (str, bytes, os.PathLike, Source, np.generic, set, frozenset)):
         return False  # the last two have no order that they had in another process
     if not jax.tree_util.all_leaves([x]):  # it is a tree, of arrays
@@ -149,7 +148,6 @@ class Stream:
 
     @property
     def total(self) -> int | None:
-        """How many rows it has, if it says so."""
         return None if self._by_number is None else len(self._by_number)
 
     def skip(self, rows: int) -> int:
@@ -238,7 +236,6 @@ def _array(x: Any, name: str) -> np.ndarray:
 
 
 def taken(streams: Sequence[Stream], rows: int, first: int) -> dict[Stream, list[np.ndarray]]:
-    """The next rows of streams that end together, so many or as many as there are."""
     parts = {stream: stream.take(rows) for stream in streams}
     counts = [len(arrays[0]) for arrays in parts.values()]
     if len(set(counts)) > 1:
@@ -427,7 +424,6 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _split(path: str) -> tuple[Path, str]:
-    """The file, and what comes after a colon. A file's own name may have colons, too."""
     ends = [i for i, letter in enumerate(path) if letter == ":"]
     for end in [len(path), *reversed(ends)]:
         part = path[:end]

@@ -72,7 +72,6 @@ class Held:
                 raise written_over(self._path, names[0])
 
     def close(self) -> None:
-        """From now on it may be anything."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)

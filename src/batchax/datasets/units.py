@@ -54,7 +54,6 @@ class Batch:
         return self.program.start(*self._arguments(instead or {}))
 
     def reduced(self, instead: dict[int, int]) -> list[Any]:
-        """What the rows whose places no others take are reduced to."""
         real = np.arange(self.program.batch_size) < self.count
         real[list(instead)] = False
         return self.program.reduced(*self._arguments(instead), real)
@@ -153,7 +152,6 @@ def recomputed(batch: Batch, failing: dict[int, Any]) -> list[Any]:
 
 
 def _blanked(output: Any, x: Any, places: list[int]) -> Any:
-    """Results with none for some rows."""
     if isinstance(x, Rows):
         kept = np.ones(len(x.lengths), bool)
         kept[places] = False
@@ -165,7 +163,6 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
 
 
 def without_rows(output: Any, rows: int) -> Any:
-    """The results of so many rows, none of which has one."""
     leaf = output.leaf
     if output.reduces:
         return of_no_rows(output)
@@ -203,7 +200,6 @@ class Streak:
         self.end()
 
     def end(self) -> None:
-        """A row did not fail."""
         self._kind, self._rows = "", list[int]()
 
     def add(self, batch: Batch, bad: Bad) -> None:
@@ -370,7 +366,6 @@ def _is_finite(x: Any) -> bool:
 
 
 def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
-    """Which rows have elements that are not finite."""
     data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
     places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
     return (
@@ -454,7 +449,6 @@ def _computed(
 
 
 def not_computed(outputs: Sequence[Any], unit: Unit, why: str) -> Computed:
-    """A unit of which no row has a result."""
     bad = [Bad(row, why) for row in range(unit.start, unit.stop)]
     return _unit_of(outputs, unit, [without_rows(o, unit.rows) for o in outputs], bad, 0.0)
 
