@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from batchax.map_batches import map_batches
     from batchax.rows.arguments import ragged, size
     from batchax.rows.buckets import Buckets, bucket
-    from batchax.rows.dynamic_sizes import compress, nonzero, unique
+    from batchax.rows.dynamic_sizes import OutputRows, compress, nonzero, unique
     from batchax.rows.ragged import Ragged
     from batchax.same_program import Comparison, same_program
     from batchax.tiles import tiles
@@ -79,9 +79,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AUTO", "LANE_INDEX", "ZERO_IF_MAPPED", "ArgumentTypeError", "Axis", "AxisError",
     "BatchSizeChoice", "BatchaxError", "Buckets", "ClippedSum", "Compact", "Comparison",
-    "Explanation", "JobError", "LaneSteps", "MemoryLimitError", "MismatchError", "ProcessesError",
-    "Ragged", "Reduce", "Reduction", "RowError", "RuleMismatchError", "RuleReplacedWarning",
-    "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError", "UnsupportedError",
+    "Explanation", "JobError", "LaneSteps", "MemoryLimitError", "MismatchError", "OutputRows",
+    "ProcessesError", "Ragged", "Reduce", "Reduction", "RowError", "RuleMismatchError",
+    "RuleReplacedWarning", "SequentialFallbackWarning", "SmallerChunksWarning", "StorageError",
+    "UnsupportedError",
     "auto_vmap", "axis_to_front", "batch_jaxpr", "batch_size_choices", "bounded_while",
     "broadcasting", "bucket", "check", "check_rule", "clipped_grad", "compress", "config",
     "custom_vmap", "explain", "find_nonfinite", "gather", "host_function", "local", "map",
@@ -111,7 +112,7 @@ _LATER = {
         "batchax.map_batches": "map_batches",
         "batchax.rows.arguments": "ragged size",
         "batchax.rows.buckets": "Buckets bucket",
-        "batchax.rows.dynamic_sizes": "compress nonzero unique",
+        "batchax.rows.dynamic_sizes": "OutputRows compress nonzero unique",
         "batchax.rows.ragged": "Ragged",
         "batchax.same_program": "Comparison same_program",
         "batchax.tiles": "tiles",

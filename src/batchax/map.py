@@ -88,7 +88,8 @@ def map(
         (``"s3://bucket/y.zarr"``). None: arrays of NumPy in memory.
       in_axes: along which axis rows lie, as for `vmap`; None for what all rows share.
       out_axes: where the rows of results go, as for `vmap`. `batchax.Reduce` reduces an output over
-        all rows, and keeps none of it for each.
+        all rows, and keeps none of it for each. A function that returns `batchax.OutputRows` has
+        any number of rows in a folder of Parquet files.
       batch_size: how many rows are computed at a time; "auto": as many as fit `memory_limit`.
       memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
       commit_rows: how many rows are committed at once. By default about half a second of work.

@@ -120,6 +120,11 @@ def map_batches(
                 f"out_axes reduces {output.path} over all rows, and map_batches hands out batches. "
                 "Use map, or reduce each batch."
             )
+    if function.flat:
+        raise UnsupportedError(
+            "the function returns OutputRows, and a batch of map_batches has one row for each. Use "
+            'map with out="y.parquet", or return batchax.compress(...), rows of any length.'
+        )
     streams = function.inputs.streams
     if batch_size == "auto":
         batch_size = streams[0].size if batched else fitting(function, memory_limit)

@@ -14,7 +14,7 @@ from kills.__main__ import KINDS
 from support import object_servers, turns
 
 TESTS, PACKAGE = Path(__file__).parents[1], Path(bx.__file__).parents[1]
-COUNTS = {"disk": 28, "losing": 10, "network": 5, "s3": 6, "azure": 6, "google": 6} | {
+COUNTS = {"disk": 28, "again": 8, "losing": 10, "network": 5, "s3": 6, "azure": 6, "google": 6} | {
     "processes": 4,
     "dask": 3,
     "scheduler": 2,

@@ -35,7 +35,10 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "disk": Kind(0.45, "kills.disk:run", "calls to a disk, at a step of writing"),
+    "disk": Kind(0.38, "kills.disk:run", "calls to a disk, at a step of writing"),
+    "again": Kind(
+        0.07, "kills.disk:run_again", "the same, where rows are added, or all start over"
+    ),
     "losing": Kind(0.05, "kills.disk:run_losing", "the same, where files of results are deleted"),
     "s3": Kind(0.20, "kills.objects:run", "calls to S3, at a step of writing"),
     "google": Kind(0.06, "kills.objects:run_google", "calls to gs:// if that is installed"),

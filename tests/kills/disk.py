@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,17 @@ import tensorstore  # noqa: F401  (imported once, for all that are forked)
 
 from batchax.datasets import disk
 from batchax.datasets.inspect import status, verify
-from kills.jobs import JOBS, STREAMS, parquet, stream_zarr, write_inputs, zarr, zarr_group, zeros
+from kills.jobs import (
+    AGAIN,
+    JOBS,
+    STREAMS,
+    parquet,
+    stream_zarr,
+    write_inputs,
+    zarr,
+    zarr_group,
+    zeros,
+)
 from kills.left import left_by, rows_of, units_done
 from kills.tally import Tally
 
@@ -128,11 +138,13 @@ def one_output(
     draw: random.Random,
     tally: Tally,
     loses: bool = False,
+    again: bool = False,
 ) -> None:
     """Computes an output by calls that are killed, and compares it.
 
     Args:
       loses: whether files of results are deleted between the calls, too.
+      again: whether the job takes back what was done: it starts over, or gets more rows.
     """
     out.mkdir()
     code, answer, before, kills = -1, None, [], 0
@@ -144,19 +156,21 @@ def one_output(
         code, answer = forked(job, inputs, out, watch, after)
         assert code in (0, -signal.SIGKILL), f"{job.__name__}, killed {kills} times: {code}"
         done = units_done(out)
-        assert done[: len(before)] == before, "what the journal said, it says no more"
-        assert loses or len(set(done)) == len(done), "a unit that was done was computed again"
+        assert again or done[: len(before)] == before, "what the journal said, it says no more"
+        once = loses or again or len(set(done)) == len(done)
+        assert once, "a unit that was done was computed again"
         if code:
             tally[moment] += 1
             kills += 1
             if loses:
                 lose_one(out, draw)
+            if loses or again:
                 continue
             for folder in out.glob("*.job"):
                 if (folder / "job.json").exists():
                     assert status(folder.with_suffix("")).done == rows_of(done)
     reused, told, _ = answer
-    assert loses or reused == rows_of(before)
+    assert loses or again or reused == rows_of(before)
     assert told == expected.told, f"{job.__name__} reports {told}, and not {expected.told}"
     found, left = left_by(out), expected.left
     others = [name for name in {**found, **left} if found.get(name) != left.get(name)]
@@ -177,8 +191,18 @@ def run_losing(count: int, seed: int, root: Path) -> Tally:
     return run(count, seed, root, [zarr, zarr_group, parquet, zeros, stream_zarr], loses=True)
 
 
+def run_again(count: int, seed: int, root: Path) -> Tally:
+    """Calls that start over, and whose inputs get more rows: what is left is as of one call."""
+    return run(count, seed, root, [job for job, _ in AGAIN], again=dict(AGAIN))
+
+
 def run(
-    count: int, seed: int, root: Path, jobs: Sequence[Job] = JOBS + STREAMS, loses: bool = False
+    count: int,
+    seed: int,
+    root: Path,
+    jobs: Sequence[Job] = JOBS + STREAMS,
+    loses: bool = False,
+    again: Mapping[Job, Job] | None = None,
 ) -> Tally:
     """Kills so many calls, and a few more."""
     draw, tally = random.Random(seed), Tally(dict.fromkeys(MOMENTS, 0))
@@ -190,7 +214,8 @@ def run(
     while tally.kills < count:
         job = jobs[tally["outputs"] % len(jobs)]
         if job.__name__ not in expected:
-            expected[job.__name__] = whole(job, inputs, root / job.__name__)
+            same = again[job] if again else job
+            expected[job.__name__] = whole(same, inputs, root / job.__name__)
         out = root / f"{tally['outputs']}-{job.__name__}"
-        one_output(job, inputs, out, expected[job.__name__], draw, tally, loses)
+        one_output(job, inputs, out, expected[job.__name__], draw, tally, loses, bool(again))
     return tally

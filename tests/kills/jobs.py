@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
+from batchax.datasets.inspect import status
 
 ROWS, UNIT = 45, 4  # the last unit has one row
 SIZES = dict(batch_size=2, commit_rows=UNIT, progress=False)
@@ -23,7 +25,8 @@ def write_inputs(folder: Path) -> None:
     draw = np.random.default_rng(0)
     np.save(folder / "x.npy", draw.standard_normal((ROWS, 3)).astype(np.float32))
     rows = [draw.standard_normal(n).astype(np.float32) for n in draw.integers(0, 7, ROWS)]
-    pyarrow.parquet.write_table(pyarrow.table({"t": rows}), folder / "t.parquet")
+    ids = [f"row {i}" if i % 5 else None for i in range(ROWS)]
+    pyarrow.parquet.write_table(pyarrow.table({"t": rows, "id": ids}), folder / "t.parquet")
 
 
 def zarr(x: Path, out: Path, **more: Any) -> bx.Report:
@@ -102,5 +105,69 @@ def stream_parquet(x: Path, out: Path, **more: Any) -> bx.Report:
     return bx.map(lambda x: x * 3, rows, out=out / "y.parquet", stream_id="x", **SIZES, **more)
 
 
-JOBS = [zarr, zarr_group, npy, parquet, quarantine, zeros]
+def shards(x: Path, out: Path, **more: Any) -> bx.Report:
+    """Several compressed chunks for a unit, each with shards, which divide no array evenly."""
+    codecs = [{"name": "bytes"}, {"name": "zstd"}, {"name": "crc32c"}]
+    shard = {"name": "sharding_indexed", "configuration": {"chunk_shape": [1, 2], "codecs": codecs}}
+    options = {"codecs": codecs, "y": {"chunk_shape": [2, 2], "codecs": [shard]}}
+    fun = lambda x: {"y": x * 3, "s": x.sum()}
+    return bx.map(fun, x / "x.npy", out=out / "y.zarr", store_options=options, **SIZES, **more)
+
+
+def rows_of_output(x: Path, out: Path, **more: Any) -> bx.Report:
+    """Rows that are dropped, and several of one, with a column that is passed through."""
+    some = lambda t: bx.OutputRows({"y": t, "twice": jnp.stack([t, t], 1)}, (t > 0).sum())
+    options = {"compression": "zstd", "row_group_size": 2}
+    keep = {"id": f"{x}/t.parquet:id"}
+    how = dict(out=out / "y.parquet", keep=keep, store_options=options, **SIZES, **more)
+    return bx.map(some, x / "x.npy", **how)
+
+
+def _added(kind: str) -> tuple[Any, Any]:
+    """Calls of some rows, and of more; and the call of all, which leaves the same."""
+
+    def one(x: np.ndarray, out: Path, **more: Any) -> bx.Report:
+        fun = lambda x: {"y": jnp.sin(x), "sum": x.sum()} if kind != "npy" else jnp.sin(x)
+        axes = 0 if kind == "npy" else {"y": 0, "sum": bx.Reduce("sum")}
+        return bx.map(fun, x, out=out / f"y.{kind}", out_axes=axes, **SIZES, **more)
+
+    def whole(x: Path, out: Path) -> bx.Report:
+        return one(np.load(x / "x.npy"), out)
+
+    def added(x: Path, out: Path) -> bx.Report:
+        rows, all_rows = np.load(x / "x.npy"), None
+        for count in (11, 30, ROWS):  # the last units of which are not full
+            with contextlib.suppress(bx.JobError):  # more are there
+                if status(out / f"y.{kind}").rows > count:
+                    continue
+            all_rows = one(rows[:count], out, resume="extend")
+        assert all_rows is not None
+        return all_rows
+
+    added.__name__ = f"added_{kind}"
+    return added, whole
+
+
+def _started_over() -> tuple[Any, Any]:
+    """Another function's output, which this one's takes the place of."""
+
+    def fun(x: Path, out: Path, other: bool = False, **more: Any) -> bx.Report:
+        given = jnp.cos if other else jnp.sin
+        return bx.map(given, x / "x.npy", out=out / "y.zarr", **SIZES, **more)
+
+    def started_over(x: Path, out: Path) -> bx.Report:
+        first = out.with_name(f"{out.name}-first")
+        if not first.exists():
+            fun(x, out, other=True)
+            first.touch()
+        try:
+            return fun(x, out)
+        except bx.JobError:  # it is still the other one's
+            return fun(x, out, overwrite=True)
+
+    return started_over, fun
+
+
+JOBS = [zarr, zarr_group, npy, parquet, quarantine, zeros, shards, rows_of_output]
+AGAIN = [*map(_added, ["zarr", "npy", "parquet"]), _started_over()]  # and what they are to leave
 STREAMS = [stream_zarr, stream_npy, stream_parquet]  # which one process alone reads

@@ -455,7 +455,7 @@ class ParquetStore(Store):
     The same results make the same bytes.
     """
 
-    can_grow = stays = renamed = takes_options = True
+    can_grow = can_flatten = stays = renamed = takes_options = True
 
     def __init__(
         self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
@@ -545,7 +545,8 @@ class ParquetStore(Store):
             ) as file,
         ):
             table = file.read(use_threads=False)
-            if table.num_rows != unit.rows or table.column_names != self._columns:
+            rows = table.num_rows if any(x.flat for x in self.leaves) else unit.rows
+            if table.num_rows != rows or table.column_names != self._columns:
                 raise StorageError(
                     f"{part} has {table.num_rows} rows of {', '.join(table.column_names)}, and "
                     f"{unit.rows} of {', '.join(self._columns)} were written."

@@ -249,17 +249,23 @@ class Work:
 
     def write(self, computed: Computed) -> Record:
         """Keeps results; says of them what the journal is to say."""
-        passed = self._passed(computed.unit)
-        results = [*computed.results, *passed]
-        trying(functools.partial(self._write, computed.unit, results), self.retries, self.stop)
+        passed: list[Any] = self._passed(computed.unit)
+        results: list[Any] = list(computed.results)
         read = self._sums.pop(computed.unit.number, [])
+        read = [*read, *map(checksum, passed)] if read else ()
+        if self.function.flat:
+            # Each row of the inputs has as many rows in every result: lengths are the same.
+            index = np.repeat(np.arange(computed.unit.rows), results[0].lengths)
+            results, passed = [x.data for x in results], [x.take(index) for x in passed]
+        results += passed
+        trying(functools.partial(self._write, computed.unit, results), self.retries, self.stop)
         return Record(
             computed.unit,
             list(map(checksum, results)) if self.store.lasts else [],
             seconds=computed.seconds,
             quarantined=computed.bad,
             reduced=computed.reduced,
-            read=[*read, *map(checksum, passed)] if read else (),
+            read=read,
         )
 
     def _write(self, unit: Unit, results: Sequence[Any]) -> None:

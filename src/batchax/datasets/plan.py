@@ -57,6 +57,7 @@ class Leaf:
       grows: whether rows are counted as they come. By `shape` there are none.
       rows_name: the name of the axis of rows, in arrays of xarray.
       passed: the type that Arrow gives a column of the inputs that is passed through.
+      flat: whether rows of the inputs have any number of rows here.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Leaf:
     grows: bool = False
     rows_name: str = ""
     passed: Any = None
+    flat: bool = False
 
     @property
     def dimension_names(self) -> list[str]:

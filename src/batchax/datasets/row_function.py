@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,6 +42,7 @@ from batchax.jaxprs.spoken import name_of
 from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.arrow import by_axis
 from batchax.rows.building import as_tuple, without
+from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
 
@@ -317,6 +318,7 @@ class RowFunction:
     key: Any  # a random key, from which each row gets its own; None for no keys
     options: dict[str, Any]  # other options of `vmap`
     keep: Any = ()  # as for `map`
+    _returns: list[Any] = field(default_factory=list)  # the type of what it returned last
     _latest: Any = None  # the program of a batch that was asked for last
 
     @classmethod
@@ -342,6 +344,23 @@ class RowFunction:
     def name(self) -> str:
         return name_of(self.fun)
 
+    @property
+    def flat(self) -> bool:
+        """Whether it returns any number of rows, as `OutputRows`."""
+        return bool(self.outputs) and self._returns == [OutputRows]
+
+    @functools.cached_property
+    def _unpacked(self) -> Callable[..., Any]:
+        """The function; in place of `OutputRows` it returns as many of them as there are."""
+
+        @functools.wraps(self.fun)
+        def unpacked(*args: Any, **kwargs: Any) -> Any:
+            out = self.fun(*args, **kwargs)
+            self._returns[:] = [type(out)]
+            return rows_of_output(out)
+
+        return unpacked
+
     def batched(
         self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
     ) -> Any:
@@ -354,7 +373,7 @@ class RowFunction:
         @functools.wraps(self.fun)
         def adding(*args: Any, **kwargs: Any) -> Any:
             counts = kwargs.pop(_COUNTS, None)
-            return states_to_add(self.fun(*args, **kwargs), self.out_axes, counts)
+            return states_to_add(self._unpacked(*args, **kwargs), self.out_axes, counts)
 
         more = {} if real is None else {_COUNTS: real}
         added = lanes_of(self.out_axes, added=True)
@@ -430,7 +449,7 @@ class RowFunction:
             else:
                 args = (*keys, *args)
             with self.inputs.named():
-                return self.fun(*args, **kwargs)
+                return self._unpacked(*args, **kwargs)
 
         return call, [keys, rows, shared]
 
@@ -447,7 +466,7 @@ class RowFunction:
 
     @property
     def _lanes(self) -> Callable[..., Any]:
-        return functools.partial(self._vmapped, self.fun, lanes_of(self.out_axes), more={})
+        return functools.partial(self._vmapped, self._unpacked, lanes_of(self.out_axes), more={})
 
     @functools.cached_property
     def _staged(self) -> Any:

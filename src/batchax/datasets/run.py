@@ -403,6 +403,8 @@ def _job(function: RowFunction, how: How) -> AnyJob:
 def _kept_leaves(function: RowFunction, how: How) -> list[Leaf]:
     """The arrays that the store keeps: results, and columns that are passed through."""
     leaves = [o.leaf for o in function.outputs if not o.reduces]
+    if function.flat:
+        leaves = [replace(leaf, ragged=None, flat=True) for leaf in leaves]
     passed = function.inputs.passed
     if not passed:
         return leaves
@@ -485,6 +487,7 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         **({"store_options": how.store_options} if how.store_options else {}),
         **({"name of the rows": name} if name else {}),
         **({"keep": [*inputs.passed]} if inputs.passed else {}),
+        **({"OutputRows": True} if function.flat else {}),
     }
     shared = map(as_source, inputs.shared, inputs.shared_paths)
     sources: list[Any] = [*inputs.sources, *shared]
@@ -619,9 +622,9 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         for o in function.outputs
     ]
     leaves = [o.leaf for o in function.outputs]
-    labels = function.inputs.labels or Labels()
+    labels = None if function.flat else function.inputs.labels
     results = Results(
-        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], labels
+        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], labels or Labels()
     )
     wholes = [reduced.get(o.leaf.name) for o in function.outputs]
     return Report(

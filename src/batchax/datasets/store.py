@@ -117,6 +117,7 @@ class Store:
       takes_options: whether it has any.
       lasts: whether what it keeps outlives the process, and so has checksums in the journal.
       can_grow: whether results may have rows that are counted as they come.
+      can_flatten: whether a unit may have more rows, or fewer, than rows of the inputs.
       stays: whether it is one file or folder from `prepare` on, on a disk.
       renamed: whether that is called `partial` until it is whole.
     """
@@ -125,6 +126,7 @@ class Store:
     takes_options = False
     lasts = True
     can_grow = False
+    can_flatten = False
     stays = False
     renamed = False
     _held: Held | None = None
@@ -140,6 +142,12 @@ class Store:
                 f'{out}: a stream has an unknown number of rows, and resume="extend" adds some; '
                 f'{type(self).__name__} keeps arrays of one length. Use out="scores.zarr", or a '
                 "folder of Parquet files."
+            )
+        if any(leaf.flat for leaf in self.leaves) and not self.can_flatten:
+            raise ArgumentTypeError(
+                f"the function returns OutputRows, any number of rows for each, and "
+                f"{'memory' if self.kind == 'memory' else self.out} has one for each. Use a folder "
+                'of Parquet files, out="y.parquet".'
             )
         for leaf in self.leaves:
             if not isinstance(leaf.dtype, np.dtype):
@@ -373,7 +381,8 @@ def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | 
     else:
         data = np.asarray(result)
         shape, fits = data.shape, True
-        expected = *leaf.shape[: leaf.axis], unit.rows, *leaf.shape[leaf.axis + 1 :]
+        rows = len(data) if leaf.flat else unit.rows
+        expected = *leaf.shape[: leaf.axis], rows, *leaf.shape[leaf.axis + 1 :]
     if not fits or shape != expected or data.dtype != leaf.dtype:
         raise ArgumentTypeError(
             f"{called(leaf)} of rows {unit.start} to {unit.stop} is {data.dtype}{shape}, where "

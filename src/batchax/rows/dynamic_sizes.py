@@ -479,3 +479,66 @@ def _array(x: Value, called: str, name: str) -> Any:
 
 def _no_array(x: Any, called: str, name: str) -> ArgumentTypeError:
     return ArgumentTypeError(f"{called}: {name} must be an array, got {type(x).__name__}.")
+
+
+@jax.tree_util.register_pytree_node_class
+class OutputRows:
+    """The rows of output that a function of one row returns for `map`: none, one, or several.
+
+    The output is a folder of Parquet files, which has these rows one after another. Columns that
+    `map` passes through (``keep=``) repeat with them.
+
+    Args:
+      values: an array, or a pytree of arrays, with a row of output for each index of axis 0. All
+        have as many.
+      count: how many of these rows there are, the first ones: an int, or a bool. 0 drops the row.
+
+    Raises:
+      ArgumentTypeError: arrays have different numbers of rows, or `count` is not an int.
+
+    Example:
+      >>> np.save("x.npy", np.arange(6.0))
+      >>> def odd_twice(x):
+      ...     return bx.OutputRows(jnp.stack([x, -x]), jnp.where(x % 2 == 1, 2, 0))
+      >>> report = bx.map(odd_twice, "x.npy", out="odd.parquet", progress=False)
+      >>> report.to_arrow()["result"].to_pylist()
+      [1.0, -1.0, 3.0, -3.0, 5.0, -5.0]
+    """
+
+    def __init__(self, values: Any, count: Any) -> None:
+        self.values, self.count = values, count
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        """For JAX."""
+        return (self.values, self.count), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> OutputRows:
+        """For JAX."""
+        return cls(*children)
+
+
+def rows_of_output(out: Any) -> Any:
+    """What a function of one row returned; in place of `OutputRows`, as many as there are."""
+    is_rows = lambda x: isinstance(x, OutputRows)
+    if not is_rows(out):
+        if any(map(is_rows, jax.tree.leaves(out, is_leaf=is_rows))):
+            raise ArgumentTypeError(
+                "the function returns OutputRows within something else. Return one OutputRows, "
+                "whose values are a dict of all arrays."
+            )
+        return out
+    values, structure = jax.tree.flatten(out.values)
+    shapes = [jnp.shape(x) for x in values]
+    if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
+        raise ArgumentTypeError(
+            "OutputRows: values must be arrays with as many rows along axis 0 each, and have the "
+            f"shapes {shapes}."
+        )
+    count = out.count
+    if jnp.shape(count) != () or jnp.result_type(count).kind not in "iub":
+        raise ArgumentTypeError(
+            f"OutputRows: count must be an int, the number of rows, or a bool; got {brief(count)}."
+        )
+    there = jnp.arange(shapes[0][0]) < count
+    return structure.unflatten([compress(there, x, 0) for x in values])
