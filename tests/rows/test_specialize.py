@@ -246,3 +246,32 @@ def test_how_many_programs_there_are():
         jax.make_jaxpr(bx.vmap(lambda x: sum(range(len(x))) if x.shape[0] > 5 else x.sum()))(
             bx.Ragged(jnp.ones(9), jnp.asarray([4, 5]), 10_000)
         )
+
+
+def test_many_known_lengths_have_a_program_for_each_answer():
+    staged, known = [], []
+
+    def fun(x):
+        staged.append(x.shape)
+        return {"part": 2 * x[1:], "of size": x.sum() if x.shape[0] > 4 else x.prod()}
+
+    def batched(data):
+        out = bx.vmap(fun)(x.with_data(data))
+        known.append(isinstance(out["part"].lengths, np.ndarray))
+        return out["part"].data, out["of size"]
+
+    x = ragged(lengths=(3, 5, 4, 7, 9, 2, 11, 12, 6, 8, 3), poison=False, spare=0)
+    parts, sums = jax.jit(batched)(x.data)
+    assert len(staged) < len(set(np.asarray(x.lengths).tolist()))
+    assert known == [True]
+    rows = [np.asarray(row) for row in x.rows()]
+    expected = np.concatenate([2 * row[1:] for row in rows])
+    np.testing.assert_allclose(parts[: len(expected)], expected, rtol=1e-6)
+    alone = [row.sum() if len(row) > 4 else row.prod() for row in rows]
+    np.testing.assert_allclose(sums, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_known_rows_that_a_function_does_not_take_raise_however_many_lengths():
+    x = ragged(lengths=(1, *range(2, 14)))
+    with pytest.raises(ValueError, match="too small to calculate"):
+        jax.eval_shape(lambda: bx.vmap(lambda x: jnp.gradient(x))(x))

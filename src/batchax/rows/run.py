@@ -61,11 +61,12 @@ from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import InRegions, most_classes
-from batchax.rows.sizes import ASKED_FOR_NUMBERS, find_found
+from batchax.rows.sizes import ASKED_FOR_NUMBERS, asked_for_number, find_found
 from batchax.rows.specialize import (
     MOST_LENGTHS,
     are_few,
     execute_padded,
+    run_by_answer,
     run_by_length,
     run_specialized,
 )
@@ -544,7 +545,9 @@ class InRows(Way):
         lengths_known = all_known(mapped) and self.shards is None
         outs = self._of_any_length(RowCall.of(call), lengths_known)
         if isinstance(outs, Exception):
-            return run_by_length(call, self.chunking, why_grouped(outs))
+            by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
+            parted = run_by_answer(call, self.chunking) if by_answer else None
+            return parted or run_by_length(call, self.chunking, why_grouped(outs))
         return outs
 
     def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | Exception:

@@ -51,6 +51,7 @@ from batchax.rows.arguments import (
     sizes_in_errors,
 )
 from batchax.rows.buckets import Placed, check_constants, groups_of, in_front, run_in_groups
+from batchax.rows.building import known_lengths
 from batchax.rows.call import RowCall, place_ragged, refuse_order
 from batchax.rows.dynamic_sizes import with_lengths
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
@@ -334,6 +335,28 @@ def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> 
     return outs
 
 
+MOST_KNOWN = 8  # programs for known lengths, one for each, where fewer serve for parts of them
+
+
+def run_by_answer(call: Call, chunking: Chunking | None) -> Outputs | None:
+    """As `run_specialized`, for many known lengths: by the answers of the function, if these serve.
+
+    Returns:
+      None where rows run by length: lengths are few, or the function needs them as numbers; or it
+      takes no row of some length, of which JAX says why.
+    """
+    sizes = find_sizes(call.mapped)[1]
+    own = np.unique(np.asarray(sizes[0].lengths))
+    if len(sizes) != 1 or sizes[0].of_lanes or len(own) <= MOST_KNOWN:
+        return None
+    lengths = AllLengths(sizes)
+    parts = _parts_of_many(call, np.arange(lengths.count))
+    taken = [part.numbers for part in parts or () if part.staged is not None]
+    if parts is None or not np.isin(own, np.concatenate([np.zeros(0), *taken])).all():
+        return None
+    return _switched(call, chunking, lengths, parts)
+
+
 def _switched(
     call: Call, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part]
 ) -> Outputs | None:
@@ -483,10 +506,13 @@ class _Result:
     def packed(self, x: Any) -> Ragged:
         """Padded results of rows, the rows in front, as rows."""
         bounds = tuple(self.bounds[at] for at in self.axes)
-        place = self._lengths.place([size.index.lengths for size in self._lengths.sizes])
+        known = [known_lengths(size.lengths) for size in self._lengths.sizes]
+        table = np.asarray  # known lengths stay known, in `jit`, too
+        if any(own is None for own in known):
+            known, table = [size.index.lengths for size in self._lengths.sizes], jnp.asarray
+        place = self._lengths.place(known)
         lengths = [
-            own.lengths if isinstance(own, RowSize) else jnp.asarray(own)[place]
-            for own in self._own
+            own.lengths if isinstance(own, RowSize) else table(own)[place] for own in self._own
         ]
         first = self._own[0]
         if len(lengths) == 1 and isinstance(first, RowSize):
