@@ -18,7 +18,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.programs.hlo import read_module
-from batchax.rules.in_turn import in_turn
+from batchax.rules.calls import in_turn
 
 from support.oracle import loop_function, same
 

@@ -22,8 +22,8 @@ from batchax.rows.index import row_places
 from batchax.rows.row_rules import call_later
 from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import found_places_p
+from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
-from batchax.rules.in_turn import in_turn
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from batchax.sums.contracted import summed_p

@@ -10,7 +10,6 @@ from jax import lax
 
 import batchax as bx
 from batchax.rules import convolution as convolution_rule
-from batchax.rules import convolution_by_slices
 
 from support import batches
 from support.batches import SIZE, assert_own_rule
@@ -192,7 +191,7 @@ def test_blocks_of_lanes_are_the_same_as_all_at_once(monkeypatch):
         batched = lambda: bx.vmap(lambda x, w, fun=fun: fun(x, w))
         whole = jax.jit(batched())(x, w)
         for block in (1, 2 * 4 * 6 * x[0].size):
-            monkeypatch.setattr(convolution_by_slices, "_BLOCK", block)
+            monkeypatch.setattr(convolution_rule, "_BLOCK", block)
             convolution_rule._by_platform.cache_clear()
             run = jax.jit(batched())
             assert block > 1 or "scan[" in str(jax.make_jaxpr(run)(x, w))

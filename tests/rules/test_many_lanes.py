@@ -8,7 +8,7 @@ from jax import lax
 import batchax as bx
 from batchax.divergence.runner import Runner
 from batchax.programs.thresholds import TABLE
-from batchax.rules.many_lanes import least_lanes
+from batchax.rules.linalg import least_lanes
 from batchax.small.pays import of_library
 
 from support.oracle import same

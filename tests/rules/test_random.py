@@ -10,7 +10,7 @@ from jax import random as jr
 import batchax as bx
 from batchax._compat import find_primitive
 from batchax.kernel.registry import rule_origin
-from batchax.rules import threefry
+from batchax.rules import random
 
 from support.oracle import agree, in_turn, loop_function, same, shares, together
 
@@ -287,9 +287,9 @@ def test_drawn_bits_are_the_same_program_as_those_of_jax():
 
 def test_what_a_cpu_draws_by_is_traced_once(monkeypatch):
     traced = []
-    bits = threefry.WRITTEN_OUT["random_bits"]
+    bits = random.WRITTEN_OUT["random_bits"]
     counted = lambda *keys, **how: traced.append(1) or bits(*keys, **how)
-    monkeypatch.setitem(threefry.WRITTEN_OUT, "random_bits", counted)
+    monkeypatch.setitem(random.WRITTEN_OUT, "random_bits", counted)
     keys = jr.split(jr.key(0), 3)
     draw = lambda key: jr.bits(key, (5, 11))
     programs = [jax.jit(bx.vmap(lambda key: draw(key))).lower(keys).as_text() for _ in range(2)]

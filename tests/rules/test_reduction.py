@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.rules.reduction import CUMULATIVE, REDUCTIONS
+from batchax.rules.elementwise import CUMULATIVE, REDUCTIONS
 
 from support.batches import SIZE, assert_own_rule, batch
 from support.operations import no_more_operations

@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.rules.windows import WINDOWED
+from batchax.rules.convolution import WINDOWED
 
 from support.batches import assert_own_rule, batch
 from support.operations import no_more_operations

@@ -24,14 +24,14 @@ from batchax.execution.slices import follow_p
 from batchax.rows.index import index_arrays_p
 from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import found_places_p
+from batchax.rules.callbacks import lane_calls_p
+from batchax.rules.calls import in_turn_p
 from batchax.rules.in_place import some_active_p
-from batchax.rules.in_turn import in_turn_p
-from batchax.rules.lane_calls import lane_calls_p
+from batchax.rules.linalg import small_matrices_p
 from batchax.rules.masking import safe_lanes
-from batchax.rules.small_matrices import small_matrices_p
+from batchax.rules.random import drawn_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.rules.threefry import drawn_p
 from batchax.user_rules.own_derivatives import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
 from rules.test_contraction import SCALED
@@ -425,10 +425,10 @@ def _own():
                 several(3, dtype=np.int32),
             )
         },
-        "rules.in_turn": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
-        "rules.lane_calls": {"lane_calls": (_calls_of_lanes, BOOL, X)},
+        "rules.calls": {"in_turn": (partial(in_turn_p.bind, count=1), X, X)},
+        "rules.callbacks": {"lane_calls": (_calls_of_lanes, BOOL, X)},
         "rules.in_place": {"some_active": (some_active_p.bind, BOOL, BOOL)},
-        "rules.small_matrices": {
+        "rules.linalg": {
             "small_matrices": (
                 lambda x: small_matrices_p.bind(
                     jnp.stack([x] * 2, -1), of="cholesky", first=False, asked=False
@@ -446,7 +446,7 @@ def _own():
                 X,
             )
         },
-        "rules.threefry": {"drawn": (partial(drawn_p.bind, of="random_split", shape=(2,)), KEYS)},
+        "rules.random": {"drawn": (partial(drawn_p.bind, of="random_split", shape=(2,)), KEYS)},
         "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},
         "user_rules.linear": {
@@ -458,47 +458,65 @@ def _own():
     }
 
 
-RULES = {
-    **_own(),
-    "rules.branches": {"cond": (lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x), BOOL, X)},
-    "rules.callbacks": _callbacks(),
-    "rules.calls": _calls(),
-    "rules.collectives": _collectives(),
-    "rules.contraction": {"dot_general": (jnp.matmul, M, X), "scaled_dot": _scaled()},
-    "rules.convolution": {"conv_general_dilated": (lambda x, w: jnp.convolve(x, w), X, several(2))},
-    "rules.custom_derivatives": {
-        "custom_jvp_call": (own_jvp, X),
-        "custom_vjp_call": (own_vjp, X),
-    },
-    "rules.elementwise": _elementwise(),
-    "rules.exchanges": _exchanges(),
-    "rules.fft": {"fft": (jnp.fft.fft, X)},
-    "rules.gather_scatter": _scatters(),
-    "rules.indexing": {
-        "slice": (lambda x: x[1:], X),
-        "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i,), (2,)), X, NS),
-        "dynamic_update_slice": (lambda x, i: lax.dynamic_update_slice(x, x[:2], (i,)), X, NS),
-    },
-    "rules.linalg": _linalg(),
-    "rules.loops": {
-        "scan": (lambda x: lax.scan(lambda c, e: (c + e, e), 0.0, x), X),
-        "while": (lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x), X),
-    },
-    "rules.ragged_contraction": {
-        "ragged_dot_general": (lax.ragged_dot, M, several(2, 3, 5), several(2, dtype=jnp.int32))
-    },
-    "rules.random": _random(),
-    "rules.reduction": _reduction(),
-    "rules.references": _references(),
-    "rules.shape": _shape(),
-    "rules.shard_map": {"shard_map": (_on_devices, several(4))},
-    "rules.sharding": _sharding(),
-    "rules.solvers": {"custom_linear_solve": (jnp.linalg.solve, M, X)},
-    "rules.sorting": {
-        "sort": (lax.sort, X),
-        "top_k": (lambda x: lax.top_k(x, 2), X),
-        "approx_top_k": (lambda x: lax.approx_max_k(x, 2), X),
-    },
-    "rules.windows": _windows(),
-}
+RULES = {}
 """Programs, with the types of their arguments, by module and primitive."""
+for _module, _programs in (
+    *_own().items(),
+    ("rules.branches", {"cond": (lambda p, x: lax.cond(p, jnp.sin, jnp.cos, x), BOOL, X)}),
+    ("rules.callbacks", _callbacks()),
+    ("rules.calls", _calls()),
+    ("rules.collectives", _collectives()),
+    ("rules.contraction", {"dot_general": (jnp.matmul, M, X), "scaled_dot": _scaled()}),
+    (
+        "rules.convolution",
+        {"conv_general_dilated": (lambda x, w: jnp.convolve(x, w), X, several(2))},
+    ),
+    (
+        "rules.custom_derivatives",
+        {
+            "custom_jvp_call": (own_jvp, X),
+            "custom_vjp_call": (own_vjp, X),
+        },
+    ),
+    ("rules.elementwise", _elementwise()),
+    ("rules.collectives", _exchanges()),
+    ("rules.convolution", {"fft": (jnp.fft.fft, X)}),
+    ("rules.gather_scatter", _scatters()),
+    (
+        "rules.shape",
+        {
+            "slice": (lambda x: x[1:], X),
+            "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i,), (2,)), X, NS),
+            "dynamic_update_slice": (lambda x, i: lax.dynamic_update_slice(x, x[:2], (i,)), X, NS),
+        },
+    ),
+    ("rules.linalg", _linalg()),
+    (
+        "rules.loops",
+        {
+            "scan": (lambda x: lax.scan(lambda c, e: (c + e, e), 0.0, x), X),
+            "while": (lambda x: lax.while_loop(lambda c: c.sum() < 9, jnp.exp, x), X),
+        },
+    ),
+    (
+        "rules.contraction",
+        {"ragged_dot_general": (lax.ragged_dot, M, several(2, 3, 5), several(2, dtype=jnp.int32))},
+    ),
+    ("rules.random", _random()),
+    ("rules.elementwise", _reduction()),
+    ("rules.references", _references()),
+    ("rules.shape", _shape()),
+    ("rules.sharding", {"shard_map": (_on_devices, several(4))}),
+    ("rules.sharding", _sharding()),
+    ("rules.linalg", {"custom_linear_solve": (jnp.linalg.solve, M, X)}),
+    (
+        "rules.sorting",
+        {
+            "sort": (lax.sort, X),
+            "top_k": (lambda x: lax.top_k(x, 2), X),
+            "approx_top_k": (lambda x: lax.approx_max_k(x, 2), X),
+        },
+    ),
+    ("rules.convolution", _windows()),
+):
+    RULES.setdefault(_module, {}).update(_programs)

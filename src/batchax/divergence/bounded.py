@@ -54,7 +54,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import with_values
-from batchax.rules.in_turn import in_turn
+from batchax.rules.calls import in_turn
 from batchax.rules.masking import is_inexact, select_lanes
 
 _LEFT = 2

@@ -67,9 +67,8 @@ from batchax.programs.cost import (
 from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
-from batchax.rules.hazards import hazards
-from batchax.rules.many_lanes import least_lanes
-from batchax.rules.masking import is_inexact
+from batchax.rules.linalg import least_lanes
+from batchax.rules.masking import hazards, is_inexact
 
 RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], list[Any]]
 """Runs a program for active lanes, of where operands have the batch axis, a mask, and operands."""

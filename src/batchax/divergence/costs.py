@@ -46,7 +46,7 @@ from batchax.programs.expensive_branches import (
 )
 from batchax.programs.inner import integers_in
 from batchax.programs.one_function import fits_lowered_kernel
-from batchax.rules.aliases import kept_carries
+from batchax.rules.in_place import kept_carries
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
 # is not free.

@@ -56,7 +56,7 @@ from batchax.kernel.differing import looks_at_lanes
 from batchax.kernel.inner import batched_aval, staged_once, while_loop
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import varying_of
-from batchax.rules.masked_loops import MaskedBody, predicate
+from batchax.rules.loops import MaskedBody, predicate
 
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block

@@ -39,8 +39,8 @@ from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_fu
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis, varying_of
 from batchax.kernel.own_primitive import tangents_of, with_tangent_rule
-from batchax.rules.carried_axes import match_carry, split_operands
-from batchax.rules.lane_calls import is_seen
+from batchax.rules.callbacks import is_seen
+from batchax.rules.loops import match_carry, split_operands
 
 
 def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:

@@ -10,7 +10,7 @@ from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis
-from batchax.rules.hazards import find_collective
+from batchax.rules.masking import find_collective
 
 
 def can_move(axis: Axis, values: Sequence[Value]) -> bool:

@@ -36,7 +36,7 @@ from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, var
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
 from batchax.programs.cost import bytes_of
 from batchax.programs.one_function import lower_for_kernel
-from batchax.rules.masked_loops import MaskedBody, predicate, run_masking
+from batchax.rules.loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 
 VARIES_LESS = "a result would vary over more axes of the mesh than it does"

@@ -37,7 +37,7 @@ from batchax.kernel.differing import (
 from batchax.kernel.inner import remembered
 from batchax.programs.cost import bytes_of
 from batchax.programs.one_function import lower_for_kernel
-from batchax.rules.aliases import kept_carries
+from batchax.rules.in_place import kept_carries
 
 
 @dataclass(frozen=True, eq=False)

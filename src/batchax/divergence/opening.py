@@ -33,7 +33,7 @@ from batchax.kernel.differing import (
 from batchax.kernel.inner import remembered, stage_function
 from batchax.programs.counted import without_branches
 from batchax.programs.expensive_branches import expensive_branches
-from batchax.rules.carried_axes import split_operands
+from batchax.rules.loops import split_operands
 
 _COUNT = jax.typeof(np.int32(0))
 

@@ -5,7 +5,7 @@
 
 | decision | lanes | runner |
 |---|---|---|
-| `Masked` | all take each step; those that are done keep what they have | `rules/masked_loops.py` |
+| `Masked` | all take each step; those that are done keep what they have | `rules/loops.py` |
 | `Window` | some at a time; waiting lanes refill the slots of those that are done | `window.py` |
 | `Tiles` | adjacent ones until all, or most, are done; then the next tile | `tiles.py` |
 | `Flattened` | each is at a step of its own of a nested loop | `flat.py` |
@@ -52,7 +52,7 @@ from batchax.programs.cost import Nanoseconds
 from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_lowered_kernel
 from batchax.programs.thresholds import Thresholds
-from batchax.rules.many_lanes import least_lanes
+from batchax.rules.linalg import least_lanes
 
 
 @dataclass(frozen=True)

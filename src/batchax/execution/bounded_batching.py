@@ -42,13 +42,16 @@ from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, PlacedOutputs, Position, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.rules.carried_axes import settle
-from batchax.rules.hazards import hazards
-from batchax.rules.lane_calls import is_seen, with_active
-from batchax.rules.mask_plan import MaskPlan, plan_masking
-from batchax.rules.masked_loops import predicate, predicate_if
-from batchax.rules.masking import is_inexact, run_masked, select_lanes
-from batchax.rules.parting import axis_for, run_parting
+from batchax.rules.callbacks import is_seen, with_active
+from batchax.rules.loops import axis_for, predicate, predicate_if, run_parting, settle
+from batchax.rules.masking import (
+    MaskPlan,
+    hazards,
+    is_inexact,
+    plan_masking,
+    run_masked,
+    select_lanes,
+)
 
 Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 """As a `LoopStep`, of the lanes that are active: they come first."""

@@ -39,9 +39,8 @@ from batchax.jaxprs.words import Jaxpr, Value
 from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
-from batchax.rules.batched_transpose import reached
-from batchax.rules.hazards import hazards
-from batchax.rules.masking import is_inexact
+from batchax.rules.custom_derivatives import reached
+from batchax.rules.masking import hazards, is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 

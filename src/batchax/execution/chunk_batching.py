@@ -44,7 +44,7 @@ from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
-from batchax.rules.batched_transpose import reached
+from batchax.rules.custom_derivatives import reached
 
 # How many full chunks the inner lanes must make for each outer lane to have its own loop: then its
 # last chunk, which may not be full, is one of several.

@@ -55,8 +55,8 @@ from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
-from batchax.rules.batched_transpose import reached
-from batchax.rules.in_turn import calls_library, in_turn
+from batchax.rules.calls import calls_library, in_turn
+from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import is_inexact
 
 
@@ -253,7 +253,7 @@ def jvp(
 def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
     """`operands` for a loop that is to run after the one that computes `outs`.
 
-    Both call a library, and must not run at the same time (`rules/in_turn.py` says why). It is
+    Both call a library, and must not run at the same time (`rules/calls.py` says why). It is
     enough that one operand waits. Waiting may cost a copy of it, so it is the smallest.
     """
     waiting = min(

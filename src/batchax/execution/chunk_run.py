@@ -47,7 +47,7 @@ from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.programs.one_function import fits_single_kernel
-from batchax.rules.in_turn import zero_after
+from batchax.rules.calls import zero_after
 
 
 def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
@@ -266,7 +266,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> list[Any]:
     """The results of `full` chunks in a loop, and of one of the `rest` of the lanes after it.
 
-    The last must not run at the same time as the others (`rules/in_turn.py` says why). So its
+    The last must not run at the same time as the others (`rules/calls.py` says why). So its
     index is how many are done, counted in the loop with a zero that no compiler knows and that
     depends on what each chunk computed. Read from the results, which the last chunk writes into,
     the zero would have them copied.

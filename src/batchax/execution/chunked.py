@@ -61,8 +61,8 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Divergence, Position
 from batchax.kernel.captured import closed_over
 from batchax.memo import Memo
-from batchax.rules.in_turn import calls_library, in_turn
-from batchax.rules.lane_calls import calls_in
+from batchax.rules.callbacks import calls_in
+from batchax.rules.calls import calls_library, in_turn
 
 
 def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any]:
@@ -151,7 +151,7 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
             x if a is None else lax.slice_in_dim(x, full * chunk, loop.size, axis=a)
             for x, a in zip(operands, axes, strict=True)
         ]
-        if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/in_turn.py`
+        if calls_library(program.jaxpr):  # two such calls must not run at once: `rules/calls.py`
             results, parts = in_turn(results, parts)
         results = step(jnp.int32(full), results, parts, rest)
     steps.end(steps.most, results=results)

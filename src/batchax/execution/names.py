@@ -6,7 +6,7 @@ becomes an input of the program, which loops and branches receive as any other v
 unless they hold a collective: these are run for all lanes, and their bodies opened then.
 
 Calls of the host are told the index, too: those that all lanes have in common are made for the
-first of all, and those of lanes that fill up a device not at all (`rules/lane_calls.py`).
+first of all, and those of lanes that fill up a device not at all (`rules/callbacks.py`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_axis
+from batchax.rules.callbacks import bind_if, call_if, calls_host, calls_in
 from batchax.rules.calls import CALLS
 from batchax.rules.collectives import REDUCTIONS
-from batchax.rules.lane_calls import bind_if, call_if, calls_host, calls_in
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from batchax.kernel.debug_nans import checks_nans_here, in_jit
 from batchax.kernel.differing import differing, differing_through, differs_of
 from batchax.kernel.named_axes import mesh_around
 from batchax.memo import Memo
-from batchax.rules.hazards import hazards
+from batchax.rules.masking import hazards
 
 
 def shard_lanes(shards: Shards | None) -> Pass:

@@ -50,9 +50,9 @@ from batchax.kernel.own_primitive import (
     with_values,
 )
 from batchax.programs.cost import cost_of_equation
-from batchax.rules.batched_transpose import reached
-from batchax.rules.carried_axes import settle
-from batchax.rules.hazards import hazards
+from batchax.rules.custom_derivatives import reached
+from batchax.rules.loops import settle
+from batchax.rules.masking import hazards
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 _FEW = 8

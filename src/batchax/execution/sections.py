@@ -52,8 +52,8 @@ from batchax.kernel.captured import MappedProgram, closed_over, running
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.memo import memoized
-from batchax.rules.batched_transpose import reached
 from batchax.rules.collectives import REDUCTIONS
+from batchax.rules.custom_derivatives import reached
 from batchax.sums.contracted import Summands, run_adding
 
 Env = dict[Any, tuple[Any, Position]]

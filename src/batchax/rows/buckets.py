@@ -31,7 +31,7 @@ from batchax.programs.canonical import Table
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import take_clipped
 from batchax.rows.ragged import Ragged
-from batchax.rules.in_turn import in_turn as run_in_turn
+from batchax.rules.calls import in_turn as run_in_turn
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
@@ -129,7 +129,7 @@ def run_in_groups(
       run_group: runs one group, given its number, axis and arguments, and describes the outputs.
         Groups agree in the number of outputs and in their dtypes, and in their shapes but for
         ragged axes.
-      in_turn: whether no two groups may run at once; see `batchax.rules.in_turn`.
+      in_turn: whether no two groups may run at once; see `batchax.rules.calls`.
 
     Raises:
       UnsupportedError: an argument cannot be taken apart by rows, or outputs do not agree.
@@ -163,7 +163,7 @@ def _one_after_another(
 ) -> tuple[list[Placed], list[Mapped]]:
     """The results of a group and the arguments of the next one, which waits for them.
 
-    See `rules/in_turn.py` for why it has to.
+    See `rules/calls.py` for why it has to.
     """
     firsts, of_results = jax.tree.flatten([value for value, _ in results])
     waiting, of_given = jax.tree.flatten([m.value for m in given if m.axis is not None])

@@ -36,7 +36,7 @@ from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.sizes import asked_for_number, is_symbolic, line_of, names_of, question_of
-from batchax.rules.lane_calls import calls_in
+from batchax.rules.callbacks import calls_in
 
 
 def place_ragged(output: OutputArray, shape: Sequence[Any]) -> OutputArray:

@@ -143,7 +143,7 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
             for x, ndim in zip(outs, outputs.ndims, strict=True)
         ], outputs
 
-    # In turn, for the case that the function calls a library (`rules/in_turn.py`): whether it does
+    # In turn, for the case that the function calls a library (`rules/calls.py`): whether it does
     # is known only once the first bucket has run. Buckets are few, so it costs little.
     outs, in_bucket = run_in_groups(axis, mapped, buckets.rows, run_group, in_turn=True)
     outputs = in_bucket.asked

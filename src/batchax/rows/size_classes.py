@@ -55,9 +55,8 @@ from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
 from batchax.rows.merged import Names, can_hold, names_of
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
-from batchax.rules.hazards import find_collective
-from batchax.rules.in_turn import in_turn
-from batchax.rules.masking import is_inexact
+from batchax.rules.calls import in_turn
+from batchax.rules.masking import find_collective, is_inexact
 
 
 @dataclass(frozen=True)

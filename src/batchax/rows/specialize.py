@@ -60,7 +60,7 @@ from batchax.rows.padded import Row, run_padded
 from batchax.rows.ragged import Ragged
 from batchax.rows.sizes import Sizes, asked_by, find_found, is_symbolic
 from batchax.rows.stand_ins import rows_of_one_length
-from batchax.rules.in_turn import calls_library
+from batchax.rules.calls import calls_library
 
 
 def executed_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:

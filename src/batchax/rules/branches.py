@@ -28,13 +28,11 @@ from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import varying_of
 from batchax.kernel.registry import register_rule
-from batchax.rules.hazards import hazards
+from batchax.rules.callbacks import is_seen, returning_zeros, with_active
+from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.in_place import masked, updated_operands
-from batchax.rules.in_turn import calls_library, in_turn
-from batchax.rules.lane_calls import is_seen, returning_zeros, with_active
-from batchax.rules.mask_plan import plan_masking
-from batchax.rules.masking import expand_like, is_inexact, run_masked
-from batchax.rules.parting import run_parting
+from batchax.rules.loops import run_parting
+from batchax.rules.masking import expand_like, hazards, is_inexact, plan_masking, run_masked
 
 enter("linear nests: cond")  # what its branches are is looked at
 

@@ -1,27 +1,286 @@
-"""Calls of Python from a compiled program, foreign functions, and runtime checks.
-
-A pure callback and a foreign call say themselves how they take a batch
-(``vmap_method``). A callback with effects runs once for each lane, in order.
-"""
+"""Host callbacks, foreign functions, and checks: called once for each lane that counts."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import checkify as checkify  # registers its primitive with JAX
 from jax.extend.core import unmapped_aval
+from jax.extend.core.primitives import cond_p
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
+from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.inside import programs_inside
+from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.spoken import name_of
-from batchax.kernel.axis import Axis, axis_to_front, expand_axis, move_axis
-from batchax.kernel.interpreter import one_after_another
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, Position, axis_to_front, expand_axis, move_axis
+from batchax.kernel.inner import batched_aval, remembered, stage_function
+from batchax.kernel.interpreter import lanes_spread, lanes_together, one_after_another
+from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
 from batchax.kernel.registry import register_rule
-from batchax.rules.lane_calls import failures
+from batchax.memo import memoized
+from batchax.rules.calls import CALLS
+from batchax.rules.in_place import live_type
+from batchax.rules.masking import hazards, safe_lanes
+
+lane_calls_p = declare("lane_calls")
+
+
+def calls_host(eqn: Eqn) -> bool:
+    """Whether an equation calls the host for a lane: not only to tell how far a loop is."""
+    return bool(calls_in(eqn))
+
+
+def is_seen(program: Any) -> bool:
+    """Whether it can be seen for which lanes a program runs: it calls the host, or checks."""
+    eqns = getattr(program, "jaxpr", program).eqns
+    return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
+
+
+def calls_in(eqn: Eqn) -> list[Any]:
+    """The equations in one, be it that itself, that call the host themselves."""
+    if not _compat.calls_back(eqn.effects):
+        return []
+    programs = programs_inside(eqn)
+    if programs:
+        return [call for p in programs for e in p.eqns for call in calls_in(e)]
+    return [] if facts_of(eqn.primitive).once else [eqn]
+
+
+def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
+    """`program`, which calls the host, and checks, if `active` only: one more operand, the first.
+
+    Args:
+      axis: the axis being mapped.
+      program: a program of one example.
+    """
+
+    def run(active: Any, *xs: Any) -> list[Any]:
+        return _evaluate(axis, program, xs, active)
+
+    def build() -> ClosedJaxpr:
+        return stage_function(axis, run, [live_type(), *program.in_avals])
+
+    return remembered(program, ("with active", axis), build)
+
+
+def _evaluate(
+    axis: Axis, program: ClosedJaxpr, operands: Sequence[Value], active: Any
+) -> list[Any]:
+    run_equation = lambda eqn, xs: bind_if(axis, eqn, xs, active)
+    return evaluate(program.jaxpr, program.consts, operands, run_equation)
+
+
+def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[Any]:
+    """The results of an equation of one example, which can be seen if `active` only."""
+    calls, name = calls_host(eqn), eqn.primitive.name
+    if not (calls or _compat.checks(eqn.effects)):
+        return bind_equation(eqn, xs)
+    if name == "check":
+        count = failures(**eqn.params)
+        return bind_equation(eqn, [*(lax.bitwise_and(x, active) for x in xs[:count]), *xs[count:]])
+    if name == "jit":
+        return _evaluate(axis, eqn.params["jaxpr"], xs, active)
+    if name in LOOPS_AND_BRANCHES or name in CALLS:
+        programs = [with_active(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
+        return bind_with(eqn, xs, programs, [active])
+    if eqn.primitive is lane_calls_p:
+        also = lax.bitwise_and(xs[0], lax.broadcast(active, np.shape(xs[0])))
+        return bind_equation(eqn, [also, *xs[1:]])
+    return call_if(eqn, xs, active) if calls else bind_equation(eqn, xs)
+
+
+def failures(err_tree: Any, **_: Any) -> int:
+    """How many operands of a runtime check say whether it failed: the first ones."""
+    return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
+
+
+def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) -> Sequence[Any]:
+    """The results of an equation that calls the host, if the lane is active; else zeros.
+
+    Args:
+      eqn: the equation, of a program of one example.
+      operands: its operands.
+      active: a boolean scalar.
+      lane: the index of the lane among all lanes, negative for one that does not count. What is
+        the same for all lanes is called once then, for the first of all.
+
+    Raises:
+      UnsupportedError: the equation holds a collective, too.
+    """
+    program = _compat.stage(lambda *xs: bind_equation(eqn, xs), [v.aval for v in eqn.invars])
+    if hazards(program.jaxpr).collective:
+        raise UnsupportedError(
+            f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive.name}` holds both a callback "
+            "with effects and a collective over a named axis, where not every lane counts: lanes "
+            "would have to run one after another, and together. Move one of the two out of it."
+        )
+    places = [] if lane is None else [lane]
+    shared = (True,) * len(operands)
+    return lane_calls_p.bind(
+        active, *places, *operands, program=program, shared=shared, placed=lane is not None
+    )
+
+
+def _run(
+    active: Any, *operands: Any, program: Any, shared: Sequence[bool], placed: bool
+) -> list[Any]:
+    """What `lane_calls_p` does: calls for the active lanes, one after another."""
+    if placed:
+        active = lax.bitwise_and(active, lax.ge(operands[0], np.int32(0)))
+    xs, shape = operands[placed:], np.shape(active)
+    nothing = returning_zeros(tuple(program.in_avals), tuple(program.out_avals))
+    *xs, active = _compat.varying_alike([*xs, active])
+
+    def one_lane(active: Any, xs: Sequence[Value]) -> list[Any]:
+        index = lax.convert_element_type(active, np.int32)
+        return cond_p.bind(index, *xs, branches=(nothing, program))
+
+    if not shape:
+        return one_lane(active, xs)
+
+    def step(_: None, row: tuple[Any, list[Any]]) -> tuple[None, list[Any]]:
+        active, own = row[0], iter(row[1])
+        mine = [x if s else next(own) for x, s in zip(xs, shared, strict=True)]
+        return None, one_lane(active, mine)
+
+    depth = len(shape)
+    in_a_row = lambda x: lax.collapse(lanes_together(x), 0, depth)
+    rows = [in_a_row(x) for x, s in zip(xs, shared, strict=True) if not s]
+    _, outs = lax.scan(step, None, (in_a_row(active), rows), length=math.prod(shape))
+    outs = [lax.reshape(x, (*shape, *x.shape[1:])) for x in outs]
+    return [safe_lanes(lanes_together(active), x, depth) for x in outs]
+
+
+def _batched(
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    /,
+    *,
+    program: ClosedJaxpr,
+    shared: Sequence[bool],
+    placed: bool,
+) -> tuple[list[Any], Sequence[Position]]:
+    recording.note(service="lanes")
+    count = 1 + placed  # operands that say whether a lane is active
+    active, active_at, xs, xs_at = args[0], axes[0], args[count:], axes[count:]
+    how = {"program": program, "shared": tuple(shared), "placed": placed}
+    if placed and active_at is None and not any(a is not None for a in xs_at):
+        return _for_the_first(axis, args, axes, how)
+    lanes = active.shape if active_at is None else np.delete(active.shape, active_at)
+    masks = [axis_to_front(axis, x, a) for x, a in zip(args[:count], axes[:count], strict=True)]
+    operands, alone = [], []
+    for x, a, s in zip(xs, xs_at, shared, strict=True):
+        alone.append(s and a is None)
+        if not alone[-1]:
+            x = axis_to_front(axis, x, a)
+            if s:  # the lanes that there were have it in common
+                dims = (0, *range(1 + len(lanes), np.ndim(x) + len(lanes)))
+                x = lax.broadcast_in_dim(x, (axis.size, *lanes, *x.shape[1:]), dims)
+        operands.append(x)
+    outs = lane_calls_p.bind(*masks, *operands, **{**how, "shared": tuple(alone)})
+    return [lanes_spread(axis, x) for x in outs], [0] * len(outs)
+
+
+def _for_the_first(
+    axis: Axis, args: Any, axes: Any, how: dict[str, Any]
+) -> tuple[list[Any], Sequence[Position]]:
+    """A call that all lanes have in common, where this may be a part of the lanes only."""
+    program: ClosedJaxpr = how["program"]
+    if program.out_avals:
+        eqn = program.jaxpr.eqns[-1]
+        raise UnsupportedError(
+            f"{_compat.user_line(eqn.source_info)}: a callback with effects returns a value that "
+            "is the same for all lanes, inside a loop or branch, and batch_size or mesh was given: "
+            "each part of the lanes would make the call. Pass it something of the lane, or call "
+            "it before and pass what it returns with None in in_axes."
+        )
+    active, lane, *xs = args
+    first = lax.eq(move_axis(lane, axes[1], 0), np.int32(0))
+    here = lax.bitwise_and(active, lax.reduce_or(first, (0,)))
+    return lane_calls_p.bind(here, *xs, **{**how, "placed": False}), []
+
+
+def _types(active: Any, *operands: Any, program: Any, **how: Any) -> list[Any]:
+    def of_lanes(aval: Aval) -> Any:
+        for size in reversed(active.shape):
+            aval = batched_aval(Axis(size), aval, 0)
+        return aval
+
+    return list(map(of_lanes, program.out_avals))
+
+
+def _jvp(primals: Any, tangents: Any, *, program: Any, **how: Any) -> tuple[list[Any], list[Any]]:
+    if not program.out_avals:
+        return lane_calls_p.bind(*primals, program=program, **how), []
+    run = functools.partial(_run, program=program, **how)
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    every = range(len(program.out_avals))
+    outs, dots = tangents_of(run, primals, moving, [tangents[i] for i in moving], every)
+    zero = jax.dtypes.float0
+    return outs, [
+        ad.Zero(jax.typeof(x).to_tangent_aval()) if jax.typeof(t).dtype == zero else t
+        for x, t in zip(outs, dots, strict=True)
+    ]
+
+
+def _compiled(*operands: Any, program: Any, **how: Any) -> list[Any]:
+    def compile_() -> Callable[..., list[Any]]:
+        # What is remembered under `program` as a weak key must not hold it alive.
+        jaxpr, consts = program.jaxpr, program.consts
+        return jax.jit(lambda *xs: _run(*xs, program=_compat.close(jaxpr, consts), **how))
+
+    return remembered(program, ("compiled", *how.values()), compile_)(*operands)
+
+
+own_primitive(
+    lane_calls_p,
+    called="a callback",
+    operations=_run,
+    compute=_compiled,
+    types=_types,
+    programs=("program",),
+    facts="linear costly guarded",
+    rule=_batched,
+    jvp=_jvp,
+    transpose=OF_OPERATIONS,
+)
+
+
+@memoized("programs that return zeros", most=1024)
+def returning_zeros(
+    in_avals: tuple[Aval, ...],
+    out_avals: tuple[Aval, ...],
+    kept: tuple[tuple[int, int], ...] = (),
+) -> ClosedJaxpr:
+    """A program of these types that returns zeros, and an operand for each result in `kept`."""
+    handed_on = dict(kept)
+
+    def zero(aval: Aval) -> Any:
+        x = _compat.varying_as(_compat.filled(aval, 0), aval)
+        return _compat.weakly(x) if aval.weak_type else x
+
+    def zeros(*operands: Any) -> list[Any]:
+        return [
+            operands[handed_on[k]] if k in handed_on else zero(aval)
+            for k, aval in enumerate(out_avals)
+        ]
+
+    return _compat.stage(zeros, in_avals)
+
 
 enter(
     """

@@ -1,27 +1,12 @@
-"""Convolution, whose batch axis is merged into a dimension that the primitive has.
-
-Images that differ from lane to lane are more images; kernels that differ are
-more output channels; where both differ each lane is a group of channels (or of
-images, where the convolution has those groups). Groups are the slow part of
-the dimension they divide, so the lanes go inside the groups of an operand that
-the other operand shares, and outside them where every lane has its own groups.
-
-On a CPU, XLA has no kernel for groups of numbers of 64 bits: it computes what all lanes' images
-give with all lanes' kernels, most of it times zero, which takes up to hundreds of times as
-long, and makes a NaN of one lane one of all. There such lanes run one after another, unless
-`convolution_by_slices.py` has a faster way, which it may have for numbers of 32 bits, too.
-
-A convolution of few spatial dimensions is computed by a library there, if channels come last. Of
-programs outside of loops, XLA moves the channels; inside of loops it does not (openxla/xla,
-``conv_canonicalization.cc``), and writes loops over all elements instead, which take up to 15 times
-as long where there are many channels. So there they are moved here.
-"""
+"""Convolutions, primitives that slide a window over their operands, and Fourier transforms."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +17,204 @@ from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, move_axis, sharding_with_axis
+from batchax.kernel.axis import Axis, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import one_after_another
-from batchax.kernel.registry import register_rule
+from batchax.kernel.registry import matched, register_rule
 from batchax.memo import Memo
-from batchax.rules.convolution_by_slices import by_slices, differentiable, pays
+from batchax.programs.one_function import from_zero
+
+_MOST_SLICES = 49  # they are written out in the program
+_MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough
+_FEW_CHANNELS = 8  # of 64 bits, one image at a time takes less time from here on
+_BLOCK = 2**23  # bytes of slices of the lanes that are computed at a time
+
+
+class _Places(NamedTuple):
+    """The sizes of the spatial dimensions: of the images with their padding, and of the others."""
+
+    kernel: tuple[int, ...]
+    result: tuple[int, ...]
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is a sum over the places of the kernel."""
+        return math.prod(self.kernel) <= math.prod(self.result)
+
+
+def pays(lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
+    """Whether slices take less time than groups on a CPU, by the types of one lane's operands."""
+    lhs, rhs = lane
+    dtype = lhs.dtype
+    exact = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
+    same = params["preferred_element_type"] in (None, dtype)
+    if max(groups.values()) > 1 or not (exact and same) or 0 in (*lhs.shape, *rhs.shape):
+        return False
+    places = _places(lane, params)
+    kernel, result = map(math.prod, places)
+    if not places.adds:
+        return 0 < result <= _MOST_SLICES
+    wide = jnp.finfo(dtype).bits > 32
+    few = not wide or _channels(lhs, params) <= _FEW_CHANNELS
+    return kernel == 1 or (kernel <= _MOST_SLICES and few)
+
+
+def _channels(lhs: Any, params: Any) -> int:
+    return lhs.shape[params["dimension_numbers"].lhs_spec[1]]
+
+
+def _places(lane: Sequence[Any], params: Any) -> _Places:
+    """Of one lane's operands."""
+    lhs, rhs = lane
+    numbers = params["dimension_numbers"]
+    kernel = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
+    sizes = (lhs.shape[d] for d in numbers.lhs_spec[2:])
+    result = []
+    for n, k, (low, high), apart, step, stride in zip(
+        sizes,
+        kernel,
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        params["window_strides"],
+        strict=True,
+    ):
+        padded = low + (n - 1) * apart + 1 + high
+        result.append(max(0, (padded - (k - 1) * step - 1) // stride + 1))
+    return _Places(kernel, tuple(result))
+
+
+def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
+    """The convolutions of all lanes, which come first in both operands and in the result.
+
+    Args:
+      lhs: the images of all lanes.
+      rhs: their kernels.
+      lane: the types of the operands of one lane.
+      params: those of `conv_general_dilated`, but for the numbers of groups.
+    """
+    places = _places(lane, params)
+    kernel = math.prod(places.kernel)
+    many = _channels(lane[0], params)
+    if places.adds and (many == 1 or many >= _MANY_CHANNELS or kernel == 1):
+        return _one_by_one(lhs, rhs, places, params)
+    wide = lane[0].size * lhs.dtype.itemsize * math.prod(min(places, key=math.prod))
+    # The largest number of lanes that divides them, so that no lane is left over.
+    lanes = lhs.shape[0]
+    at_once = max(
+        n for n in range(1, lanes + 1) if lanes % n == 0 and (n == 1 or n * wide <= _BLOCK)
+    )
+    together = lambda xs: _together(xs[0], xs[1], places, params)
+    if at_once == lanes:
+        return together((lhs, rhs))
+    blocks = [x.reshape(lanes // at_once, at_once, *x.shape[1:]) for x in (lhs, rhs)]
+    out = lax.map(together, tuple(blocks))
+    return out.reshape(lanes, *out.shape[2:])
+
+
+def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
+    """The sum, over the places of the kernel, of products."""
+    images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
+    _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
+    lhs = _padded(lhs, spatial, params)
+    ones = (1,) * len(window)
+    contracted = inputs - sum(d < inputs for d in window)
+    terms = []
+    for place in itertools.product(*map(range, places.kernel)):
+        there = _of_kernel(lhs, spatial, place, places, params)
+        weights = lax.squeeze(_sliced(rhs, window, place, ones, ones), window)
+        terms.append(_product(there, weights, ([channels], [contracted]), params))
+    total = functools.reduce(jnp.add, terms)
+    total = total if len(terms) == 1 else from_zero(total)
+    return _of_sum(total, images, channels, spatial, params)
+
+
+def _together(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
+    """One product of all slices, side by side."""
+    images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
+    _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
+    lhs = _padded(lhs, spatial, params)
+    number = len(spatial)
+    if places.adds:
+        at, counts, cut = channels, places.kernel, _of_kernel  # with channels the fastest
+    else:
+        at, counts, cut = 1, places.result, _of_result
+    slices = [
+        cut(lhs, spatial, place, places, params) for place in itertools.product(*map(range, counts))
+    ]
+    side_by_side = jnp.stack(slices, at)
+    shape = side_by_side.shape
+    side_by_side = side_by_side.reshape(*shape[:at], *counts, *shape[at + 1 :])
+    if places.adds:
+        contract = ([*range(at, at + number), at + number], [*window, inputs])
+        out = _product(side_by_side, rhs, contract, params)
+        return _of_sum(out, images, channels, spatial, params)
+    contract = ([channels + number, *(d + number for d in spatial)], [inputs, *window])
+    out = _product(side_by_side, rhs, contract, params)
+    # The lanes, the places, images and features.
+    return _in_order(out, [number + 1, number + 2, *range(1, number + 1)], params)
+
+
+def _padded(lhs: Value, spatial: Sequence[int], params: Any) -> Any:
+    padding = [(0, 0, 0)] * len(lhs.shape)
+    around = zip(spatial, params["padding"], params["lhs_dilation"], strict=True)
+    for d, (low, high), apart in around:
+        padding[d] = (low, high, apart - 1)
+    return lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
+
+
+def _product(x: Value, y: Value, contract: Any, params: Any) -> Any:
+    return lax.dot_general(x, y, (contract, ([0], [0])), precision=params["precision"])
+
+
+def _of_sum(out: Value, images: int, channels: int, spatial: Sequence[int], params: Any) -> Any:
+    """The result whose dimensions are those of the images, without channels, and features."""
+    order = [d for d in range(1, out.ndim) if d != channels]
+    dims = [order.index(d) + 1 for d in (images, *spatial)]
+    return _in_order(out, [dims[0], out.ndim - 1, *dims[1:]], params)
+
+
+def _in_order(out: Value, dims: Sequence[int], params: Any) -> Any:
+    """`out`, of which `dims` are images, features, and spatial, as the convolution has them."""
+    placed = [0] * out.ndim
+    for d, source in zip(params["dimension_numbers"].out_spec, dims, strict=True):
+        placed[d + 1] = source
+    return lax.transpose(out, placed)
+
+
+# As residuals the slices would take the memory of all of them at once.
+differentiable = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
+"""What computes slices again where it is differentiated."""
+
+
+def _of_kernel(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
+    """What the kernel has at `place` meets."""
+    by, strides = params["rhs_dilation"], params["window_strides"]
+    return _sliced(lhs, spatial, place, by, places.result, strides)
+
+
+def _of_result(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
+    """What `place` of the result is made of."""
+    by, strides = params["window_strides"], params["rhs_dilation"]
+    return _sliced(lhs, spatial, place, by, places.kernel, strides)
+
+
+def _sliced(
+    x: Value,
+    dims: Sequence[int],
+    place: Sequence[int],
+    by: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int] | None = None,
+) -> Any:
+    """The elements of `x` at `place` times `by`, as many as `sizes`, along `dims`."""
+    strides = (1,) * len(sizes) if strides is None else strides
+    start, limit, stride = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
+    for d, p, apart, n, s in zip(dims, place, by, sizes, strides, strict=True):
+        start[d] = p * apart
+        limit[d], stride[d] = start[d] + (n - 1) * s + 1, s
+    return lax.slice(x, start, limit, stride)
+
 
 enter(": conv_general_dilated")
 
@@ -213,3 +390,87 @@ def _empty(args: Any, axes: Any, params: dict[str, Any]) -> Any:
     avals = [example_aval(Axis(0), jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     one = jax.eval_shape(lambda *xs: lax.conv_general_dilated_p.bind(*xs, **params), *avals)
     return lax.full((0, *one.shape), 0, one.dtype)
+
+
+enter(
+    """
+    linear: reduce_window_sum
+    : reduce_window_max reduce_window_min
+    combines: reduce_window select_and_gather_add select_and_scatter select_and_scatter_add
+    """
+)
+
+# What each parameter that has an entry per dimension says for the batch axis.
+ALONG_BATCH = {
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "padding": (0, 0),
+    "base_dilation": 1,
+    "window_dilation": 1,
+}
+
+# Each with the number of its operands that have the shape of the array; those
+# that follow are initial values, one number for the whole array.
+WINDOWED = {
+    "reduce_window_max": 1,
+    "reduce_window_min": 1,
+    "reduce_window_sum": 1,
+    "select_and_gather_add": 2,
+    "select_and_scatter": 2,
+    "select_and_scatter_add": 2,
+}
+
+
+def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None:
+    """Registers `primitive`; `n_arrays` None stands for half of its operands."""
+
+    @register_rule(primitive)
+    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+        n = len(args) // 2 if n_arrays is None else n_arrays
+        if any(a is not None for a in axes[n:]):
+            return _lane_after_lane(primitive, axis, args, axes, params)
+        arrays, position = matched(axis, args[:n], axes[:n])
+        for name, entry in ALONG_BATCH.items():
+            if name in params:
+                params[name] = inserted(params[name], position, entry)
+        out = primitive.bind(*arrays, *args[n:], **params)
+        if primitive.multiple_results:
+            return out, [position] * len(out)
+        return out, position
+
+
+def _lane_after_lane(
+    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, params: dict[str, Any]
+) -> tuple[Any, Any]:
+    """For initial values that differ from lane to lane.
+
+    The primitives take one initial value, which also fills the padding and
+    enters any number of windows, so lanes cannot share a call.
+    """
+
+    def one_lane(*xs: Any) -> list[Any]:
+        out = primitive.bind(*xs, **params)
+        return list(out) if primitive.multiple_results else [out]
+
+    outs = one_after_another(axis, one_lane, args, axes)
+    return (outs, [0] * len(outs)) if primitive.multiple_results else (outs[0], 0)
+
+
+for _name, _n_arrays in WINDOWED.items():
+    _primitive = _compat.find_primitive(_name)
+    assert _primitive is not None
+    _windowed(_primitive, _n_arrays)
+_windowed(lax.reduce_window_p)
+
+
+enter("library: fft")
+
+
+@register_rule(lax.fft_p)
+def _fft(
+    axis: Axis, args: Any, axes: Any, /, *, fft_lengths: Any, **params: Any
+) -> tuple[Any, Any]:
+    (x,), (position,) = args, axes
+    if position >= x.ndim - len(fft_lengths):
+        x, position = move_axis(x, position, 0), 0
+    return lax.fft_p.bind(x, fft_lengths=fft_lengths, **params), position

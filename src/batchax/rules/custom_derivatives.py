@@ -1,44 +1,407 @@
-"""Functions with derivative rules of their own: the rules are batched with them.
-
-Both kinds of call (``custom_jvp``, ``custom_vjp``) are made again with batched functions
-and rules, by the same primitive. Which of them JAX runs, and when, depends on what
-surrounds the call: the function where it is not differentiated; the rule at once where
-it is; the function at once and the rule much later where the call is staged and
-differentiated after that. Whichever runs first decides where the outputs have their
-batch axis (`rule_outputs`).
-"""
+"""Functions with derivative rules of their own: the rules are batched with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis
-from batchax.kernel.captured import Captured, closes_over_tracers, program_behind
-from batchax.kernel.inner import emitted
+from batchax.jaxprs.primitive_facts import enter, facts_of
+from batchax.jaxprs.words import Aval, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
+from batchax.kernel.captured import (
+    Captured,
+    closes_over_tracers,
+    may_be_differentiated,
+    program_behind,
+)
+from batchax.kernel.inner import batched_aval, emitted, example_aval, stage_described
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import types_varying, without_mesh
+from batchax.kernel.named_axes import (
+    Varying,
+    as_without_mesh,
+    gives_index,
+    types_varying,
+    without_mesh,
+)
 from batchax.kernel.registry import register_rule
 from batchax.memo import Memo, kept_with
-from batchax.rules.batched_transpose import match_or_zeros
-from batchax.rules.reverse_rule import Residuals, ReverseRule, known_number
-from batchax.rules.rule_outputs import (
-    Axes,
-    CallOutputs,
-    if_differentiable,
-    if_later,
-    inside_rule,
-    union,
-)
+
+Axes = Sequence[Position]
+
+
+class CallOutputs:
+    """Where the outputs of a call have their batch axis, once that is known."""
+
+    def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Axes) -> None:
+        self.axis, self.types = axis, body.out_avals
+        self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
+        self.axes: list[Position] = []
+        self.known = False
+
+    def settle(self, axes: Axes, also: Callable[[], Axes]) -> None:
+        """Decides the axes: those of `axes`, and where it has None those of `also`.
+
+        `also` says which outputs must have the axis although their values do not
+        depend on the batch, because their derivatives do. It is asked only where
+        there is a doubt, and may fail where a function cannot be differentiated.
+        """
+        if self.known:
+            return
+        inexact = (jnp.issubdtype(t.dtype, jnp.inexact) for t in self.types)
+        if any(a is None and may for a, may in zip(axes, inexact, strict=True)):
+            around = _around.get({})
+            if self.signature in around:
+                axes = union(axes, around[self.signature].axes or axes)
+            else:
+                axes = union(axes, also())
+        self.axes, self.known = list(axes), True
+
+    @contextmanager
+    def in_rule(self) -> Iterator[None]:
+        """While a rule runs: if it calls the function, that call has its outputs where these are.
+
+        Such a call does not ask the rule, which would only call the function once more.
+        """
+        token = _around.set({**_around.get({}), self.signature: self})
+        try:
+            yield
+        finally:
+            _around.reset(token)
+
+    def place(self, values: Sequence[Value], axes: Axes) -> list[Any]:
+        """Values of outputs with their batch axes where `settle` decided.
+
+        Raises:
+          UnsupportedError: a value depends on the batch where that was not known.
+        """
+        for position, to in zip(axes, self.axes, strict=True):
+            if to is None and position is not None:
+                raise UnsupportedError(
+                    "a derivative rule makes an output depend on the batch that does not "
+                    "depend on it where the function is not differentiated. Let the function "
+                    "return a value for each example there: add zero times a mapped argument."
+                )
+        return [
+            match_or_zeros(self.axis, x, a, w)
+            for x, a, w in zip(values, axes, self.axes, strict=True)
+        ]
+
+
+_around: ContextVar[dict[Any, CallOutputs]] = ContextVar("batchax_rules_around")
+"""The calls whose rules are running, by what tells a call of the same function from others."""
+
+
+def inside_rule() -> bool:
+    """Whether a rule runs, which may say where calls have their outputs."""
+    return bool(_around.get(None))
+
+
+def union(first: Axes, second: Axes) -> list[Position]:
+    """The positions of `first`, and where it has None those of `second`."""
+    return [b if a is None else a for a, b in zip(first, second, strict=True)]
+
+
+def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
+    """What `find` finds, by a rule; None for each output where the rule fails."""
+    try:
+        return find()
+    except Exception:
+        # A rule that refuses to run must not fail a call that is not differentiated. If it is, the
+        # rule runs again, and says so itself.
+        return [None] * n_out
+
+
+def if_later(find: Callable[[], Axes], n_out: int) -> Axes:
+    """What `find` finds, by a rule, for a function that runs now; None where no rule follows."""
+    if not (_compat.tracing() and may_be_differentiated()):
+        return [None] * n_out
+    return if_differentiable(find, n_out)
+
+
+def batched_transpose(
+    axis: Axis,
+    jaxpr: Jaxpr,
+    args: Sequence[Value],
+    axes: Sequence[Position],
+    cotangents: range,
+    in_axes: Sequence[Position],
+) -> list[Any]:
+    """Runs a per-example reverse rule for all lanes.
+
+    Args:
+      axis: the axis being mapped.
+      jaxpr: the rule; it has no constants.
+      args: what it is applied to, with batch axes at `axes`.
+      cotangents: which of `args` are cotangents; the others are residuals.
+      in_axes: where the primal input of each cotangent that the rule returns has its
+        batch axis, None for an input that all lanes share.
+    """
+    shared = [axes[i] is None and i in cotangents for i in range(len(args))]
+    from_shared = reached(jaxpr, shared)
+    from_lanes = reached(jaxpr, [a is not None for a in axes])
+    summed = [a is None for a in in_axes]
+    # Where a sum over lanes has a part that comes of a shared cotangent, only the first lane is
+    # given that cotangent, and the others zero: so it is counted once.
+    if any(map(all, zip(from_shared, from_lanes, summed, strict=True))):
+        args = [_in_first_lane(axis, x) if s else x for x, s in zip(args, shared, strict=True)]
+        axes = [0 if s else a for a, s in zip(axes, shared, strict=True)]
+    outs, out_axes = interpret(axis, jaxpr, (), args, axes)
+    return [_sum_or_match(axis, x, a, to) for x, a, to in zip(outs, out_axes, in_axes, strict=True)]
+
+
+def reached(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
+    """Which outputs of `jaxpr` depend on the `marked` inputs."""
+    marks = {v for v, m in zip(jaxpr.invars, marked, strict=True) if m}
+    for eqn in jaxpr.eqns:
+        if any(_is_in(marks, v) for v in eqn.invars):
+            marks.update(eqn.outvars)
+    return [_is_in(marks, v) for v in jaxpr.outvars]
+
+
+def multiplies(
+    axis: Axis, jaxpr: Jaxpr, cotangents: Sequence[bool], batched: Sequence[bool]
+) -> bool:
+    """Whether what a reverse rule computes from some cotangents differs between lanes of `axis`.
+
+    It does if a value computed from those `cotangents` and another computed from the `batched`
+    inputs, or from the index of the lane, meet in an operation, other than an addition.
+    """
+    linear = {v for v, m in zip(jaxpr.invars, cotangents, strict=True) if m}
+    varying = {v for v, m in zip(jaxpr.invars, batched, strict=True) if m}
+    for eqn in jaxpr.eqns:
+        by = [i for i, v in enumerate(eqn.invars) if _is_in(linear, v)]
+        over = [i for i, v in enumerate(eqn.invars) if _is_in(varying, v)]
+        additive = facts_of(eqn.primitive).additive
+        if not additive and any(i != j for i in by for j in over):
+            return True
+        if by:
+            linear.update(eqn.outvars)
+        if over or gives_index(eqn, axis.name):
+            varying.update(eqn.outvars)
+    return False
+
+
+def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
+    """`x` with its batch axis at `destination`, also where it is of the type float0.
+
+    That is the type of the cotangent of an integer. JAX computes nothing with it, so its zeros
+    are made with NumPy.
+    """
+    if source == destination:
+        return x
+    assert destination is not None
+    if jax.typeof(x).dtype != jax.dtypes.float0:
+        return match_axis(axis, x, source, destination)
+    shape = [n for d, n in enumerate(np.shape(x)) if d != source]
+    shape.insert(destination, axis.size)
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
+    if destination is None and source is not None:
+        x, over = jnp.sum(x, axis=source), lanes_vary_over(axis)
+        return lax.psum(x, tuple(over)) if over else x
+    return match_or_zeros(axis, x, source, destination)
+
+
+def _in_first_lane(axis: Axis, x: Value) -> Any:
+    """A batch, at axis 0, whose first lane is `x` and whose other lanes are zero."""
+    if jax.typeof(x).dtype == jax.dtypes.float0:
+        return match_or_zeros(axis, x, None, 0)
+    others = (0, axis.size - 1, 0)
+    zero = jnp.zeros((), x.dtype)
+    return lax.pad(lax.expand_dims(x, (0,)), zero, [others] + [(0, 0, 0)] * x.ndim)
+
+
+def _is_in(marks: set[Any], v: Any) -> bool:
+    return not isinstance(v, Literal) and v in marks
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What a forward run says of the residuals that it returns.
+
+    Attributes:
+      axes: where each has the batch axis.
+      varying: over which axes of a mesh they, and after them the outputs, were staged to vary.
+      known: the number that each is whatever the arguments are, else None. A reverse rule may ask
+        for it in Python: which arguments a forward rule was told to be differentiated, say.
+    """
+
+    axes: Axes
+    varying: Varying
+    known: Sequence[Any]
+
+    def computed(self, residuals: Iterable[Value]) -> list[Any]:
+        """Those that are no numbers known before."""
+        return [x for x, number in zip(residuals, self.known, strict=True) if number is None]
+
+
+class ReverseRule:
+    """The reverse rule of a ``custom_vjp`` function, for all lanes."""
+
+    def __init__(
+        self, axis: Axis, bwd: Any, captured: Captured, in_axes: Axes, types: Sequence[Aval]
+    ) -> None:
+        self.axis, self.bwd, self.captured, self.in_axes = axis, bwd, captured, in_axes
+        self.types = types  # of the inputs
+        # In no memo, as what the rule closes over may be of a trace: it goes with this call.
+        self._staged: dict[Any, Any] = {}
+
+    def __call__(self, kept: Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:
+        axis = self.axis
+        types = map(_type, [*residuals, *cotangents])
+        staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
+        (rule,), consts = _compat.hoist_constants(staged)
+        consts, const_axes = self.captured.values(consts)
+        residuals, residual_axes = kept.computed(residuals), kept.computed(kept.axes)
+        given = [(c, a) for c, a in zip(cotangents, ct_axes, strict=True) if not _is_zero(c)]
+        first = len(consts) + len(residuals)
+        out_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        out_axes += [0] * logs.num_leaves
+        outs = batched_transpose(
+            axis,
+            rule.jaxpr,
+            [*consts, *residuals, *(c for c, _ in given)],
+            [*const_axes, *residual_axes, *(a for _, a in given)],
+            range(first, first + len(given)),
+            out_axes,
+        )
+        rest = iter(outs)
+        results = [
+            _counted_once(next(rest), t)
+            if zero is None
+            else ad.Zero(batched_aval(axis, zero.aval, a))
+            for zero, a, t in zip(zeros, self.in_axes, self.types, strict=True)
+        ]
+        return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
+
+    def axes_needed(self, kept: Residuals, residuals: Any, outs: Any, out_axes: Axes) -> Axes:
+        """0 for each unbatched output whose cotangent must be known lane by lane.
+
+        One that reaches the cotangent of a batched input must be, and one that is
+        multiplied with something that differs by lane.
+        """
+        types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
+        staged, zeros, _, _ = self._stage(types, out_axes, kept)
+        (rule,), consts = _compat.hoist_constants(staged)
+        _, const_axes = self.captured.values(consts)
+        positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
+        batched = [a is not None for a in positions]
+        in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        needed: list[Position] = []
+        for k, out_axis in enumerate(out_axes):
+            one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
+            hits = zip(reached(rule.jaxpr, one), in_axes, strict=False)  # logs follow
+            by_lane = any(hit and a is not None for hit, a in hits)
+            by_lane = by_lane or multiplies(self.axis, rule.jaxpr, one, batched)
+            needed.append(0 if out_axis is None and by_lane else None)
+        return needed
+
+    def _stage(self, types: Iterable[Aval], ct_axes: Axes, kept: Residuals) -> Any:
+        """The rule for one example, and which cotangents it returns are symbolic zeros.
+
+        Args:
+          types: of residuals and cotangents.
+          ct_axes: where cotangents have the batch axis.
+          kept: what is said of residuals.
+
+        Returns:
+          The staged rule, for those inputs and outputs that are no symbolic zeros; the
+          zeros among its cotangents (None for others); the structure of its logs; and
+          whether it returns any.
+        """
+
+        def example(aval: Aval, a: Position, over: Any) -> Any:
+            aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
+            return as_without_mesh([aval])[0]
+
+        inputs = [
+            SymbolicZero(example(t.aval, a, over)) if _is_zero(t) else example(t, a, over)
+            for t, a, over in zip(types, [*kept.axes, *ct_axes], kept.varying, strict=True)
+        ]
+        numbers = [*kept.known, *[None] * len(ct_axes)]
+        typed = [(type(x), x) for x in numbers]  # True is 1, and not the same
+        key = (*((x.aval, True) if _is_zero(x) else (x, False) for x in inputs), *typed)
+        if key not in self._staged:
+            self._staged[key] = self._stage_for(inputs, numbers)
+        return self._staged[key]
+
+    def _stage_for(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        try:
+            return self._stage_with(inputs, numbers)
+        except Exception:
+            # A program does not say whether a truth value was Python's. Some rules take no others:
+            # those of Equinox, and so of diffrax, which say what is differentiated.
+            if not any(isinstance(v, np.bool_) for v in numbers):
+                raise
+            pythons = [bool(v) if isinstance(v, np.bool_) else v for v in numbers]
+            with suppress(Exception):
+                return self._stage_with(inputs, pythons)
+            raise
+
+    def _stage_with(self, inputs: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        # What is passed on as it is: symbolic zeros, and known numbers.
+        as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, numbers, strict=True)]
+
+        def one_example(*xs: Any) -> tuple[list[Any], Any]:
+            given = iter(xs)
+            result = self.bwd.call_wrapped(*(next(given) if x is None else x for x in as_it_is))
+            cotangents, logs = _compat.cotangents_and_logs(result)
+            zeros = [c if isinstance(c, (ad.Zero, SymbolicZero)) else None for c in cotangents]
+            leaves, structure = jax.tree.flatten(logs)
+            outs = [c for c, z in zip(cotangents, zeros, strict=True) if z is None] + leaves
+            return outs, (zeros, structure, isinstance(result, tuple))
+
+        given = [x for x, v in zip(inputs, as_it_is, strict=True) if v is None]
+        program, description = stage_described(self.axis, one_example, given)
+        return program, *description
+
+
+def known_number(x: Value) -> Any:
+    """The number that a variable of a program is in truth, else None: arrays are no numbers.
+
+    One with a dtype of its own is a scalar of NumPy. A program writes an array of one truth value
+    as Python's True, whose `~` is -2, and which has no methods of arrays.
+    """
+    if not isinstance(x, Literal) or not isinstance(x.val, (bool, int, float, complex)):
+        return None
+    aval: Aval = x.aval
+    return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
+
+
+def _counted_once(cotangent: Any, aval: Aval) -> Any:
+    """A cotangent for all devices, of an input that was cast to vary: from one of them only.
+
+    The transpose of such a cast adds up what the devices give, so all others give zero.
+    """
+    over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
+    if not over or cotangent.dtype == jax.dtypes.float0:
+        return cotangent
+    return jnp.where(lax.axis_index(tuple(over)) == 0, cotangent, jnp.zeros_like(cotangent))
+
+
+def _type(x: Value) -> Any:
+    return x if _is_zero(x) else jax.typeof(x)
+
+
+def _is_zero(x: Value) -> bool:
+    return isinstance(x, SymbolicZero)
+
 
 enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call")
 

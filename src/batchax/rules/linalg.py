@@ -1,28 +1,316 @@
-"""Linear algebra.
-
-Nearly every decomposition takes leading batch dimensions: a table says how
-many trailing dimensions each operand has. Small matrices may be decomposed
-with lanes last instead (`small_matrices.py`). Solves with one matrix for all lanes
-take the lanes as further columns instead of repeating the matrix.
-"""
+"""Linear algebra: decompositions, small matrices of many lanes on a CPU, and implicit solves."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad
 from jax.lax import linalg
 
 from batchax import _compat
+from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, move_axis
-from batchax.kernel.inner import batch_function
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, match_axis, move_axis
+from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
+from batchax.kernel.named_axes import vary_over, varying_of
+from batchax.kernel.own_primitive import declare, own_primitive, tangents_of, transposed
 from batchax.kernel.registry import leading_rule, register_looking, register_rule
-from batchax.rules.small_matrices import with_lanes_last
+from batchax.memo import Memo
+from batchax.rules import sorting_network
+from batchax.small import table
+from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
+
+
+def least_lanes(size: int, programs: Sequence[ClosedJaxpr]) -> int:
+    """The number of lanes from which on programs in a loop run all operations as `size` do."""
+    eqns = [e for p in programs for e in with_inside(p.jaxpr.eqns) if _is_for_many(e, size)]
+    alike = lambda lanes: all(_is_for_many(eqn, lanes) for eqn in eqns)
+    return 1 + bisect.bisect_left(range(1, size + 1), True, key=alike) if eqns else 1
+
+
+def _is_for_many(eqn: Eqn, lanes: int) -> bool:
+    """Whether so many lanes run an equation of one example, in a loop, in a way that few do not."""
+    examples = [v.aval for v in eqn.invars]
+    if eqn.primitive is lax.sort_p and len(examples) > 1:
+        types = [jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype) for x in examples]
+        dimension, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
+        return sorting_network.pays(types, dimension + 1, num_keys, in_loop=True)
+    if not all(isinstance(n, int) and n for x in examples for n in getattr(x, "shape", ())):
+        return False
+    return together(eqn.primitive.name, examples, lanes, eqn.params, in_loop=True)
+
+
+small_matrices_p = declare("small_matrices")
+
+
+def with_lanes_last(
+    primitive: _compat.Primitive,
+    axis: Axis,
+    args: Any,
+    axes: Any,
+    params: Any,
+    place: Place | None = None,
+) -> tuple[Any, Any] | None:
+    """What a rule of `primitive` returns, with lanes last.
+
+    None where that does not pay, or would change more than the rounding of what is read.
+    """
+    decomposition = DECOMPOSITIONS.get(primitive.name)
+    if decomposition is None:
+        return None
+    if decomposition.ranks is not None:
+        recording.note(small_matrices="library")
+    if not _may(axis, args):
+        return None
+    examples = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    ranks = decomposition.ranks or tuple(x.ndim for x in examples)
+    if not together(primitive.name, examples, axis.size, params, axis.in_loop):
+        return None
+    if _reads_choice(axis, decomposition, params, place):
+        recording.note(small_matrices="choice")
+        return None
+    # One example may be a batch of matrices, as ``jax.vmap`` makes it.
+    batch = examples[0].shape[: examples[0].ndim - ranks[0]]
+    first = decomposition.alone and not batch and all(a == 0 for a in axes)
+    operands = [
+        x if first else _to_last(match_axis(axis, x, a, -1), len(batch))
+        for x, a in zip(args, axes, strict=True)
+    ]
+    recording.note(small_matrices="together")
+    asked = axis.small_matrices == "vectorized"
+    outs = _bind(operands, of=primitive.name, first=first, asked=asked, **params)
+    placed = outs if first else [_from_last(x, (*batch, axis.size)) for x in outs]
+    at = [_at(x, first) for x in placed]
+    return (placed, at) if primitive.multiple_results else (placed[0], at[0])
+
+
+def _reads_choice(
+    axis: Axis, decomposition: Decomposition, params: Any, place: Place | None
+) -> bool:
+    """Whether results are read of which the library may choose others.
+
+    A lane has the library's at any batch size, unless the user asked for whichever is faster.
+    """
+    if axis.small_matrices == "vectorized" or not params.get("compute_uv", True):
+        return False
+    if place is None:
+        return bool(decomposition.choices)
+    run, eqn = place
+    read = run.reads(eqn)
+    return any(read[i] for i in decomposition.choices)
+
+
+def together(
+    primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: bool
+) -> bool:
+    """Whether it pays to compute a primitive of JAX with so many lanes last, by its operands."""
+    decomposition = DECOMPOSITIONS.get(primitive)
+    if decomposition is None:
+        return False
+    ranks = decomposition.ranks or tuple(x.ndim for x in examples)
+    lane = [
+        jax.ShapeDtypeStruct(x.shape[x.ndim - r :], x.dtype)
+        for x, r in zip(examples, ranks, strict=True)
+    ]
+    batch = examples[0].shape[: examples[0].ndim - ranks[0]]
+    return lanes_last_pays(primitive, lane, lanes * math.prod(batch), params, in_loop)
+
+
+def _may(axis: Axis, args: Sequence[Value]) -> bool:
+    """Whether lanes may be made one dimension with others, and all sizes are numbers."""
+    if axis.small_matrices == "library" or axis.mesh_axis is not None or axis.spmd_name is not None:
+        return False
+    types = list(map(jax.typeof, args))
+    sizes = [axis.size, *(d for x in types for d in x.shape)]
+    sharded = any(entry is not None for x in types for entry in x.sharding.spec)
+    return not sharded and all(isinstance(d, int) for d in sizes) and 0 not in sizes
+
+
+def _to_last(x: Value, batch: int) -> Any:
+    """``[*batch, *matrix, lanes]`` as ``[*matrix, all lanes]``."""
+    if not batch:
+        return x
+    matrix = range(batch, x.ndim - 1)
+    shape = [*(x.shape[d] for d in matrix), math.prod(x.shape[:batch]) * x.shape[-1]]
+    return lax.reshape(x, shape, dimensions=[*matrix, *range(batch), x.ndim - 1])
+
+
+def _from_last(x: Value, lanes: Sequence[int]) -> Any:
+    """``[*matrix, all lanes]`` as ``[*batch, *matrix, lanes]``."""
+    if len(lanes) == 1:
+        return x
+    matrix = x.ndim - 1
+    x = lax.reshape(x, (*x.shape[:-1], *lanes))
+    return lax.transpose(x, [*range(matrix, x.ndim - 1), *range(matrix), x.ndim - 1])
+
+
+def _bind(operands: Sequence[Value], **params: Any) -> list[Any]:
+    varying = varying_of(operands)
+    over = frozenset().union(*varying)
+    return small_matrices_p.bind(*vary_over(operands, tuple(over - v for v in varying)), **params)
+
+
+def _of_jax(of: str, params: Any) -> Any:
+    """The primitive of JAX named `of` as a function that returns a list."""
+    primitive: Any = _compat.find_primitive(of)
+
+    def run(*operands: Any) -> list[Any]:
+        out = primitive.bind(*operands, **params)
+        return list(out) if primitive.multiple_results else [out]
+
+    return run
+
+
+def _at(x: Aval | Value, first: bool) -> int:
+    """Along which dimension lanes are."""
+    return 0 if first else x.ndim - 1
+
+
+def _operations(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+    at = 0 if first else -1  # a product has no lanes of its own: it is batched
+    return jax.vmap(_of_jax(of, params), at, at)(*operands)
+
+
+def _on_cpu(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+    types = _types(*map(jax.typeof, operands), of=of, first=first, asked=asked, **params)
+    library = functools.partial(_operations, of=of, first=first, asked=asked, **params)
+    return table.with_lanes_last(of, operands, types, params, first, library)
+
+
+def _compute(*operands: Any, **params: Any) -> list[Any]:
+    run = lambda: jax.jit(functools.partial(small_matrices_p.bind, **params))
+    with jax.disable_jit(False):  # which is for the user's programs
+        return _programs.get(tuple(sorted(params.items())), run)(*operands)
+
+
+_programs = Memo("decompositions of small matrices, outside of jit", most=256)
+
+
+def _lanes(x: Aval | Value, first: bool, asked: bool) -> Axis:
+    option = "vectorized" if asked else "auto"
+    return Axis(x.shape[_at(x, first)], small_matrices=option)
+
+
+def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+    axis = _lanes(avals[0], first, asked)
+    primitive: Any = _compat.find_primitive(of)
+    one = [example_aval(axis, x, _at(x, first)) for x in avals]
+    out, _ = primitive.abstract_eval(*one, **params)
+    outs = list(out) if primitive.multiple_results else [out]
+    return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
+
+
+def _all_lanes(function: Any, operands: Sequence[Value], first: bool, asked: bool) -> list[Any]:
+    """A function of one matrix of each operand, for those of all lanes."""
+    axis = _lanes(operands[0], first, asked)
+    outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
+    return [
+        match_axis(axis, x, a, 0 if first else x.ndim - (a is not None))
+        for x, a in zip(outs, axes, strict=True)
+    ]
+
+
+def _jvp(
+    primals: Sequence[Value],
+    tangents: Sequence[Value],
+    *,
+    of: str,
+    first: bool,
+    asked: bool,
+    **params: Any,
+) -> Any:
+    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    types = _types(*map(jax.typeof, primals), of=of, first=first, asked=asked, **params)
+    smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
+
+    def one(*xs: Any) -> list[Any]:
+        outs, dots = tangents_of(
+            _of_jax(of, params), xs[: len(primals)], moving, xs[len(primals) :], smooth
+        )
+        return [*outs, *dots]
+
+    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first, asked)
+    outs, dots = both[: len(types)], iter(both[len(types) :])
+    return outs, [
+        next(dots) if k in smooth else ad.Zero(t.to_tangent_aval()) for k, t in enumerate(types)
+    ]
+
+
+def _transpose(
+    cotangents: Any, *operands: Any, of: str, first: bool, asked: bool, **params: Any
+) -> list[Any]:
+    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+    given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    results: list[Any] = [None] * len(operands)
+    for i in linear:
+        results[i] = ad.Zero(operands[i].aval)
+    if not given:
+        return results
+    others = [x for x in operands if not ad.is_undefined_primal(x)]
+    axis = _lanes(cotangents[given[0]], first, asked)
+    types = [example_aval(axis, x, _at(x, first)) for x in (operands[i].aval for i in linear)]
+
+    def one(*xs: Any) -> list[Any]:
+        back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
+        return back(xs[len(others) :])
+
+    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first, asked)
+    for i, x in zip(linear, outs, strict=True):
+        results[i] = x
+    return results
+
+
+def _rule(
+    axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, asked: bool, **params: Any
+) -> tuple[Any, Any]:
+    """Lanes of two axes are those of one."""
+    if not _may(axis, args):
+        plain = replace(axis, small_matrices="library")
+        run = functools.partial(_operations, of=of, first=first, asked=asked, **params)
+        return batch_function(plain, run, args, axes)
+    merged = []
+    for x, a in zip(args, axes, strict=True):
+        at = 0 if first else x.ndim - 1 - (a is not None)
+        x = match_axis(axis, x, a, at)
+        merged.append(
+            lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
+        )
+    recording.note(small_matrices="together")
+    outs = _bind(merged, of=of, first=first, asked=asked, **params)
+    at = [_at(x, first) for x in outs]
+    apart = [
+        lax.reshape(x, (*x.shape[:i], axis.size, x.shape[i] // axis.size, *x.shape[i + 1 :]))
+        for x, i in zip(outs, at, strict=True)
+    ]
+    return apart, at
+
+
+own_primitive(
+    small_matrices_p,
+    called="a decomposition of small matrices",
+    operations=_operations,
+    on_cpu=_on_cpu,
+    compute=_compute,
+    types=_types,
+    programs=(),
+    facts="library",
+    rule=_rule,
+    jvp=_jvp,
+    transpose=_transpose,
+)
+
 
 enter(
     """
@@ -130,3 +418,66 @@ def _rank_one_update(r: Any, w: Any) -> list[Any]:
         return c * w - s * row, c * row + s * w
 
     return [lax.scan(rotate, w, (r, jnp.arange(w.shape[0])))[1]]
+
+
+enter(": custom_linear_solve")
+
+
+@register_rule(lax.linear_solve_p)
+def _custom_linear_solve(
+    axis: Axis, args: Any, axes: Any, /, *, const_lengths: Any, jaxprs: Any
+) -> tuple[Any, Any]:
+    # The operands are the constants of each program (matvec, vecmat, solve,
+    # transpose_solve), one program after the other, and then `b`.
+    ends = [sum(const_lengths[: i + 1]) for i in range(len(const_lengths))]
+    const_axes = [axes[end - n : end] for end, n in zip(ends, const_lengths, strict=True)]
+    start = ends[-1]
+    b_axes, aux_axes = _solution_axes(
+        axis, jaxprs, const_axes, axes[start:], len(jaxprs.solve.out_avals)
+    )
+
+    def for_all_lanes(program: Any, its_axes: Any) -> Any:
+        if program is None:
+            return None
+        # Where no batch axis is wanted, none turns up. Two of the four have no auxiliary data.
+        places = [ANYWHERE if a is None else a for a in (*b_axes, *aux_axes)]
+        places = places[: len(program.out_avals)]
+        return batch_inner(axis, program, [*its_axes, *b_axes], places)[0]
+
+    b = [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(args[start:], axes[start:], b_axes, strict=True)
+    ]
+    outs = lax.linear_solve_p.bind(
+        *args[:start],
+        *b,
+        const_lengths=const_lengths,
+        jaxprs=type(jaxprs)(*map(for_all_lanes, jaxprs, const_axes)),
+    )
+    return outs, [*b_axes, *aux_axes]
+
+
+def _solution_axes(
+    axis: Axis, programs: Any, const_axes: Any, given: Any, n_out: int
+) -> tuple[list[int | None], list[int | None]]:
+    """Which leaves of the solution, and which of the auxiliary data, carry the batch axis.
+
+    The solution has the type of `b`, and so have the arguments and results of
+    all programs, those of derivatives included: leaf by leaf all of these carry
+    the batch axis, at the front, or none does. Found by adding what some
+    program makes batched until nothing is added.
+    """
+    n = len(given)
+    axes: list[int | None] = [None if a is None else 0 for a in given] + [None] * (n_out - n)
+    while None in axes:
+        grown = list(axes)
+        for program, its_axes in zip(programs, const_axes, strict=True):
+            if program is None:
+                continue
+            _, out_axes = batch_inner(axis, program, [*its_axes, *axes[:n]])
+            for i, a in enumerate(out_axes):
+                grown[i] = grown[i] if a is None else 0
+        if grown == axes:
+            break
+        axes = grown
+    return axes[:n], axes[n:]

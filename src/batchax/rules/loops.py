@@ -1,35 +1,373 @@
-"""`scan` and `while`: lanes that take the same steps take them together.
-
-Where they end at different steps finished lanes are masked (`masked_loops`), or lanes part ways.
-"""
+"""`scan` and `while`: lanes that take the same steps, and lanes that do not."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
+from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Jaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, move_axis
-from batchax.kernel.differing import asked_of_each_lane, predicate_is_batched
-from batchax.kernel.inner import batch_inner, returning
-from batchax.kernel.named_axes import (
-    Varying,
-    settle_varying,
-    types_varying,
-    vary_over,
-    varying_of,
+from batchax.kernel.axis import (
+    AnyLoop,
+    Axis,
+    BoundedLoop,
+    Branches,
+    PlacedOutputs,
+    Position,
+    WhileLoop,
+    lanes_vary_over,
+    match_axis,
+    move_axis,
 )
+from batchax.kernel.differing import asked_of_each_lane, predicate_is_batched
+from batchax.kernel.inner import (
+    ANYWHERE,
+    ZERO_IF_MAPPED,
+    batch_inner,
+    batched_aval,
+    remembered,
+    returning,
+)
+from batchax.kernel.interpreter import interpret
+from batchax.kernel.named_axes import Varying, settle_varying, types_varying, vary_over, varying_of
 from batchax.kernel.registry import register_rule
-from batchax.rules.carried_axes import match_carry, settle, split_operands
-from batchax.rules.lane_calls import is_seen
-from batchax.rules.masked_loops import MaskedBody, run_masking
-from batchax.rules.parting import axis_for, run_parting
+from batchax.rules.callbacks import is_seen, with_active
+from batchax.rules.contraction import takes_less_as_rows
+from batchax.rules.in_place import masked_in_place, updates_in_place
+from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
+
+Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
+
+
+def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
+    """`axis`; without a way of its own where that has no use in a loop, nor inside it.
+
+    With one, programs are batched once to find out what differs between lanes, and then again.
+    """
+    # A listing says of each loop why lanes are masked in it, and so each is looked at.
+    if axis.divergence is None or recording.is_on() or axis.divergence.may_diverge(axis, loop):
+        return axis
+    return replace(axis, divergence=None)
+
+
+def run_parting(
+    axis: Axis,
+    primitive: _compat.Primitive,
+    args: Sequence[Value],
+    axes: Sequence[Position],
+    params: dict[str, Any],
+    parting: Parting,
+    masked: Callable[[Axis, Parting], PlacedOutputs],
+) -> PlacedOutputs:
+    """The results of an equation in which lanes part ways.
+
+    Args:
+      axis: the axis being mapped.
+      primitive, args, axes, params: the equation.
+      parting: the same, as an axis with a way of its own is given it.
+      masked: runs it for all lanes, each of which drops what is not its own. So it is run unless
+        the axis has another way.
+
+    Raises:
+      UnsupportedError: effects must come in order, and lanes depend on each other, or on a
+        reference.
+    """
+    programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
+    programs = [p.jaxpr for p in programs if isinstance(p, ClosedJaxpr)]
+    if any(_compat.in_order(program.effects) for program in programs):
+        _refuse_order(programs)
+    if axis.divergence is None:
+        recording.note(why=_NONE_LEAVES)
+    placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
+    if placed is None:
+        recording.note(divergence="masked")
+        placed = masked(axis, parting)
+    return placed
+
+
+_NONE_LEAVES = (
+    'nothing may part them here: divergence="predicate", several devices, or what is around it'
+)
+
+
+def _refuse_order(programs: Sequence[Any]) -> None:
+    """Refuses an equation whose lanes were to run one after another, and cannot.
+
+    Where they can they do, before any rule is asked (`kernel/interpreter.py`).
+    """
+    where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
+    if any(hazards(program).collective for program in programs):
+        raise UnsupportedError(
+            f"{where} holds both a callback in order (ordered=True) and a collective over a named "
+            "axis: its lanes would have to run one after another, for the order, and together, for "
+            "the collective. Move one of the two out of it."
+        )
+    raise UnsupportedError(
+        f"{where} holds both a callback in order (ordered=True) and a reference (jax.new_ref): its "
+        "lanes run one after another, and a reference cannot be taken apart into lanes. Read the "
+        "reference before and write it after."
+    )
+
+
+def settle(
+    axis: Axis,
+    body: Any,
+    consts_at: Any,
+    carry_at: Any,
+    xs_at: Any,
+    varying: Varying = (),
+    lowest: int = 0,
+) -> tuple[Any, list[Position], list[Position]]:
+    """The batched body, and where it receives and returns the batch axis of each carry.
+
+    A carry that is batched stays so. Its axis goes where the body leaves it, but
+    never before dimension `lowest`, so that it is moved once and not in each
+    iteration. `varying` says over which axes of a mesh the operands vary; each carry
+    comes to vary, from the start, over all that some iteration makes it vary over.
+    """
+    first, n = len(consts_at), len(carry_at)
+    varying = varying or (frozenset(),) * (first + n + len(xs_at))
+    before, after = varying[:first], varying[first + n :]
+
+    def batched(vary: Varying) -> tuple[Any, Varying]:
+        made = _settle_axes(
+            axis, body, consts_at, carry_at, xs_at, (*before, *vary, *after), lowest
+        )
+        return made, types_varying(made[0].out_avals[:n])
+
+    program, carry_at, ys_at = settle_varying(varying[first : first + n], batched)
+    carry = types_varying(program.in_avals[first : first + n])
+    return returning(program, (*carry, *[frozenset()] * len(ys_at))), carry_at, ys_at
+
+
+def _settle_axes(
+    axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
+) -> tuple[Any, list[Position], list[Position]]:
+    """As `settle`, for operands of which it is known what they vary over."""
+
+    def allowed(a: Position) -> Position:
+        return a if a is None else max(a, lowest)
+
+    def batch(axis: Axis, carry_at: Any, outs_at: Any) -> tuple[Any, Any]:
+        return batch_inner(axis, body, (*consts_at, *carry_at, *xs_at), outs_at, varying)
+
+    def pinned(carry_at: Any) -> list[Any]:
+        return [*(free if a is None else a for a in carry_at), *[free] * (outs - n)]
+
+    def settled(axis: Axis, carry_at: Any, made: Any, *, moves: bool) -> tuple[Any, Any, Any]:
+        batched, out = made
+        while list(out[:n]) != carry_at:
+            # What has the axis goes where the body leaves it, once; what comes to have it, too.
+            carry_at = [
+                allowed(new) if old is None or (moves and new is not None) else old
+                for old, new in zip(carry_at, out[:n], strict=True)
+            ]
+            moves = False
+            batched, out = batch(axis, carry_at, pinned(carry_at))
+        return batched, carry_at, out
+
+    n, carry_at, free = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
+    outs = len(body.out_avals)
+    # Programs of lanes that part ways are long: they are made once the axes are found.
+    together = axis if axis.divergence is None else replace(axis, divergence=None)
+    made = batch(together, carry_at, [free] * outs)
+    if axis.columns and not lowest and takes_less_as_rows(made[0], axis.size):
+        axis, together = (replace(a, columns=False) for a in (axis, together))
+        free, carry_at = ZERO_IF_MAPPED, [None if a is None else 0 for a in carry_at]
+        made = batch(together, carry_at, [free] * outs)
+    batched, carry_at, out = settled(together, carry_at, made, moves=True)
+    if axis.divergence is not None:
+        made = batch(axis, carry_at, pinned(carry_at))
+        batched, carry_at, out = settled(axis, carry_at, made, moves=False)
+    return batched, carry_at, list(out[n:])
+
+
+def match_carry(
+    axis: Axis, values: Sequence[Value], sources: Any, destinations: Any, types: Sequence[Aval] = ()
+) -> list[Any]:
+    """Values with their batch axes where they are to be; None is left as it is.
+
+    They vary over what values of these `types` do, if any are given.
+    """
+    values = [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(values, sources, destinations, strict=True)
+    ]
+    return vary_over(values, types_varying(types[: len(values)])) if types else values
+
+
+def split_operands(
+    items: Any, n_first: int, n_second: int
+) -> tuple[list[Any], list[Any], list[Any]]:
+    items = list(items)
+    return items[:n_first], items[n_first : n_first + n_second], items[n_first + n_second :]
+
+
+def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
+    """The last carry, where the body takes the mask, or what it is given is made harmless."""
+    axis, front = masked.axis, [0] * len(loop.carry)
+    # A reference may be an operand only once, so what both programs use is shared.
+    consts, consts_at = list(loop.body_consts), list(loop.body_at)
+    places = []  # of the predicate's constants among those of the loop
+    for x, a in zip(loop.test_consts, loop.test_at, strict=True):
+        place = next((i for i, y in enumerate(consts) if x is y), len(consts))
+        if place == len(consts):
+            consts.append(x)
+            consts_at.append(a)
+        places.append(place)
+    tested, tested_at = [*loop.test_consts, *loop.carry], [*loop.test_at, *front]
+    carry = [predicate(axis, loop.test, tested, tested_at), *loop.carry]
+    at, own = (tuple(consts_at), tuple(places)), varying_of(consts)
+
+    def programs(vary: Varying) -> tuple[Any, Varying]:
+        any_active, step = _masked_loop(masked, loop.test, *at, (*own, *vary))
+        return (any_active, step), types_varying(step.out_avals)
+
+    any_active, step = settle_varying(varying_of(carry), programs)
+    varying = types_varying(any_active.in_avals)
+    _, *outs = while_p.bind(
+        *consts,
+        *vary_over(carry, varying),
+        cond_nconsts=0,
+        cond_jaxpr=any_active,
+        body_nconsts=len(consts),
+        body_jaxpr=returning(step, varying),
+    )
+    return outs
+
+
+@dataclass(frozen=True)
+class MaskedBody:
+    """The body of a loop for lanes of which some have finished it.
+
+    Attributes:
+      axis: the axis of the lanes.
+      body: the program of one example.
+      positions: where each of its constants has the batch axis; carries have it in front.
+      plan: what finished lanes need in it.
+      calls: whether it calls the host. It is run `with_active` then, as the plan knows.
+    """
+
+    axis: Axis
+    body: ClosedJaxpr
+    positions: tuple[Position, ...]
+    plan: MaskPlan
+    calls: bool
+
+    @classmethod
+    def of(
+        cls,
+        axis: Axis,
+        test: ClosedJaxpr,
+        body: ClosedJaxpr,
+        positions: tuple[Position, ...],
+    ) -> MaskedBody:
+        """The body of a loop with the predicate `test`, masked as it needs to be."""
+        # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
+        # spread, and in forward mode tangents are carried, and selected as all that is.
+        calls = is_seen(body)
+        program = with_active(axis, body) if calls else body
+        plan = plan_masking(
+            program.jaxpr,
+            [*[0] * calls, *positions, *[0] * len(body.out_avals)],
+            differentiable=(),
+            updated=range(calls),
+            updates=updates_in_place(body, len(positions)),
+            may_take_mask=not test.out_avals[0].shape,  # unless an example has lanes of its own
+        )
+        return cls(axis, body, positions, plan, calls)
+
+    def step(self, active: Any, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
+        """The next carry of the lanes that are active, and the last one of the others."""
+        front: list[Position] = [0] * len(carry)
+        positions = [*self.positions, *front]
+        program, kept = self.body, frozenset()
+        if self.calls:
+            program, positions = with_active(self.axis, program), [0, *positions]
+            consts = [_of_each_lane(active), *consts]
+        written = _compat.written_inputs(program.jaxpr)
+        if self.plan.takes_mask:
+            program, kept = masked_in_place(self.axis, program, len(consts))
+
+        def run(operands: list[Value], positions: list[Position]) -> PlacedOutputs:
+            mask, mask_at = ([active], [0]) if self.plan.takes_mask else ([], [])
+            values, places = [*mask, *operands], [*mask_at, *positions]
+            return interpret(self.axis, program.jaxpr, program.consts, values, places)
+
+        new, at = run_masked(active, run, [*consts, *carry], positions, self.plan, written)
+        new = match_carry(self.axis, new, at, front)
+        return [
+            x if k in kept else select_lanes(active, 0, x, old)
+            for k, (x, old) in enumerate(zip(new, carry, strict=True))
+        ]
+
+
+def _masked_loop(
+    masked: MaskedBody,
+    cond_jaxpr: Any,
+    consts_at: tuple[Position, ...],
+    places: tuple[int, ...],
+    varying: Varying,
+) -> tuple[Any, Any]:
+    """Predicate and body of a loop whose carry begins with the lanes still running.
+
+    `places`: where the constants of the predicate are among those of the loop, which begin
+    with those of the body. `varying`: over which axes of a mesh the operands vary: constants,
+    lanes that run, carry.
+    """
+    axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
+    front = [0] * len(body_jaxpr.out_avals)
+
+    def step(*operands: Any) -> list[Any]:
+        consts, (active,), carry = split_operands(operands, len(consts_at), 1)
+        carry = masked.step(active, consts[:n_body], carry)
+        tested = [*(consts[i] for i in places), *carry]
+        tested_at = [*(consts_at[i] for i in places), *front]
+        more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
+        return [lax.bitwise_and(active, more), *carry]
+
+    def any_active(active: Any, *_: Any) -> list[Any]:
+        return [lax.reduce_or(active, tuple(range(active.ndim)))]
+
+    def build() -> tuple[Any, Any]:
+        types = dict(zip(places, cond_jaxpr.in_avals, strict=False))
+        types.update(enumerate(body_jaxpr.in_avals[:n_body]))
+        consts = [batched_aval(axis, types[i], a) for i, a in enumerate(consts_at)]
+        carry = [batched_aval(axis, a, 0) for a in body_jaxpr.out_avals]
+        active = batched_aval(axis, cond_jaxpr.out_avals[0], 0)
+        avals = list(map(_compat.type_varying_over, [*consts, active, *carry], varying))
+        return _compat.stage(any_active, avals[len(consts) :]), _compat.stage(step, avals)
+
+    how = masked.plan  # not the body itself, which would then never be freed
+    key = axis, how, cond_jaxpr, consts_at, places, varying, lanes_vary_over(axis)
+    return remembered(body_jaxpr, key, build)
+
+
+def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+    """As `predicate`, which calls the host for lanes that are active only."""
+    if is_seen(cond_jaxpr):
+        cond_jaxpr = with_active(axis, cond_jaxpr)
+        operands, positions = [_of_each_lane(active), *operands], [0, *positions]
+    return predicate(axis, cond_jaxpr, operands, positions)
+
+
+def _of_each_lane(active: Any) -> Any:
+    """Whether a lane is active: one that has lanes of its own is if any of them is."""
+    return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
+
+
+def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+    """The predicate of each lane, lanes first."""
+    with recording.part("condition"):
+        (active,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
+    return match_axis(axis, active, at, 0)
 
 
 @register_rule(scan_p)

@@ -1,40 +1,213 @@
-"""Safe values for lanes that are masked out: branches not taken, loops finished.
-
-Under a predicate that differs between lanes a program runs for all of them, and
-for some its results are dropped. What it computes there must do no harm: a NaN
-would reach the gradient of an operand that all lanes share (``0 * nan``), a loop
-might never end (JAX #2947), a callback might see what it was never written for. So,
-before the program runs, the operands of a masked lane are replaced by those of the
-first active lane: all lanes then compute what some real lane computes.
-
-The replacement is a primitive of its own, `safe_lanes`, because of its
-derivative: nothing flows into or out of a masked lane. With
-``jax.lax.stop_gradient`` in its place, which cannot be transposed, a branch inside
-a ``custom_jvp`` rule could not be differentiated in reverse mode.
-
-Where a program can only hurt the gradients of its own lanes, cutting derivatives is
-enough, and values stay as they are: undifferentiated, such a branch costs nothing.
-"""
+"""Masked lanes: what their jaxprs could do to others, and safe values in place of theirs."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal as Number
+from jax.extend.core.primitives import scan_p
 from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.bodies import control_flow
+from batchax.jaxprs.inside import programs_inside, with_inside
+from batchax.jaxprs.primitive_facts import Facts, facts_of
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
-from batchax.rules.mask_plan import MaskPlan
+from batchax.memo import kept_with
+from batchax.programs.inner import integers_in, programs_in
+
+_FEW_STEPS = 16  # of a loop, that masked lanes may take rather than be given other operands
+
+# Linear where one operand is a number written in the program: which operand may vary.
+_LINEAR_IN = {"mul": (0, 1), "div": (0,)}
+
+
+@dataclass(frozen=True)
+class Hazards:
+    """What may go wrong in masked lanes.
+
+    Attributes:
+      nonlinear: a derivative depends on values: NaN or inf may reach gradients.
+      immoderate: an operation that may make infinity, or a NaN, of numbers that are not
+        enormous.
+      endless: a loop that ends on values, or a callback: it must not see operands
+        of lanes that do not run it.
+      costly: a loop or a callback: worth skipping when no lane runs it.
+      collective: lanes see each other. A collective counts all lanes of its
+        axis, those that drop the result too, as in ``jax.vmap``: their operands
+        stay as they are, and the program runs even if no lane needs it.
+    """
+
+    nonlinear: bool
+    immoderate: bool
+    endless: bool
+    costly: bool
+    collective: bool
+
+
+@kept_with("what may go wrong in masked lanes of programs")
+def hazards(jaxpr: Jaxpr) -> Hazards:
+    """The hazards of `jaxpr`, programs inside it included."""
+    eqns = list(_equations(jaxpr))
+    facts = list(map(_facts, eqns))
+    return Hazards(
+        nonlinear=not all(map(_is_linear, eqns)),
+        immoderate=not all(f.moderate for f in facts),
+        endless=any(f.endless for f in facts),
+        costly=any(f.costly for f in facts),
+        collective=any(map(_is_collective, eqns)),
+    )
+
+
+def is_endless(eqn: Eqn) -> bool:
+    """Whether an equation must not see operands of lanes that do not run it; see `Hazards`.
+
+    It may if it holds loops that a counter ends after a few steps, whatever their operands are:
+    the stages of a Runge-Kutta method, say. To run them costs less than to replace operands.
+    """
+    programs = () if _facts(eqn).guarded else programs_inside(eqn)
+    endless = _facts(eqn).endless or any(hazards(program).endless for program in programs)
+    return endless and _waits(eqn, {})
+
+
+def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
+    """Whether it, or what it runs, goes on for more than a few steps, for all that is known."""
+    inner = programs_in(eqn, integers)
+    if _facts(eqn).endless:
+        tested = control_flow(eqn.primitive).test
+        most = [p.most for p in inner if p.role == "body"] if tested else [None]
+        if any(n is None or n > _FEW_STEPS for n in most):
+            return True
+    inside = [integers_in(p.jaxpr, p.integers) for p in inner]
+    return any(_waits(e, n) for p, n in zip(inner, inside, strict=True) for e in p.jaxpr.eqns)
+
+
+def find_collective(jaxpr: Jaxpr) -> Any:
+    """An equation of `jaxpr`, or of a program inside it, in which lanes meet, or None."""
+    if not hazards(jaxpr).collective:
+        return None
+    return next(filter(_is_collective, _equations(jaxpr)))
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """All equations of a program, but for those in programs that run in active lanes only."""
+    return with_inside(jaxpr.eqns, lambda eqn: not _facts(eqn).guarded)
+
+
+def _facts(eqn: Eqn) -> Facts:
+    """What is true of its primitive; a bounded loop whose steps are counted is like a scan."""
+    counted = eqn.primitive.name == "bounded_loop" and eqn.params["test"] is None
+    return facts_of(scan_p if counted else eqn.primitive)
+
+
+def _is_linear(eqn: Eqn) -> bool:
+    if _facts(eqn).linear:
+        return True
+    varying = [i for i, v in enumerate(eqn.invars) if not _is_number(v)]
+    if not any(_is_inexact(eqn.invars[i]) for i in varying):
+        return True
+    if not any(map(_is_inexact, eqn.outvars)):
+        return True
+    return len(varying) == 1 and varying[0] in _LINEAR_IN.get(eqn.primitive.name, ())
+
+
+def _is_number(v: Any) -> bool:
+    return isinstance(v, Number) and bool(np.all(np.isfinite(v.val)))
+
+
+def _is_inexact(v: Any) -> bool:
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_collective(eqn: Eqn) -> bool:
+    facts = facts_of(eqn.primitive)
+    if facts.names:
+        return not facts.cast
+    index = eqn.primitive.name == "axis_index"
+    return not (index or programs_inside(eqn)) and bool(_compat.named_axes(eqn.effects))
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """What masked lanes need while a program runs; by default nothing.
+
+    Attributes:
+      takes_mask: the program is written again, with the active mask as an operand (`in_place`).
+      harmed: it would do harm in masked lanes, if they were given their own operands.
+      replaced: so these operands have their masked lanes replaced before it runs.
+      fill: by what, as for `safe_lanes`: "donor", or "keep", which cuts derivatives only.
+      skippable: it is worth asking whether any lane is active at all.
+    """
+
+    takes_mask: bool = False
+    harmed: bool = False
+    replaced: frozenset[int] = frozenset()
+    fill: Literal["donor", "keep"] = "keep"
+    skippable: bool = False
+
+    @property
+    def runs_as_it_is(self) -> bool:
+        """Whether the program may run for all lanes as it is."""
+        return not (self.takes_mask or self.harmed)
+
+
+def plan_masking(
+    program: Any,
+    positions: Sequence[Position],
+    differentiable: Collection[int],
+    updated: Collection[int] = (),
+    updates: bool = False,
+    may_take_mask: bool = True,
+) -> MaskPlan:
+    """What masked lanes need while `program` runs for all lanes.
+
+    ==========================  ============================  =================================
+    the program                 masked lanes                  since
+    ==========================  ============================  =================================
+    has a collective            nothing                       lanes meet in it, and all of them
+                                                              count, as in ``jax.vmap``
+    updates arrays in place     it takes the mask             else each array would be copied
+    waits for values, or calls  it takes the mask; where it   it might never end, or a callback
+    back ("endless")            cannot, a donor's operands    see what it was not written for
+    is not linear, and has      a donor's operands if lanes   zero times a NaN is a NaN, also in
+    differentiable operands     share such an operand; else   the gradient of what lanes share;
+                                their own, with derivatives   within a lane a cut of derivatives
+                                cut                           is enough
+    none of these               nothing                       what it computes is dropped
+    ==========================  ============================  =================================
+
+    Args:
+      program: the program of one example, without its constants.
+      positions: where its operands have the batch axis.
+      differentiable: the operands that derivatives may be taken of.
+      updated: operands that masked lanes have of their own, as they were: never replaced.
+      updates: whether it updates arrays in place.
+      may_take_mask: whether the program can be written so.
+    """
+    hazard = hazards(program)
+    if hazard.collective:
+        return MaskPlan()
+    takes_mask = may_take_mask and (hazard.endless or updates)
+    waits = hazard.endless and not takes_mask
+    used = {v for eqn in program.eqns for v in eqn.invars if not isinstance(v, Number)}
+    read = frozenset(i for i, v in enumerate(program.invars) if v in used)
+    moving = [positions[i] for i in sorted(read) if i in differentiable]
+    harmed = waits or (hazard.nonlinear and bool(moving))
+    donor = waits or None in moving
+    replaced = read - frozenset(updated) if harmed else frozenset()
+    return MaskPlan(takes_mask, harmed, replaced, "donor" if donor else "keep", hazard.costly)
 
 
 def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:

@@ -1,33 +1,173 @@
-"""Random keys and bits.
-
-Each lane gets exactly what it would get alone. For counter-based generators
-(threefry, philox) that is one call over all keys. The generators that XLA
-provides (`rbg`, `unsafe_rbg`, `jax.lax.rng_bit_generator`) take one key:
-``jax.vmap`` draws for all lanes from the first key, which gives other bits than
-each key gives alone. Here their lanes run one after another.
-"""
+"""Random keys and bits, and Threefry-2x32 with its rounds unrolled."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, axis_to_front, move_axis
 from batchax.kernel.interpreter import one_after_another
+from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import (
     Rule,
+    aligned,
     broadcasting,
     find_rule,
     leading_rule,
     register_rule,
     vectorized,
 )
-from batchax.rules.threefry import WRITTEN_OUT, drawn
+
+_ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
+_PARITY = np.uint32(0x1BD11BDA)
+_GROUPS = 5  # of four rounds
+
+
+def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
+    """The two words that a counter of two words, `x` and `y`, becomes under a key of two words.
+
+    Functions of `lax`, as operators are a few calls of Python more, of which there are a hundred.
+    """
+    shape = np.broadcast_shapes(*map(np.shape, (*key, x, y)))
+    of_key = *key, lax.bitwise_xor(lax.bitwise_xor(*key), _PARITY)
+    words = [_broadcast(word, shape) for word in of_key]
+    x, y = (lax.add(_broadcast(z, shape), word) for z, word in zip((x, y), words, strict=False))
+    for group in range(_GROUPS):
+        for by in _ROTATIONS[group % 2]:
+            x = lax.add(x, y)
+            left = lax.shift_left(y, np.uint32(by))
+            right = lax.shift_right_logical(y, np.uint32(32 - by))
+            y = lax.bitwise_xor(x, lax.bitwise_or(left, right))
+        x = lax.add(x, words[(group + 1) % 3])
+        y = lax.add(lax.add(y, words[(group + 2) % 3]), np.uint32(group + 1))
+    return [x, y]
+
+
+def _broadcast(x: Any, shape: Sequence[int]) -> Any:
+    if np.shape(x) in ((), tuple(shape)):
+        return x
+    return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
+
+
+def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
+    """The words of the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
+    data = jax.random.key_data(keys)
+    each = (*keys.shape, *(1,) * len(shape))
+    place = np.uint32(0)
+    for d in range(len(shape)):
+        stride = np.uint32(math.prod(shape[d + 1 :]))
+        along = lax.broadcasted_iota(np.uint32, (*keys.shape, *shape), keys.ndim + d)
+        place = lax.add(place, lax.mul(along, stride))
+    first, second = (lax.index_in_dim(data, i, -1, keepdims=False) for i in (0, 1))
+    return hashed([lax.reshape(word, each) for word in (first, second)], np.uint32(0), place)
+
+
+def _bits(keys: Any, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
+    high, low = _counted(keys, shape)
+    dtype = np.dtype(f"uint{bit_width}")
+    if bit_width == 64:
+        high, low = (lax.convert_element_type(word, dtype) for word in (high, low))
+        return [lax.bitwise_or(lax.shift_left(high, dtype.type(32)), low)]
+    return [lax.convert_element_type(lax.bitwise_xor(high, low), dtype)]
+
+
+def _split(keys: Any, *, shape: Sequence[int]) -> list[Any]:
+    return [_keys_of(_counted(keys, shape))]
+
+
+def _fold_in(keys: Any, data: Any) -> list[Any]:
+    key = jax.random.key_data(keys)
+    return [_keys_of(hashed([key[..., 0], key[..., 1]], np.uint32(0), data.astype(np.uint32)))]
+
+
+def _keys_of(words: Sequence[Any]) -> Any:
+    return jax.random.wrap_key_data(jax.numpy.stack(words, axis=-1), impl="threefry2x32")
+
+
+def _threefry(*words: Any) -> list[Any]:
+    return hashed(words[:2], *words[2:])
+
+
+WRITTEN_OUT: dict[str, Callable[..., list[Any]]] = {
+    "random_bits": _bits,
+    "random_fold_in": _fold_in,
+    "random_split": _split,
+    "threefry2x32": _threefry,
+}
+"""What a CPU runs in the place of operations of JAX on keys of threefry-2x32.
+
+They are those operations as long as ``jax_threefry_partitionable`` is on, and no array has as many
+elements as there are numbers of 32 bits.
+"""
+
+
+def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
+    """What `drawn_p` stands for."""
+    primitive: Any = _compat.find_primitive(of)
+    out = primitive.bind(*operands, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
+    make = lambda: WRITTEN_OUT[of](*operands, **params)
+    types = _types(*map(jax.typeof, operands), of=of, **params)
+    if any(jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in types):
+        return make()  # keys, which are few
+    return _computed_once(make, types)
+
+
+def _computed_once(make: Callable[[], list[Any]], types: Sequence[Aval]) -> list[Any]:
+    """What `make` returns, of these types, and what no compiler writes into loops that read it.
+
+    XLA's for CPUs forgets barriers before it fuses, and what it fuses into the search for a maximum
+    is not vectorized. So it is the result of a loop of one step, which is not known to be one.
+    """
+    one = lax.optimization_barrier(np.uint32(1))
+    blank = [_compat.varying_as(_compat.filled(t, 0), t) for t in types]
+    step = lambda state: (state[0] + np.uint32(1), make())
+    return lax.while_loop(lambda state: state[0] < one, step, (np.uint32(0), blank))[1]
+
+
+def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
+    primitive: Any = _compat.find_primitive(of)
+    out, _ = primitive.abstract_eval(*avals, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def drawn(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
+    """The rule of `drawn_p`, and of the operation of JAX named `of`, where that is the same."""
+    args, out_axis = aligned(args, axes)
+    outs = drawn_p.bind(*args, of=of, **params)
+    return outs, [out_axis] * len(outs)
+
+
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], **params: Any) -> Any:
+    outs = drawn_p.bind(*primals, **params)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
+drawn_p = own_primitive(
+    "drawn",
+    called="random bits",
+    operations=_of_jax,
+    on_cpu=_on_cpu,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=drawn,
+    jvp=_jvp,
+    transpose=NoDerivative("random bits are no linear function of anything."),
+)
+
 
 enter(
     """

@@ -1,4 +1,4 @@
-"""Primitives that order the elements along a dimension: sort and the largest few."""
+"""Primitives that order the elements along a dimension: sort, and the largest few."""
 
 from __future__ import annotations
 

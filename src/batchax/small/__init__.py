@@ -8,5 +8,5 @@ BLAS on modern high-performance computing systems", and the compact layout of In
 Each module holds one decomposition, a function of arrays ``[rows, columns, lanes]`` that returns
 what the primitive of JAX returns, lanes last. `table.py` has them all, `pays.py` says from how many
 lanes on, and up to which size, they take less time than the library. What batches with them is
-`rules/small_matrices.py`.
+`rules/linalg.py`.
 """

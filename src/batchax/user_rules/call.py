@@ -34,7 +34,7 @@ from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
 from batchax.kernel.own_primitive import Flat, declare, pullback_of, tangents_of, transposed
-from batchax.rules.batched_transpose import reached
+from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import is_inexact
 
 Flags = Sequence[bool]

@@ -27,8 +27,7 @@ from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
 from batchax.kernel.registry import describe_returned
 from batchax.memo import Memo
-from batchax.rules.batched_transpose import batched_transpose
-from batchax.rules.custom_derivatives import in_reverse_alone
+from batchax.rules.custom_derivatives import batched_transpose, in_reverse_alone
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.rule import Arguments
 

@@ -22,8 +22,7 @@ from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Sizes, has_symbols
-from batchax.rules.hazards import hazards
-from batchax.rules.masking import is_inexact, safe_lanes
+from batchax.rules.masking import hazards, is_inexact, safe_lanes
 from batchax.user_rules.call import per_example
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
