@@ -120,7 +120,9 @@ def test_branches_without_a_linear_part():
     """JAX computes values and tangents of such a window together, in forward mode alone."""
 
     def f(x):
-        window = lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + b / 2, (1,), (1,), "VALID")
+        window = lambda x: lax.reduce_window(
+            x, np.float32(0), lambda a, b: a + b / 2, (1,), (1,), "VALID"
+        )
         return lax.cond(jnp.sum(x) > 0, window, jnp.sin, x)
 
     x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
