@@ -307,6 +307,7 @@ NO_CACHES = {
         "_run_by": "who runs rows, of imports",
         "_found_by": "who finds sizes, of imports",
     },
+    "jaxprs/bodies.py": {"_entries": "a table, of imports"},
     "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
     "jaxprs/primitive_facts.py": {
         "_facts": "a table, of imports",
