@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import batchax as bx
 
@@ -481,3 +482,38 @@ def test_other_meshes_and_other_sums_over_devices_differ():
 
     sums = [on_devices(partial(total, sum_of=s), of_devices(), []) for s in (lax.psum, lax.pmax)]
     assert not bx.same_program(*sums, *given)
+
+
+def test_parameters_that_are_objects():
+    """They are known by what they hold, and bare marks by which of them are the same."""
+
+    class Holder:
+        def __init__(self, held):
+            self.held, self.itself = held, self
+
+    primitive = Primitive("of_objects")
+    primitive.def_abstract_eval(lambda x, **_: x)
+    bind = lambda **params: lambda x: primitive.bind(x, **params)
+    mark, again, other = object(), object(), object()
+    for first, second, same in (
+        (bind(of=Holder(jnp.ones(2))), bind(of=Holder(jnp.ones(2))), True),
+        (bind(of=Holder(jnp.ones(2))), bind(of=Holder(jnp.zeros(2))), False),
+        (bind(a=mark, b=mark), bind(a=again, b=again), True),
+        (bind(a=mark, b=mark), bind(a=again, b=other), False),
+    ):
+        assert bool(bx.same_program(first, second, 1.0)) == same
+
+
+def test_an_open_program_with_constants_among_parameters():
+    primitive = Primitive("of_program")
+    primitive.def_abstract_eval(lambda x, **_: x)
+
+    def of(fun):
+        program = jax.make_jaxpr(fun)(1.0)
+        jaxpr = program.jaxpr
+        if not hasattr(jaxpr, "consts"):  # JAX 0.12 has no open programs
+            jaxpr = jaxpr.replace(constvars=jaxpr.invars, invars=[])
+        return lambda x: primitive.bind(x, program=jaxpr)
+
+    assert bx.same_program(of(jnp.sin), of(jnp.sin), 1.0)
+    assert not bx.same_program(of(jnp.sin), of(jnp.cos), 1.0)

@@ -166,6 +166,7 @@ class CanonicalProgram:
     def __init__(self, table: Table, program: ClosedJaxpr) -> None:
         self.table = table
         self.equations: dict[int, Any] = {}
+        self._marks: dict[Any, int] = {}
         self.level = 0
         self.effect = self.leaf("effect", "start", (), (), None)
         inputs = [self.entry("argument", i, v.aval) for i, v in enumerate(program.jaxpr.invars)]
@@ -322,9 +323,21 @@ class CanonicalProgram:
     def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
         """Parameters as a key, with the programs among them read; their nodes go to `bodies`."""
 
+        inside: list[int] = []
+
+        def held(x: Value, parts: dict[str, Any]) -> Hashable:
+            if id(x) in inside:
+                return inside.index(id(x))
+            inside.append(id(x))
+            key = type(x), inner(parts)
+            inside.pop()
+            return key
+
         def inner(x: Value) -> Hashable:
             if isinstance(x, _compat.JAXPR_TYPES):
-                program = _compat.close(x)
+                # One that is open is run with values for its constants, as for its other inputs.
+                opened = not hasattr(x, "consts") and x.constvars
+                program = _compat.close(_compat.constants_as_inputs(x) if opened else x)
 
                 def inputs(level: int) -> list[CanonicalValue]:
                     avals = [v.aval for v in program.jaxpr.invars]
@@ -342,10 +355,39 @@ class CanonicalProgram:
                 return tuple(map(inner, x))
             if isinstance(x, np.generic):
                 x = x.item()
+            if type(x) is object:  # a mark: which is which does not matter, which are the same does
+                return object, self._marks.setdefault(x, len(self._marks))
+            parts = _attributes(x)
+            if parts:
+                return held(x, parts)
+            if not _is_hashable(x):
+                leaves, structure = jax.tree.flatten(x)
+                if not any(leaf is x for leaf in leaves):
+                    return structure, inner(leaves)
             array = isinstance(x, (np.ndarray, jax.Array))
             return self.table.contents(x) if array else value_key(x)
 
         return inner(params)
+
+
+def _attributes(x: Value) -> dict[str, Any]:
+    """What an object of a class in Python holds, if nothing else says which others are equal."""
+    kind = type(x)
+    if kind.__new__ is not object.__new__ or isinstance(x, (_compat.Primitive, Tracer)):
+        return {}
+    if kind.__eq__ is not object.__eq__:
+        return {}
+    names = {name for c in kind.__mro__ for name in c.__dict__.get("__slots__", ())}
+    names = sorted(n for n in names - {"__weakref__", "__dict__"} if hasattr(x, n))
+    return {**getattr(x, "__dict__", {}), **{name: getattr(x, name) for name in names}}
+
+
+def _is_hashable(x: Value) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def _context(eqn: Eqn) -> Hashable:
