@@ -9,6 +9,7 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tensorstore
 import xarray
 
 import batchax as bx
@@ -121,14 +122,11 @@ def test_files_of_a_pattern_and_coordinates():
 def test_numbers_to_zarr():
     bx.map(twice, "t.parquet:x", out="y.zarr", keep=["n"], **HOW)
     assert verify("y.zarr")
-    opened = xarray.open_zarr  # which needs names of dimensions
-    del opened
-    import tensorstore
-
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": "y.zarr/n/"}}
     made = np.asarray(tensorstore.open(spec).result())
     np.testing.assert_array_equal(made, np.arange(ROWS) + 2**40)
-    np.testing.assert_array_equal(bx.map(twice, "y.zarr/result", progress=False).outputs, 4 * X)
+    made = bx.map(twice, "y.zarr/result", progress=False).outputs
+    np.testing.assert_array_equal(made, 4 * X)
 
 
 def test_rows_that_are_added_have_their_columns():

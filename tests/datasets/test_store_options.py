@@ -113,7 +113,6 @@ def test_parquet_is_written_as_asked_and_resumes(out, tmp_path):
 
 
 def test_workers_write_as_asked():
-    Path("mod.py").write_text("def twice(x): return 2 * x\n")
     np.save("x.npy", X)
     options = {"chunk_shape": [4, 5], "codecs": ZSTD}
     bx.map(jnp.abs, "x.npy", out=DISK, store_options=options, executor="processes:1", **HOW)
