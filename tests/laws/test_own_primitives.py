@@ -26,7 +26,7 @@ from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.sums.contracted import summed_p
+from batchax.sums.contracted import outer_product_sum_p
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 from support.high_operations import OLD, cube
@@ -235,7 +235,7 @@ AROUND = {
         lambda x: x * some_active_p.bind(x > 1, f(x) > 0),
         lambda x: x * ((x > 1) & (f(x) > 0)),
     ),
-    "summed": lambda f: (lambda x: summed_p.bind(f(x), x, terms=()), f),
+    "summed": lambda f: (lambda x: outer_product_sum_p.bind(f(x), x, terms=()), f),
     "small_matrices": lambda f: (together(factored(f)), lambda x: f(x) * f(x)),
     "sorted_floats": lambda f: (
         each(sorting(f, functools.partial(sorted_floats_p.bind, dimension=0)), bx.vmap),

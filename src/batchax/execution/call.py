@@ -48,7 +48,7 @@ from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
 from batchax.memo import Memo
-from batchax.sums.contracted import Summands, factored, run_adding
+from batchax.sums.contracted import DeferredContraction, factored, run_adding
 
 Self = TypeVar("Self", bound="Call")
 
@@ -140,7 +140,7 @@ class AllAtOnce(Way):
         added = [is_added(output.spec) for output in call.described]
         with running(program):
             arrays, positions = run_adding(program, added)
-        totals = [k for k, x in enumerate(arrays) if isinstance(x, Summands)]
+        totals = [k for k, x in enumerate(arrays) if isinstance(x, DeferredContraction)]
         for k in totals:
             arrays[k] = arrays[k].of_all(call.described[k].spec.reduction)
         return arrays, _Placed(positions, totals)

@@ -54,7 +54,7 @@ from batchax.kernel.named_axes import uses_axis
 from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
-from batchax.sums.contracted import Summands, run_adding
+from batchax.sums.contracted import DeferredContraction, run_adding
 
 Env = dict[Any, tuple[Any, Position]]
 """Variables whose values for all lanes are known, and where their batch axes are."""
@@ -231,7 +231,7 @@ def partial_result(
       index: of these lanes, if the reduction takes that.
       real: which lanes count; None: all.
     """
-    if isinstance(x, Summands):
+    if isinstance(x, DeferredContraction):
         of_one = (1, *x.like.shape), x.like.dtype, x.like.weak_type
         result = _result_type(reduction, 0, *of_one)
         return [x.state(reduction, real)], Partial([SUM], _ONE_ARRAY, result)

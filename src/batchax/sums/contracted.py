@@ -205,7 +205,7 @@ class _Factoring:
 
     def made_anyway(self, jaxpr: Jaxpr) -> set[int]:
         """The products of matrices which `jaxpr`, staged so, needs besides for sums."""
-        told = [eqn for eqn in jaxpr.eqns if eqn.primitive is summed_p]
+        told = [eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p]
         sums = {id(eqn.outvars[0]) for eqn in told}
         others = [
             *(v for v in jaxpr.outvars if id(v) not in sums),
@@ -259,7 +259,7 @@ class _Factoring:
             return x.value
         factors = [f.value for t in terms for f in t.factors]
         self._summed.append(factors)
-        return summed_p.bind(x.value, *factors, terms=_described(terms))
+        return outer_product_sum_p.bind(x.value, *factors, terms=_described(terms))
 
     def _is_shared(self, x: Value) -> bool:
         return not isinstance(x, Tracer) or id(x) in self._shared
@@ -348,7 +348,7 @@ def _batched(axis: Axis, args: Any, axes: Any, /, *, terms: Any) -> tuple[Any, P
     return args[0], axes[0]
 
 
-summed_p = own_primitive(
+outer_product_sum_p = own_primitive(
     "summed",
     called="sum over lanes",
     operations=lambda x, *factors, terms: x,
@@ -366,7 +366,7 @@ _LANES = -1
 """The label of the axis of lanes."""
 
 
-class Summands(NamedTuple):
+class DeferredContraction(NamedTuple):
     """What lanes add up to an output: its terms, and their factors for all lanes.
 
     Attributes:
@@ -552,14 +552,15 @@ def _dot(
 
 
 def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any], list[Position]]:
-    """As ``program.run()``, but outputs that are `added` up and tell of factors are `Summands`.
+    """As ``program.run()``, but outputs that are `added` up and tell of factors are
+    `DeferredContraction`.
 
     One that does not depend on the batch is an array all the same.
     """
     if not any(added):
         return program.run()
     jaxpr = program.staged.jaxpr
-    made_by = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is summed_p}
+    made_by = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p}
     told: list[Eqn | None] = [
         made_by.get(v) if add and not isinstance(v, Literal) else None
         for v, add in zip(jaxpr.outvars, added, strict=True)
@@ -584,11 +585,13 @@ def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any]
 
 def _result(eqn: Eqn, lanes: int, parts: Sequence[tuple[Value, Position]]) -> tuple[Any, Position]:
     factors, positions = [x for x, _ in parts], [a for _, a in parts]
-    summands = Summands(eqn.outvars[0].aval, lanes, eqn.params["terms"], factors, positions)
+    contraction = DeferredContraction(
+        eqn.outvars[0].aval, lanes, eqn.params["terms"], factors, positions
+    )
     if positions.count(None) < len(positions):
-        return summands, 0
-    value = summands.as_output(summands._replace(lanes=1).total())
-    return _compat.weakly(value) if summands.like.weak_type else value, None
+        return contraction, 0
+    value = contraction.as_output(contraction._replace(lanes=1).total())
+    return _compat.weakly(value) if contraction.like.weak_type else value, None
 
 
 def _is_sharded(x: Value) -> bool:
