@@ -24,16 +24,22 @@ EVERYWHERE = Thresholds(
 FORCED = Runner(thresholds=EVERYWHERE)
 
 # The same in nested loops, too, whose lanes are not at steps of their own:
-TILES = Runner(thresholds=EVERYWHERE._replace(min_core_work=inf, min_tail_gain=inf), lockstep=True)
+TILES = Runner(
+    thresholds=EVERYWHERE._replace(max_move_steps=2, min_core_work=inf, min_tail_gain=inf),
+    lockstep=True,
+)
 """Tiles of adjacent lanes run, one after another."""
 ONE_FUNCTION = Runner(
-    thresholds=EVERYWHERE._replace(min_core_work=1e9, min_tail_gain=inf, kernel_lanes=16),
-    lockstep=True,
+    thresholds=TILES.thresholds._replace(min_core_work=1e9, kernel_lanes=16), lockstep=True
 )
 """The same, each in a single kernel if it can be."""
 KERNELS = Runner(thresholds=ONE_FUNCTION.thresholds._replace(kernel_lanes=2), lockstep=True)
 """The same for so few lanes as random programs have."""
-NESTS = Runner(thresholds=EVERYWHERE._replace(min_core_work=1e9, kernel_lanes=2))
+NESTS = Runner(
+    thresholds=EVERYWHERE._replace(
+        min_core_work=1e9, min_tail_gain=0, min_operations=0, kernel_lanes=2
+    )
+)
 """Lanes of a nested loop are at steps of their own, in a single kernel."""
 LAST = Runner(
     thresholds=EVERYWHERE._replace(min_work_per_launch=inf, min_tail_gain=0, min_operations=0),
