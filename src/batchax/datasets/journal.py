@@ -133,7 +133,12 @@ def _dtype(name: str) -> np.dtype:
 
 
 class Journal:
-    """What one writer says of units: its log in a folder. Threads may share it."""
+    """What one writer says of units: its log in a folder. Threads may share it.
+
+    Each line is durable before any process relies on it. A line that a kill left without an end
+    counts for nothing, and the next writer marks it as torn. A line that is damaged in any other
+    way was whole once: what it said is lost, and a warning says so.
+    """
 
     def __init__(self, folder: Address, writer: str):
         self._folder, self._writer = folder, writer

@@ -270,7 +270,13 @@ _PROC = "/proc"
 
 
 class Lease:
-    """A lease at a name in a store.
+    """A lock in object storage: its holder renews it, and others take it when it does not.
+
+    The holder puts its name and a number that grows. Each renewal is put on the condition that the
+    lease is what the holder put last, and so is the lease of a process that takes it over after
+    `LASTS` seconds without renewal. So one of several has it, and the holder before finds that out
+    when it looks, before each write. How old a lease is, the clock of the store says, as clocks of
+    machines may differ. A holder on this machine whose process is gone has lost it at once.
 
     Args:
       path: of the lease.
