@@ -569,12 +569,12 @@ def test_sizes():
 
 
 def test_functions_that_others_stand_in_for():
-    at = lambda: [getattr(s.module, s.name) for s in _compat.STAND_INS]
+    at = lambda: [getattr(s.module, s.name) for s in _compat.PATCHES]
     original = at()
-    assert {f"{s.module.__name__}.{s.name}" for s in _compat.STAND_INS} >= {
+    assert {f"{s.module.__name__}.{s.name}" for s in _compat.PATCHES} >= {
         *_compat.PRIVATE_PLACES.values()
     }
-    with _compat.standing_in():
+    with _compat.patched():
         for now, before in zip(at(), original, strict=True):
             assert now.__wrapped__ is before
     assert at() == original

@@ -274,7 +274,7 @@ def vmap(
         def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
             def traced() -> tuple[list[Any], FlatOutputs]:
                 example_args, example_kwargs = flat.rebuild(examples)
-                out = _compat.looked_up_now(fun)(*example_args, **example_kwargs)
+                out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)
                 return flatten_outputs(out, out_axes, size, sum_match=sum_match)
 
             arrays, outputs = traced()

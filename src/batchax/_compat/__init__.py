@@ -13,9 +13,9 @@ from batchax._compat.checkify_rules import *
 from batchax._compat.jaxprs import *
 from batchax._compat.lines import *
 from batchax._compat.mesh_types import *
+from batchax._compat.numpy_patches import *
 from batchax._compat.one_function import *
 from batchax._compat.primitives import *
 from batchax._compat.row_sizes import *
 from batchax._compat.staging import *
-from batchax._compat.stand_ins import *
 from batchax._compat.vmap_of_jax import *

@@ -42,7 +42,7 @@ Weight = Callable[[np.ndarray], np.ndarray]
 """What a row weighs that is padded to each of some shapes, an array of shape (shapes, axes)."""
 
 
-def find_boxes(needed: np.ndarray, most: int) -> list[np.ndarray]:
+def cluster_shapes(needed: np.ndarray, most: int) -> list[np.ndarray]:
     """The rows in at most so many groups, each of which is padded to its greatest size per axis.
 
     Args:
@@ -57,7 +57,7 @@ def find_boxes(needed: np.ndarray, most: int) -> list[np.ndarray]:
 
 
 def fewer_boxes(needed: np.ndarray, most: int, weight: Weight) -> Iterator[list[np.ndarray]]:
-    """As `find_boxes`, for least weight; then in one group less, and so on.
+    """As `cluster_shapes`, for least weight; then in one group less, and so on.
 
     Two groups at a time become one, those whose rows weigh least more for it. Along one axis
     the best groups are found by a dynamic programme (`buckets.py`); for several axes that is a hard
@@ -629,7 +629,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     ragged = isinstance(ragged_or_lengths, Ragged)
     if len(every) > 1:
         needed = np.maximum(-(-np.stack(every, 1) // multiple_of), 1) * multiple_of
-        groups = find_boxes(needed, int(max_buckets)) if len(needed) else []
+        groups = cluster_shapes(needed, int(max_buckets)) if len(needed) else []
         sizes = tuple(tuple(map(int, needed[rows].max(0))) for rows in groups)
         greatest = tuple(int(x.max(initial=0)) for x in every)
         most = ragged_or_lengths.max_length if ragged else greatest

@@ -175,7 +175,7 @@ def with_sizes_found(function: Described) -> Described:
     return run
 
 
-@_compat.standing_in()
+@_compat.patched()
 def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any], FlatOutputs]:
     """What a function that finds sizes returns, as arrays with room for all there may be."""
     scope = _scopes.get(None, lambda: _compat.RowScope(Lengths({}, False)))

@@ -30,7 +30,7 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.programs.cost import ROWS, Cost, cost_of_equation, reading_symbols
-from batchax.rows.merged import Names, can_hold, groups_in, has_several, merge, names_of
+from batchax.rows.fold_ragged_axes import Names, can_hold, groups_in, has_several, merge, names_of
 from batchax.rows.padded_rules.calls import staged_jvp_rule
 from batchax.rows.row_rules import size_of_rule
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis

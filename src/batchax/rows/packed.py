@@ -27,9 +27,16 @@ from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
+from batchax.rows.fold_ragged_axes import (
+    Names,
+    can_hold,
+    has_several,
+    merge,
+    merged_shape,
+    names_of,
+)
 from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.layouts import REDUCED, Constant, RowProgram, flatten, reduce_segments
-from batchax.rows.merged import Names, can_hold, has_several, merge, merged_shape, names_of
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
 from batchax.rows.sizes import (

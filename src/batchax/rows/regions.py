@@ -25,6 +25,7 @@ from batchax.memo import Memo
 from batchax.rows.arguments import SizesOf, capacity_of, with_room
 from batchax.rows.building import known_lengths
 from batchax.rows.call import RowCall, as_ragged
+from batchax.rows.fold_ragged_axes import names_of
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
     Constant,
@@ -36,7 +37,6 @@ from batchax.rows.layouts import (
     flatten,
     other_layout,
 )
-from batchax.rows.merged import names_of
 from batchax.rows.packed import Packed, PackedRows, Segments, run_and_note
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.ragged import Ragged

@@ -66,8 +66,8 @@ from batchax.rows.specialize import (
     MOST_LENGTHS,
     are_few,
     execute_padded,
+    group_by_length,
     run_by_answer,
-    run_by_length,
     run_specialized,
 )
 
@@ -521,7 +521,7 @@ class InRows(Way):
     chunking: Chunking | None = None
     of_bucket: bool = False
 
-    @_compat.standing_in()
+    @_compat.patched()
     def run(self, call: Call) -> Outputs:
         axis, mapped, buckets = call.axis, call.mapped, self.options.buckets
         if not isinstance(axis.size, int):
@@ -541,13 +541,13 @@ class InRows(Way):
                     'mesh was given, and layout="grouped": which rows have one length is known '
                     "before they are dealt out to devices. Leave one of them out."
                 )
-            return run_by_length(call, self.chunking)
+            return group_by_length(call, self.chunking)
         lengths_known = all_known(mapped) and self.shards is None
         outs = self._of_any_length(RowCall.of(call), lengths_known)
         if isinstance(outs, Exception):
             by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
             parted = run_by_answer(call, self.chunking) if by_answer else None
-            return parted or run_by_length(call, self.chunking, why_grouped(outs))
+            return parted or group_by_length(call, self.chunking, why_grouped(outs))
         return outs
 
     def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | Exception:

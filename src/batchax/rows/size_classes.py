@@ -50,9 +50,9 @@ from batchax.rows.buckets import (
     split_elements,
     split_lanes,
 )
+from batchax.rows.fold_ragged_axes import Names, can_hold, names_of
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
-from batchax.rows.merged import Names, can_hold, names_of
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.calls import in_turn

@@ -56,10 +56,10 @@ from batchax.rows.call import RowCall, place_ragged, refuse_order
 from batchax.rows.dynamic_sizes import with_lengths
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.layouts import flatten
+from batchax.rows.numpy_patches import rows_of_one_length
 from batchax.rows.padded import Row, run_padded
 from batchax.rows.ragged import Ragged
 from batchax.rows.sizes import Sizes, asked_by, find_found, is_symbolic
-from batchax.rows.stand_ins import rows_of_one_length
 from batchax.rules.calls import calls_library
 
 
@@ -114,7 +114,7 @@ Lengths = tuple[Any, ...]
 """The length of a row, for each of the sizes that rows have: a number, or a symbol."""
 
 
-def run_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Outputs:
+def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Outputs:
     """The outputs of a function of one row, by a batch for each length of rows.
 
     Args:
@@ -506,11 +506,11 @@ class _Result:
     def packed(self, x: Any) -> Ragged:
         """Padded results of rows, the rows in front, as rows."""
         bounds = tuple(self.bounds[at] for at in self.axes)
-        known = [known_lengths(size.lengths) for size in self._lengths.sizes]
+        own_lengths = [known_lengths(size.lengths) for size in self._lengths.sizes]
         table = np.asarray  # known lengths stay known, in `jit`, too
-        if any(own is None for own in known):
-            known, table = [size.index.lengths for size in self._lengths.sizes], jnp.asarray
-        place = self._lengths.place(known)
+        if any(own is None for own in own_lengths):
+            own_lengths, table = [size.index.lengths for size in self._lengths.sizes], jnp.asarray
+        place = self._lengths.place(own_lengths)
         lengths = [
             own.lengths if isinstance(own, RowSize) else table(own)[place] for own in self._own
         ]

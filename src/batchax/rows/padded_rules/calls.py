@@ -590,7 +590,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
     return function(*values)
 
 
-@_compat.standing_in()
+@_compat.patched()
 def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     """The derivative of an equation of one row with respect to some operands, and its transpose.
 
@@ -696,7 +696,7 @@ class _Residuals:
         return cls(*children, avals)
 
 
-@_compat.standing_in()
+@_compat.patched()
 def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
 

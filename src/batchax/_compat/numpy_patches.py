@@ -30,8 +30,8 @@ PRIVATE_PLACES = {
 """Functions that have no public name, and why the public ones do not serve, in JAX 0.10 to 0.12."""
 
 
-def stands_in_for(*functions: str) -> Callable[[Any], Any]:
-    """Decorator: what functions of JAX do while rows are staged (`standing_in`).
+def patches(*functions: str) -> Callable[[Any], Any]:
+    """Decorator: what functions of JAX do while rows are staged (`patched`).
 
     It is called with that function first, and does what that does for all but sizes of rows.
 
@@ -47,13 +47,13 @@ def stands_in_for(*functions: str) -> Callable[[Any], Any]:
                 original = getattr(module, name)
             except (ModuleNotFoundError, AttributeError):  # a JAX that has moved it raises as ever
                 continue
-            STAND_INS.append(_StandIn(module, name, original, replacement))
+            PATCHES.append(_Patch(module, name, original, replacement))
         return replacement
 
     return decorate
 
 
-class _StandIn:
+class _Patch:
     """A function in the place of another, for the threads that stage rows."""
 
     def __init__(self, module: ModuleType, name: str, original: Any, replacement: Any) -> None:
@@ -70,7 +70,7 @@ class _StandIn:
             setattr(self.module, self.name, function)
 
 
-STAND_INS: list[_StandIn] = []  # made by imports
+PATCHES: list[_Patch] = []  # made by imports
 
 _staging: ContextVar[bool] = ContextVar("staging", default=False)
 
@@ -82,30 +82,30 @@ _lock = threading.Lock()
 def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
     """The name of a function of JAX's own for which another stands in, and where that is."""
     for name, value in names.items():
-        for stand_in in STAND_INS:
-            if value is stand_in.original and "_src" not in stand_in.module.__name__:
-                return name, f"{stand_in.module.__name__}.{stand_in.name}"
+        for patch in PATCHES:
+            if value is patch.original and "_src" not in patch.module.__name__:
+                return name, f"{patch.module.__name__}.{patch.name}"
     return None
 
 
-def looked_up_now(function: Any) -> Any:
+def resolve_patched(function: Any) -> Any:
     """A function that was passed, or what stands in for it while rows are staged."""
     if _staging.get():
-        for stand_in in STAND_INS:
-            if function is stand_in.original:
-                return stand_in.ours
+        for patch in PATCHES:
+            if function is patch.original:
+                return patch.ours
     return function
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """While it lasts JAX's functions are those of `stands_in_for`, for this thread."""
+def patched() -> Iterator[None]:
+    """While it lasts JAX's functions are those of `patches`, for this thread."""
     global _calls
     with _lock:
         _calls += 1
         if _calls == 1:
-            for stand_in in STAND_INS:
-                stand_in.put(stand_in.ours, stand_in.original)
+            for patch in PATCHES:
+                patch.put(patch.ours, patch.original)
     before = _staging.set(True)
     try:
         yield
@@ -114,5 +114,5 @@ def standing_in() -> Iterator[None]:
         with _lock:
             _calls -= 1
             if _calls == 0:
-                for stand_in in STAND_INS:
-                    stand_in.put(stand_in.original, stand_in.ours)
+                for patch in PATCHES:
+                    patch.put(patch.original, patch.ours)

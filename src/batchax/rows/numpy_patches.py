@@ -27,7 +27,7 @@ from batchax.jaxprs.words import Value
 from batchax.rows.sizes import agreed, greatest
 
 
-@_compat.stands_in_for("psum")
+@_compat.patches("psum")
 def _psum(original: Any, x: Value, names: Any, **kwargs: Any) -> Any:
     # JAX takes what is no array for a constant, and multiplies it by the number of lanes. The
     # length of a row is no constant: a symbolic one is made an array; a number that may be one,
@@ -59,14 +59,14 @@ def rows_of_one_length(axis_name: Hashable | None) -> Iterator[None]:
 _grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
 
 
-@_compat.stands_in_for("indices")
+@_compat.patches("indices")
 def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
     # JAX takes an int or an array for an index, and a symbolic size is neither.
     indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
     return original(tuple(indices), *args)
 
 
-@_compat.stands_in_for("jax.lax.fori_loop")
+@_compat.patches("jax.lax.fori_loop")
 def _fori_loop(
     original: Any, lower: Any, upper: Any, body_fun: Any, init_val: Any, **options: Any
 ) -> Any:
@@ -83,7 +83,7 @@ def _fori_loop(
     return lax.scan(step, (lower, init_val), steps)[0][1]
 
 
-@_compat.stands_in_for("jax.random.permutation")
+@_compat.patches("jax.random.permutation")
 def _permutation(
     original: Any, key: Any, x: Value, axis: int = 0, independent: bool = False, **options: Any
 ) -> Any:
@@ -115,12 +115,12 @@ def _rounds(size: int) -> int:
     return int(np.ceil(3 * np.log(max(1, size)) / np.log(np.iinfo(np.uint32).max)))
 
 
-@_compat.stands_in_for("jax.numpy.convolve")
+@_compat.patches("jax.numpy.convolve")
 def _convolve(original: Any, a: Any, v: Any, mode: str = "full", **options: Any) -> Any:
     return _convolution(original, a, v, mode, options, 0)
 
 
-@_compat.stands_in_for("jax.numpy.correlate")
+@_compat.patches("jax.numpy.correlate")
 def _correlate(original: Any, a: Any, v: Any, mode: str = "valid", **options: Any) -> Any:
     return _convolution(original, a, v, mode, options, 1)
 
@@ -144,7 +144,7 @@ def _convolution(
     return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
 
 
-@_compat.stands_in_for("jax.scipy.signal.convolve")
+@_compat.patches("jax.scipy.signal.convolve")
 def _convolve_of_scipy(
     original: Any, in1: Any, in2: Any, mode: str = "full", method: str = "auto", **options: Any
 ) -> Any:
@@ -169,7 +169,7 @@ def _part_of_convolution(mode: str, n: Any, m: Any) -> tuple[Any, Any]:
     return (shorter - 1) // 2, n + m - shorter
 
 
-@_compat.stands_in_for("jax.numpy.linspace")
+@_compat.patches("jax.numpy.linspace")
 def _linspace(
     original: Any,
     start: Any,
@@ -201,7 +201,7 @@ def _linspace(
     return (out.astype(of_result), step) if retstep else out.astype(of_result)
 
 
-@_compat.stands_in_for("jax.numpy.searchsorted")
+@_compat.patches("jax.numpy.searchsorted")
 def _searchsorted(
     original: Any, a: Any, v: Any, side: str = "left", sorter: Any = None, **kwargs: Any
 ) -> Any:
@@ -226,7 +226,7 @@ def _searchsorted(
     return low
 
 
-@_compat.stands_in_for("jax.numpy.fft.rfftfreq")
+@_compat.patches("jax.numpy.fft.rfftfreq")
 def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
     # JAX asks whether the size is even, and takes it to be odd where it cannot tell. There are as
     # many either way.
@@ -236,7 +236,7 @@ def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
     return jnp.arange(n // 2 + 1).astype(dtype) / (jnp.asarray(d, dtype) * jnp.asarray(n, dtype))
 
 
-@_compat.stands_in_for("jax.numpy.interp")
+@_compat.patches("jax.numpy.interp")
 def _interp(
     original: Any, x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
 ) -> Any:
@@ -260,7 +260,7 @@ def _interp(
     return jnp.where(x > xp[-1], fp[-1] if right is None else right, out)
 
 
-@_compat.stands_in_for("jax.lax.associative_scan", "derivative of cumprod")
+@_compat.patches("jax.lax.associative_scan", "derivative of cumprod")
 def _associative_scan(
     original: Any, fn: Callable[..., Any], elems: Any, reverse: bool = False, axis: int = 0
 ) -> Any:
@@ -292,7 +292,7 @@ def _associative_scan(
     return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
 
 
-@_compat.stands_in_for("derivative of a reduction")  # by a product, or by any function
+@_compat.patches("derivative of a reduction")  # by a product, or by any function
 def _reduce_jvp(
     original: Any, fn: Any, starts: Any, primals: Any, tangents: Any, axes: Sequence[int]
 ) -> Any:
@@ -366,7 +366,7 @@ def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
     return jax.tree.map(pick, xs, others)
 
 
-@_compat.stands_in_for("jax.numpy.array_split")
+@_compat.patches("jax.numpy.array_split")
 def _array_split(original: Any, ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
     parts, shape = indices_or_sections, np.shape(ary)
     n: Any = shape[axis] if isinstance(axis, int) and -len(shape) <= axis < len(shape) else None
@@ -376,7 +376,7 @@ def _array_split(original: Any, ary: Any, indices_or_sections: Any, axis: int = 
     return jnp.split(ary, list(itertools.accumulate(sizes[:-1])), axis)
 
 
-@_compat.stands_in_for("jax.numpy.cov")
+@_compat.patches("jax.numpy.cov")
 def _cov(original: Any, m: Any, y: Any = None, rowvar: bool = True, *args: Any, **more: Any) -> Any:
     # JAX returns early where there is no observation, which may be said of some rows.
     shape = np.shape(m)
@@ -385,7 +385,7 @@ def _cov(original: Any, m: Any, y: Any = None, rowvar: bool = True, *args: Any, 
     return jnp.where(jnp.asarray(count) == 0, jnp.nan, out) if _compat.is_row_size(count) else out
 
 
-@_compat.stands_in_for(*(f"jax.numpy.fft.{name}" for name in ("fft", "ifft", "rfft", "irfft")))
+@_compat.patches(*(f"jax.numpy.fft.{name}" for name in ("fft", "ifft", "rfft", "irfft")))
 def _fft(original: Any, a: Value, n: Any = None, axis: int = -1, norm: str | None = None) -> Any:
     # JAX asks for the wanted size as an int, and crops and pads to it.
     a = jnp.asarray(a)
