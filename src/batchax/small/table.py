@@ -95,7 +95,7 @@ DECOMPOSITIONS = {
     "lu": Decomposition(lu, (2,), finite=True, of_library=with_permutation),
     "triangular_solve": Decomposition(triangular_solve, (2, 2)),
     "eigh": Decomposition(eigh.eigh, (2,), eigh.serves, alone=True, choices=(0,)),
-    "qr": Decomposition(qr.qr, (2,), qr.serves, alone=True, choices=(0,), finite=True),
+    "qr": Decomposition(qr.qr, (2,), qr.serves, alone=True, choices=(0, 1), finite=True),
     "svd": Decomposition(svd.svd, (2,), svd.serves, alone=True, choices=(1, 2)),
     "dot_general": Decomposition(product.product, None, product.serves, product.pays),
 }
