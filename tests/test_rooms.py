@@ -1,4 +1,4 @@
-"""The rooms of the architecture page: imports go down, never up, and never in a circle."""
+"""The packages of the architecture page: imports go down, never up, and never in a circle."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "batchax"
 def rooms():
     """From the page: each room's name, with how far down it is."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page[page.index("| room |") :].split("\n\n")[0].splitlines()[2:]
+    table = page[page.index("| package |") :].split("\n\n")[0].splitlines()[2:]
     return {
         name: depth
         for depth, row in enumerate(table)
