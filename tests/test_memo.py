@@ -292,10 +292,13 @@ NO_CACHES = {
         "_jobs": "jobs of which this process does units, with files open",
         "_writer": "the name of this process",
     },
-    "datasets/leases.py": {"_held": "leases that are held, to renew and to let go of"},
-    "datasets/lock.py": {"_held": "locks that are held, to let go of"},
-    "datasets/objects.py": {"_opened": "clients of stores, with their connections"},
-    "datasets/tensorstores.py": {"limited_context": "the one context, of no program"},
+    "datasets/disk.py": {"_held": "locks that are held, to release"},
+    "datasets/files.py": {"limited_context": "the one context, of no jaxpr"},
+    "datasets/job.py": {"functools.cache": "the plan and fingerprint of one call"},
+    "datasets/objects.py": {
+        "_held": "leases that are held, to renew and to release",
+        "_opened": "clients of stores, with their connections",
+    },
     "execution/names.py": {"_lane_variable": "one variable, which stands in programs"},
     "execution/progress.py": {"_running": "what is shown of loops that run now"},
     "explain/page.py": {
