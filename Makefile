@@ -21,6 +21,7 @@
 #   make kills N=300  so many calls of bx.map killed, gone on with, and compared with others
 #   make lint       lint and types alone
 #   make docs       the generated pages in docs/
+#   make prose      words and patterns that style bans: none may be added; ONLY=docs lists them
 #   make decisions  the golden file of what the policy of divergence decides
 #   make calibrate  what operations cost on this kind of device, as the policy counts them
 #   make notebooks  the examples as notebooks, in out/notebooks/
@@ -54,7 +55,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test double single defaults test-all nightly test-newest fuzz kills lint types \
-    style browser azurite fake-gcs loaders decisions calibrate docs notebooks site changes package bench bench-history search constraints clean
+    style browser azurite fake-gcs loaders decisions calibrate prose docs notebooks site changes package bench bench-history search constraints clean
 
 demo: .venv/ready
 	.venv/bin/python examples/digits.py
@@ -211,6 +212,9 @@ notebooks: .venv/ready
 site: .venv/ready
 	.venv/bin/sphinx-build -q -W --keep-going -b html docs out/site
 	@echo "The site is in out/site/index.html."
+
+prose: .venv/ready
+	.venv/bin/python tools/prose.py $(ONLY)
 
 changes: .venv/ready
 	.venv/bin/towncrier build --version $(or $(VERSION),unreleased) $(if $(VERSION),--yes,--draft)

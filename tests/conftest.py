@@ -79,7 +79,7 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 def pytest_runtest_call(item):
     before, begun = next(_compiled), slow_tests.spent()
     result = yield
-    item.user_properties.append(("processor time", slow_tests.spent() - begun))
+    item.user_properties.append(("CPU time", slow_tests.spent() - begun))
     compiled = next(_compiled) - before - 1
     marker = item.get_closest_marker("compiles")
     most = marker.args[0] if marker else MOST_COMPILATIONS
@@ -117,7 +117,7 @@ def pytest_addoption(parser):
         help="of slow tests (slow.txt), run one in six, the same each time",
     )
     parser.addoption(
-        "--write-slow", action="store_true", help="make slow.txt anew, for the tests that run"
+        "--write-slow", action="store_true", help="make slow.txt again, for the tests that run"
     )
     parser.addoption(
         "--compile-all",
@@ -236,7 +236,7 @@ if version("jaxlib") < "0.11":
 
 
 def _put(x):
-    """`x` as an array of JAX's, which makes one of NumPy's by a program for each shape.
+    """`x` as an array of JAX, which makes one of NumPy's by a program for each shape.
 
     So inputs of tests, and what results are compared with, were two programs of three.
     """

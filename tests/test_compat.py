@@ -412,7 +412,7 @@ def test_parameters(name):
             f"{sorted(eqn.params)}"
         )
     if eqn.invars:
-        assert find_rule(eqn.primitive) is not None, f"no rule of batchax's is found for `{name}`"
+        assert find_rule(eqn.primitive) is not None, f"no rule of batchax is found for `{name}`"
 
 
 def test_parameters_that_differ_by_version():

@@ -143,4 +143,4 @@ def test_slow_tests_are_there():
         if "from batchax.testing import" in text:  # tests that all stores inherit
             text += (ROOT / "src/batchax/testing/stores.py").read_text()
         missing = [n for n in names if f"def {n.split('::')[-1]}(" not in text]
-        assert not missing, f"make slow.txt anew: pytest --write-slow {missing}"
+        assert not missing, f"make slow.txt again: pytest --write-slow {missing}"

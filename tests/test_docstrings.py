@@ -29,7 +29,7 @@ def entries():
 
 
 def methods(name, cls):
-    """The methods and properties of a class, but for those that are not for users."""
+    """The methods and properties of a class, except for those that are not for users."""
     for key in dir(cls):
         x = inspect.getattr_static(cls, key)
         x = getattr(x, "__func__", x)

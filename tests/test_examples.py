@@ -167,7 +167,7 @@ def test_notebooks(tmp_path, capsys, monkeypatch):
         if first.startswith("%%writefile"):
             assert first.partition("\n")[2] == source
         else:
-            program = ast.parse(source).body[1:-1]  # but for the docstring, and what runs it
+            program = ast.parse(source).body[1:-1]  # except for the docstring, and what runs it
             parts = ast.parse("\n".join([first, *rest])).body[: len(program)]
             assert [*map(ast.dump, parts)] == [*map(ast.dump, program)]
 

@@ -34,7 +34,7 @@ def test_a_list_of_tokens_is_a_ragged_batch():
     assert re.search(r"1000 of them, from 1 to 1000:", says)
     assert "batchax.Ragged.from_rows(tokens)" in says
     assert "and 990 more arrays" in says
-    assert says.index("Ragged") < says.index("Give None")
+    assert says.index("Ragged") < says.index("Pass None")
     assert len(says.splitlines()) < 15
 
     numbers = [list(range(1 + i)) for i in range(50)]

@@ -107,7 +107,7 @@ def test_nothing_is_held_while_something_is_built():
     memo, other = Memo("for this test", most=4), Memo("for this test, too", most=4)
 
     def build():
-        with ThreadPoolExecutor(1) as pool:  # would wait for ever
+        with ThreadPoolExecutor(1) as pool:  # would wait forever
             found = pool.submit(lambda: memo.get("k", lambda: object()))
             pool.submit(lambda: other.get("k", int)).result(60)
             pool.submit(other.cache_clear).result(60)

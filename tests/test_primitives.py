@@ -1,4 +1,4 @@
-"""Every primitive of JAX has a rule here, but for a few that are named and why."""
+"""Every primitive of JAX has a rule here, except for a few that are named and why."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ JAX_ONLY = {
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory):
-    """The page made anew, in a process where no other library has added primitives."""
+    """The page made again, in a process where no other library has added primitives."""
     target = tmp_path_factory.mktemp("docs") / "primitives.md"
     subprocess.run([sys.executable, str(GENERATOR), str(target)], check=True)
     return target.read_text()
@@ -48,7 +48,7 @@ def test_few_primitives_are_left_to_jax(generated):
     assert len(table) > 200
     left = {name for name, rule in table.items() if rule.startswith("JAX's")}
     assert left <= JAX_ONLY
-    assert not [name for name, rule in table.items() if rule == "one lane after another"]
+    assert not [name for name, rule in table.items() if rule == "sequentially"]
 
 
 def test_rules_are_of_the_family_that_asked_for_them(generated):

@@ -588,7 +588,7 @@ def moves_whole(line):
 
 @pytest.mark.parametrize("of", ["plain", "checkpoint"])
 def test_memory_of_a_gradient_along_the_last_axis(of):
-    """Less than of arrays that are transposed by hand: all but the ys is computed again."""
+    """Less than of arrays that are transposed by hand: all but the ys is recomputed."""
     step = lambda c, x: (jnp.tanh(c + x),) * 2
     step = step if of == "plain" else jax.checkpoint(step)
     loss = lambda scan: lambda c, x: jnp.sum(scan(c, x)[1] ** 2)

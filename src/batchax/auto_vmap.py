@@ -127,7 +127,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
 
 
 _GIVE_RANKS = (
-    "Give ranks, such as @batchax.auto_vmap(1, 2) or @batchax.auto_vmap(x=1); or write "
+    "Pass ranks, such as @batchax.auto_vmap(1, 2) or @batchax.auto_vmap(x=1); or write "
     "@batchax.auto_vmap, without parentheses, on a function whose parameters are annotated by "
     "jaxtyping."
 )

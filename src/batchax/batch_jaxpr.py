@@ -80,7 +80,7 @@ def batch_jaxpr(
     for i, (position, asked) in enumerate(zip(positions, out_axes, strict=True)):
         if asked is None and position is not None:
             raise AxisError(
-                f"out_axes[{i}] is None, but output {i} of the program depends on the batch. Give "
+                f"out_axes[{i}] is None, but output {i} of the program depends on the batch. Pass "
                 "the position its batch axis should have, or batchax.AUTO."
             )
     return batched, positions

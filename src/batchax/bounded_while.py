@@ -70,7 +70,7 @@ def bounded_while(
     The time it takes, also that of its derivatives, follows the steps taken and not
     `max_steps`. Derivatives are those of the steps taken, of any order and in both modes; the
     number of steps is taken as given. In reverse about ``sqrt(2 * max_steps)`` carries are
-    kept, and other steps are computed again from those, once each. Where that is not wanted
+    kept, and other steps are recomputed from those, once each. Where that is not wanted
     (nothing is differentiated, or in forward mode only) ``lax.while_loop`` needs no bound.
 
     Under `vmap` the loop ends with the last lane. A lane that is done keeps its carry, and
@@ -88,7 +88,7 @@ def bounded_while(
       max_steps: how many steps are taken at most, an int. With 0 the carry is returned as it came,
         in the types that a step would give it.
       progress: whether to show how many steps are done, of at most how many, in a terminal or
-        notebook; or a function that is called with these, from a thread of JAX's. About fifty
+        notebook; or a function that is called with these, from a thread of JAX. About fifty
         times at most, inside of `jit`, too.
 
     Returns:

@@ -353,7 +353,7 @@ def _inexact(outs: Any) -> list[Any]:
 
 
 def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> Any:
-    """An array for all lanes like `y`, of zeros but for the parts of some lanes."""
+    """An array for all lanes like `y`, of zeros except for the parts of some lanes."""
     if not _is_rows(of):
         return jnp.zeros_like(y).at[np.array(lanes)].set(jnp.stack(parts))
     offsets, axis = np.asarray(of.offsets), of.element_axis

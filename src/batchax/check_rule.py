@@ -48,7 +48,7 @@ def check_rule(
       others: arguments for further lanes, two sequences or more like `example_args`. All lanes are
         compared. If not given, there are eight: the example, and seven that differ from it. Floats
         are changed by up to a tenth of themselves, arrays of integers and bools are shifted
-        along their first axis, keys are folded. Give `others` if the function does not take
+        along their first axis, keys are folded. Pass `others` if the function does not take
         such arguments (a matrix that must be symmetric), or to vary scalar integers.
       derivatives: whether to compare derivatives. Those that `fun` does not have for one
         example are left out.

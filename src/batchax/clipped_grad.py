@@ -131,7 +131,7 @@ def clipped_grad(
         if not _may_be_gradient(gradient, chosen[0] if is_position(argnums) else tuple(chosen)):
             raise ArgumentTypeError(
                 "clipped_grad: what `grad` makes of the loss must return gradients alone, in the "
-                f"structure of what they are with respect to; it returned {_short(gradient)}. Give "
+                f"structure of what they are with respect to; it returned {_short(gradient)}. Pass "
                 "jax.grad, not jax.value_and_grad, and no has_aux=True: values and aux are those "
                 "of batchax.vmap(loss)."
             )

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status.
 
     0: done. 1: a command failed. 2: something in the command line is not as it must be. 3: done,
-    but for rows that are quarantined. 130: interrupted; the same command goes on.
+    except for rows that are quarantined. 130: interrupted; the same command goes on.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(argv)

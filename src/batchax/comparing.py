@@ -1,4 +1,4 @@
-"""Whether two arrays hold the same, but for rounding: by what checks in users' tests compare."""
+"""Whether two arrays hold the same, except for rounding: by what checks in users' tests compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`custom_vmap`: a function with a batching rule of the user's."""
+"""`custom_vmap`: a function with a batching rule of the user."""
 
 from __future__ import annotations
 

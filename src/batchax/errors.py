@@ -28,7 +28,7 @@ class AxisError(BatchaxError, ValueError):
       batchax.errors.AxisError: the mapped axes must have one size, but they have 3, 4:
         x: shape (3,), axis 0, size 3
         y: shape (4,), axis 0, size 4
-      Give None in in_axes for an argument that is the same for all lanes.
+      Pass None in in_axes for an argument that is the same for all lanes.
     """
 
 
@@ -104,7 +104,7 @@ class RowError(BatchaxError, RuntimeError):
 class ProcessesError(BatchaxError, RuntimeError):
     """The processes that run one program did not all make the same call; a ``RuntimeError``.
 
-    All of them raise it, where otherwise some would wait for others for ever.
+    All of them raise it, where otherwise some would wait for others forever.
 
     Example:
       >>> try:
@@ -115,7 +115,7 @@ class ProcessesError(BatchaxError, RuntimeError):
 
 
 class SequentialFallbackWarning(UserWarning):
-    """A primitive without a batching rule runs one lane after another.
+    """A primitive without a batching rule runs sequentially.
 
     The message names the primitive and the line that uses it.
 
@@ -145,7 +145,7 @@ class SmallerChunksWarning(UserWarning):
 
 
 class RuleReplacedWarning(UserWarning):
-    """A batching rule of batchax's own was replaced, for the whole process.
+    """A batching rule of batchax was replaced, for the whole process.
 
     Example:
       >>> import warnings

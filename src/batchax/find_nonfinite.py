@@ -29,8 +29,8 @@ def find_nonfinite(
     reaches no result, and becomes no NaN on the way to one, such as that of a mask, is no fault.
 
     Each value has a handful of integers beside it, which costs one more reduction for each
-    equation. Programs inside calls that are none of JAX's, such as functions with a batching rule
-    of the user's, are one equation each.
+    equation. Programs inside calls that are none of JAX, such as functions with a batching rule
+    of the user, are one equation each.
 
     Args:
       fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.

@@ -111,13 +111,13 @@ def map(
       max_consecutive_errors: stop when more rows than that fail in succession with one type of
         error, since a service may be away or memory full. These rows are not quarantined: the same
         call resumes with them. None: never.
-      retry_quarantined: compute again the units whose rows earlier calls quarantined.
+      retry_quarantined: recompute the units whose rows earlier calls quarantined.
       retries: how many times reading and writing are tried again if they fail.
       resume: "auto": go on where an earlier call ended; "never": refuse if there was one; "extend":
         as "auto", and if the inputs have more rows at their end since then, compute those, too. A
         job has to be begun so for inputs that are one file, whose earlier rows are then compared.
       overwrite: start over: remove the output and the job of an earlier call, and compute all rows
-        anew. An output that batchax did not make, or at which another process is at work, is not
+        again. An output that batchax did not make, or at which another process is at work, is not
         removed.
       store_options: how the store writes results, as its library names it. Zarr: ``codecs``,
         ``chunk_shape`` and ``dimension_names``, as in ``zarr.json``, or a dict of these for an
@@ -127,7 +127,7 @@ def map(
         columns of the Parquet file that an argument is a column of, or of coordinates of an array
         of xarray; or a dict of columns: ``{"id": "t.parquet:id", "name": frame["name"]}``. To
         Parquet files; numbers to Zarr, too.
-      version: names what the function does, where that cannot be seen: if it calls the host
+      version: names what the function does, where that cannot be seen: if it has a host callback
         (``jax.pure_callback``), what that does is not in its program.
       inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
         path, size and times. "content": a checksum of all that it holds, which takes a reading of
@@ -217,7 +217,7 @@ def _from_anywhere(named: Address | None) -> Address | None:
         return named.absolute() if isinstance(named, Path) and named.name else named
     except OSError as error:
         raise StorageError(
-            f"out={str(named)!r} is a path from the folder of this process, which is gone. Give "
+            f"out={str(named)!r} is a path from the folder of this process, which is gone. Pass "
             "the path in full."
         ) from error
 
@@ -248,7 +248,7 @@ def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None
         if source.would_hold(place):
             raise ArgumentTypeError(
                 f"out={str(out)!r} lies in {source.name}, which would change while it is read. "
-                "Give an out= beside it."
+                "Pass an out= beside it."
             )
 
 
@@ -280,7 +280,7 @@ def _check_overwritten(
     for name, path in [*((s.name, f.path) for s in sources for f in s.all_files), *shared]:
         if place == path or place in path.parents:
             raise ArgumentTypeError(
-                f"out={str(out)!r} holds {name}, which overwrite=True would remove. Give another "
+                f"out={str(out)!r} holds {name}, which overwrite=True would remove. Pass another "
                 "out=."
             )
 

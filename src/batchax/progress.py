@@ -1,4 +1,4 @@
-"""How far something is: a bar where somebody watches, plain lines, or a function of the user's."""
+"""How far something is: a bar where somebody watches, plain lines, or a function of the user."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _bars_shown(attended: bool) -> Any:
         from rich.progress import Progress as Bars
 
         # What nobody is sure to close must not hold on to the terminal: no thread that draws,
-        # no streams in place of the user's, and the cursor stays.
+        # no streams in place of the user, and the cursor stays.
         bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),

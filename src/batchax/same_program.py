@@ -154,7 +154,7 @@ def _compare_compiled(f: Callable[..., Any], g: Callable[..., Any], args: Any) -
     if first == second and "{...}" in first:
         what = (
             "They hold constants that the compiler does not print, and that cannot be compared. "
-            "Give large arrays as arguments, rather than close over them."
+            "Pass large arrays as arguments, rather than close over them."
         )
         return Comparison(False, listed, Difference(what), compiled=True)
     if first == second:

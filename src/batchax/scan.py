@@ -111,11 +111,11 @@ def scan(
         once it returns true no further step is taken. The carry is then what it was, and the
         `ys` of steps not taken are zeros. The time, also of derivatives, follows the steps
         taken; in reverse about ``2 * sqrt(length)`` carries are kept beside the arrays that
-        are scanned, and steps are computed again from those. Under `vmap` the loop ends with
+        are scanned, and steps are recomputed from those. Under `vmap` the loop ends with
         the last lane; others leave it, or are masked.
       progress: whether to show how many steps are done, at what rate, and the time left, in a
         terminal or notebook; or a function that is called with the steps done and those there
-        are, from a thread of JAX's. About fifty times at most, inside of `jit`, too.
+        are, from a thread of JAX. About fifty times at most, inside of `jit`, too.
 
     Returns:
       A function ``(init, *xs, **kwargs) -> (carry, ys)``, from the first carry and the
@@ -212,7 +212,7 @@ def scan(
             if m.axis != 0 and _compat.is_reference(m.value):
                 raise UnsupportedError(
                     f"{m.path} is a reference (jax.new_ref) that is mapped over axis {m.axis}, but "
-                    "scan reads references along axis 0 only. Give it None in in_axes, and index "
+                    "scan reads references along axis 0. Pass None in in_axes for it, and index "
                     "it in the step."
                 )
         advised = named_in_errors(fun, flat.mapped, flat.shared, STEPS.each)
@@ -310,7 +310,7 @@ def _parted(
         one = len(wrong) == 1
         raise AxisError(
             f"{listed(wrong)} may differ between steps, but out_axes says None for "
-            f"{'it' if one else 'them'}. Give an int, the position of the axis of the steps. Put a "
+            f"{'it' if one else 'them'}. Pass an int, the position of the axis of the steps. Put a "
             "value of which only the last, or a sum over the steps, is wanted into the carry."
         )
     of_one = jaxpr.replace(outvars=[ys[k] for k in alone])

@@ -1,4 +1,4 @@
-"""`sequential_vmap`: a function that runs for one lane after another."""
+"""`sequential_vmap`: a function that runs one example at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @_compat.api_boundary
 def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
-    """Makes `fun` run for one lane after another wherever it is batched.
+    """Makes `fun` run one example at a time wherever it is batched.
 
     For a function that needs too much memory for several lanes at once, whose lanes are
     to have their effects in order, or that does less for one lane than for many (a

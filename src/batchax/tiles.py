@@ -58,7 +58,7 @@ class Tiles(AxisSpec):
             hint = "" if self.size is None else f', or last="short" for a last tile of {rest}'
             raise AxisError(
                 f"in_axes gives {self!r} for {path}, of shape {tuple(shape)}: axis {axis} has "
-                f"{total} elements, which do not make {what}. Give what divides {total}{hint}."
+                f"{total} elements, which do not make {what}. Pass what divides {total}{hint}."
             )
         return (parts, total // parts) if self.size is None else (total // parts, parts)
 
@@ -152,7 +152,7 @@ def _checked(spec: Tiles, what: str, value: Value, path: str) -> tuple[tuple[int
     if _compat.is_reference(value):
         raise UnsupportedError(
             f"{what} gives {spec!r} for {path}, a reference (jax.new_ref), of which there are no "
-            "tiles. Give the position of an axis, and reshape what is read of it."
+            "tiles. Pass the position of an axis, and reshape what is read of it."
         )
     if not shape:
         raise AxisError(f"{what} gives {spec!r} for {path}, which has shape (): it has no axis.")
@@ -183,7 +183,7 @@ def _check_shards(x: Value, axis: int, count: int, path: str) -> None:
     if count % devices:
         raise UnsupportedError(
             f"{path} is sharded along axis {axis} over {devices} devices, as {sharding.spec}, "
-            f"which cannot have equal shares of {count} tiles. Give tiles that they can, or put "
+            f"which cannot have equal shares of {count} tiles. Pass tiles that they can, or put "
             "the array on every device before, with jax.sharding.reshard(x, jax.P())."
         )
 

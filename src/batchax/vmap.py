@@ -150,7 +150,7 @@ def vmap(
       divergence: what lanes do that are done with a loop, or do not take a branch. "predicate":
         they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
         done leave a loop, others take their places, and a branch runs for the lanes that take
-        it. `Compact` sets how. "auto": so it is where it surely pays, on processors: in loops of
+        it. `Compact` sets how. "auto": so it is where it surely pays, on CPUs: in loops of
         expensive steps, and expensive branches. All else is masked.
       small_matrices: how small matrices are decomposed and multiplied, of which each lane has its
         own. "library": by a call of a library of linear algebra for each. "vectorized": on
@@ -163,7 +163,7 @@ def vmap(
         one length together, for which lengths must be known. "auto": packed and padded, for
         each part of the function what costs less; grouped for a function that cannot be
         computed exactly otherwise; in a program, padded to several sizes where that costs less:
-        in groups of known lengths, in size classes, as `buckets` says, of traced ones.
+        in groups of known lengths, in size buckets, as `buckets` says, of traced ones.
       buckets: rows of `Ragged` arguments run in groups of similar length, each padded to its
         longest only: at most so many groups, or those of ``batchax.bucket(x)``. Where lengths are
         traced, an int: each row is padded to the least that it fits of `max_length`, half of it,
@@ -179,7 +179,7 @@ def vmap(
         loops, Fourier transforms and the like.
       progress: whether to show how many chunks are done, at what rate, and the time left, in a
         terminal or notebook; or a function that is called with the chunks done and those there
-        are, from a thread of JAX's. It goes with `batch_size`, and is for inside of `jit`, too.
+        are, from a thread of JAX. It goes with `batch_size`, and is for inside of `jit`, too.
 
     Returns:
       A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
@@ -200,7 +200,7 @@ def vmap(
 
     Warns:
       SmallerChunksWarning: memory ran out, outside of `jit`, with chunks of `batch_size`
-        lanes, and the call goes on with fewer.
+        lanes, and the call continues with fewer.
 
     Example:
       >>> def predict(w, x):  # of one example
@@ -229,7 +229,7 @@ def vmap(
     spread = on_mesh is not None
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
-            "mesh and spmd_axis_name both say which devices lanes are spread over. Give mesh alone."
+            "mesh and spmd_axis_name both say which devices lanes are spread over. Pass mesh alone."
         )
 
     said = dict(

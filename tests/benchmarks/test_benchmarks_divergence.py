@@ -1,4 +1,4 @@
-"""The benchmarks of lanes that part ways compare programs that compute the same, and say so."""
+"""The benchmarks of lanes that diverge compare programs that compute the same, and say so."""
 
 from dataclasses import replace
 

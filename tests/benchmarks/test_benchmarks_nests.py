@@ -1,4 +1,4 @@
-"""The benchmarks of loops of loops compare programs that do the same, and count their steps."""
+"""The benchmarks of nested loops compare programs that do the same, and count their steps."""
 
 import jax
 import numpy as np

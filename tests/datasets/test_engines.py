@@ -65,7 +65,7 @@ def dask(tmp_path_factory):
     before = os.getcwd()
     os.chdir(tmp_path_factory.mktemp("dask"))
     options = dict(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0")
-    # A cluster gives up a worker that takes longer than 15 s to start again, for ever.
+    # A cluster gives up a worker that takes longer than 15 s to start again, forever.
     patience = {"distributed.deploy.lost-worker-timeout": "10 minutes"}
     with (
         dask.config.set(patience),

@@ -73,7 +73,7 @@ def test_reductions_go_on_from_their_parts():
 
 
 def grow(kind, rows):
-    """An input of so many rows, written anew, or into more files."""
+    """An input of so many rows, written again, or into more files."""
     x = X[:rows]
     if kind == "npy":
         np.save("x.npy", x)

@@ -1,4 +1,4 @@
-"""How far a job is, while it runs and after; damage on disk, found and mended."""
+"""How far a job is, while it runs and after; damage on disk, found and fixed."""
 
 import subprocess
 import time
@@ -65,7 +65,7 @@ def test_how_far_it_is(out):
         assert "running in this process, since 20" in str(found)
         assert " left" in str(found)
         assert found.rate > 0
-    assert "stopped; the same call goes on with it" in str(status(out))
+    assert "stopped; the same call continues with it" in str(status(out))
     with opened(out) as job:
         assert status(out).rate is None  # of this run nothing is known yet
         computed(job, [1, 2, 3])

@@ -1,4 +1,4 @@
-"""A job that is begun, killed, gone on with, shared and finished; what is refused."""
+"""A job that is begun, killed, resumed, shared and finished; what is refused."""
 
 import json
 import subprocess

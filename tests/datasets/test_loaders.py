@@ -101,7 +101,7 @@ def leave(done, total):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_loaders_make(library, tmp_path, monkeypatch):
-    """In memory, from a row on, to a disk and gone on with: as the map of the arrays."""
+    """In memory, from a row on, to a disk and resumed: as the map of the arrays."""
     # Behind all else: what batchax is tested with comes first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / ".cache" / "loaders")])
     try:

@@ -1,4 +1,4 @@
-"""Reductions over the rows of a dataset: in units, without rows that fail, gone on with."""
+"""Reductions over the rows of a dataset: in units, without rows that fail, resumed."""
 
 import functools
 

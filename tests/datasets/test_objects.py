@@ -349,7 +349,7 @@ def test_patterns_and_arrays_in_groups(memory):
 
 @pytest.mark.parametrize("silent", ["/c.2", "done.json"])
 def test_a_store_that_does_not_answer_is_not_damaged(memory, monkeypatch, silent):
-    """Else a network that is cut while somebody verifies would have all computed again."""
+    """Else a network that is cut while somebody verifies would have all recomputed."""
     out = f"{memory}/y.zarr"
     bx.map(double, X, out=out, **UNIT)
 
@@ -710,7 +710,7 @@ def test_passwords_in_addresses_are_in_no_message():
 
 
 def test_azure(azure, tmp_path):
-    """The same as on a disk, from .npy, with a lease, gone on with, and verified."""
+    """The same as on a disk, from .npy, with a lease, resumed, and verified."""
     root = f"az://{object_servers.BUCKET}/{uuid.uuid4().hex}"
     put(f"{root}/x.npy", npy(X))
     stopped(f"{root}/z.parquet")

@@ -1,4 +1,4 @@
-"""`overwrite=True`: an output and its job are removed, and made anew; only what is ours."""
+"""`overwrite=True`: an output and its job are removed, and made again; only what is ours."""
 
 import contextlib
 import itertools

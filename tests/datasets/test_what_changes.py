@@ -457,7 +457,7 @@ def test_an_output_that_was_replaced(out, finished, stopped):
     Path(f"other{out[1:]}").rename(now)
     with pytest.raises(bx.JobError, match=rf"{out} does not hold what was written to it: rows \d"):
         bx.map(double, X, out=out, **UNIT)
-    if out == "y.zarr":  # what is damaged is computed again
+    if out == "y.zarr":  # what is damaged is recomputed
         assert not verify(out)
         assert bx.map(double, X, out=out, **UNIT).reused < ROWS
         np.testing.assert_array_equal(zarr.open_array(out, mode="r")[:], X * 2)
@@ -549,7 +549,7 @@ def test_a_file_of_a_stopped_job_that_is_gone_is_computed_again(out, before_writ
 
 @pytest.mark.parametrize("out", LISTED)
 def test_a_file_of_a_finished_job_that_is_gone(out):
-    """Is no zeros for who reads it, and is computed again by the same call."""
+    """Is no zeros for who reads it, and is recomputed by the same call."""
     out = out.format(uuid.uuid4())
     bx.map(double, X, out=out, **UNIT)
     _, file = a_file_of(out)
@@ -562,7 +562,7 @@ def test_a_file_of_a_finished_job_that_is_gone(out):
 
 @pytest.mark.parametrize("out", LISTED[:2])
 def test_a_file_that_goes_while_others_write(out):
-    """Whoever wrote it: what is missing at the end is told by name, and computed again."""
+    """Whoever wrote it: what is missing at the end is told by name, and recomputed."""
     gone = []
 
     def remove(done, _):

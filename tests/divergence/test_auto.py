@@ -1,4 +1,4 @@
-"""Lanes part ways where that pays, without being asked: `vmap(..., divergence="auto")`."""
+"""Lanes diverge where that pays, without being asked: `vmap(..., divergence="auto")`."""
 
 import functools
 from math import inf
@@ -313,7 +313,7 @@ def test_derivatives_run_for_all_lanes_if_a_cache_holds_what_they_keep():
 
 
 def test_branches_of_elementwise_functions_stay():
-    """On a processor they are one loop with the selection, which skips what is not selected."""
+    """On a CPU they are one loop with the selection, which skips what is not selected."""
 
     def f(index, x, _):
         fifty = lambda g, x: functools.reduce(lambda y, _: g(y), range(50), x)

@@ -1,4 +1,4 @@
-"""Bounded loops whose lanes part ways without being asked, and their derivatives."""
+"""Bounded loops whose lanes diverge without being asked, and their derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +158,7 @@ def test_cheap_steps_back_are_apart_where_few_lanes_save_much():
 
 
 def test_what_only_a_derivative_needs_is_compiled_once_forth():
-    """A loop, a window, what both sweeps compute again, and two steps back: each has a sine."""
+    """A loop, a window, what both sweeps recompute, and two steps back: each has a sine."""
 
     def f(n, x):
         return bx.bounded_while(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x), 9)

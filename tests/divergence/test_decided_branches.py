@@ -157,7 +157,7 @@ def test_what_runs_is_chosen_by_what_a_branch_costs():
         ("masked", [], [])
     ]  # it would take too long
     assert conds(short) == [("masked", [], [])]
-    # Blocks of it cost what all lanes do, but for an operation that many lanes run otherwise.
+    # Blocks of it cost what all lanes do, except for an operation that many lanes run otherwise.
     assert conds(ordered(jnp.sort)) == [("grouped", [1], [])]
     assert conds(ordered(jnp.sort), min_core_work=float("inf")) == [("grouped", [1], [1])]
     assert conds(ordered(lambda x: 1.0 * jnp.argsort(x[:256]).sum() + x)) == [("grouped", [1], [1])]

@@ -68,7 +68,7 @@ def three_deep(x, counts, matrix):
 
 
 def bounded_outermost(x, counts, matrix):
-    """A loop of a step for each entry of `counts`, but for those of lanes that are done."""
+    """A loop of a step for each entry of `counts`, except for those of lanes that are done."""
 
     def step(c):
         at, x, ends = c

@@ -1,4 +1,4 @@
-"""Loops of loops whose lanes are each at a place of their own."""
+"""Nested loops whose lanes are each at a place of their own."""
 
 import functools
 

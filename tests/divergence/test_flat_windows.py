@@ -1,4 +1,4 @@
-"""Lanes of loops of loops that are expensive to move: all run first, then the last in a window."""
+"""Lanes of nested loops that are expensive to move: all run first, then the last in a window."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Loops of cheap steps, in which few neighbours at a time run in one function of the compiler."""
+"""Loops of cheap steps, in which few neighbors at a time run in one function of the compiler."""
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def test_loops_of_many_kinds():
 
 @pytest.mark.parametrize("size", [96, 107])
 def test_few_neighbours_are_left_behind(size):
-    """Each takes its own steps, all of them fewer than if neighbours waited for each other."""
+    """Each takes its own steps, all of them fewer than if neighbors waited for each other."""
 
     def step(width, consts, active, carry, tally):
         (most, by), (n, x, computed) = consts, carry
@@ -230,7 +230,7 @@ def draws(x, entries):
 
 
 def nests(x, entries):
-    """Loops of loops, one of them three deep, one with keys, with results at each step."""
+    """Nested loops, one of them three deep, one with keys, with results at each step."""
     return [fun(x, entries) for fun in (three_deep, arrays, draws)]
 
 
@@ -286,9 +286,9 @@ def test_which_loops_run_so_is_told_by_their_cost():
     assert widths(1024, 2) == (128,)
     assert widths(1024, 3) == (80,)
     assert widths(1024, 24) == (8,)
-    assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a processor
+    assert widths(200, 64) == (1,)  # a lane by itself fills the registers of a CPU
     assert widths(100, 1) == ()
-    assert widths(1 << 17, 1) == ()  # more cores than one are of use
+    assert widths(1 << 17, 1) == ()  # more cores than one are useful
 
 
 def test_loops_inside_others_that_neighbours_take_in_turn_keep_their_barrier():

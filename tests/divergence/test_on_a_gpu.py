@@ -1,4 +1,4 @@
-"""What lanes that part ways do on a GPU without being asked: decided as there, and run here."""
+"""What lanes that diverge do on a GPU without being asked: decided as there, and run here."""
 
 import jax
 import jax.numpy as jnp

@@ -482,7 +482,7 @@ def test_a_call_outside_of_jit_is_cut_into_chunks_once(monkeypatch):
 
 
 def test_what_is_remembered_sees_what_a_function_closes_over():
-    """An array, a list that changes, and a derivative rule made anew each time."""
+    """An array, a list that changes, and a derivative rule made again each time."""
     scales = [2.0]
     x = example((5,), seed=3)
 

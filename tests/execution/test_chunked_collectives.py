@@ -113,7 +113,7 @@ def test_batch_normalisation(batch_size, residuals):
 
 
 def test_what_crosses_is_kept_or_computed_again():
-    """Little is kept; much (here: more than the inputs of a lane) is computed again."""
+    """Little is kept; much (here: more than the inputs of a lane) is recomputed."""
     counts = []
 
     def counted(x):

@@ -173,7 +173,7 @@ def test_one_key_for_all_lanes_gives_all_the_same_numbers():
 
 
 def test_derivatives_see_the_same_random_numbers():
-    """What is computed again in reverse mode draws what was drawn before."""
+    """What is recomputed in reverse mode draws what was drawn before."""
     keys = jax.random.split(jax.random.key(3), LANES)
     x = example((LANES, 3), seed=4)
 

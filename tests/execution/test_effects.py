@@ -62,7 +62,9 @@ CALLS = Calls()
 
 
 def everywhere(ordered, turn):
-    """A function of one example that calls the host in all places, of a kind that takes turns."""
+    """A function of one example that has a host callback in all places, of a kind that takes
+    turns.
+    """
     kinds = [CALLS.debug, CALLS.io, CALLS.valued, *([] if ordered else [CALLS.print])]
     how = {"ordered": True} if ordered else {}
 

@@ -20,7 +20,7 @@ WHOLE_ALLOWED = {
     *("broadcast", "dynamic-update-slice", "fusion", "call"),
 }
 
-# A chunk without its lanes' neighbours: `name = type[sizes]{layout} operation(...)`.
+# A chunk without its lanes' neighbors: `name = type[sizes]{layout} operation(...)`.
 _INSTRUCTION = re.compile(r"= \w+\[([\d,]*)\](?:\{[^}]*\})? ([\w-]+)\(")
 
 

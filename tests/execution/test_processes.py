@@ -35,7 +35,7 @@ TESTS = Path(__file__).parents[1]
 SECONDS = 900  # after which processes are stopped, whatever they wait for
 CLOSE = dict(rtol=1e-5, atol=1e-5)
 CASES = {}
-# Nothing of JAX's is computed before processes have met.
+# Nothing of JAX is computed before processes have met.
 W = np.sin(np.arange(10.0)).reshape(5, 2).astype(jax.dtypes.canonicalize_dtype(float))
 
 

@@ -183,7 +183,7 @@ TABLE = {
             lambda: found(bounded, f32(B, 32), divergence="compact", compile=False),
         ],
     ),
-    "one lane after another": (
+    "sequentially": (
         [
             lambda: found(ruleless_p.bind, f32(8), compile=False),
             lambda: found(sequential("sequential"), f32(8), compile=False),
@@ -472,7 +472,7 @@ def test_what_was_measured_says_which_chunks_are_best():
     (found,) = measured(slow, loop, all_at_once, fast)
     assert found == (
         "batch_size=4 took 4 ms, 64 lanes at a time 500 us, with 1 MiB of memory.",
-        "Give batch_size=64.",
+        "Pass batch_size=64.",
     )
     (found,) = measured(slow, loop, all_at_once)
     assert found[1] == "Leave batch_size out."
@@ -517,7 +517,7 @@ def test_advice_is_measured_and_given_where_it_pays(pays, monkeypatch):
     found = [f for f in explanation.findings if f.kind == "loop waits for its slowest lane"]
     if pays:
         assert found[0].message.endswith(" It took 4 s, with divergence='compact' 2 s.")
-        assert found[0].remedy.startswith('Give divergence="compact"')
+        assert found[0].remedy.startswith('Pass divergence="compact"')
     else:
         assert not found
     for shown in (str(explanation), explanation._repr_html_()):
@@ -582,11 +582,11 @@ def test_buckets_that_are_advised_are_measured(pays, monkeypatch):
 
 
 def test_advice_of_a_chunk_size_is_measured(monkeypatch):
-    """What is reckoned from prices is not advised any more."""
+    """What is estimated from prices is not advised any more."""
     x = jnp.ones((4096, 4), "float32")
     advised = [f.advice for f in explain(jnp.sin, batch_size=1)(x).findings]
     assert advised == [{"batch_size": 512}]
-    for seconds, remedies in ((0.9, []), (0.5, ["Give batch_size=512."])):
+    for seconds, remedies in ((0.9, []), (0.5, ["Pass batch_size=512."])):
         seconds = {"now": 1.0, 512: seconds}
         explanation, _ = followed(monkeypatch, seconds, jnp.sin, 0, x, batch_size=1)
         assert [t.batch_size for t in explanation.timings] == [1, "loop", 512, None]

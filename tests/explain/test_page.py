@@ -361,7 +361,7 @@ def test_a_finding_leads_to_its_equation(page):
     assert [k.lower() for k in kinds] == [
         "loop waits for its slowest lane",
         "branch runs for all lanes",
-        "one lane after another",
+        "sequentially",
     ]
     page.find_element("id", "close").click()
     link = _all(page, ".finding a.to")[2]
@@ -667,7 +667,7 @@ EVIL = '<img src=x onerror="document.title = 1"><!-- </script><script>document.t
 
 
 def evil():
-    """An explanation in which everything of the user's is markup."""
+    """An explanation in which everything of the user is markup."""
     explanation = rich()
     finding = replace(explanation.findings[0], kind=EVIL, message=EVIL, remedy=EVIL)
     first, *rest = explanation.equations

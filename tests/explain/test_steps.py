@@ -226,7 +226,7 @@ def _rule(axis_size, in_batched, n):
 @pytest.mark.parametrize(
     ("fun", "why", "options"),
     [
-        (calls_the_host, "it calls the host, which would be called once more", {}),
+        (calls_the_host, "it has a host callback, which would be called once more", {}),
         (with_reference, "it has references", {}),
         (
             lambda n: count_down(n) * 2,

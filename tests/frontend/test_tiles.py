@@ -191,7 +191,7 @@ def test_tiles_that_devices_cannot_have_equal_shares_of_are_refused():
 REFUSED = {
     "does not divide": (
         lambda: bx.vmap(running, bx.tiles(5))(X),
-        "block, of shape (12, 5): axis 0 has 12 elements, which do not make tiles of 5. Give "
+        "block, of shape (12, 5): axis 0 has 12 elements, which do not make tiles of 5. Pass "
         'what divides 12, or last="short" for a last tile of 2.',
     ),
     "count": (lambda: bx.vmap(running, bx.tiles(count=5))(X), "which do not make 5 tiles"),

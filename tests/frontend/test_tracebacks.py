@@ -31,7 +31,7 @@ def bad_rule(axis_size, in_batched, x):
     bad(x)
 
 
-# What a user calls, with a function of the user's that raises.
+# What a user calls, with a function of the user that raises.
 RAISES = {
     "vmap": lambda: bx.vmap(bad)(X),
     "vmap in chunks": lambda: bx.vmap(bad, batch_size=2)(X),

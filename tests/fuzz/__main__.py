@@ -76,7 +76,7 @@ def main(options):
         )
     print(
         f"JAX {jax.__version__}, {options.flags} flags: {programs} programs in {seconds:.0f} s of "
-        "processor time "
+        "CPU time "
         f"({smaller} more to make failing ones small), {seconds / max(programs, 1):.3f} s each; "
         f"{sum(discarded.values())} said nothing, {sum(known.values())} failed in "
         f"{len(known)} ways"

@@ -163,7 +163,7 @@ class Choices:
 
 
 def run_block(block, begins=lambda k: None):
-    """What a block finds: the block, its processor time, and what it printed."""
+    """What a block finds: the block, its CPU time, and what it printed."""
     began, printed = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(printed):
         block.run(begins)
@@ -222,7 +222,7 @@ class Worker:
         ):
             self.process.kill()
             self.process.join()
-            return "the process went on for ever"
+            return "the process went on forever"
         self.process.join()
         code = self.process.exitcode
         return f"the process ended by {signal.Signals(-code).name if code < 0 else f'exit {code}'}"

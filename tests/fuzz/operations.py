@@ -579,5 +579,5 @@ lax.psum({s} * 2.0, ("i",)) * 0.1
 
 
 def read(text):
-    """The expressions of a family, one in each line; what is indented goes on with a line."""
+    """The expressions of a family, one in each line; what is indented continues with a line."""
     return text.strip().replace("\n    ", " ").splitlines()

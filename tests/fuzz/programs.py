@@ -44,7 +44,7 @@ def one_by_one(fun):
 ''',
     "ruled": '''\
 def ruled(fun):
-    """`fun` with a batching rule of the user's."""
+    """`fun` with a batching rule of the user."""
     with_rule = bx.custom_vmap(fun)
 
     @with_rule.def_vmap
@@ -580,7 +580,7 @@ def fori(d, block, depth):
 
 
 def call(d, block, depth):
-    """`jit`, `checkpoint`, derivative rules and batching rules of the user's."""
+    """`jit`, `checkpoint`, derivative rules and batching rules of the user."""
     kinds = ["jax.jit", "jax.checkpoint", "ruled", "with_jvp", "with_vjp", "one_by_one"]
     kind = d.choose(kinds)
     own = kind.startswith("with_")

@@ -109,7 +109,7 @@ def draw_case(choose):
     if program.effects:
         # JAX's own vmap refuses calls in order, and makes those of branches that are not taken.
         around = around.replace("jax.vmap", "bx.vmap")
-        # A chunk is computed again for its derivatives, and so are its calls.
+        # A chunk is recomputed for its derivatives, and so are its calls.
         mode = "values" if "batch_size" in f"{options} {around}" else mode
     if around == "jax.jit({})":
         around = "{}"

@@ -1,4 +1,4 @@
-"""Primitives without a rule here: what JAX knows of them, or one lane after another."""
+"""Primitives without a rule here: what JAX knows of them, or sequentially."""
 
 import warnings
 

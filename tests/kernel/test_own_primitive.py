@@ -1,4 +1,4 @@
-"""How a primitive of batchax's own is made, and that all of them are made so."""
+"""How a primitive of batchax is made, and that all of them are made so."""
 
 import ast
 import functools

@@ -134,7 +134,7 @@ def test_tables():
         enter("linaer: t6")
 
 
-# --- a program that is computed again in reverse: one kind of call among others ------------------
+# --- a program that is recomputed in reverse: one kind of call among others ------------------
 
 ROWS = [np.arange(1.0, n + 1, dtype=np.float32) / 3 for n in (3, 1, 4)]
 

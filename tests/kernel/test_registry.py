@@ -1,4 +1,4 @@
-"""Rules of the user's: for a new primitive, made by hand and by the rule makers."""
+"""Rules of the user: for a new primitive, made by hand and by the rule makers."""
 
 import contextlib
 
@@ -142,7 +142,7 @@ def test_register_rule_returns_the_rule():
 
 
 def test_a_rule_is_taken_back():
-    """Programs that were batched by it are batched anew, here and by `jax.vmap`."""
+    """Programs that were batched by it are batched again, here and by `jax.vmap`."""
     p = new_primitive("taken_back", lambda x: x, lambda x: like(x.shape, x.dtype))
     f = lambda x: p.bind(x)
     calls = {

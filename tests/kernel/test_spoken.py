@@ -92,12 +92,12 @@ REFUSED = {
         X,
         f"{HERE}.*`bounded loop` over 'i' contains",
     ),
-    "calls and collectives of lanes that part ways on devices": (
+    "calls and collectives of lanes that diverge on devices": (
         bx.vmap(lambda x: newton(x, meeting_and_telling), axis_name="i", mesh="all"),
         X,
         f"{HERE}.*`bounded loop` holds both a callback with effects and a collective",
     ),
-    "derivative of a bounded loop that calls the host": (
+    "derivative of a bounded loop that has a host callback": (
         summed(lambda x: newton(x, kept)),
         X,
         "a bounded loop that does input or output",

@@ -1,4 +1,4 @@
-"""Calls of `batchax.map` that are killed at chosen moments, and gone on with until they end.
+"""Calls of `batchax.map` that are killed at chosen moments, and resumed until they end.
 
 `python -m kills --count 300 --seed 0` kills so many.
 """

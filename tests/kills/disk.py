@@ -1,7 +1,7 @@
 """Kills calls of `map`, each again and again until it ends, and compares what they leave.
 
 The oracle is the same call that nobody killed: each file of the output has the same bytes, and what
-is reported is the same. Units that the journal has are never computed again.
+is reported is the same. Units that the journal has are never recomputed.
 
 Each call is a process of its own, forked from this one. That takes a tenth of a second, not the one
 or two that JAX takes to start, and is sound as long as nothing that has threads was used here: not
@@ -158,7 +158,7 @@ def one_output(
         done = units_done(out)
         assert again or done[: len(before)] == before, "what the journal said, it says no more"
         once = loses or again or len(set(done)) == len(done)
-        assert once, "a unit that was done was computed again"
+        assert once, "a unit that was done was recomputed"
         if code:
             tally[moment] += 1
             kills += 1

@@ -1,6 +1,6 @@
 """Library calls on a CPU: what is to come in turn does, and programs end on two threads.
 
-A program with two such calls at once stops for ever if the CPU has two threads, now and then.
+A program with two such calls at once stops forever if the CPU has two threads, now and then.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Primitives of batchax's own around operations of any kind, in every way, against the loop.
+"""Primitives of batchax around operations of any kind, in every way, against the loop.
 
 Since 0.12 JAX describes some operations (`jnp.searchsorted`, `jnp.nonzero`, ...) by objects, which
 authors of libraries could do before. What holds such a "high" operation has to say how it is

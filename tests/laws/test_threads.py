@@ -26,7 +26,7 @@ def _switching_often():
 
 
 def results(name):
-    """Of a feature that is called anew: every second one as one program, which takes less time."""
+    """Of a feature that is called again: every second one as one program, which takes less time."""
     feature = lambda: FEATURES[name]()
     if NAMES.index(name) % 2:
         feature = jax.jit(feature)

@@ -47,7 +47,7 @@ def more_than_once(program, integers):
 CONTRACTIONS, ELSEWHERE = (0.98, 1.02), (0.8, 1.25)
 OPAQUE = "XLA sees calls of LAPACK, which it counts as nothing or as one operation a number"
 SEARCH = "the loop is inside a primitive in JAX 0.12; XLA counts a pass"
-TOTALS = "XLA adds up each total anew, as it would a window"
+TOTALS = "XLA adds up each total again, as it would a window"
 LGAMMA = OPAQUE + "; JAX 0.12 has a longer series for lgamma"
 THREEFRY = "XLA counts one of the five groups of rounds of threefry, which are a loop"
 OF_DIMENSION = "XLA takes the logarithm of all elements, not of those that are sorted together"

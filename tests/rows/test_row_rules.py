@@ -1,4 +1,4 @@
-"""Rules of the user's for packed rows: `custom_vmap` functions with `def_rows`."""
+"""Rules of the user for packed rows: `custom_vmap` functions with `def_rows`."""
 
 import jax
 import jax.numpy as jnp

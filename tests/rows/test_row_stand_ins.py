@@ -182,7 +182,7 @@ def test_other_loops_up_to_a_size_run_forward():
     check_rows(fun, ragged(), modes=("jvp",))
 
 
-# What needs a number, in code of the user's or of others.
+# What needs a number, in code of the user or of others.
 NUMBERS = {
     "len": lambda x: x.sum() / len(x),
     "a range": lambda x: sum(x[i] for i in range(x.shape[0])),

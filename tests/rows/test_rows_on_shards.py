@@ -15,7 +15,7 @@ from support.oracle import example, same
 OPTIONS = {
     "auto": {},
     "padded": {"layout": "padded"},
-    "size classes": {"buckets": 2},
+    "size buckets": {"buckets": 2},
     "chunks": {"batch_size": 1},
     "compact": {"divergence": "compact"},
 }

@@ -1,4 +1,4 @@
-"""Rows of traced lengths in size classes: asked for by `buckets=`, or chosen."""
+"""Rows of traced lengths in size buckets: asked for by `buckets=`, or chosen."""
 
 import functools
 
@@ -214,7 +214,7 @@ def test_each_class_computes_with_its_own_bound():
 
 
 def in_classes(fun, lengths, room, **options):
-    """Whether rows are put in size classes where nobody asked for it."""
+    """Whether rows are put in size buckets where nobody asked for it."""
     x = bx.Ragged(jnp.zeros((room, 32)), jnp.asarray(lengths), 256)
     text = str(jax.make_jaxpr(bx.vmap(fun, **options))(x))
     return "chunk_loop" in text
@@ -260,7 +260,7 @@ REFUSED = {
     "a callback": (
         lambda x: jax.debug.print("{}", x.sum()),
         {},
-        "calls the host",
+        "has a host callback",
     ),
     "chunks": (attend, {"batch_size": 2}, "batch_size was given, too"),
     "a named axis": (attend, {"axis_name": "rows"}, "axis_name 'rows'"),

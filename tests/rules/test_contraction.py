@@ -153,7 +153,7 @@ def layers_of_scans(layers, width, lanes):
 
 
 def shapes_handed_on(gradients, w, x):
-    """Of what the scan and its way back hand on and return, but for the weights."""
+    """Of what the scan and its way back hand on and return, except for the weights."""
     scans = [e for e in jax.make_jaxpr(gradients)(w, x).eqns if e.primitive.name == "scan"]
     return [{v.aval.shape for v in e.outvars if v.aval.shape} for e in scans]
 

@@ -1,4 +1,4 @@
-"""Arrays updated in place where lanes part ways: loops that some have finished, branches."""
+"""Arrays updated in place where lanes diverge: loops that some have finished, branches."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Floats sorted as integers: bit for bit what `lax.sort` has, but for the bits of a NaN."""
+"""Floats sorted as integers: bit for bit what `lax.sort` has, except for the bits of a NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ def test_a_cpu_sorts_integers_where_calls_gain_what_that_takes_to_compile():
 
 @pytest.mark.parametrize("dtype", ["int32", "int8"])
 def test_long_rows_of_integers_are_sorted_as_jax_sorts_them(dtype):
-    """Without an order among equals a library takes longer, but for at most 16 elements."""
+    """Without an order among equals a library takes longer, except for at most 16 elements."""
     for size, stable in (16, "false"), (17, "true"):
         (sort,) = sorts(8, size, dtype)
         assert f"is_stable = {stable}" in sort

@@ -110,7 +110,7 @@ def test_one_triangle_is_read_and_a_lane_does_not_see_the_others(lower):
     np.testing.assert_array_equal(np.isnan(w).all(1), wrong)
     np.testing.assert_array_equal(np.isnan(w).any(1), wrong)
     np.testing.assert_array_equal(np.isnan(v).all((1, 2)), wrong)
-    # What a lane is with neighbours that are slower or wrong is what it is among its like.
+    # What a lane is with neighbors that are slower or wrong is what it is among its like.
     alike = np.where(wrong[:, None, None], 0, mixed)
     (again, values), _ = both(alike, lower)
     np.testing.assert_array_equal(v[~wrong], again[~wrong])

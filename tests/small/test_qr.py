@@ -53,7 +53,7 @@ def test_factors_are_the_librarys(dtype, full, shape):
             assert ours[mine].max() <= 4 * max(fair, 0.5), kind
         if kind in ("random", "graded rows", "graded columns", "permuted", "zero", "tiny"):
             np.testing.assert_array_equal(signs[0][mine], signs[1][mine], kind)
-    # What is well-conditioned is the same but for rounding, columns that complete it, too.
+    # What is well-conditioned is the same except for rounding, columns that complete it, too.
     mine = names == "orthogonal"
     np.testing.assert_allclose(q[mine], q0[mine], atol=100 * np.finfo(dtype).eps)
 

@@ -58,7 +58,7 @@ def drafted():
 def programs():
     """What makes a batched function for an option, and the arguments of all lanes, by name.
 
-    Arguments take as long to make as all is traced, and functions are traced anew for each kind.
+    Arguments take as long to make as all is traced, and functions are traced again for each kind.
     """
     made = {}
     for name, workload in DIVERGING.items():

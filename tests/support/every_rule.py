@@ -411,15 +411,15 @@ def _own():
         },
         "execution.scan_steps": {"scan_steps": (last, X, several(3, 4))},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
-        "execution.watched": {"tell_progress": (told, X), "progress_back": (told, X)},
-        "rows.found_places": {
+        "execution.progress": {"tell_progress": (told, X), "progress_back": (told, X)},
+        "rows.sizes": {
             "found_places": (
                 partial(found_places_p.bind, size=2, limit=None, called="batchax.compress"),
                 several(3, dtype=bool),
             )
         },
         "rows.class_switch": {"class_switch": (_in_a_class, NS, X)},
-        "rows.index_arrays": {
+        "rows.index": {
             "index_arrays": (
                 partial(index_arrays_p.bind, find="rows", capacity=4, bound=3),
                 several(3, dtype=np.int32),

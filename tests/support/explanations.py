@@ -20,7 +20,7 @@ def array(name, *shape, axis=0, lanes=LANES):
 
 
 def line(number, text, file="/home/me/model.py"):
-    """A line of the user's."""
+    """A line of the user."""
     return Source(file, number, text)
 
 
@@ -163,7 +163,7 @@ def rich(lanes=LANES):
                 9e5,
             ),
             Finding(
-                "one lane after another",
+                "sequentially",
                 "lane_solver has no batching rule <here>.",
                 "Write one with bx.register_rule.",
                 "7.2",

@@ -1,4 +1,4 @@
-"""A small call of each feature, written anew at each call: nothing is staged or known before."""
+"""A small call of each feature, written again at each call: nothing is staged or known before."""
 
 import jax
 import jax.numpy as jnp

@@ -54,7 +54,7 @@ def left_to_whole_runs(items):
 
 
 class Measured:
-    """A plugin that lists anew, of the tests that run, those that are slow."""
+    """A plugin that lists again, of the tests that run, those that are slow."""
 
     def __init__(self):
         self.seconds = collections.defaultdict(list)
@@ -62,7 +62,7 @@ class Measured:
     def pytest_runtest_logreport(self, report):
         if report.when == "call":
             name, seconds = function_of(report.nodeid), dict(report.user_properties)
-            self.seconds[name].append(seconds.get("processor time", 0))
+            self.seconds[name].append(seconds.get("CPU time", 0))
 
     def pytest_sessionfinish(self):
         slow = {

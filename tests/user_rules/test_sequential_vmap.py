@@ -1,4 +1,4 @@
-"""Functions that run for one lane after another."""
+"""Functions that run one example at a time."""
 
 import jax
 import jax.numpy as jnp

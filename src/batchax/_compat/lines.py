@@ -91,17 +91,17 @@ def calling_files_and_lines(source_info: Any) -> Iterator[tuple[str, int]]:
 
 
 # JAX forgets where a function was called from when it stages it: the line of an equation may be
-# none of the user's, if what is batched is a function of JAX's itself. Then it is the call's.
+# none of the user, if what is batched is a function of JAX's itself. Then it is the call's.
 _NOT_THE_USERS = (os.path.dirname(jax.__file__), BATCHAX, contextlib.__file__, functools.__file__)
 
 
 def _calling_frame() -> traceback.FrameSummary | None:
-    """The innermost line of the user's that runs now."""
+    """The innermost line of the user that runs now."""
     return next(_frames_of_users(traceback.walk_stack(None)), None)
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line (function)` of the innermost line of the user's that an error came through."""
+    """`file:line (function)` of the innermost line of the user that an error came through."""
     frames = list(_frames_of_users(traceback.walk_tb(error.__traceback__)))
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
 

@@ -1,4 +1,4 @@
-"""Programs of which a compiler for processors makes one function.
+"""Programs of which a compiler for CPUs makes one function.
 
 XLA makes a function of each fusion of a program, by way of MLIR, and calls one after another. Two
 words on a call, which only XLA's own sources mention, have it write the whole of what is called as
@@ -66,7 +66,7 @@ def single_kernel(
         return list(lax.cond(always, run, never, *operands))
 
     # Nor may XLA find out what an operand is, such as a key made of a number: it would compute that
-    # in the function anew, and nothing would read the operand.
+    # in the function again, and nothing would read the operand.
     outs = list(jax.jit(called)(*lax.optimization_barrier(tuple(operands))))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
     # The words are on the call if on any of its results that is read.

@@ -183,7 +183,7 @@ def known_at_once(
 def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     """What `program` returns; where programs are staged, its equations are put there as they are.
 
-    That is a third of the work of binding each of them anew. In public JAX does so for what
+    That is a third of the work of binding each of them again. In public JAX does so for what
     ``jax.jit(inline=True)`` made, which to call takes as long as it saves.
     """
     ins, outs = len(operands), len(program.out_avals)
@@ -446,7 +446,7 @@ def empty_with_caches(cache: Any) -> None:
 def held_weakly(cls: Kind) -> Kind:
     """Decorator: parameters of equations that are of this class JAX's caches do not keep alive.
 
-    They hold a program, or a function of the user's, and so whatever arrays that closes over.
+    They hold a program, or a function of the user, and so whatever arrays that closes over.
     """
     weakref_cache_key_types.add(cls)
     return cls

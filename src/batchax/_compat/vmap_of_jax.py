@@ -30,7 +30,7 @@ def jax_has_rule(primitive: Primitive) -> bool:
 
 
 def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
-    """Whether a rule in JAX's table is one of JAX's or of batchax's, and not of a user's.
+    """Whether a rule in JAX's table is one of JAX or of batchax, and not of a user's.
 
     JAX wraps what is put into its older tables, in a function that closes over the rule.
     """
@@ -94,7 +94,7 @@ def type_of_batch_axis(x: Any) -> type:
 
 
 def types_of_batch_axes() -> set[type]:
-    """Those of all such types, but for ints."""
+    """Those of all such types, except for ints."""
     return {spec_type for spec_type, _ in list(vmappables.values())} - {int}
 
 

@@ -28,7 +28,7 @@ def add_to(commands: Any) -> None:
         description="Applies a function of one row to all rows of a dataset. If it is interrupted, "
         "or killed, the same command goes on where it was.",
         epilog="example: batchax map model:score --in x.npy --in @weights.npz --out scores.zarr. "
-        "Exit status: 0 done, 3 done but for quarantined rows, 1 failed, 130 interrupted.",
+        "Exit status: 0 done, 3 done except for quarantined rows, 1 failed, 130 interrupted.",
     )
     add_call(command)
     command.add_argument(
@@ -75,7 +75,7 @@ def add_to(commands: Any) -> None:
         "verify",
         help="read what a map wrote, and compare it with its checksums",
         description="Reads all that a map wrote, and compares it with the checksums of when it was "
-        "written. What is damaged the map computes again, when it is called again.",
+        "written. What is damaged the map recomputes, when it is called again.",
     )
     command.add_argument("out", help="the output of the map")
     command.set_defaults(run=_verify, failed=_FAILED)
@@ -161,7 +161,7 @@ def add_call(command: Any) -> None:
     command.add_argument(
         "--retry-quarantined",
         action="store_true",
-        help="compute again the rows that earlier calls set aside",
+        help="recompute the rows that earlier calls set aside",
     )
     command.add_argument(
         "--retries",
@@ -173,7 +173,7 @@ def add_call(command: Any) -> None:
     command.add_argument(
         "--version",
         metavar="TEXT",
-        help="a version of a function that calls the host: batchax cannot see that it is another "
+        help="a version of a function with a host callback: batchax cannot see that it is another "
         "one, so change this text with it",
     )
     command.add_argument(

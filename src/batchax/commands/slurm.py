@@ -30,7 +30,7 @@ batchax status {out} || true
 if [ "$code" = 130 ]; then
     scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 fi
-# 3: done, but for rows that are quarantined.
+# 3: done, except for rows that are quarantined.
 if [ "$code" = 3 ]; then
     code=0
 fi

@@ -90,7 +90,7 @@ def _module(place: str) -> Any:
         if error.name != place.partition(".")[0] and error.name != place:
             raise
         raise Mistake(
-            f"there is no module {place!r}, here or installed. Give the path of a file, such as "
+            f"there is no module {place!r}, here or installed. Pass the path of a file, such as "
             f"{place.replace('.', '/')}.py:function, or change the directory."
         ) from None
 

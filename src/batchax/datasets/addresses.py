@@ -117,12 +117,12 @@ def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
     if not slash:
         raise ArgumentTypeError(
             f"{name}={masked(text)!r} is an address that was made a pathlib.Path, which leaves one "
-            f"of its slashes out. Give the string {scheme}://..."
+            f"of its slashes out. Pass the string {scheme}://..."
         )
     bucket, _, key = rest.partition("/")
     if "@" in bucket or "?" in rest or "#" in rest:  # and it is not repeated: it may be a secret
         raise ArgumentTypeError(
-            f"{name} is a {scheme}:// address with a user, a query or a fragment in it. Give "
+            f"{name} is a {scheme}:// address with a user, a query or a fragment in it. Pass "
             f"{scheme}://bucket/key alone; keys and tokens are taken from the environment."
         )
     key = key.strip("/")
@@ -139,7 +139,7 @@ def at_home(path: str, name: str) -> str:
     first = path.split("/")[0]
     if whole == path and path.startswith("~") and not os.path.lexists(first):
         raise ArgumentTypeError(
-            f"{name}={path!r}: there is no user {first[1:]!r} with a home folder. Give the path in "
+            f"{name}={path!r}: there is no user {first[1:]!r} with a home folder. Pass the path in "
             f"full, or ./{path} for a file of that name."
         )
     return whole

@@ -413,7 +413,7 @@ class ZarrStore(Store):
             if (strange and names != [""]) or any(name in names for name in above):
                 raise ArgumentTypeError(
                     f"{called(leaf)}: this cannot be the name of an array in a Zarr group, beside "
-                    f"{', '.join(map(repr, names))}. Give it another name."
+                    f"{', '.join(map(repr, names))}. Pass it another name."
                 )
 
 

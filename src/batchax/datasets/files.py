@@ -48,7 +48,7 @@ class Layout:
     shape: tuple[int, ...]  # of the array
     dtype: np.dtype  # of its elements, in the file's byte order
     offset: int  # of its first element in the file
-    fortran: bool = False  # whether the first axis is the one along which neighbours lie
+    fortran: bool = False  # whether the first axis is the one along which neighbors lie
 
     @classmethod
     def of(cls, file: File) -> Layout:

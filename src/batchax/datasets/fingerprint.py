@@ -43,7 +43,7 @@ def fingerprint(
         raise UnsupportedError(
             f"{getattr(fun, '__name__', fun)} calls Python on the host ({on_host}), and what that "
             "computes cannot be seen, so nobody could tell whether a job that goes on later is "
-            'still the same. Give version="1", and another one whenever that code changes.'
+            'still the same. Pass version="1", and another one whenever that code changes.'
         )
     described = {
         **_described(program, shapes, jax.default_backend()),

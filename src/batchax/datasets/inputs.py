@@ -106,7 +106,7 @@ class Inputs:
                 if str(number) in str(error):
                     raise ArgumentTypeError(
                         f"{path} is {number}, which does not fit into {dtype}, with which JAX "
-                        f"computes{unless}. Give it as a float."
+                        f"computes{unless}. Pass it as a float."
                     ) from error
             raise
 
@@ -143,7 +143,7 @@ def find_inputs(
             if isinstance(leaf.value, Iterator):
                 raise UnsupportedError(
                     f"{leaf.path} are rows that come one after another, and in_axes is None, for "
-                    "what all rows share. Give 0, or an array."
+                    "what all rows share. Pass 0, or an array."
                 )
             makers.append(_shared(leaf.value, leaf.path, shared, large))
             continue
@@ -245,7 +245,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
         )
     if streams and not all(isinstance(m.source, StreamLeaf) for m in mapped):
         raise UnsupportedError(
-            "some of the arguments that are mapped are streams, and some are arrays. Give all as "
+            "some of the arguments that are mapped are streams, and some are arrays. Pass all as "
             "streams (iter(x) of an array), or none; or None in in_axes for what all rows share."
         )
     for m in mapped:
@@ -306,13 +306,13 @@ def _axis(path: str, source: Source, axis: int) -> int:
     ndim = len(source.shape)
     if not ndim:
         raise AxisError(
-            f"in_axes gives axis {axis} for {path}, which is a number, and so has no rows. Give "
+            f"in_axes gives axis {axis} for {path}, which is a number, and so has no rows. Pass "
             "None for what all rows share; of a list of numbers make an array, numpy.asarray(x)."
         )
     if not -ndim <= axis < ndim:
         raise AxisError(
             f"in_axes gives axis {axis} for {path}, which has shape {source.shape}: an axis must "
-            "be in [-ndim, ndim). Give None for what all rows share."
+            "be in [-ndim, ndim). Pass None for what all rows share."
         )
     if source.lengths is not None and axis % ndim:
         raise AxisError(
@@ -336,7 +336,7 @@ def _count(mapped: Sequence[Input]) -> int:
             for m in mapped
         )
         raise AxisError(
-            f"all arguments must have the same number of rows, but they have{lines}\nGive None in "
+            f"all arguments must have the same number of rows, but they have{lines}\nPass None in "
             "in_axes for an argument that all rows share."
         )
     return counts.pop()

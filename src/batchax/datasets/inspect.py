@@ -109,7 +109,7 @@ class Status:
             return f"running in {shards} shard{'s' if shards > 1 else ''}"
         if self.holder:
             return f"running in {self.holder}"
-        return "finished" if self.finished else "stopped; the same call goes on with it"
+        return "finished" if self.finished else "stopped; the same call continues with it"
 
 
 def status(out: str | Address) -> Status:

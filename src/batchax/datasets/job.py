@@ -63,7 +63,7 @@ class Job:
         self._journal = Journal(files.journal, writer)
 
     def begin(self, alone: bool) -> None:
-        """Makes this the writer: what others left is mended, and what was kept is looked at.
+        """Makes this the writer: what others left is fixed, and what was kept is looked at.
 
         Args:
           alone: whether nobody else has a shard of it.
@@ -135,7 +135,7 @@ class Job:
             self.look_again()
 
     def withdraw(self, numbers: Iterable[int], reason: str) -> None:
-        """Says that these units are not done: they are computed again."""
+        """Says that these units are not done: they are recomputed."""
         records = [self.done[number] for number in numbers if number in self.done]
         if records:
             self.check()
@@ -194,7 +194,7 @@ class Job:
                 continue
 
     def close(self) -> None:
-        """Leaves the job to others. What is not done yet, the same call goes on with."""
+        """Leaves the job to others. What is not done yet, the same call continues with."""
         if self._held:
             ended, shared = self.finished is not None, len(self._locks) > 1
             if not ended and not shared:
@@ -540,7 +540,7 @@ def _locked(files: JobFiles, on_error: contextlib.ExitStack, shard: str | None =
             on_error.close()
             raise LockedError(
                 f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
-                "call goes on with what it has committed."
+                "call continues with what it has committed."
             ) from None
         on_error.callback(locks[-1].release)
     files.remove_calls()
@@ -575,7 +575,7 @@ def _other_call(files: JobFiles, changed: Sequence[str]) -> JobError:
 def _end(
     files: JobFiles, description: Description, kept: Store, retry_quarantined: bool
 ) -> tuple[dict[str, Any] | None, Plan]:
-    """What was said at the end, if nothing is to be computed again; and the plan, then."""
+    """What was said at the end, if nothing is to be recomputed; and the plan, then."""
     end = files.read_end()
     if end is None or (retry_quarantined and end["bad"]):
         return None, description.plan
@@ -613,7 +613,7 @@ def _check_not_foreign(files: JobFiles) -> None:
         if name and JobFiles(folder.with_name(name)).is_described:
             raise JobError(
                 f"{files.out} lies in {folder}, which is of another call of map, and holds what "
-                "that one writes alone. Give an out= beside it."
+                "that one writes alone. Pass an out= beside it."
             )
 
 

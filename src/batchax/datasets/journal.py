@@ -119,7 +119,7 @@ def _read_array(path: Address, start: int, size: int) -> bytes:
 def _damaged_array(path: Address) -> StorageError:
     return StorageError(
         f"{path} is damaged: it holds a part of a reduction. Run `batchax verify` on the "
-        "output, and then the same call again, which computes the rows of that part anew."
+        "output, and then the same call again, which computes the rows of that part again."
     )
 
 
@@ -249,7 +249,7 @@ def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
         warnings.warn(
             f"{name} is damaged in {'line' if len(damaged) == 1 else 'lines'} "
             f"{', '.join(map(str, damaged[:5]))}{', ...' if len(damaged) > 5 else ''}. Units that "
-            "only these lines say are done are computed again. Run `batchax verify` on the output: "
+            "only these lines say are done are recomputed. Run `batchax verify` on the output: "
             "the disk may have damaged that, too.",
             stacklevel=2,
         )
@@ -295,7 +295,7 @@ class JobFiles:
     """Where the files of the job are that computes an output.
 
     In a store of objects, what is written again and again while the job runs lies in a folder that
-    is named by the job: one who goes on with a job that was deleted meanwhile writes nothing into
+    is named by the job: one who continues with a job that was deleted meanwhile writes nothing into
     the next one's.
     """
 
@@ -359,7 +359,7 @@ class JobFiles:
         return self._own / PARTIALS
 
     def remove(self) -> None:
-        """Removes the output and its job, whose lock this process has, but for the lock.
+        """Removes the output and its job, whose lock this process has, except for the lock.
 
         A process that is killed here leaves `removing`, so the next call removes the rest. Nobody
         takes a part of the output for a whole one: it is unfinished before it is removed.

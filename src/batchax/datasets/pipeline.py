@@ -389,7 +389,7 @@ class StreamUnits:
 
     def _other(self, what: str) -> JobError:
         return JobError(
-            f"{self._streams[0].name} {what}. Results of both are never mixed. Give the stream "
+            f"{self._streams[0].name} {what}. Results of both are never mixed. Pass the stream "
             "that the job was begun with, from its first row on; or use another out=, or delete "
             f"{self._out} and {self._out}.job to compute it again."
         )

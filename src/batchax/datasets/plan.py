@@ -272,13 +272,13 @@ def foreign(path: object) -> Iterator[None]:
 # (benchmark: `cluster`).
 _SECONDS = 0.5
 # Of rows and results that a unit may take. Several are in memory at a time; and of so few the
-# allocator keeps the memory, while larger ones are mapped anew, and every page of them is cleared.
+# allocator keeps the memory, while larger ones are mapped again, and every page of them is cleared.
 _BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in units: of one size, but for the last; or, of rows of different lengths, of whole
+    """Rows in units: of one size, except for the last; or, of rows of different lengths, of whole
     batches with about the same number of elements.
 
     It depends on sizes and arguments alone: the same call makes the same plan, wherever it runs and

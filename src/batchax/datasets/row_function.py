@@ -233,7 +233,7 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
     """Inside a program: what the lanes of a batch come to.
 
     Args:
-      out: what the function of a batch returned: lanes, but for what it added up.
+      out: what the function of a batch returned: lanes, except for what it added up.
       numbers: of the rows of the batch in the dataset.
     """
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))

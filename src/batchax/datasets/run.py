@@ -74,7 +74,7 @@ def of_this_process(mesh: Any) -> Any:
     if getattr(mesh, "is_multi_process", False):
         raise UnsupportedError(
             "mesh has devices of several processes, and each process that calls this does the "
-            "whole dataset. Give a mesh of this process's own: jax.local_devices()."
+            "whole dataset. Pass a mesh of this process's own: jax.local_devices()."
         )
     return mesh
 
@@ -574,7 +574,7 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
         if not stop.asked.is_set():
             raise JobError(
                 f"The journal of the job of {how.out} says no longer what this process wrote down "
-                "in it: somebody deleted or cut it meanwhile. The same call computes again what "
+                "in it: somebody deleted or cut it meanwhile. The same call recomputes what "
                 "it does not say."
             )
         raise KeyboardInterrupt

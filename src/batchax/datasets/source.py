@@ -156,7 +156,7 @@ def refuse_unfinished(address: Address, name: str) -> None:
         if path.name.endswith(PARTIAL) and path in (address, address.parent):
             raise StorageError(
                 f"{name}: {path} is the output of a job that is not finished, or a copy of it. The "
-                "call that began it goes on with it. Rename it if it is something else."
+                "call that began it continues with it. Rename it if it is something else."
             )
         job = JobFiles(path) if path.name else None
         if job is None or not job.is_begun:
@@ -166,7 +166,7 @@ def refuse_unfinished(address: Address, name: str) -> None:
             raise StorageError(
                 f"{name}: {path} is the output of a job that is not finished, and rows "
                 f"that are still to come would count as zeros. `batchax status {path}` says "
-                "how far it is; the call that began it goes on with it."
+                "how far it is; the call that began it continues with it."
             )
         units = description.plan_at_end(end).units
         for file in reopen_store(path, description.store).missing(units).values():
@@ -407,7 +407,9 @@ def is_pattern(path: str) -> bool:
 
 
 def matching(pattern: str) -> list[Path]:
-    """What a pattern names, by name, but for the folders of jobs; ``**`` is folders in folders."""
+    """What a pattern names, by name, except for the folders of jobs; ``**`` is folders in
+    folders.
+    """
     named = map(Path, glob.glob(pattern, recursive=True))
     return sorted(path for path in named if _no_job(path.parts, Path(pattern).parts))
 

@@ -40,7 +40,7 @@ from batchax.rows.ragged import Ragged
 
 
 def is_one_by_one(x: Any) -> bool:
-    """Whether Python iterates over it, and it is no tree of JAX's: else JAX warns of iterators."""
+    """Whether Python iterates over it, and it is no tree of JAX: else JAX warns of iterators."""
     return isinstance(x, Iterable) and jax.tree_util.all_leaves([x])
 
 

@@ -158,7 +158,7 @@ class Store:
             if names.count(leaf.name) > 1:
                 raise ArgumentTypeError(
                     f"{called(leaf)}: two results, or one and a column of keep=, have this name. "
-                    "Give one of them another."
+                    "Pass one of them another."
                 )
 
     @property

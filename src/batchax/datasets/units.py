@@ -29,7 +29,7 @@ from batchax.rows.ragged import Ragged
 
 
 def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What `work` returns, or the error that it raises: of the user's, if a callback fails."""
+    """What `work` returns, or the error that it raises: of the user, if a callback fails."""
     try:
         return work(), None
     except Exception as error:
@@ -278,7 +278,7 @@ def _failing(
     """The rows that fail by themselves, of a batch that fails, and their errors.
 
     They are looked for by programs of fewer and fewer rows: of a batch of `n` rows with one that
-    fails, about `n` are computed again, and not `n` for each part that is tried.
+    fails, about `n` are recomputed, and not `n` for each part that is tried.
     """
     if batch.count == 1:
         yield batch.row(0), error

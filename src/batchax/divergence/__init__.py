@@ -1,1 +1,1 @@
-"""Lanes that part ways: loops that some lanes leave early, branches that some take."""
+"""Lanes that diverge: loops that some lanes leave early, branches that some take."""

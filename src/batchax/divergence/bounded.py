@@ -179,7 +179,7 @@ class TailCompaction:
         forth = LoopSignature(0, form.n_consts, n, form.steps, form.x_axes, (), None)
         args = lanes._replace(checkpoints=[], returning=[]).flat
         programs = [loop.steps[0]], [loop.guarded[0]]
-        with recording.uncounted():  # what a sweep computes again are no steps of it
+        with recording.uncounted():  # what a sweep recomputes are no steps of it
             outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
         return [outs[i] for i in form.kept]
 

@@ -21,8 +21,8 @@ class LaneSteps:
     """Counts the steps of lanes in the loops of ``vmap(..., divergence=Compact(steps=...))``.
 
     A loop that holds `w` lanes runs `w` lane-steps in each iteration; those of lanes that are
-    not done are of use. Steps are counted while programs run, compiled ones too, and are added
-    up until `reset`. Reading waits for what has been dispatched. Of loops of loops in which each
+    not done are useful. Steps are counted while programs run, compiled ones too, and are added
+    up until `reset`. Reading waits for what has been dispatched. Of nested loops in which each
     lane is at a place of its own, the steps of the innermost ones are counted.
 
     Example:
@@ -53,7 +53,7 @@ class LaneSteps:
 
     @property
     def utilization(self) -> float:
-        """The share of the lane-steps that were of use; 1 if there were none."""
+        """The share of the lane-steps that were useful; 1 if there were none."""
         return self.useful / self.run if self.run else 1.0
 
     def reset(self) -> None:
@@ -91,7 +91,7 @@ class LaneSteps:
 @_compat.api_boundary
 @dataclass(frozen=True)
 class Compact:
-    """How lanes that part ways are run, for ``vmap(..., divergence=Compact(...))``.
+    """How lanes that diverge are run, for ``vmap(..., divergence=Compact(...))``.
 
     Attributes:
       width: how many lanes a loop holds at a time once some are done, and how many of those that

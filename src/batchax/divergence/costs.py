@@ -118,7 +118,7 @@ class Step:
       overhead: how many lanes have as much work as it takes to begin its operations.
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
-      staying: how many steps of a lane cost as much as copying it together with its neighbours.
+      staying: how many steps of a lane cost as much as copying it together with its neighbors.
     """
 
     length: int
@@ -136,7 +136,7 @@ class Step:
         asked = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
         cost = sum(asked, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
         held = bytes_of(body.out_avals)
-        # What is carried is read and written, but for arrays that stay in place, updated or not.
+        # What is carried is read and written, except for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
         written = bytes_of(a for k, a in enumerate(body.out_avals) if k not in kept)
         work = max(VECTORIZED.time(cost + Cost(bytes=2 * written)), _LEAST)
@@ -255,7 +255,7 @@ class BranchCost(NamedTuple):
       alone: to run it for one lane, in a loop that is one function.
       beginning: to begin its operations, not divided among lanes.
       begun: the part of it that is not one loop with what selects the results. Whatever is in that
-        loop a processor computes for the lanes that take the branch, and for no others.
+        loop a CPU computes for the lanes that take the branch, and for no others.
       moving: to move what it reads and returns.
       starting: to begin its operations, however many lanes run at a time.
       chunk: how many lanes run at a time.
@@ -264,8 +264,8 @@ class BranchCost(NamedTuple):
       operations: how many it has, to be compiled.
       alike: how many lanes at least run each of them in the way that all do.
       cannot: why it cannot run for some lanes only; empty if it can.
-      may_be_serial: whether it may run for one lane after another, as a single kernel.
-      is_unknown: whether it holds a loop of unknown length, or calls the host.
+      may_be_serial: whether it may run sequentially, as a single kernel.
+      is_unknown: whether it holds a loop of unknown length, or has a host callback.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
     """
@@ -315,7 +315,7 @@ def max_step_cost(loop: AnyLoop) -> Nanoseconds:
 
 
 def may_be_one_function(loop: AnyLoop) -> bool:
-    """Whether neighbours may run a loop in one function, or one inside it."""
+    """Whether neighbors may run a loop in one function, or one inside it."""
     programs = _programs(loop)
     return _all_fit(loop.primitive, programs) or any(map(_cheap.in_program, programs))
 
@@ -444,7 +444,7 @@ may_wait = Anywhere(_may_wait_at)
 
 
 def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:
-    """Whether that is a loop whose programs neighbours may run in one function."""
+    """Whether that is a loop whose programs neighbors may run in one function."""
     loop = primitive is while_p or primitive.name in LOOPS
     return loop and all(map(fits_lowered_kernel, programs))
 

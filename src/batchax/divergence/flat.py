@@ -114,7 +114,7 @@ class SegmentRun:
     def masked_if_most(
         self, width: int, sets: Sequence[Any], count: Any, values: Sequence[Value]
     ) -> list[Any]:
-        """As `in_blocks`, but for all lanes, masked, if most of them do it."""
+        """As `in_blocks`, except for all lanes, masked, if most of them do it."""
 
         def blocks(values: list[Any], sets: list[Any]) -> list[Any]:
             return self.in_blocks(width, sets, count, values)
@@ -486,7 +486,7 @@ class Lanes:
 
     @property
     def time(self) -> Any:
-        """How long a step takes, but for the loops inside and the work of lanes in segments."""
+        """How long a step takes, except for the loops inside and the work of lanes in segments."""
         around = sum(self._run_of(part).overhead for part in self.nest.segments)
         inner = len(self.nest.parts) - len(self.nest.segments)
         entered = launch_time(_ENTERED * inner)

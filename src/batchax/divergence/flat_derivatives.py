@@ -50,7 +50,7 @@ _CALLS = frozenset("scan call checkpoint closed_call core_call jit remat2".split
 
 
 def computed_again(program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
-    """`program`, in which each expensive branch is computed again where it is differentiated.
+    """`program`, in which each expensive branch is recomputed where it is differentiated.
 
     Args:
       program: what one example does.
@@ -84,7 +84,7 @@ def _with_body(eqn: Eqn, body: Body, given: Sequence[bool]) -> Any:
 
 
 def _bounded(eqn: Eqn, operands: Differs) -> Any:
-    """A bounded loop; what is differentiated in the place of its body computes again."""
+    """A bounded loop; what is differentiated in the place of its body recomputes."""
     form = eqn.params["form"]
     at = form.split(operands)
     given = (*at.consts, *[True] * form.n_carry, *at.xs)  # which lanes leave at their own step
@@ -187,7 +187,7 @@ def why_meeting_back(program: ClosedJaxpr, positions: Sequence[Position]) -> str
     moving = [i for i, aval in enumerate(program.in_avals) if is_inexact(aval)]
     try:
         both = _both_ways(program, positions, moving)
-    except Exception:  # of a rule of the user's: told where it is differentiated
+    except Exception:  # of a rule of the user: told where it is differentiated
         return None
     return None if both is None else both.why_meeting
 
@@ -210,7 +210,7 @@ class _Both:
 
     Attributes:
       forward: from all operands and tangents of some to tangents of the results.
-      saving: the program, in which expensive branches are computed again, and its derivative.
+      saving: the program, in which expensive branches are recomputed, and its derivative.
       back: the transpose of this derivative.
       of: the results.
       own: bytes that a lane has of its own.

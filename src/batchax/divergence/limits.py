@@ -1,4 +1,4 @@
-"""Where lanes cannot part ways: what cannot be moved, and what must see all lanes."""
+"""Where lanes cannot diverge: what cannot be moved, and what must see all lanes."""
 
 from __future__ import annotations
 

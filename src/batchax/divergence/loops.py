@@ -373,7 +373,7 @@ def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] |
 
 
 def _masked(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
-    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user's.
+    # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
     return loop.masked(*operands)
 
 

@@ -139,7 +139,7 @@ class Nest:
       n_carry: how many slots hold what is carried; they are the first. If there are parts, the
         next one holds the number of the part that the lane is in, zero before the first.
       slots: the types of all.
-      price: what a step costs, but for the parts.
+      price: what a step costs, except for the parts.
       own: the types of the constants of its body that differ between lanes.
       copies: whether each lane would have a copy of something large that lanes share at a step.
     """
@@ -355,7 +355,7 @@ class _Cut:
     def parts(self) -> tuple[Part, ...]:
         """The segments, and the loops and expensive branches, in order."""
         # The types of all values, constants first; and where a variable is kept. What one more is
-        # computed of is constants that all lanes share, or numbers: it is computed again wherever
+        # computed of is constants that all lanes share, or numbers: it is recomputed wherever
         # it is read.
         jaxpr = self.body.jaxpr
         self.types = [*self.test.in_avals[: self.n_test], *self.body.in_avals, _PLACE]

@@ -583,7 +583,7 @@ WITH_DERIVATIVE = 4
 """How many times as long a step takes together with the step back over it, at least."""
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
-_IN_TILES = "neighbours take the loops inside in turn, and wait for few others at each step"
+_IN_TILES = "neighbors take the loops inside in turn, and wait for few others at each step"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"

@@ -308,7 +308,7 @@ def refill(queue: Queue, window: InWindow) -> InWindow:
 
 
 def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
-    """As `refill`: on a processor that is one function to compile, and takes less time."""
+    """As `refill`: on a CPU that is one function to compile, and takes less time."""
     size, width = np.int32(queue.active.shape[0]), np.int32(window.index.shape[0])
 
     def once(state: Any) -> Any:

@@ -325,7 +325,7 @@ def _masked(
         return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
-    # What a sweep computes again are no steps of it.
+    # What a sweep recomputes are no steps of it.
     counts = recording.uncounted if i < len(loop.steps) - 1 else nullcontext
     step = made(_masked_step(axis, body, positions, plain, counts))
     if guarded is body and safe == plain:

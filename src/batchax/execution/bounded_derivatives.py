@@ -276,7 +276,7 @@ def _refuse_closures(body: Any, consts: Values) -> None:
             raise UnsupportedError(
                 f"a rule of the {kind} function {function} closes over a value that is "
                 "traced, and a step of a bounded loop (batchax.bounded_while, or a scan with "
-                "until) calls the function. Give it the value as an argument: its rules are then "
+                "until) calls the function. Pass it the value as an argument: its rules are then "
                 "given it, too, and say its derivative (zeros if there is none)."
             )
 

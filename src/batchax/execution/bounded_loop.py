@@ -181,7 +181,7 @@ _ONE = np.int32(1)
 
 
 def n_checkpoints(length: int) -> int:
-    """The least c with ``c * (c + 1) / 2 > length``: no step is computed again twice."""
+    """The least c with ``c * (c + 1) / 2 > length``: no step is recomputed twice."""
     return (math.isqrt(8 * length + 8) + 1) // 2
 
 

@@ -219,7 +219,7 @@ class Call:
     @property
     def _program(self) -> tuple[ClosedJaxpr, FlatOutputs]:
         # A cached_property of Python 3.11 has one lock for all calls: a function that waits for a
-        # thread in which another is staged would wait for ever.
+        # thread in which another is staged would wait forever.
         if "found" not in self.__dict__:
             self.__dict__["found"] = self.program or self._stage()
         return self.__dict__["found"]
@@ -455,7 +455,7 @@ def shared_reference(which: str) -> str:
     """What a message says of a reference that all lanes share."""
     return (
         f"{which} is a reference (jax.new_ref) that all lanes share, and batch_size or mesh was "
-        "given: what a lane reads would depend on which lanes have run. Give the reference an axis "
+        "given: what a lane reads would depend on which lanes have run. Pass the reference an axis "
         "in in_axes, create it inside the function, or pass its value, reference[...]."
     )
 

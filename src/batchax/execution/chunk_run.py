@@ -51,7 +51,7 @@ from batchax.rules.calls import zero_after
 
 
 def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
-    """What a loop computes whose lanes run one after another if there are few, on a processor.
+    """What a loop computes whose lanes run one after another if there are few, on a CPU.
 
     Lanes that are not picked have anything in its results.
     """

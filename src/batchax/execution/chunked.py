@@ -290,7 +290,7 @@ class LanesPart(Exception):
 
 @dataclass(frozen=True)
 class _Refusing:
-    """In the place of a way to run lanes that part ways."""
+    """In the place of a way to run lanes that diverge."""
 
     @property
     def explicit(self) -> bool:
@@ -298,11 +298,11 @@ class _Refusing:
         return False
 
     def may_diverge(self, axis: Axis, loop: Any) -> bool:
-        """Always: whether lanes part ways in a loop is what it is asked for."""
+        """Always: whether lanes diverge in a loop is what it is asked for."""
         return True
 
     def run_nest(self, axis: Axis, loop: Any) -> None:
-        """All lanes take each step, unless they part ways in one."""
+        """All lanes take each step, unless they diverge in one."""
 
     def run(self, axis: Axis, parting: Any) -> Any:
         """Raises `LanesPart`."""
@@ -566,12 +566,12 @@ def find_chunking(
         if residuals != "recompute":
             raise ArgumentTypeError(
                 f"residuals is {residuals!r}, but batch_size is None: all lanes run at once, and "
-                "what they computed is kept. Give batch_size, or leave residuals out."
+                "what they computed is kept. Pass batch_size, or leave residuals out."
             )
         if callback is not None:
             raise ArgumentTypeError(
                 f"progress is {brief(progress)}, but batch_size is None: all lanes run at once, "
-                "and there are no chunks to count. Give batch_size, or leave progress out."
+                "and there are no chunks to count. Pass batch_size, or leave progress out."
             )
         return None
     if is_word(batch_size, "auto"):
@@ -583,7 +583,7 @@ def find_chunking(
         )
     if batch_size < 1:
         raise AxisError(
-            f"batch_size is {batch_size}, but at least one lane must run at a time. Give a "
+            f"batch_size is {batch_size}, but at least one lane must run at a time. Pass a "
             "positive int; None runs all lanes at once, as 0 does in jax.lax.map."
         )
     return Chunking(int(batch_size), residuals == "keep", callback)

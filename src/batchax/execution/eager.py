@@ -24,8 +24,8 @@ from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
 from batchax.memo import Memo
 
-# A call outside `jit` stages its function anew, and JAX would compile anew what was staged
-# anew. So programs are kept under keys that say what they do.
+# A call outside `jit` stages its function again, and JAX would compile again what was staged
+# again. So programs are kept under keys that say what they do.
 _compiled = Memo("programs that are compiled outside of jit", most=128)
 _inlined = Memo("loops that are compiled outside of jit, or traced", most=1024)
 
@@ -39,8 +39,8 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
 
     A library may turn the error of a host callback into its own where its Python frame runs the
     operations, as `equinox.error_if` does. The operations of all lanes run outside of that frame.
-    So lanes of a function that calls the host run again one after another, up to the first that
-    fails, and no more than `_LANES`.
+    So lanes of a function that has a host callback run again one after another, up to the first
+    that fails, and no more than `_LANES`.
 
     Args:
       run: the function of one example, of these values.
@@ -128,7 +128,7 @@ def jitted(
     """``jax.jit(program)``, the same for programs of one key.
 
     So what it was compiled for JAX knows: types, devices, options. Where it is traced and `inline`,
-    no call of it is left. (Had JAX the program as a static argument, it would keep it for ever, and
+    no call of it is left. (Had JAX the program as a static argument, it would keep it forever, and
     what functions in it close over.)
     """
     memo = _inlined if inline else _compiled

@@ -263,7 +263,7 @@ def _batched(
 
 
 # A scatter that drops what is out of bounds on purpose. In a scatter of JAX's ``checkify`` would
-# report that as an error of the user's.
+# report that as an error of the user.
 put_p = own_primitive(
     "put",
     called="lanes put in their places",

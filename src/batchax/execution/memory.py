@@ -197,7 +197,7 @@ def fitting_chunk(
     key = (key, auto, jax.default_backend())
 
     def choose() -> BatchSizeChoice:
-        # Processes that would choose otherwise than others would wait for them for ever. So what
+        # Processes that would choose otherwise than others would wait for them forever. So what
         # the choice is made by is that of the process that has least room.
         most = functools.partial(_most_of_all, auto.program) if auto.together else list
         (over,) = most([-(free_memory() if auto.limit is None else auto.limit)])

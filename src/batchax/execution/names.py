@@ -232,7 +232,7 @@ def _evaluate(
 def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Sequence[Any]:
     """The results of an equation that `is_exposed`, for the lane with the index `lane`.
 
-    Or of one that calls the host, if `caller` is the index that it is told.
+    Or of one that has a host callback, if `caller` is the index that it is told.
     """
     name, exposed = eqn.primitive.name, is_exposed(axis, eqn)
     if _is_index(eqn):

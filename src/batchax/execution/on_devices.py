@@ -148,7 +148,7 @@ class OnDevices(Way):
         try:
             return on_shards(self.shards, one_shard, call.values, call.positions, compiled)
         except (NotImplementedError, ValueError) as error:
-            if not isinstance(error, BatchaxError):  # of JAX's: is it of what the function holds?
+            if not isinstance(error, BatchaxError):  # of JAX: is it of what the function holds?
                 check_shared([], call.staged.consts)
             raise
 
@@ -211,7 +211,7 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
     """The pass for lanes that arguments say are on the devices of a mesh, if that spares exchanges.
 
     Args:
-      apart: the pass that says what lanes of one device do that part ways.
+      apart: the pass that says what lanes of one device do that diverge.
     """
 
     def change(call: Call) -> Call:

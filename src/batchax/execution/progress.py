@@ -47,7 +47,7 @@ class LoopProgress:
     """Whom a loop tells how far it is. Equal to one that tells the same.
 
     Attributes:
-      how: True, or a function of the user's, which is known by identity.
+      how: True, or a function of the user, which is known by identity.
       name: what the loop does.
       unit: what its steps are, in the plural.
     """
@@ -164,7 +164,7 @@ _lock = threading.RLock()
 
 
 def _shown(of: LoopProgress, total: int, done: int, over: bool) -> _Shown:
-    """What is shown of a loop of so many steps, which is begun anew when none is done."""
+    """What is shown of a loop of so many steps, which is begun again when none is done."""
     loop = of, total
     with _lock:
         if not done:  # what is there is of a run that failed, if not of another thread's

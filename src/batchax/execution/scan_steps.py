@@ -60,7 +60,7 @@ _FEW = 8
 
 
 class CheapRemat:
-    """What of a program is computed again, from values that are kept anyway.
+    """What of a program is recomputed, from values that are kept anyway.
 
     Args:
       program: the program.

@@ -634,13 +634,13 @@ def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
 def _kept(
     setting: Setting, eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]
 ) -> list[Any]:
-    """Variables from before the cuts that are kept for after them, not computed again."""
+    """Variables from before the cuts that are kept for after them, not recomputed."""
     if not cuts:
         return []
     needed = crossing(eqns, free, cuts)
     if bytes_per_lane(needed) <= setting.batch_bytes:
         return needed
-    # What has effects is not computed again: it would do its input or output twice.
+    # What has effects is not recomputed: it would do its input or output twice.
     effects = [v for eqn in free if eqn.effects for v in eqn.outvars]
     read = {v for eqn in eqns for v in variables(eqn)}
     return [v for v in effects if v in read]

@@ -341,7 +341,7 @@ class BoundedSteps:
         xs: Sequence[Value],
     ) -> list[Any]:
         """The last carry and the stacked ys: zeros where no step was taken."""
-        # One program, compiled once: outside of `jit` each call stages its functions anew.
+        # One program, compiled once: outside of `jit` each call stages its functions again.
         run = jitted(self, functools.partial(_run, self), inline=True)
         return run(list(test_consts), list(consts), list(carry), list(xs))
 

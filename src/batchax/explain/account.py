@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 Service = Literal["once", "own", "user", "jax", "lanes"]
-"""How an equation was batched: done once for all lanes, by a rule of batchax's own, by a rule of
-the user's, by the rule that JAX has, or one lane after another."""
+"""How an equation was batched: done once for all lanes, by a rule of batchax, by a rule of
+the user's, by the rule that JAX has, or sequentially."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class StepCount:
         "grouped", a branch for the lanes that take it; "decided", the same, or for all if most of
         them do; "gathered", for those that take it, for which lanes of a loop around it wait;
         "once", for all lanes alike.
-      needed: the lane-steps that one lane after another would take, alone; None if unknown.
+      needed: the lane-steps that sequentially would take, alone; None if unknown.
       done: those that were computed; None if unknown.
       masked: those that would be if lanes were masked; None if unknown.
       longest: how many steps the lane takes that takes most.

@@ -173,7 +173,7 @@ def _uncountable(staged: Staged) -> str:
     if "rows" in facts:
         return "rows are of different lengths"
     if _compat.ordered_by_lane(program.effects):
-        return "it calls the host, which would be called once more"
+        return "it has a host callback, which would be called once more"
     if _writes.in_program(program):
         return "it has references"
     if len(recorder.programs) != 1:

@@ -102,7 +102,7 @@ def _number(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """What an equation became, but for what is inside programs that it holds.
+    """What an equation became, except for what is inside programs that it holds.
 
     Attributes:
       emitted: the names of operations, in order.
@@ -241,7 +241,7 @@ def number_of(op_name: str | None, recorder: Recorder, numbers: Mapping[Record, 
 def _places(recorder: Recorder) -> dict[Record, Any]:
     """Where each equation is: records of one place are of one equation.
 
-    For chunks of another size a program may be made anew. Then it has the same operations.
+    For chunks of another size a program may be made again. Then it has the same operations.
     """
     runs: dict[Any, list[Record]] = {}
     for record in recorder.records:
@@ -362,7 +362,7 @@ class Listing:
 
         Args:
           entries: of one program.
-          caller: the line that all of them are listed under, if they are of a function of JAX's.
+          caller: the line that all of them are listed under, if they are of a function of JAX.
           around: the line of the call, loop or branch that they are inside of.
           role: what they are there.
         """
@@ -564,7 +564,7 @@ def _passed_to(eqn: Any) -> Sequence[Any]:
 
 
 def _is_library(program: Any) -> bool:
-    """Whether a program is of a function of JAX's, whose lines say nothing to users.
+    """Whether a program is of a function of JAX, whose lines say nothing to users.
 
     Staged once, it is shared by all who call it, with the lines of the one who did first.
     """

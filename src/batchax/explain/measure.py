@@ -30,7 +30,7 @@ from batchax.staging import Staged, stage, with_arrays_traced
 from batchax.vmap import vmap
 
 _ROUNDS = 7  # of which the median is told, and the fastest and slowest
-_LONGEST = 0.2  # seconds that one measurement of a round may take, but for a single call
+_LONGEST = 0.2  # seconds that one measurement of a round may take, except for a single call
 _LONGEST_LOOP = 0.5  # the same of the loop over examples, which runs for some of them
 _MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer
 
@@ -69,7 +69,7 @@ def measure(
 
     These are a loop over examples, what findings advise, and other chunk sizes.
 
-    The loop calls the compiled per-example function for one lane after another, on examples cut
+    The loop calls the compiled per-example function sequentially, on examples cut
     before; over a named axis, and for rows, there is none. It runs for no more than 256 examples,
     and for fewer where they take long, spread evenly over the lanes; its time is what all would
     take. Of chunks the largest are tried first: small ones are the slowest.
@@ -172,7 +172,7 @@ def check_values(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             which = name + jax.tree_util.keystr(keys)
             raise ArgumentTypeError(
                 f"measure=True runs the function, but {which} has no values: it is a "
-                f"{type(x).__name__}. Give arrays, or leave measure out."
+                f"{type(x).__name__}. Pass arrays, or leave measure out."
             )
 
 

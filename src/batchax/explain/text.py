@@ -172,7 +172,7 @@ def _findings(explanation: Account) -> Iterator[str]:
 
 
 def _place(source: Source) -> str:
-    """A line of the user's, with the line of a library's that it led to, if it did."""
+    """A line of the user, with the line of a library's that it led to, if it did."""
     own = own_line(source)
     through = f"  (in {_where(source)})" if source.called_from else ""
     return f"{_where(own)}  {own.text}{through}"
@@ -274,7 +274,7 @@ def _rule(eqn: Equation) -> str:
     if eqn.service == "once":
         return "once"
     how = {"own": eqn.rule, "user": f"user's {eqn.rule}", "jax": "JAX's rule"}
-    return how.get(eqn.service, "one lane after another")
+    return how.get(eqn.service, "sequentially")
 
 
 def _each(eqn: Equation) -> str:
@@ -290,7 +290,7 @@ def _brief(work: Work) -> str:
 
 
 def _remarks(eqn: Equation) -> str:
-    """What its rule did besides: how lanes part ways, what it moved and repeated."""
+    """What its rule did besides: how lanes diverge, what it moved and repeated."""
     remarks = []
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
@@ -411,7 +411,7 @@ _STYLES = (
     (r"(?m)^ +-> .*$", "green"),
     (r"(?m)^ +\S+:\d+  \S.*$", "italic cyan"),
     (r"\d+\*", "bold red"),
-    (r" one lane after another ", "red"),
+    (r" sequentially ", "red"),
     (r" JAX's rule ", "yellow"),
     (r" user's \S+", "magenta"),
     (r" once ", "dim"),

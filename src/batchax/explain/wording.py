@@ -41,7 +41,7 @@ class Again:
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Where rounds are of batches of other sizes, as of size classes: a result of each."""
+        """Where rounds are of batches of other sizes, as of size buckets: a result of each."""
         place = next((i for i, eqn in enumerate(self.like) if eqn.outputs), None)
         if place is None:
             return ()
@@ -116,7 +116,7 @@ def _longest_repeat(codes: np.ndarray) -> tuple[int, int, int]:
 def _kind(eqn: Equation) -> Hashable:
     """What equations have in common that do the same: all but numbers, names and literals.
 
-    Sizes of the batch are no part of it: rows in size classes run the same program for each.
+    Sizes of the batch are no part of it: rows in size buckets run the same program for each.
     """
     types = tuple((v.example, v.axis) for v in (*eqn.inputs, *eqn.outputs))
     how = eqn.primitive, eqn.source, eqn.service, eqn.rule, eqn.role, eqn.times
@@ -125,7 +125,7 @@ def _kind(eqn: Equation) -> Hashable:
 
 
 def alike(values: Sequence[Value]) -> list[tuple[str, Sequence[Value]]]:
-    """Values by what they are called but for places in lists and trees, and by their types.
+    """Values by what they are called except for places in lists and trees, and by their types.
 
     Returns:
       The name of each kind, with stars for places that differ, and its values.
@@ -148,7 +148,7 @@ SERVICES = {
     "own": "batched by rules of batchax",
     "user": "by rules of the user's",
     "jax": "by rules of JAX's",
-    "lanes": "one lane after another",
+    "lanes": "sequentially",
     "once": "done once for all lanes",
 }
 """How equations are batched, for people."""

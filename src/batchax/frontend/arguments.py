@@ -53,7 +53,7 @@ class Mapped:
 
     Attributes:
       path: what messages call it.
-      value: an array of JAX's, or of NumPy's where lanes go to devices; a reference.
+      value: an array of JAX, or of NumPy's where lanes go to devices; a reference.
       axis: its batch axis; None if all lanes have it alike.
       spec: what `in_axes` says of a batch of rows.
       given: the user's own, if `value` stands for it.
@@ -337,7 +337,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
         + _few_lines(lines, [tie or s != usual for s in sizes])
         + _hint_for_rows(sized)
         + _hint_for_trees(sized)
-        + f"\nGive None in in_axes for an argument that is the same {terms.each}."
+        + f"\nPass None in in_axes for an argument that is the same {terms.each}."
         + by_name([m.path for m in odd])
         + "".join(advise_split_key(m.path, lanes, terms.each, sure=False) for m in keys)
     )
@@ -515,7 +515,7 @@ def _check_rows_spec(path: str, spec: Any) -> None:
     if not is_position(spec) and not getattr(spec, "names_rows", False):
         raise ArgumentTypeError(
             f"in_axes gives {show(spec)} for {path}, which is a batch of rows: that kind of axis "
-            'is for arrays. Give 0, or a name for the size of rows, batchax.ragged("n").'
+            'is for arrays. Pass 0, or a name for the size of rows, batchax.ragged("n").'
         )
 
 
@@ -564,7 +564,7 @@ def _as_array(value: Value, path: str, on_host: bool) -> Any:
         )
         raise ArgumentTypeError(
             f"{path} is to be mapped, but it is {kind}. {array_inside(value, path)}"
-            "Give it None in in_axes: then it reaches the function as it is." + by_name([path])
+            "Pass None in in_axes for it: then it reaches the function as it is." + by_name([path])
         ) from None
 
 
@@ -631,7 +631,7 @@ class _SplitKey(AxisSpec):
         if not (hasattr(value, "dtype") and (is_key(value) or may_be_key(value))):
             raise ArgumentTypeError(
                 f"in_axes gives {self!r} for {path}, which is {show(value)}: it takes one "
-                "random key, of jax.random.key(seed). Give 0 for an array of keys, one for each "
+                "random key, of jax.random.key(seed). Pass 0 for an array of keys, one for each "
                 "lane."
             )
         names = [path, path]

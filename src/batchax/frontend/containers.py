@@ -174,7 +174,7 @@ def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
     if not isinstance(spec, kind) or isinstance(spec, bool):
         raise ArgumentTypeError(
             f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
-            f"{kind.__name__}. Give one, or None if it does not depend on the batch."
+            f"{kind.__name__}. Pass one, or None if it does not depend on the batch."
         )
     return spec + ndim if isinstance(spec, int) and -ndim <= spec < 0 else spec
 
@@ -454,7 +454,7 @@ def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
         name = container.type.__name__
         raise ArgumentTypeError(
             f"{what} gives {brief(spec)} for {path}, but the batch axis of a {name} is given by a "
-            f"{container.spec_type.__name__}. Give one, or None if it does not depend on the batch."
+            f"{container.spec_type.__name__}. Pass one, or None if it does not depend on the batch."
         )
     return spec
 

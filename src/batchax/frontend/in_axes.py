@@ -102,7 +102,7 @@ def spread_specs(
         name = type(tree).__name__
         raise AxisError(
             f"{what} gives a {name} for {path}: a batch of those has one batch axis, not one for "
-            f"each array that it is made of. Give the {unit} of {path} itself, such as 0."
+            f"each array that it is made of. Pass the {unit} of {path} itself, such as 0."
         )
     tree = dict(tree) if isinstance(tree, DictOfBatches) else tree
     children, treedef = _one_level(tree)
@@ -173,7 +173,7 @@ def _one_level(tree: Any) -> tuple[Sequence[Any], Any]:
 def _mismatch(spec: Any, tree: Any, path: str, what: str, unit: str) -> str:
     return (
         f"{what} does not match {path}: it gives {_describe(spec)} there, but {path} is "
-        f"{_describe(tree)}. Give one {unit} for the whole of {path}, or {what} of the same "
+        f"{_describe(tree)}. Pass one {unit} for the whole of {path}, or {what} of the same "
         "structure."
     )
 
@@ -515,7 +515,7 @@ def _by_argument(
         raise AxisError(
             f"in_axes has {count(len(in_axes), 'entry', 'entries')}, but the function was "
             f"called with {count(len(args), 'positional argument')}{which}{_by_keyword(kwargs)}. "
-            "Give one entry for each positional argument, and for each parameter after these that "
+            "Pass one entry for each positional argument, and for each parameter after these that "
             "is given by keyword; what else is given by keyword is mapped over axis 0 (use a dict "
             "by parameter name for another axis)."
         )
@@ -574,7 +574,7 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
     if axis is None or (is_input_spec(axis) and not _is_rule(axis)) or is_container_spec(axis):
         return axis
     raise ArgumentTypeError(
-        f"the callable given in in_axes must return an int or None, but for {leaf.path} it "
+        f"the callable given in in_axes must return an int or None, except for {leaf.path} it "
         f"returned {show(axis)}."
     )
 

@@ -101,7 +101,7 @@ _OTHERS = {
     "randomness": ("torch.func.vmap", "a key for each lane, by in_axes=batchax.split_key"),
     "fallback_to_while_loop": (
         "tf.vectorized_map",
-        "nothing: what has no rule runs one lane after another, with a warning",
+        "nothing: what has no rule runs sequentially, with a warning",
     ),
     "excluded": ("jnp.vectorize", "None in in_axes"),
     "signature": ("jnp.vectorize", "batchax.auto_vmap, which takes one"),

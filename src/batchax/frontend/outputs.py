@@ -183,12 +183,12 @@ def _from_rule(leaf: SpecifiedLeaf) -> Any:
         return spec
     raise ArgumentTypeError(
         f"the callable given in out_axes must return an int, None, batchax.AUTO or "
-        f"batchax.Reduce(...), but for {leaf.path} it returned {_got(spec)}."
+        f"batchax.Reduce(...), except for {leaf.path} it returned {_got(spec)}."
     )
 
 
 def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `vmap` but for those that say where results go: for who looks at each lane."""
+    """Options of `vmap` except for those that say where results go: for who looks at each lane."""
     return {k: v for k, v in options.items() if k not in ("out_axes", "sum_match")}
 
 
@@ -301,14 +301,14 @@ def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
             f"out_axes gives {brief(spec)} for {path}, which is an array: that kind of axis is for "
-            "another type. Give an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
+            "another type. Pass an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
             "size depends on the row comes back as a Ragged by itself."
         )
     if isinstance(spec, Reduce):
         if _is_extended(value):
             raise ArgumentTypeError(
                 f"out_axes gives {spec!r} for {path}, of dtype {value.dtype}, which has no such "
-                "reduction. Give an int, and reduce what is made of it."
+                "reduction. Pass an int, and reduce what is made of it."
             )
         check_reduces(spec, jax.typeof(value), path)
     if not is_position(spec) or spec in (0, -1):
@@ -369,7 +369,7 @@ def check_unbatched(
         one = len(wrong) == 1
         raise AxisError(
             f"{', '.join(wrong)} {'depends' if one else 'depend'} on the batch{named}, but "
-            f"out_axes says None for {'it' if one else 'them'}. Give the position the batch axis "
+            f"out_axes says None for {'it' if one else 'them'}. Pass the position the batch axis "
             "should have, or batchax.AUTO; or reduce over the batch with batchax.Reduce('mean') "
             "or a collective."
         )
@@ -484,7 +484,7 @@ def check_types(
     if wrong:
         raise ArgumentTypeError(
             f"the carry that {name_of(fun)!r} returns must have the shapes and dtypes of the one "
-            "it is given, but\n" + "\n".join(wrong) + "\nGive a first carry of the type that each "
+            "it is given, but\n" + "\n".join(wrong) + "\nPass a first carry of the type that each "
             "step returns, or convert the carry in the step."
         )
 

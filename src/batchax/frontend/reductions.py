@@ -132,7 +132,7 @@ def operation_of(reduction: Reduction) -> Operation | None:
     """What JAX and NumPy know of `combine`, if they do."""
     try:
         return _OPERATIONS.get(reduction.combine)
-    except TypeError:  # an object of the user's that cannot be hashed
+    except TypeError:  # an object of the user that cannot be hashed
         return None
 
 
@@ -198,7 +198,7 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
     if not isinstance(size, int):
         raise UnsupportedError(
             f"{reduction!r} combines lanes two at a time, and how many there are is {size}, a "
-            "symbolic size. Give it fold, a function that combines all along axis 0."
+            "symbolic size. Pass fold, a function that combines all along axis 0."
         )
     if not size:
         return jax.tree.map(
@@ -274,7 +274,7 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
         ):
             raise ArgumentTypeError(
                 f"neutral of {reduction!r} is {brief(number)}, which is no {x.dtype}, as a state "
-                f"of {path} has. Give a function of the dtype that returns one."
+                f"of {path} has. Pass a function of the dtype that returns one."
             )
     result = jax.eval_shape(lambda s: finished(reduction, s, 2), state)
     if not _is_array(result):
@@ -393,7 +393,7 @@ Kind = Literal[
 
 
 def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction of JAX's that does not know how integers of less than a byte add up."""
+    """A reduction of JAX that does not know how integers of less than a byte add up."""
 
     def over_batch(x: Value, axis: int) -> Any:
         if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:

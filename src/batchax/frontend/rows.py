@@ -72,7 +72,7 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
     if layout == Layout.GROUPED and buckets is not None:
         raise ArgumentTypeError(
             'layout="grouped" runs rows of one length together, and buckets= rows of similar '
-            "length. Give one of them."
+            "length. Pass one of them."
         )
     return RowOptions(Layout(layout), buckets)
 

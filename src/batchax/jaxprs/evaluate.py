@@ -28,7 +28,7 @@ def evaluate(
     """What `jaxpr` returns if `run_equation`, of an equation and operands, does each equation.
 
     Equations that no result or effect needs are left out. What is emitted for an equation is of
-    the line of the user's that made it.
+    the line of the user that made it.
 
     Args:
       jaxpr: the program.

@@ -1,4 +1,4 @@
-"""What the primitives of batchax's own do, as ordinary operations of JAX.
+"""What the primitives of batchax do, as ordinary operations of JAX.
 
 Such a primitive exists only so that a derivative or an outer batch axis can treat what it does
 as one thing. Compilers get the operations it stands for, and so does whoever reads a program.
@@ -126,7 +126,7 @@ def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> 
     return run
 
 
-_programs = Memo("what primitives of batchax's own do on some platforms", most=512)
+_programs = Memo("what primitives of batchax do on some platforms", most=512)
 
 _divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
 
@@ -140,12 +140,12 @@ def divided() -> bool:
 
 
 def is_own(primitive: _compat.Primitive) -> bool:
-    """Whether `primitive` is one of batchax's own."""
+    """Whether `primitive` is one of batchax."""
     return primitive in _own
 
 
 def shown(primitive: _compat.Primitive) -> str:
-    """What a message calls a primitive: one of batchax's own, what users know it by."""
+    """What a message calls a primitive: one of batchax, what users know it by."""
     own = _own.get(primitive)
     return primitive.name if own is None else own.called
 
@@ -153,7 +153,7 @@ def shown(primitive: _compat.Primitive) -> str:
 def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
     """The program that an equation stands for; None if its primitive is not batchax's own.
 
-    That program may hold primitives of batchax's own, too.
+    That program may hold primitives of batchax, too.
     """
     own = _own.get(eqn.primitive)
     if own is None:

@@ -33,7 +33,7 @@ class Facts:
       costly: a loop or a callback: worth skipping when no lane runs it.
       library: on a CPU, a call of a library, in which a thread may wait for others of its pool.
       body: of a call, the parameters that may hold the program that it is a call of.
-      again: of a call: in reverse its program is computed again.
+      again: of a call: in reverse its program is recomputed.
       marked: of a call: it says something of how its program is to be compiled or run.
       once: a call of the host that is made once, for all lanes.
       guarded: what is inside runs for active lanes only, which the primitive is told.
@@ -89,7 +89,7 @@ def enter(table: str, **facts: Any) -> tuple[str, ...]:
     """Enters a table of primitives of JAX: in each line words, and the names they are true of.
 
     Args:
-      table: lines of the form ``linear moderate: add sub``. A line without a colon goes on with
+      table: lines of the form ``linear moderate: add sub``. A line without a colon continues with
         the names of the one before. Before a colon there may be nothing: these have an entry,
         and none of the words is true of them.
       **facts: what is true of all of them.

@@ -1,6 +1,6 @@
 """Whether two staged programs do the same, so that one compiled program serves both.
 
-A call outside ``jit`` stages its function anew, and JAX knows programs by identity: it
+A call outside ``jit`` stages its function again, and JAX knows programs by identity: it
 would compile each time. Two programs with equal keys have the same operations, with the
 same parameters, wired alike, and the same functions of the user's behind callbacks and
 derivative rules. What cannot be compared counts as different.
@@ -94,7 +94,7 @@ def _of_items(items: Any, inside: tuple[int, ...]) -> Hashable:
 
 
 def _of_function(f: types.FunctionType, inside: tuple[int, ...]) -> Hashable:
-    # JAX wraps a function of the user's anew each time. That function itself is known by
+    # JAX wraps a function of the user's again each time. That function itself is known by
     # identity: what it closes over, a list for example, it may change.
     if not (f.__module__ or "").startswith("jax."):
         return _Same(f)

@@ -16,7 +16,7 @@ from batchax.jaxprs.words import Eqn
 
 
 def name_of(fun: Any) -> str:
-    """What messages and bars call a function of the user's."""
+    """What messages and bars call a function of the user."""
     return getattr(fun, "__name__", type(fun).__name__)
 
 

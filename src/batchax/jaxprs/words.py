@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from batchax import _compat
 
 Value: TypeAlias = Any
-"""What a program computes with: an array of JAX's or NumPy's, a tracer, a number, a reference."""
+"""What a program computes with: an array of JAX or NumPy's, a tracer, a number, a reference."""
 
 Aval: TypeAlias = Any
 """The type of a value: shape, dtype, and more of some. JAX has no class for what all have."""

@@ -40,7 +40,7 @@ class Axis:
       mesh_axis: mesh axis names that the types of batched values say the axis is
         sharded over (meshes with axes of type Explicit), or None.
       mesh: the mesh of `mesh_axis`, as types have it, or None.
-      divergence: how lanes that part ways are run (`kernel.divergence`), or None to have
+      divergence: how lanes that diverge are run (`kernel.divergence`), or None to have
         them masked.
       bodies: what runs the programs inside loops and branches in which lanes meet: an object with
         a method ``run(program, args, axes)``, or None to run all operations for all lanes.
@@ -183,7 +183,7 @@ def match_axis(
         if not sum_match:
             raise AxisError(
                 f"source is {source} and destination None, but lanes of shape {np.shape(x)} do not "
-                "become one value by themselves. Give sum_match=True for their sum, or a position."
+                "become one value by themselves. Pass sum_match=True for their sum, or a position."
             )
         return jax.numpy.sum(x, axis=source)
     if source is None:
@@ -351,7 +351,7 @@ class Branches:
 
 @dataclass(frozen=True, eq=False)
 class BoundedLoop:
-    """A bounded loop of one example, or the sweep back over one, in which lanes part ways.
+    """A bounded loop of one example, or the sweep back over one, in which lanes diverge.
 
     Attributes:
       test: the program of the predicate, or None if the number of steps is known.
@@ -401,7 +401,7 @@ class Divergence(Protocol):
         ...
 
     def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
-        """Whether lanes may part ways in a loop, or in what is inside it.
+        """Whether lanes may diverge in a loop, or in what is inside it.
 
         If not, it is batched as if there were no other way.
         """

@@ -82,7 +82,7 @@ def of_what_is_around(place: str, type_of: str) -> str:
         f"{place} uses a traced value ({type_of}) of what is differentiated or "
         "staged around it, and runs outside of that. If it is a rule of jax.custom_jvp or "
         "jax.custom_vjp, it closes over the value, whose part of the derivative would be lost. "
-        "Give the value to the function as an argument: its rules are then given it, too."
+        "Pass the value to the function as an argument: its rules are then given it, too."
     )
 
 
@@ -220,8 +220,8 @@ def captured_tracers(rule: Any) -> list[Tracer]:
     return list({id(t): t for t in tracers if t is not None}.values())
 
 
-# The parameters of equations that hold functions which are traced later: derivative rules of JAX's
-# calls, and rules of calls of batchax's own.
+# The parameters of equations that hold functions which are traced later: derivative rules of JAX
+# calls, and rules of calls of batchax.
 _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule", "_prim")
 
 
@@ -340,7 +340,9 @@ _LEAVES = frozenset(
 
 
 def _own_parts(call: Any) -> list[Any]:
-    """What a function with derivative rules holds, but for what `functools.wraps` copied to it."""
+    """What a function with derivative rules holds, except for what `functools.wraps` copied to
+    it.
+    """
     return [part for name, part in vars(call).items() if not name.startswith("_")]
 
 

@@ -170,7 +170,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
 def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
     test, body = bodies
     tested = tuple(operands[k] for k in test.operands[: test.same])
-    # As the rule of the loop has it where lanes may part ways.
+    # As the rule of the loop has it where lanes may diverge.
     asked = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
     of_loop = differing_in_while(asked.jaxpr, body.jaxpr, tested, _given(body, operands))
     # What asks about all lanes in spite of that has to have all of them at its place.

@@ -57,7 +57,7 @@ from batchax.kernel.named_axes import (
 )
 from batchax.kernel.registry import find, run_rule
 
-# Where the warning was given: by default once for each line of the user's.
+# Where the warning was given: by default once for each line of the user.
 _warned: dict[Any, Any] = {}
 
 
@@ -97,7 +97,7 @@ def run_without_rule(
 def _warn(axis: Axis, eqn: Eqn) -> None:
     warnings.warn_explicit(
         f"the primitive {spoken(eqn)} at {line_of(eqn)} has no batching rule: it runs for the "
-        f"{axis.size} lanes one after another. Give it a rule with @batchax.register_rule to run "
+        f"{axis.size} lanes one after another. Register a rule with @batchax.register_rule to run "
         "them together.",
         SequentialFallbackWarning,
         *_compat.user_file_and_line(eqn.source_info),
@@ -267,7 +267,7 @@ def _run_lanes(
     read: Callable[[Any], Placed],
     needed: set[Any],
 ) -> None:
-    """Runs steps for one lane after another; what they make that is `needed` is left in `env`."""
+    """Runs steps of each lane sequentially; what they make that is `needed` is left in `env`."""
     # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
     calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
     made = {v for step in steps for v in step.outputs}

@@ -360,7 +360,7 @@ _declared: list[_compat.Primitive] = []
 
 
 def declared() -> tuple[_compat.Primitive, ...]:
-    """All primitives of batchax's own; after ``import batchax`` they are defined, too."""
+    """All primitives of batchax; after ``import batchax`` they are defined, too."""
     return tuple(_declared)
 
 
@@ -384,7 +384,7 @@ def own_primitive(
     several: bool = True,
     looks_ahead: bool = False,
 ) -> _compat.Primitive:
-    """Defines a primitive of batchax's own.
+    """Defines a primitive of batchax.
 
     Args:
       primitive: its name, or what `declare` returned.

@@ -257,9 +257,9 @@ class Registered:
     Attributes:
       rule: the rule.
       origin: the module that asked for it.
-      is_users: whether that module is not one of batchax's. What the rule returns is then checked.
+      is_users: whether that module is not one of batchax. What the rule returns is then checked.
       number: which registration it was: the later one has the larger number.
-      own: the entry of batchax's own that a user's rule replaced.
+      own: the entry of batchax that a user's rule replaced.
       looks_ahead: whether it takes a keyword `place`: the run through a program, and the equation.
     """
 
@@ -274,7 +274,7 @@ class Registered:
 # Keyed by the primitive, or by name for primitives JAX defines but does not
 # export until the module that owns them is imported.
 _rules: dict[_compat.Primitive | str, Registered] = {}
-# Of primitives with a rule of batchax's own: that in JAX's table, which is JAX's.
+# Of primitives with a rule of batchax: that in JAX's table, which is JAX's.
 _of_jax: dict[_compat.Primitive, Any] = {}
 _UNKNOWN = object()
 _count = 0
@@ -362,7 +362,7 @@ def register_rule(primitive: _compat.Primitive | str, rule: Any = None) -> Any:
 def unregister_rule(primitive: _compat.Primitive | str) -> None:
     """Undoes `register_rule`: `primitive` is batched as it was before any call of it.
 
-    A rule of batchax's own that was replaced serves again. What ``jax.vmap`` got from
+    A rule of batchax that was replaced serves again. What ``jax.vmap`` got from
     `register_rule` is taken back, too, and so is what `vectorized`, `broadcasting` or `reducing`
     said of the primitive.
 
@@ -389,7 +389,7 @@ def unregister_rule(primitive: _compat.Primitive | str) -> None:
         users = {k: entry for k, entry in entries.items() if entry is not None and entry.is_users}
         if not users:
             raise ArgumentTypeError(
-                f"unregister_rule: no rule was registered for {show(primitive)}. Give the "
+                f"unregister_rule: no rule was registered for {show(primitive)}. Pass the "
                 "primitive, or the name, that register_rule was given."
             )
         for key, entry in users.items():
@@ -467,7 +467,7 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
 
 
 def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
-    """As `register_rule`, for a rule of batchax's own that takes a keyword `place`.
+    """As `register_rule`, for a rule of batchax that takes a keyword `place`.
 
     It is the run through the program and the equation, or None, as ``jax.vmap`` knows neither.
     """
@@ -484,10 +484,10 @@ def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rul
 def serve_own(
     primitive: _compat.Primitive, rule: Rule, may_name_axis: bool, looks_ahead: bool
 ) -> None:
-    """As `register_rule`, for a primitive of batchax's own: ``jax.vmap`` has the rule, too.
+    """As `register_rule`, for a primitive of batchax: ``jax.vmap`` has the rule, too.
 
     Args:
-      primitive: a primitive of batchax's own.
+      primitive: a primitive of batchax.
       rule: its rule.
       may_name_axis: whether it may contain a collective over the axis being mapped, and
         have the rule called for it, too, where no operand is batched.
@@ -564,7 +564,7 @@ def find(primitive: _compat.Primitive) -> Registered | None:
 
 
 def is_foreign(primitive: _compat.Primitive) -> bool:
-    """Whether a rule not of batchax's own batches `primitive`, and no facts of it are entered."""
+    """Whether a rule not of batchax batches `primitive`, and no facts of it are entered."""
     entry = find(primitive)
     if entry is None:
         return _compat.jax_has_rule(primitive)
@@ -788,7 +788,7 @@ def common_position(args: Any, axes: Any) -> int:
 def call_key(axis: Axis, program: ClosedJaxpr, *rest: Hashable) -> Hashable:
     """Equal for calls of programs that do the same, in the same surroundings, outside of tracing.
 
-    A call outside of `jit` stages its function anew each time. What it takes longer to make of the
+    A call outside of `jit` stages its function again each time. What it takes longer to make of the
     program is remembered under this.
 
     Args:

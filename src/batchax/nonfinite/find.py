@@ -59,7 +59,7 @@ class Fault:
       argument: the argument, or "a value that the function closes over", if it came in with that.
       iterations: of the loops around the equation, outermost first.
       turned: of an infinity that became a NaN, the equation that made it one, and its line.
-      operands: the values that the equation was given in this lane, for people; None but for a
+      operands: the values that the equation was given in this lane, for people; None except for a
         few lanes, the first of each cause before others.
     """
 
@@ -177,7 +177,7 @@ def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[An
 def check_fits(
     fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
-    """Stages a call, so that what does not fit is refused by `vmap`, in terms of the user's."""
+    """Stages a call, so that what does not fit is refused by `vmap`, in terms of the user."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
 

@@ -4,7 +4,7 @@ While a program is evaluated, one number is computed of each value, the greatest
 and what it was made of is written down. When origins are asked for, all values on the way are
 looked at together: each points to the operand that is to blame, and pointers are followed by
 doubling (Wyllie 1979), in as many rounds as the length of the way has bits. To mark each result
-when it is made took 30 equations for one of the user's, and as much longer to compile.
+when it is made took 30 equations for one of the user, and as much longer to compile.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Place:
 
     @property
     def line(self) -> str:
-        """The line of the user's that made it, or made what it is in: JAX may have made it."""
+        """The line of the user that made it, or made what it is in: JAX may have made it."""
         lines = (_compat.user_line(eqn.source_info) for eqn in (self.eqn, *self.around[::-1]))
         return next(filter(None, lines), "")
 

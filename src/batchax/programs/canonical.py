@@ -147,7 +147,7 @@ rules_by_fact: dict[str, CanonicalRule] = {}
 
 
 def _find_rule(primitive: _compat.Primitive) -> CanonicalRule:
-    if _compat.is_namesake(primitive):  # a third party's, by the name of one of JAX's
+    if _compat.is_namesake(primitive):  # a third party's, by the name of one of JAX
         return CanonicalProgram.opaque
     facts = facts_of(primitive)
     by_fact = (rule for fact, rule in rules_by_fact.items() if getattr(facts, fact))

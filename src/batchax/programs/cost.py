@@ -297,7 +297,7 @@ def _random_bits(eqn: Eqn) -> tuple[float, float]:
 
 
 def _last_result(eqn: Eqn) -> tuple[float, float]:
-    """Of a generator of XLA's, after whose new state come the bits."""
+    """Of a generator of XLA, after whose new state come the bits."""
     return _RANDOM_WORD * size_of(eqn.outvars[-1].aval), 0
 
 
@@ -538,7 +538,7 @@ class Cost:
       fused: those of the bytes that are not moved if operations are fused with others.
       places: in memory, that depend on data: each is found by itself.
       calls: of a library, in units of the shortest.
-      launches: operations begun, whatever their size, but for those that are fused with others:
+      launches: operations begun, whatever their size, except for those that are fused with others:
         of these there is taken to be one in each run of a loop's program.
       at_least: whether there are loops of which nobody knows how many steps they take.
       at_most: whether there are branches, of which the most expensive was counted.
@@ -655,7 +655,7 @@ def costs_of_program(
 def costs_of_equations(
     jaxpr: Jaxpr, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
 ) -> Iterator[Cost]:
-    """What each equation of a program costs, but for those that run once for all lanes."""
+    """What each equation of a program costs, except for those that run once for all lanes."""
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]

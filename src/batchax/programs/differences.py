@@ -37,7 +37,7 @@ _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 def calling_line(eqn: Eqn) -> SourceLine | None:
     """The line of the user's own that called the library whose line made an equation.
 
-    None if no library's line made it, or none of the user's is known.
+    None if no library's line made it, or none of the user is known.
     """
     calls = list(_compat.calling_files_and_lines(eqn.source_info))
     if not calls or not is_installed(calls[0][0]):

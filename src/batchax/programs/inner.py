@@ -42,7 +42,7 @@ def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inn
     """The programs that an equation runs.
 
     A derivative rule beside a program is none of them, nor is the function with which a
-    reduction or a scatter combines two elements. One of batchax's own primitives runs the
+    reduction or a scatter combines two elements. One of batchax primitives runs the
     operations that it stands for.
 
     Args:

@@ -48,7 +48,7 @@ class Thresholds(NamedTuple):
     min_branch_work: Nanoseconds = Nanoseconds(55 * LAUNCH)
     """The same of a branch, beside asking who takes it.
 
-    On a GPU: divergence: 20 products; nests: a dear branch in 1% of the steps."""
+    On a GPU: divergence: 20 products; nests: an expensive branch in 1% of the steps."""
     min_core_work: Nanoseconds = Nanoseconds(84 * LAUNCH)
     """Time of a step of a window that keeps a core as busy as all lanes do.
 

@@ -59,7 +59,7 @@ class RaggedSize(AxisSpec):
             what = "a number" if not jnp.ndim(value) else "an array of one axis"
             raise AxisError(
                 f"out_axes gives {self!r} for {path}, which is {what} for each lane: a row has "
-                f"{'an axis' if len(self.names) == 1 else 'axes'} of its own. Give an int."
+                f"{'an axis' if len(self.names) == 1 else 'axes'} of its own. Pass an int."
             )
         return Parts([value], [0], lambda outs: _rows_of(outs[0], len(self.names)))
 
@@ -161,7 +161,7 @@ class LaneSize(AxisSpec):
         if isinstance(value, LocalRows):
             raise UnsupportedError(
                 f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes of different "
-                "sizes are dealt out to devices by sizes that all processes must know. Give all "
+                "sizes are dealt out to devices by sizes that all processes must know. Pass all "
                 "sizes on all processes, without local."
             )
         try:
@@ -460,12 +460,12 @@ def _check_equal(name: str, paths: tuple[str, str], first: Any, second: Any) -> 
     if paths[0] == paths[1]:
         raise AxisError(
             f"in_axes calls two sizes of the rows of {paths[0]} {name!r}, but their lengths "
-            f"differ: row {i} has {x[i]} and {y[i]} elements along them. Give them different "
+            f"differ: row {i} has {x[i]} and {y[i]} elements along them. Pass them different "
             "names."
         )
     raise AxisError(
         f"in_axes calls the size of the rows of {paths[0]} and of {paths[1]} {name!r}, but "
-        f"their lengths differ: row {i} has {x[i]} and {y[i]} elements. Give them different names."
+        f"their lengths differ: row {i} has {x[i]} and {y[i]} elements. Pass them different names."
     )
 
 

@@ -1,6 +1,6 @@
 """Which rows are in which block, and their elements moved into blocks and back.
 
-Rows are in size classes, and a block has slots for rows of one class. Every way between packed
+Rows are in size buckets, and a block has slots for rows of one class. Every way between packed
 rows, padded rows and blocks is a gather, and so is its transpose. Where lengths are known,
 positions are computed when a program is staged, by NumPy.
 """

@@ -127,7 +127,7 @@ def run_in_groups(
         and arrays that all rows share.
       groups: the indices of the rows of each group. Each row is in one.
       run_group: runs one group, given its number, axis and arguments, and describes the outputs.
-        Groups agree in the number of outputs and in their dtypes, and in their shapes but for
+        Groups agree in the number of outputs and in their dtypes, and in their shapes except for
         ragged axes.
       in_turn: whether no two groups may run at once; see `batchax.rules.calls`.
 
@@ -194,7 +194,7 @@ def check_constants(groups: Sequence[FlatOutputs]) -> None:
             if table.contents(x) != table.contents(y) if is_array(x) else not is_same(x, y):
                 raise AxisError(
                     f"the function returns a number that depends on the row, {x} for one length "
-                    f"and {y} for another, but out_axes says None for it. Give the position the "
+                    f"and {y} for another, but out_axes says None for it. Pass the position the "
                     "batch axis should have, or batchax.AUTO."
                 )
 
@@ -204,7 +204,7 @@ def _constants(outputs: FlatOutputs) -> list[Any]:
     here = object()
     try:
         returned = outputs.rebuild([here] * len(outputs.described))
-    except Exception:  # a container of the user's that wants arrays
+    except Exception:  # a container of the user that wants arrays
         return []
     return [leaf for leaf in jax.tree.leaves(returned) if leaf is not here]
 
@@ -243,7 +243,7 @@ def _joined_output(
         raise UnsupportedError(
             f"{output.path} is of different types for rows of different lengths: "
             f"{', '.join(kinds).replace(chr(39), '')}. Let the function return the same for each "
-            "row, but for one axis."
+            "row, except for one axis."
         )
     if isinstance(values[0], Ragged):
         return _with_size_of(join_rows(values, groups), arguments), 0
@@ -520,7 +520,7 @@ class Buckets(GroupsOfRows):
         parts = list(parts)
         if len(parts) != len(self.sizes):
             raise AxisError(
-                f"Buckets.join: there are {len(self.sizes)} buckets, but {len(parts)} parts. Give "
+                f"Buckets.join: there are {len(self.sizes)} buckets, but {len(parts)} parts. Pass "
                 "one part for each bucket, in their order."
             )
         if not parts:

@@ -147,7 +147,7 @@ def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
     if len(each) != len(axis):
         raise AxisError(
             f"Ragged: axis is {brief(axis)}, {len(axis)} ragged axes, but lengths are "
-            f"{len(each)}. Give "
+            f"{len(each)}. Pass "
             "the lengths along each, lengths=(heights, widths), say, each with an entry for each "
             "row."
         )
@@ -156,7 +156,7 @@ def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
         if x.shape != each[0].shape:
             raise AxisError(
                 f"Ragged: lengths[0] is of {each[0].shape[0]} rows, and lengths[{k}] of "
-                f"{x.shape[0]}. Give each with an entry for each row."
+                f"{x.shape[0]}. Pass each with an entry for each row."
             )
     return each
 
@@ -174,7 +174,7 @@ def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None,
         bounds = tuple(max_length)
     if len(bounds) != count:
         raise AxisError(
-            f"Ragged: max_length is {brief(max_length)}, for the ragged axes {brief(axis)}. Give "
+            f"Ragged: max_length is {brief(max_length)}, for the ragged axes {brief(axis)}. Pass "
             "a bound for each, or one int."
         )
     for each in bounds:
@@ -223,7 +223,7 @@ def check_lengths(
         have = "the lengths add up to" if len(lengths) == 1 else "rows of these lengths have"
         raise AxisError(
             f"Ragged: {have} {total}{'' if len(lengths) == 1 else ' elements'}, but data, of shape "
-            f"{tuple(data.shape)}, has {capacity} elements along axis {at}. Give the rows one "
+            f"{tuple(data.shape)}, has {capacity} elements along axis {at}. Pass the rows one "
             "after another, without padding; for padded rows use "
             "Ragged.from_padded(padded, lengths)."
         )
@@ -493,7 +493,7 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
     first = arrays[0]
     if not path and not first.ndim:
         raise AxisError(
-            f"{_NAME}[0] is a number, which has no axis for the elements of a row. Give an array "
+            f"{_NAME}[0] is a number, which has no axis for the elements of a row. Pass an array "
             "for each row, such as np.asarray([1.0])."
         )
     if path and not first.ndim:
@@ -769,7 +769,7 @@ class Building:
             if x.shape != (count,):
                 raise AxisError(
                     f"Ragged.from_padded: padded has {count} rows, shape {padded.shape}, but "
-                    f"{length_name(k, len(each))} has shape {x.shape}. Give one length for each "
+                    f"{length_name(k, len(each))} has shape {x.shape}. Pass one length for each "
                     "row."
                 )
         bounds = zip(as_bounds(at, max_length), sizes, strict=True)

@@ -63,7 +63,7 @@ def place_ragged(output: OutputArray, shape: Sequence[Any]) -> OutputArray:
         )
     raise AxisError(
         f"out_axes gives {output.spec} for {output.path}, whose shape for each row is {shown}: a "
-        "ragged output has its rows along axis 0. Give 0 or batchax.AUTO."
+        "ragged output has its rows along axis 0. Pass 0 or batchax.AUTO."
     )
 
 
@@ -321,7 +321,7 @@ def refuse_order(program: ClosedJaxpr) -> None:
 
 
 def refuse_calls(program: ClosedJaxpr) -> None:
-    """Refuses a program of a row that calls the host, where rows are dealt out to devices.
+    """Refuses a program of a row that has a host callback, where rows are dealt out to devices.
 
     Raises:
       UnsupportedError: it does.

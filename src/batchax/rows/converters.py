@@ -71,7 +71,7 @@ class Converters:
         _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", _TORCH)
         values, offsets = _from_tensor(nested.values()), _from_tensor(nested.offsets())
         lengths = nested.lengths() if hasattr(nested, "lengths") else None
-        at = getattr(nested, "_ragged_idx", 1) - 1  # 1 but for transposed tensors
+        at = getattr(nested, "_ragged_idx", 1) - 1  # 1 except for transposed tensors
         if lengths is not None:  # there are gaps between rows
             index, offsets = arrow.without_gaps(offsets[:-1], _from_tensor(lengths))
             values = (np if isinstance(values, np.ndarray) else jnp).take(values, index, axis=at)

@@ -84,7 +84,7 @@ class Finding:
         if bound is None and limit is None:
             raise UnsupportedError(
                 f"{called}: of an array of the size {most} it is not known how long it may be. "
-                "Give max_size, or the Ragged a smaller max_length."
+                "Pass max_size, or the Ragged a smaller max_length."
             )
         size = self._symbol(min(x for x in (bound, limit) if x is not None))
         places = found_places_p.bind(condition, size=size, limit=limit, called=called)
@@ -279,7 +279,7 @@ def _check_limit(called: str, limit: int, counts: Any) -> None:
     if sizes is not None and sizes.size and sizes.max() > limit:
         lane = int(np.argmax(sizes))
         raise AxisError(
-            f"{called}: max_size is {limit}, and lane {lane} has {sizes[lane]} elements. Give a "
+            f"{called}: max_size is {limit}, and lane {lane} has {sizes[lane]} elements. Pass a "
             "greater one."
         )
 
@@ -292,7 +292,7 @@ def compress(
 
     In a function under `vmap` each lane has as many as there are: the result has a size of its own,
     and may be used as a row of a `Ragged` is. What has that size and is returned comes back as a
-    `Ragged`. Results of one condition, the same array and not one that is computed again, have one
+    `Ragged`. Results of one condition, the same array and not one that is recomputed, have one
     size, and may be added to each other.
 
     Args:

@@ -257,7 +257,7 @@ _Rules = tuple[str, ...]
 """The derivative rules, as text, that are being looked into. One that turns up inside itself needs
 no second look."""
 
-# The rule of `jnp.sinc` calls a function with a rule that calls another, and so on for ever.
+# The rule of `jnp.sinc` calls a function with a rule that calls another, and so on forever.
 _MOST_RULES = 8
 
 

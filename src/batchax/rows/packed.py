@@ -225,7 +225,7 @@ def _merged(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed
 
 
 def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) -> list[Packed]:
-    """A call of a function with a rule of the user's for packed rows."""
+    """A call of a function with a rule of the user for packed rows."""
     recording.note(service="user", rule=eqn.params["rule"].for_rows.__qualname__)
     segments, op = rows.segments[size], Operation(eqn, rows.sizes)
     operands = []
@@ -244,7 +244,7 @@ def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) ->
 
 
 def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed]:
-    """A program that is computed again in reverse, packed as it would be by itself."""
+    """A program that is recomputed in reverse, packed as it would be by itself."""
     body = program_called(eqn)
     flat = flatten(body)
     moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]

@@ -280,7 +280,7 @@ def _run_step(sizes: Sizes, step: RowStep, operands: Sequence[Row]) -> list[Row]
 
 
 Classes = int | Literal["auto"] | None
-"""How many size classes rows may be in: so many, as many as pay, or none."""
+"""How many size buckets rows may be in: so many, as many as pay, or none."""
 
 
 kept_in_regions = Memo("calls outside of jit, of rows, batched", most=64)
@@ -292,7 +292,7 @@ class InRegions(Way):
 
     Attributes:
       layout: that of all regions, or "auto".
-      classes: how many size classes padded rows may be in.
+      classes: how many size buckets padded rows may be in.
     """
 
     compiles: ClassVar[bool] = True
@@ -378,7 +378,7 @@ class InRegions(Way):
         )
         if classes is None:
             return None, Layout.PADDED
-        return functools.partial(run_in_classes, classes=classes), "in size classes"
+        return functools.partial(run_in_classes, classes=classes), "in size buckets"
 
 
 def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
@@ -396,10 +396,10 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
 
 
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
-    """How many size classes rows may be in; None where they are in none.
+    """How many size buckets rows may be in; None where they are in none.
 
     Raises:
-      UnsupportedError: the program cannot run in size classes, but was asked to.
+      UnsupportedError: the program cannot run in size buckets, but was asked to.
     """
     room = [size.capacity for size in call.sizes]
     if not (call.axis.size and max(call.bounds.values()) and all(room)):

@@ -1,4 +1,4 @@
-"""Rules of the user's for packed rows: those that `custom_vmap` functions have by `def_rows`.
+"""Rules of the user for packed rows: those that `custom_vmap` functions have by `def_rows`.
 
 Where rows are packed such a rule is given them as they are. Where they are padded, because of what
 comes before or after, or in a derivative that one row takes by itself, they are packed for it, and

@@ -1,4 +1,4 @@
-"""Rows in size classes or known groups: each is padded to the least of a few bounds that it fits.
+"""Rows in size buckets or known groups: each is padded to the least of a few bounds that it fits.
 
 Lengths are known, and each row is padded to the longest of its group. Or they are traced, and rows
 run in *blocks*, as their bounds are the greatest length, half of it, and so on. A block has the
@@ -320,7 +320,7 @@ def _batched(
 
 class_switch_p = own_primitive(
     "class_switch",
-    called="rows in size classes",
+    called="rows in size buckets",
     operations=_operations,
     types=_types,
     programs=("programs",),
@@ -339,7 +339,9 @@ def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
     if axis.mesh_axis is not None or axis.spmd_name is not None:
         return "rows are spread over a mesh"
     if _compat.calls_back(program.effects):
-        return "the function calls the host, which blocks would do in another order, and too often"
+        return (
+            "the function has a host callback, which blocks would call in another order, and often"
+        )
     if find_found(program):
         return "the function finds sizes, as batchax.compress does"
     if find_collective(jaxpr) is not None:
@@ -546,7 +548,7 @@ def choose_classes(
     batched: Sequence[bool],
     costs: Costs,
 ) -> SizeClasses | None:
-    """The size classes that padded steps take least time in; None for one bound for all rows."""
+    """The size buckets that padded steps take least time in; None for one bound for all rows."""
     differs = differing_values(program, batched)
     steps = _padded_steps(program, layouts)
     bounds = costs.padded.bounds
@@ -660,7 +662,7 @@ def _time_by_size(
     return lambda sizes: np.exp(np.log(sizes / most) @ powers.T) @ together
 
 
-_SMALLER = 4  # of the greatest size, at which the time that steps take is reckoned, too
+_SMALLER = 4  # of the greatest size, at which the time that steps take is estimated, too
 
 
 def _compiling(groups: int, steps: Sequence[RowStep]) -> float:

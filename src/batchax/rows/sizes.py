@@ -8,8 +8,8 @@ JAX's symbolic sizes say that ``n == 1`` is False, as they do of all they cannot
 ``n > 0`` is True, as they take sizes to be positive. A row alone may have one element, or none.
 So comparisons in the user's code are answered by looking at the lengths that rows may have: if the
 answer is the same for all of them it is given, and if not the comparison raises. Questions that
-JAX asks, whether shapes are known to be equal, are answered as JAX does. A size has no hash but for
-JAX, which caches by types what it has traced: in a dict, what is compared depends on the hash.
+JAX asks, whether shapes are known to be equal, are answered as JAX does. A size has no hash except
+for JAX, which caches by types what it has traced: in a dict, what is compared depends on the hash.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sizes:
       exact: symbols whose value is known to be the bound: nothing is padded along those.
       found_of: for each symbol that the program finds, the size that it is at most.
       limited: those of them for which a limit was given.
-      again: whether the program may be one that is computed again, and finds what was found.
+      again: whether the program may be one that is recomputed, and finds what was found.
     """
 
     bounds: Mapping[str, int]
@@ -126,7 +126,7 @@ class Sizes:
             raise UnsupportedError(
                 f"the size {dim} depends on ragged sizes of up to "
                 f"{', '.join(str(self.bounds[name]) for name in names)}: its greatest value "
-                "cannot be found. Give the Ragged a smaller max_length."
+                "cannot be found. Make the Ragged with a smaller max_length."
             )
         return max(int(_compat.evaluate_size(dim, {n: self.bounds[n] for n in names})), 0)
 

@@ -39,12 +39,12 @@ lane_calls_p = declare("lane_calls")
 
 
 def calls_host(eqn: Eqn) -> bool:
-    """Whether an equation calls the host for a lane: not only to tell how far a loop is."""
+    """Whether an equation has a host callback for a lane: not only to tell how far a loop is."""
     return bool(calls_in(eqn))
 
 
 def is_seen(program: Any) -> bool:
-    """Whether it can be seen for which lanes a program runs: it calls the host, or checks."""
+    """Whether it can be seen for which lanes a program runs: it has a host callback, or checks."""
     eqns = getattr(program, "jaxpr", program).eqns
     return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
 
@@ -60,7 +60,8 @@ def calls_in(eqn: Eqn) -> list[Any]:
 
 
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
-    """`program`, which calls the host, and checks, if `active` only: one more operand, the first.
+    """`program`, which has a host callback, and checks, if `active` only: one more operand, the
+    first.
 
     Args:
       axis: the axis being mapped.
@@ -108,7 +109,7 @@ def failures(err_tree: Any, **_: Any) -> int:
 
 
 def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) -> Sequence[Any]:
-    """The results of an equation that calls the host, if the lane is active; else zeros.
+    """The results of an equation that has a host callback, if the lane is active; else zeros.
 
     Args:
       eqn: the equation, of a program of one example.

@@ -91,7 +91,7 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
       lhs: the images of all lanes.
       rhs: their kernels.
       lane: the types of the operands of one lane.
-      params: those of `conv_general_dilated`, but for the numbers of groups.
+      params: those of `conv_general_dilated`, except for the numbers of groups.
     """
     places = _places(lane, params)
     kernel = math.prod(places.kernel)

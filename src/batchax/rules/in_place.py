@@ -46,7 +46,7 @@ _PARTS = 4
 
 
 class Alias(NamedTuple):
-    """A result of an equation that is one of its operands, but for updates in place."""
+    """A result of an equation that is one of its operands, except for updates in place."""
 
     operand: int
     result: int
@@ -54,15 +54,15 @@ class Alias(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The input of a program that a variable is, but for updates in place."""
+    """The input of a program that a variable is, except for updates in place."""
 
     input: int
     updated: bool
 
 
-@kept_with("variables of programs that are an input but for updates")
+@kept_with("variables of programs that are an input except for updates")
 def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
-    """The variables of `jaxpr` that are an input but for updates."""
+    """The variables of `jaxpr` that are an input except for updates."""
     by_variable = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for alias in aliases_of(eqn):
@@ -79,7 +79,7 @@ def origin_of(by_variable: dict[Any, Origin], v: Any) -> Origin | None:
 
 
 def kept_outputs(jaxpr: Jaxpr) -> dict[int, Origin]:
-    """The outputs of `jaxpr` that are an input but for updates, of the same shape."""
+    """The outputs of `jaxpr` that are an input except for updates, of the same shape."""
     kept = {}
     for k, v in enumerate(jaxpr.outvars):
         source = origin_of(origins(jaxpr), v)
@@ -91,13 +91,13 @@ def kept_outputs(jaxpr: Jaxpr) -> dict[int, Origin]:
 
 
 def kept_carries(body: ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
-    """The carries that the body of a loop hands on but for updates."""
+    """The carries that the body of a loop hands on except for updates."""
     kept = kept_outputs(body.jaxpr).items()
     return {k: source for k, source in kept if source.input == n_consts + k}
 
 
 def kept_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, Origin]:
-    """The results that are, in every branch, the same operand but for updates."""
+    """The results that are, in every branch, the same operand except for updates."""
     first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
     return {
         k: Origin(i, updated or any(kept[k].updated for kept in others))
@@ -122,7 +122,7 @@ def carried_inputs(jaxpr: Jaxpr, n_consts: int, inputs: set[int]) -> set[int]:
 
 
 def aliases_of(eqn: Eqn) -> list[Alias]:
-    """The results of an equation that are an operand but for updates worth dropping."""
+    """The results of an equation that are an operand except for updates worth dropping."""
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
     if facts.alias:

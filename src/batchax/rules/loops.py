@@ -66,7 +66,7 @@ def run_parting(
     parting: Parting,
     masked: Callable[[Axis, Parting], PlacedOutputs],
 ) -> PlacedOutputs:
-    """The results of an equation in which lanes part ways.
+    """The results of an equation in which lanes diverge.
 
     Args:
       axis: the axis being mapped.
@@ -175,7 +175,7 @@ def _settle_axes(
 
     n, carry_at, free = len(carry_at), list(map(allowed, carry_at)), ANYWHERE
     outs = len(body.out_avals)
-    # Programs of lanes that part ways are long: they are made once the axes are found.
+    # Programs of lanes that diverge are long: they are made once the axes are found.
     together = axis if axis.divergence is None else replace(axis, divergence=None)
     made = batch(together, carry_at, [free] * outs)
     if axis.columns and not lowest and takes_less_as_rows(made[0], axis.size):
@@ -252,7 +252,7 @@ class MaskedBody:
       body: the program of one example.
       positions: where each of its constants has the batch axis; carries have it in front.
       plan: what finished lanes need in it.
-      calls: whether it calls the host. It is run `with_active` then, as the plan knows.
+      calls: whether it has a host callback. It is run `with_active` then, as the plan knows.
     """
 
     axis: Axis
@@ -351,7 +351,7 @@ def _masked_loop(
 
 
 def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
-    """As `predicate`, which calls the host for lanes that are active only."""
+    """As `predicate`, which has a host callback for lanes that are active only."""
     if is_seen(cond_jaxpr):
         cond_jaxpr = with_active(axis, cond_jaxpr)
         operands, positions = [_of_each_lane(active), *operands], [0, *positions]
@@ -465,7 +465,7 @@ def _while(
     if recording.is_on():
         asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr
         recording.note(divergence="asked of all" if asked_of_all else "together")
-    # All lanes take the same steps, and may part ways in one.
+    # All lanes take the same steps, and may diverge in one.
     body, settled, _ = settle(axis, body_jaxpr, body_at, carry_at, (), varying, lowest)
     carry = match_carry(axis, carry, carry_at, settled, body.out_avals)
     operands = (*test_consts, *body_consts, *carry)

@@ -101,7 +101,7 @@ def find_collective(jaxpr: Jaxpr) -> Any:
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of a program, but for those in programs that run in active lanes only."""
+    """All equations of a program, except for those in programs that run in active lanes only."""
     return with_inside(jaxpr.eqns, lambda eqn: not _facts(eqn).guarded)
 
 

@@ -191,7 +191,7 @@ TOGETHER = {
 
 
 def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()) -> None:
-    """Registers `primitive` as run one lane after another.
+    """Registers `primitive` as run sequentially.
 
     Keys of `implementations` are served by the rule `others` instead.
     """

@@ -27,7 +27,7 @@ def _sort(
         return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
     operands, position = matched(axis, args, axes)
     (dim,) = shift_dims((dimension,), position)
-    if len(operands) == 1:  # what is equal is the same, but for zeros
+    if len(operands) == 1:  # what is equal is the same, except for zeros
         (x,) = operands
         if jnp.issubdtype(x.dtype, jnp.floating) and pays(x, axis.in_loop):
             return [sorted_floats_p.bind(x, dimension=dim)], [position]

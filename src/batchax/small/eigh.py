@@ -49,7 +49,7 @@ def eigh(a: Value, *, lower: bool, **_: Any) -> list[Any]:
     A rotation is left out where the element that it would remove is negligible beside the diagonal
     elements of its row and column, so that the small eigenvalues of a graded definite matrix are as
     accurate as the large ones. A lane all of whose rotations are left out stays as it is, whatever
-    its neighbours do. Matrices with a NaN or an infinity have NaN for all results.
+    its neighbors do. Matrices with a NaN or an infinity have NaN for all results.
 
     Args:
       a: ``[n, n, lanes]``, real or complex.

@@ -152,7 +152,7 @@ def scale(size: Value, below: int = 4) -> Any:
 
 
 class Rounds(NamedTuple):
-    """Rounds of pairs of neighbours, after each of which the places of all are changed.
+    """Rounds of pairs of neighbors, after each of which the places of all are changed.
 
     After `number` rounds each has met each other once and all are at their places again, as in a
     round-robin tournament (Brent and Luk 1985, "The solution of singular-value and symmetric

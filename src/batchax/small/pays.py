@@ -65,7 +65,7 @@ GAINS: dict[str, dict[str, Sequence[float]]] = {
 }
 """For each primitive and dtype how many microseconds a matrix of 1, 2, 3 ... rows gains.
 
-Measured, in processor time, of 4,000 and of 10,000 matrices; those of 64 gain as much each. What is
+Measured, in CPU time, of 4,000 and of 10,000 matrices; those of 64 gain as much each. What is
 not here gains nothing.
 """
 

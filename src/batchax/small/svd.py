@@ -46,7 +46,7 @@ def serves(lane: Sequence[Aval], params: Any) -> bool:
 def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[Any]:
     """The singular values, in descending order, and the vectors, as `lax.linalg.svd_p` has them.
 
-    A lane all of whose columns are orthogonal stays as it is, whatever its neighbours do. Matrices
+    A lane all of whose columns are orthogonal stays as it is, whatever its neighbors do. Matrices
     with a NaN or an infinity have NaN for all results.
 
     Args:

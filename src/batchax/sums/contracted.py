@@ -446,7 +446,7 @@ class _Labelled(NamedTuple):
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The labels but for that of lanes."""
+        """The labels except for that of lanes."""
         return tuple(n for n in self.labels if n != _LANES)
 
     @property

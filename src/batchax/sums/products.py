@@ -386,7 +386,7 @@ def _added(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
 
 
 def _sum(eqn: Eqn, *each: tuple[Operand, Terms]) -> Terms:
-    """The terms of all, but for operands that are zero."""
+    """The terms of all, except for operands that are zero."""
     others = [(x, own) for x, own in each if not x.is_zero] or each[:1]
     return tuple(t for x, own in others for t in _as_large(x, own, eqn))
 
@@ -493,7 +493,7 @@ def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
 
 
 def _of_numbers(chosen: Value, no: Product, yes: Product) -> Product | None:
-    """One of two that are the same but for numbers that they are multiplied with."""
+    """One of two that are the same except for numbers that they are multiplied with."""
     arrays = [[f for f in x.factors if f.labels] for x in (no, yes)]
     same = lambda x, y: x.value is y.value and x.labels == y.labels
     alike = len(arrays[0]) == len(arrays[1]) and all(map(same, *arrays))

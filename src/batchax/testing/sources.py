@@ -21,7 +21,7 @@ class SourceTests:
 
     Attributes:
       suffix: of the files that it reads, as its entry point has it; empty if it reads none.
-      shape: of the array that most tests read, at least two rows along each axis. Give another if
+      shape: of the array that most tests read, at least two rows along each axis. Pass another if
         the kind has no form for this one.
       dtypes: that the kind has a form for.
       empty: whether it has a form for arrays without elements.

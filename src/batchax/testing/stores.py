@@ -36,7 +36,7 @@ class StoreTests:
       trees: whether it keeps several results.
       ragged: whether it keeps rows of different lengths.
       empty: whether it keeps rows without elements.
-      mends: whether a unit that is cut short or missing is found when it is read, and is whole once
+      fixes: whether a unit that is cut short or missing is found when it is read, and is whole once
         it is written again.
 
     Example:
@@ -147,7 +147,7 @@ class StoreTests:
     def test_damage(self, out: Path, number: int) -> None:
         self._needs_files()
         if not self.mends:
-            pytest.skip("damage is not mended")
+            pytest.skip("damage is not fixed")
         unit, leaf = UNITS[number], _leaf()
         store = self._written(out, [leaf])
         before = _files(out)
@@ -168,7 +168,7 @@ class StoreTests:
         assert _files(out) == before
 
     def test_a_process_that_is_killed_at_any_step(self, out: Path, tmp_path: Path) -> None:
-        """What it makes is there or not there; what it writes is mended; nothing stays behind."""
+        """What it makes is there or not there; what it writes is fixed; nothing stays behind."""
         self._needs_files()
         where = [self.store.__module__, self.store.__qualname__, str(tmp_path), out.name]
         done = subprocess.run(

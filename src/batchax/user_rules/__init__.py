@@ -1,4 +1,4 @@
-"""Functions with rules of the user's: how such a call is differentiated and batched.
+"""Functions with rules of the user: how such a call is differentiated and batched.
 
 Importing this package registers both.
 """

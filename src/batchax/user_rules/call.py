@@ -258,7 +258,7 @@ def effects_had(had: bool) -> Iterator[None]:
 
 
 def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
-    """The results, for one example, of a program with a batching rule of the user's."""
+    """The results, for one example, of a program with a batching rule of the user."""
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
     return custom_call_p.bind(*operands, jaxpr=jaxpr, steps=(), rule=rule)

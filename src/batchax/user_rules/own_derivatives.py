@@ -255,7 +255,7 @@ class _Call:
             raise ArgumentTypeError(
                 f"the rule bwd given to {self.name}.def_vjp must return a tuple with a cotangent "
                 f"for each of the {count} arguments of {self.name}, but it returned "
-                f"{describe_returned(result)}. Give None for an argument whose cotangent is zero."
+                f"{describe_returned(result)}. Pass None for an argument whose cotangent is zero."
             )
         return tuple(self.arguments.operands_of(result))
 

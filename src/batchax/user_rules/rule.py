@@ -369,7 +369,7 @@ class UserRule:
         if self.rule is None:
             raise UnsupportedError(
                 f"{self.name} is a custom_vmap function without a batching rule, and is batched. "
-                f"Give it one: @{self.name}.def_vmap, or leave @custom_vmap out."
+                f"Pass it one: @{self.name}.def_vmap, or leave @custom_vmap out."
             )
         args, kwargs = self.arguments.rebuild(operands)
         in_batched = self.arguments.said(flags, False)

@@ -174,7 +174,7 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
         raise UnsupportedError(
-            "executor forks its processes, and JAX does not survive that. Give it "
+            "executor forks its processes, and JAX does not survive that. Pass it "
             'mp_context=multiprocessing.get_context("spawn"), or pass executor="processes:4".'
         )
     return functools.partial(Pool, executor)
@@ -483,7 +483,7 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
     if out is None:
         raise UnsupportedError(
             "executor was given, and out=None: results of other processes do not come to the "
-            'memory of this one. Give a path, such as out="y.zarr".'
+            'memory of this one. Pass a path, such as out="y.zarr".'
         )
     shard = _SHARD.fullmatch(executor) if isinstance(executor, str) else None
     if not place_of(out).shared and (shard is None or shard[2] != "1"):

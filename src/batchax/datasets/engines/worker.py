@@ -236,7 +236,7 @@ def saved(work: Work, out: Address) -> Attempts:
     except Exception as error:
         raise ArgumentTypeError(
             f"executor was given, and {function.name} or its arguments cannot be handed to other "
-            f"processes: {type(error).__name__}: {error} Give paths in place of open files, and "
+            f"processes: {type(error).__name__}: {error} Pass paths in place of open files, and "
             "let the function close over arrays and plain objects only."
         ) from error
     return Attempts.of_new_call(JobFiles(out).folder, content)
@@ -255,7 +255,7 @@ def _check_portable(function: RowFunction) -> None:
     if mesh is not None and mesh != "all":
         raise UnsupportedError(
             "mesh is a mesh of this process's devices, and with executor each worker has its own. "
-            'Give mesh="all": all devices of a worker.'
+            'Pass mesh="all": all devices of a worker.'
         )
     for m in function.inputs.mapped:
         size = m.row_bytes * m.rows

@@ -1,6 +1,6 @@
 """Meetings: what the processes of one program tell each other before they go on together.
 
-A collective waits for all processes, for ever. So before what all of them have to do each says, in
+A collective waits for all processes, forever. So before what all of them have to do each says, in
 a store of keys and values that they share, what it came to do. If some do not come, or come for
 something else, or one failed since the last meeting, it is an error on all.
 
@@ -166,7 +166,7 @@ class Meetings:
         here, there = text.splitlines(), theirs.splitlines()
         return (
             "all processes must make the same calls, in the same order, with arguments of the same "
-            "types (but for the numbers of rows that are batchax.local), and they do not. Here, on "
+            "types (except for numbers of rows that are batchax.local), and they do not. Here, on "
             f"process {self.process}, there is{_only(here, there)}\nand on process {other}"
             f"{_only(there, here)}\n"
         )

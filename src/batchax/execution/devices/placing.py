@@ -277,7 +277,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     @extreme.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         # Only where all shards' values are in one array it is known which of them are equal: a
-        # compiler may compute what it compares anew, with another last bit.
+        # compiler may compute what it compares again, with another last bit.
         return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
 
     return extreme(x)

@@ -42,7 +42,7 @@ def check_spans(mesh: Any) -> None:
     if processes not in ({jax.process_index()}, set(range(count))):
         raise UnsupportedError(
             f"mesh has devices of process {', '.join(map(str, sorted(processes)))} of {count}, and "
-            f"this is process {jax.process_index()}. Give a mesh of devices of all processes, such "
+            f"this is process {jax.process_index()}. Pass a mesh of devices of all processes, such "
             'as mesh="all", or of jax.local_devices() alone.'
         )
 
@@ -105,7 +105,7 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
     if any(isinstance(m, MappedRows) for m in mapped):
         raise UnsupportedError(
             f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
-            "dealt out to devices by lengths that all processes must know. Give all rows on all "
+            "dealt out to devices by lengths that all processes must know. Pass all rows on all "
             "processes, or pad the others: x.to_padded()."
         )
     counts = {x.shape[axis] for _, x, axis in own}
@@ -166,7 +166,7 @@ def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tup
     if any(len(ids) > 1 for ids in processes):
         raise UnsupportedError(
             "an argument is batchax.local(x), and the lanes of a shard would be on devices of "
-            f"processes {', '.join(map(str, sorted(max(processes, key=len))))}. Give a mesh whose "
+            f"processes {', '.join(map(str, sorted(max(processes, key=len))))}. Pass a mesh whose "
             f"axes besides {', '.join(map(repr, names))} stay within a process."
         )
     owners = [ids.pop() for ids in processes]

@@ -118,7 +118,7 @@ def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, An
     ):
         return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
     if _COMPACT in context.tried:
-        return {"remedy": f'Give divergence="compact": {brings}', "advice": _COMPACT}
+        return {"remedy": f'Pass divergence="compact": {brings}', "advice": _COMPACT}
     remedy = (
         'Try divergence="compact", if lanes differ much: measure=True runs it, too, and says '
         f"whether it is faster. With it {brings}"
@@ -330,7 +330,7 @@ def _remedy(
         remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
     if not exact:
-        least = "Give the Ragged the least max_length that holds (x.with_max_length)"
+        least = "Make the Ragged with the least max_length that holds (x.with_max_length)"
         remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
         if context.options.get("buckets") is not None:
             return {"remedy": remedy}
@@ -338,13 +338,13 @@ def _remedy(
     cut = "Cut the longest rows in two, or leave them to a call of their own."
     if context.options.get("buckets") is not None:
         number = 2 * len(rows_of)
-        remedy = f"Give buckets={number}: each bucket is padded to its own longest row."
+        remedy = f"Pass buckets={number}: each bucket is padded to its own longest row."
         return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
     best = _best_buckets(max(rows_of, key=_places), waste)
     if best is None:
         return {"remedy": cut}
     number, rest = best
-    remedy = f"Give buckets={number}: {rest:.2f} places for each element then."
+    remedy = f"Pass buckets={number}: {rest:.2f} places for each element then."
     return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
 
 
@@ -443,7 +443,7 @@ def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
             f"{'All' if chunks == 1 else 'Chunks of'} {count(min(size, context.each), 'lane')} "
             f"at a time need {show_bytes(context.temporaries)} of temporaries, and are hardly "
             "faster than smaller ones.",
-            f"Give batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
+            f"Pass batch_size={best}: {show_bytes(round(best * each_lane))} of them are enough.",
             "",
             FINDINGS.byte * context.temporaries,
             advice={"batch_size": best},
@@ -463,7 +463,7 @@ def _measured(context: FindingContext) -> Iterator[Finding]:
     yield Finding(
         "chunk size far from the best",
         f"{what} took {show_seconds(now.seconds)}, {lanes} {show_seconds(best.seconds)}{peaks}.",
-        "Leave batch_size out." if size is None else f"Give batch_size={size}.",
+        "Leave batch_size out." if size is None else f"Pass batch_size={size}.",
         "",
         (now.seconds - best.seconds) * 1e9,
     )
@@ -477,7 +477,7 @@ def _started_operations(context: FindingContext) -> int:
 
 def _remedy_of_small(context: FindingContext, best: int) -> str:
     if best < context.each:
-        return f"Give batch_size={best}."
+        return f"Pass batch_size={best}."
     return "Leave batch_size out: all lanes together do little."
 
 
@@ -497,7 +497,7 @@ def memory(context: FindingContext) -> Iterator[Finding]:
         "temporaries fill the memory",
         f"All {count(context.each, 'lane')} at once need {show_bytes(context.temporaries)} of "
         f"temporaries, of {show_bytes(free)} that the device has free.",
-        'Give batch_size="auto": as many lanes run at a time as fit.',
+        'Pass batch_size="auto": as many lanes run at a time as fit.',
         "",
         FINDINGS.byte * context.temporaries,
     )
@@ -571,7 +571,7 @@ def _merged(kinds: Sequence[Kind], context: FindingContext) -> list[Finding]:
 def _without_nested(findings: Sequence[Finding]) -> list[Finding]:
     """What is found, with what is inside of something of its kind told there, if it says the same.
 
-    Loops in a loop wait for the same lanes, and are mended by what mends the outermost.
+    Loops in a loop wait for the same lanes, and are fixed by what fixes the outermost.
     """
     inside: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
     for i, finding in enumerate(findings):

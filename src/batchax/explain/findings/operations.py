@@ -239,7 +239,7 @@ def _shared_of(eqn: Equation) -> str:
 
 def _remedy_of_repeated(eqn: Equation | None) -> str:
     if eqn is None:
-        return "Give out_axes=None for it, or out_axes=batchax.AUTO: it is returned once then."
+        return "Pass out_axes=None for it, or out_axes=batchax.AUTO: it is returned once then."
     if eqn.primitive in ("while", "scan", "bounded loop"):
         return (
             "It is part of the carry, which some step makes depend on the lane. Leave what does "
@@ -315,7 +315,7 @@ def _output_of(
             return (
                 f"out_axes wants the batch axis of {output.result} at {output.axis}, and it is "
                 f"computed as {marked(made)}",
-                f"Give out_axes={made.axis} for it.",
+                f"Pass out_axes={made.axis} for it.",
             )
     return None
 
@@ -461,10 +461,10 @@ def rules_of_jax(context: FindingContext) -> Iterator[Finding]:
     served = [eqn for eqn, _ in context.walk() if eqn.service == "jax"]
     names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
     if len(names) == 1:
-        what = f"{', '.join(names)} has no rule of batchax's: that of JAX serves it"
+        what = f"{', '.join(names)} has no rule of batchax: that of JAX serves it"
         which = f"it moves or repeats more than it has to, give it a rule with {_rule(served[0])}"
     else:
-        what = f"{', '.join(names)} have no rules of batchax's: those of JAX serve them"
+        what = f"{', '.join(names)} have no rules of batchax: those of JAX serve them"
         which = "one moves or repeats more than it has to, give it a rule: @batchax.register_rule"
     for eqn in served:
         yield Finding(
@@ -490,7 +490,7 @@ def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
         asked = eqn.rule == "sequential_vmap"
         what = "A function" if asked else f"`{eqn.primitive}`"
         yield Finding(
-            "one lane after another",
+            "sequentially",
             f"{what} runs for the {count(context.lanes, 'lane')} one after another: {why}",
             remedy,
             eqn.number,
@@ -527,7 +527,7 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
     ),
     (
         lambda _, record: _compat.ordered_by_lane(record.eqn.effects),
-        "lanes part ways in it, and it calls Python, which is seen outside.",
+        "lanes diverge in it, and it calls Python, which is seen outside.",
         "Move the call out of it, or use jax.debug.callback, which need not be in order: lanes run "
         "together then.",
     ),
@@ -540,7 +540,7 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
     (
         lambda *_: True,
         "neither batchax nor JAX has a batching rule for it.",
-        "Give it a rule with @batchax.register_rule({primitive}), which computes all lanes at "
+        "Register a rule with @batchax.register_rule({primitive}), which computes all lanes at "
         "once.",
     ),
 )

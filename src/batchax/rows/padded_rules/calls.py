@@ -54,7 +54,7 @@ def typed_rows(values: Sequence[Value], avals: Sequence[Aval]) -> list[Row]:
 
 
 class Moving:
-    """Operands of a program that is staged anew: as its arguments, only those that are not known.
+    """Operands of a program that is staged again: as its arguments, only those that are not known.
 
     The others stay known inside, so that rules may look at them.
     """

@@ -356,7 +356,7 @@ def _svd(
         raise op.refuse(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and full_matrices asks for "
             "vectors besides those of its singular values, which are any that are orthogonal. "
-            "Give full_matrices=False."
+            "Pass full_matrices=False."
         )
     value, count, _ = _beside_large(op, x)
     outs = op.bind(value)

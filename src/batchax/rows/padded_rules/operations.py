@@ -278,7 +278,7 @@ def _refuse_ragged_windows(op: Operation, dimensions: Any, windows: Any) -> None
     for dim, count in zip(dimensions, windows, strict=True):
         if is_symbolic(dim) and (is_symbolic(count) or count != 1):
             raise op.refuse(
-                f"its windows have {dim} elements, which differs from row to row. Give them a "
+                f"its windows have {dim} elements, which differs from row to row. Pass them a "
                 "fixed size."
             )
 
