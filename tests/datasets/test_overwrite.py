@@ -66,6 +66,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("out", ["y.zarr", "y.npy", "memory://overwrite/y.zarr"])
+@pytest.mark.compiles(150)  # a call at each step, each with its programs
 def test_killed_while_it_removes_nothing_is_mixed(out, monkeypatch):
     """A call that ends at each step in turn: the next one finds the old job, whole, or none."""
     left, x = [0], X[:16]
