@@ -9,7 +9,7 @@ import pytest
 from jax.core import eval_jaxpr
 
 from batchax.errors import AxisError
-from batchax.execution.call import AllAtOnce, Call, Way, execute, through
+from batchax.execution.call import AllAtOnce, Call, Way, apply_passes, execute
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import flatten_outputs
 from batchax.kernel.axis import Axis
@@ -63,7 +63,7 @@ def batched(fun, *passes, out_axes=0):
             return flatten_outputs(fun(*values), out_axes, len(xs))
 
         mapped = [Mapped("w", w, None), Mapped("xs", xs, 0)]
-        outs, outputs = execute(through(passes, Call(Axis(len(xs)), function, mapped)))
+        outs, outputs = execute(apply_passes(passes, Call(Axis(len(xs)), function, mapped)))
         return outputs.rebuild(outs)
 
     return of_all

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.rows import block_places as places
+from batchax.rows import blocks as places
 from batchax.rows.blocks import SizeClasses
 
 LENGTHS = np.array([7, 0, 3, 16, 1, 9, 4, 2, 8, 33, 5, 40, 2, 1, 0, 17], np.int32)
