@@ -663,3 +663,39 @@ def test_what_is_refused_by_name():
         jax.shard_map(inner, mesh=four, in_specs=P("a"), out_specs=P("a"))(example((8, 5)))
     with pytest.raises(bx.UnsupportedError, match="or another vmap with mesh"):
         bx.vmap(inner, mesh="all")(example((4, 5)))
+
+
+COMPLEX_CONSTANTS = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+import batchax as bx
+
+jax.config.update("jax_enable_compilation_cache", False)
+xs = jnp.ones((4, 3), "complex64")
+rows, zeros = bx.Ragged(xs, np.array([3, 1]), 3), jnp.zeros_like(xs)
+pull = lambda f, x, zeros: jax.vjp(f, x)[1](zeros)
+no = lambda x: (x.real.astype(int) & 0).astype(x.dtype)
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        'pull(lambda w: bx.vmap(lambda x, w: w, (0, None), 0, mesh="all")(xs, w), xs[0], zeros)',
+        'pull(lambda w: bx.vmap(lambda x: w, 0, 0, mesh="all")(xs), xs[0], zeros)',
+        'pull(lambda w: bx.vmap(lambda x: w, 0, 0, mesh="all")(rows), xs[0], zeros[:2])',
+        'bx.vmap(no, 0, bx.Reduce("sum"), mesh="all")(xs)',
+        'pull(bx.vmap(lambda x: lax.all_gather(x, "i"), axis_name="i", mesh="all", batch_size=1), '
+        "xs, jnp.zeros((4, 4, 3), xs.dtype))",
+    ],
+    ids=["shared argument", "closed over", "closed over, rows", "sum", "gathered"],
+)
+def test_sums_over_devices_of_complex_constants_compile(call):
+    # XLA for CPUs ends the process where it compiles one, so each runs in a process of its own.
+    program = COMPLEX_CONSTANTS.format(f"jax.jit(lambda xs: {call})(xs)")
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ from batchax.execution.devices.shards import (
     find_shards,
     on_shards,
     sharding_of,
+    with_shared_in_parts,
 )
 from batchax.execution.memory import Auto
 from batchax.frontend.arguments import Mapped
@@ -181,6 +182,7 @@ def _of_one_device(call: Call, passed: Sequence[Any]) -> tuple[Call, _Said]:
     else:
         check_no_references(consts)
         check_shared([], consts)
+        staged = with_shared_in_parts(staged)
     said = _Said(None if call.program else here.outputs, same or not count)
     axis = replace(here.axis, spmd_name=None, mesh_axis=None)
     own = replace(

@@ -26,6 +26,7 @@ from batchax.execution.devices.shards import (
     check_shared,
     is_sharded,
     on_shards,
+    with_shared_in_parts,
     with_whole_axis,
 )
 from batchax.frontend.arguments import Mapped
@@ -452,7 +453,7 @@ def _local_call(
     )
     staged = replace(local, program=None).staged if way.stages_again else call.staged
     outputs = replace(call.outputs, described=list(map(in_front, call.described)))
-    return replace(local, program=(staged, outputs))
+    return replace(local, program=(with_shared_in_parts(staged), outputs))
 
 
 def _put(shards: Shards, x: Value, position: Position) -> Any:

@@ -220,7 +220,7 @@ def combined(
 def _combined(shards: Shards, kind: Result, x: Value) -> Any:
     match kind:
         case Sum():
-            return lax.psum(x, shards.names)
+            return shards.summed(x)
         case Extreme():
             return _extreme(shards, kind, x)
         case PerChunk(axis):
@@ -239,7 +239,7 @@ def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
     """
 
     def ahead(_: Any, xs: Sequence[Value]) -> list[Any]:
-        return list(lax.psum(tuple(xs), shards.names))
+        return list(shards.summed(tuple(xs)))
 
     def back(_: Any, shares: Sequence[Any]) -> list[Any]:
         return [x * np.asarray(shards.count, x.dtype) for x in shares]

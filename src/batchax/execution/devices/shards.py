@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import with_inside
-from batchax.jaxprs.words import Jaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position, inserted
 
 T = TypeVar("T")
@@ -111,13 +111,54 @@ class Shards:
 
     def gathered(self, x: Value, axis: int) -> Any:
         """Inside: the lanes of all shards, on each."""
-        return lax.all_gather(x, self.names, axis=axis, tiled=True)
+        exchange = functools.partial(lax.all_gather, axis_name=self.names, axis=axis, tiled=True)
+        return in_parts(exchange, x)
+
+    def summed(self, xs: Any) -> Any:
+        """Inside: the sums of a pytree's arrays over all shards."""
+        return in_parts(lambda xs: lax.psum(xs, self.names), xs)
 
     def spec(self, position: Position) -> PartitionSpec:
         """How an array with lanes at `position` is sharded; None: the same on every device."""
         if position is None:
             return PartitionSpec()
         return PartitionSpec(*inserted((None,) * position, position, self.names))
+
+
+def in_parts(exchange: Callable[[Any], Any], xs: Any) -> Any:
+    """What a linear collective gives of a pytree's arrays: of complex ones, part by part.
+
+    XLA for CPUs ends the process where it compiles an all-reduce or a reduce-scatter, which is the
+    transpose of an all-gather, of a complex number broadcast to an array (JAX 0.10.2 to 0.12.0).
+    """
+    leaves, structure = jax.tree.flatten(xs)
+    return structure.unflatten(map(_joined, exchange([_split(x) for x in leaves])))
+
+
+def _split(x: Value) -> Any:
+    """A complex array as a tuple of its real and its imaginary part; others as they are."""
+    return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def _joined(x: Any) -> Any:
+    return lax.complex(*x) if isinstance(x, tuple) else x
+
+
+def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
+    """Inside: a program whose traced complex constants enter ``shard_map`` part by part.
+
+    JAX sums their cotangents over the shards as it does those of shared arguments.
+    """
+
+    def entered(x: Value) -> Any:
+        if not isinstance(x, Tracer):
+            return x
+        around = jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)
+        with _compat.within_trace_of([x]), around:
+            x = _split(x)
+        return _joined(x)
+
+    return _compat.close(staged.jaxpr, list(map(entered, staged.consts)))
 
 
 def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
@@ -166,8 +207,12 @@ def on_shards(
     """
     outputs = _compat.Outputs()
 
+    # JAX sums cotangents of what all shards share, with an all-reduce.
+    split = lambda x, a: _split(x) if a is None else x
+    parts = [split(x, a) for x, a in zip(args, positions, strict=True)]
+
     def one_shard(*xs: Any) -> tuple[Any, tuple[list[Position], T]]:
-        outs, at, more = run(*xs)
+        outs, at, more = run(*map(_joined, xs))
         return outputs.told(outs, [shards.spec(a) for a in at]), (at, more)
 
     def on_all(one_shard: Callable[..., Any]) -> list[Any]:
@@ -179,7 +224,7 @@ def on_shards(
             axis_names=set(shards.names),
             check_vma=False,  # what is gathered is the same everywhere, which JAX cannot see
         )
-        return (jax.jit(mapped) if compiled else mapped)(*args).arrays
+        return (jax.jit(mapped) if compiled else mapped)(*parts).arrays
 
     outs, (at, more) = _compat.described(one_shard, on_all)
     outs = [
