@@ -547,7 +547,7 @@ class InRows(Way):
         outs = self._of_any_length(RowCall.of(call), lengths_known)
         if isinstance(outs, Exception):
             by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
-            parted = run_by_answer(call, self.chunking) if by_answer else None
+            parted = run_by_answer(call, self.chunking, outs) if by_answer else None
             return parted or group_by_length(call, self.chunking, why_grouped(outs))
         return outs
 

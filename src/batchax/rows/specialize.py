@@ -52,7 +52,7 @@ from batchax.rows.arguments import (
 )
 from batchax.rows.buckets import Placed, check_constants, groups_of, in_front, run_in_groups
 from batchax.rows.building import known_lengths
-from batchax.rows.call import RowCall, place_ragged, refuse_order
+from batchax.rows.call import RowCall, place_ragged, refuse_order, why_grouped
 from batchax.rows.dynamic_sizes import with_lengths
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.layouts import flatten
@@ -131,7 +131,9 @@ def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Out
     _check_known(mapped)
     sizes_of, sizes = find_sizes(mapped)
     groups, lengths = _groups_and_lengths(axis, sizes)
-    recording.fact("groups", lengths=lengths, rows=[len(rows) for rows in groups], why=why)
+    recording.fact(
+        "groups", lengths=lengths, rows=[len(rows) for rows in groups], why=why, branches=False
+    )
     stage = functools.partial(stage_at, call, sizes_of, sizes)
     staged = [stage(at) for at in lengths]
     programs, outputs = [program for program, _ in staged], staged[-1][1]
@@ -322,23 +324,23 @@ def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> 
     sizes = find_sizes(call.mapped)[1]
     if not all(size.bound for size in sizes):
         return None
-    lengths, outs = AllLengths(sizes), None
+    lengths, outs, why = AllLengths(sizes), None, why_grouped(error)
     if len(sizes) == 1 and not sizes[0].of_lanes:
         parts = _parts_by_answer(call, np.arange(lengths.count), error)
-        outs = None if parts is None else _switched(call, chunking, lengths, parts)
+        outs = None if parts is None else _switched(call, chunking, lengths, parts, why)
     if outs is None and are_few(sizes):
         part_of = _part_of_one(call, lengths)
         parts = [part_of(lengths.count - 1)]
         if parts[0].staged is not None:  # or it is wrong
             parts = [*map(part_of, range(lengths.count - 1)), *parts]
-            outs = _switched(call, chunking, lengths, parts)
+            outs = _switched(call, chunking, lengths, parts, why)
     return outs
 
 
 MOST_KNOWN = 8  # programs for known lengths, one for each, where fewer serve for parts of them
 
 
-def run_by_answer(call: Call, chunking: Chunking | None) -> Outputs | None:
+def run_by_answer(call: Call, chunking: Chunking | None, error: Exception) -> Outputs | None:
     """As `run_specialized`, for many known lengths: by the answers of the function, if these serve.
 
     Returns:
@@ -354,11 +356,11 @@ def run_by_answer(call: Call, chunking: Chunking | None) -> Outputs | None:
     taken = [part.numbers for part in parts or () if part.staged is not None]
     if parts is None or not np.isin(own, np.concatenate([np.zeros(0), *taken])).all():
         return None
-    return _switched(call, chunking, lengths, parts)
+    return _switched(call, chunking, lengths, parts, why_grouped(error))
 
 
 def _switched(
-    call: Call, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part]
+    call: Call, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part], why: str
 ) -> Outputs | None:
     """The outputs of a call by a branch for each part of the lengths; see `run_specialized`."""
     axis, longest = call.axis, parts[-1].staged
@@ -381,7 +383,7 @@ def _switched(
     sizes_of, sizes = find_sizes(call.mapped)
     avals = {k: own for part in parts for k, own in part.avals().items()}
     of_groups = [lengths.of(int(part.numbers[-1])) for part in parts if part.staged is not None]
-    recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows])
+    recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows], why=why, branches=True)
     results = [_Result(lengths, list(avals), own) for own in zip(*avals.values(), strict=True)]
     same = same_results(programs) if each else [False] * len(results)
     placed = [

@@ -360,15 +360,18 @@ def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
 def groups(context: FindingContext) -> Iterator[Finding]:
     """Rows that run grouped by their length, each group a program of its own."""
     for details in _facts(context, "groups"):
-        lengths, rows = details["lengths"], details["rows"]
+        lengths, each = details["lengths"], count(sum(details["rows"]), "row")
         if len(lengths) < 2:
             continue
         asked = context.options.get("layout") == "grouped"
         operations = sum(1 for top in context.equations for _ in top.walk())
         yield Finding(
             "ragged rows run grouped by length",
-            f"{count(sum(rows), 'row')} run in {count(len(lengths), 'group')} of equal length, one "
-            "after another, each a program of its own to compile.",
+            f"Each of {each} runs one of {len(lengths)} branches, by its length. All branches are "
+            "compiled."
+            if details["branches"]
+            else f"{each} run in {count(len(lengths), 'group')} of equal length, one after "
+            "another, each a program of its own to compile.",
             'Leave layout="grouped" out, if the function can be computed padded.'
             if asked
             else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
