@@ -343,6 +343,16 @@ def test_values_without_a_mesh_meet_a_batch_that_names_one(name, set_mesh):
     assert jax.typeof(got).sharding.spec[0] == "a"
 
 
+def test_constants_are_repeated_on_a_mesh_that_is_not_set_outside_of_jit():
+    def fun(x):
+        total = lax.fori_loop(0, 3, lambda i, c: c + x[0], 0.0)
+        return total, lax.cond(x[0] > 0, lambda: 2.0, lambda: 1.0), jnp.zeros(3).at[0].set(x[0])
+
+    x = example((4, 4), seed=7)
+    got = bx.vmap(fun)(explicit((4, 4), P("a", None)))
+    jax.tree.map(same, got, jax.vmap(fun)(x))
+
+
 def test_an_output_that_is_a_constant_of_a_batch_that_names_a_mesh():
     x = explicit((4, 4), P("a", None))
     assert jax.jit(bx.vmap(lambda x: 1.0))(x).shape == (4,)

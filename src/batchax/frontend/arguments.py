@@ -144,7 +144,8 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, 
     if mesh_axis is None:
         return None, None
     sharded = next(m for m in mapped if m.sharded_over())
-    return mesh_axis, jax.typeof(sharded.value).sharding.mesh
+    x = sharded.value
+    return mesh_axis, (jax.typeof(x) if isinstance(x, Tracer) else x).sharding.mesh
 
 
 def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:

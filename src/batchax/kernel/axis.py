@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -111,6 +112,16 @@ def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
     shape.insert(destination, axis.size)
     kept = [i for i in range(ndim + 1) if i != destination]
     sharding = batch_sharding(axis, x, None, destination)
+    if (
+        sharding is not None
+        and isinstance(axis.mesh, Mesh)
+        and jax.typeof(x).sharding.mesh.empty
+        and jax.sharding.get_abstract_mesh().empty
+    ):
+        # Computed outside of `jit`, where no mesh is set, this runs on the one device of `x`.
+        out = lax.broadcast_in_dim(x, shape, kept)
+        if not isinstance(out, Tracer):
+            return jax.device_put(out, NamedSharding(axis.mesh, sharding.spec))
     out = lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
     over = lanes_vary_over(axis)
     return _compat.varying_over(out, over) if over else out
@@ -254,7 +265,7 @@ def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
     if axis.mesh is None or not sharding.mesh.empty:
         return sharding
     here = jax.sharding.get_abstract_mesh()
-    return NamedSharding(axis.mesh if here.empty else here, sharding.spec)
+    return NamedSharding(axis.mesh.abstract_mesh if here.empty else here, sharding.spec)
 
 
 def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:
