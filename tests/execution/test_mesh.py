@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -663,6 +664,25 @@ def test_what_is_refused_by_name():
         jax.shard_map(inner, mesh=four, in_specs=P("a"), out_specs=P("a"))(example((8, 5)))
     with pytest.raises(bx.UnsupportedError, match="or another vmap with mesh"):
         bx.vmap(inner, mesh="all")(example((4, 5)))
+
+
+@pytest.mark.parametrize(
+    ("calls", "rows"),
+    [
+        (lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"), False),
+        (lambda x: jax.pure_callback(np.sin, x, x, vmap_method="sequential"), True),
+        (lambda x: lax.fori_loop(0, 2, lambda i, x: [x, jax.debug.callback(str, x)][0], x), False),
+        (lambda x: io_callback(np.sin, x, x), False),
+    ],
+    ids=["pure", "pure, rows", "debug, in a loop", "io"],
+)
+def test_callbacks_need_all_axes_of_the_mesh(calls, rows):
+    x = example((4, 5))
+    x = bx.Ragged(x, np.array([1, 2, 0, 1]), 2) if rows else x
+    batched = lambda mesh: jax.jit(bx.vmap(lambda x: calls(x.sum()), mesh=mesh))(x)
+    with pytest.raises(bx.UnsupportedError, match=r"test_mesh.py:\d+.*mesh axis 'a' to the comp"):
+        batched((mesh_of(2, 2), "b"))
+    assert batched(mesh_of(2, 2)).shape == (4,)
 
 
 COMPLEX_CONSTANTS = """

@@ -125,6 +125,7 @@ class Case:
 REFUSALS = [
     "a function that does input or output",  # differentiated in chunks
     "a callback is to be called in order",  # on devices
+    "the function contains a host callback, and mesh leaves",
 ]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}

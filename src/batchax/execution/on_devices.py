@@ -25,6 +25,7 @@ from batchax.execution.devices.placing import placed, puts_traced
 from batchax.execution.devices.processes import of_several_processes
 from batchax.execution.devices.shards import (
     Shards,
+    check_callbacks,
     check_shared,
     find_shards,
     on_shards,
@@ -142,6 +143,7 @@ class OnDevices(Way):
 
         def one_shard(*values: Any) -> tuple[list[Any], list[Position], _Said]:
             own, said = _of_one_device(call.with_values(values), passed)
+            check_callbacks(self.shards, own.staged.jaxpr)
             return *self._chunks_of_one().runner(own, self.shards).outputs(), said
 
         # Inside of a program of the user's it is compiled with that.

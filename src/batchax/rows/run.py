@@ -23,6 +23,7 @@ from batchax.execution.chunked import Chunking
 from batchax.execution.devices.placing import put_traced, puts_traced
 from batchax.execution.devices.shards import (
     Shards,
+    check_callbacks,
     check_shared,
     is_sharded,
     on_shards,
@@ -452,6 +453,7 @@ def _local_call(
         gives_lengths=False,
     )
     staged = replace(local, program=None).staged if way.stages_again else call.staged
+    check_callbacks(way.shards, staged.jaxpr)
     outputs = replace(call.outputs, described=list(map(in_front, call.described)))
     return replace(local, program=(with_shared_in_parts(staged), outputs))
 

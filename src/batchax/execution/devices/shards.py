@@ -144,6 +144,27 @@ def _joined(x: Any) -> Any:
     return lax.complex(*x) if isinstance(x, tuple) else x
 
 
+_CALLBACKS = "pure_callback", "io_callback", "debug_callback", "debug_print"
+
+
+def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
+    """Refuses callbacks where XLA is to distribute the rest of a mesh: JAX cannot lower them.
+
+    Raises:
+      UnsupportedError: there is one, and the mesh has axes that lanes are not spread over.
+    """
+    types = zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True)
+    others = [name for name, t in types if t != AxisType.Manual and name not in shards.names]
+    for eqn in with_inside(jaxpr.eqns) if others else ():
+        if eqn.primitive.name in _CALLBACKS:
+            raise UnsupportedError(
+                f"{_compat.user_line(eqn.source_info)}: the function contains a host callback, and "
+                f"mesh leaves the mesh axis {others[0]!r} to the compiler, where JAX supports no "
+                "callbacks. Pass the mesh alone, so that lanes are spread over all of its axes, or "
+                "a mesh without other axes."
+            )
+
+
 def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
     """Inside: a program whose traced complex constants enter ``shard_map`` part by part.
 
