@@ -169,3 +169,15 @@ def test_a_derivative_rule_that_raises_does_so_where_the_derivative_is_taken(lay
     same(jax.jit(f)(x)[0], jnp.stack([jnp.argmax(row) for row in x.rows()]))
     with pytest.raises(ArithmeticError, match="no derivative"):
         jax.grad(lambda data: f(x.with_data(data))[1].data.sum())(x.data)
+
+
+def test_a_function_called_again_with_other_lengths():
+    # JAX may return the jaxpr of `rot90` that it traced in the first call, of other sizes.
+    def turned(x):
+        step = lambda c, t: (c + jnp.mean(x), jnp.rot90(x) * t)
+        return bx.scan(step)(0.0, jnp.ones(2))[1]
+
+    for lengths in ([4], [2, 4, 2]):
+        x = ragged(3, lengths=lengths)
+        for got, row in zip(bx.vmap(turned)(x).rows(), x.rows(), strict=True):
+            same(got, turned(row))

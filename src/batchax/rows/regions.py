@@ -335,7 +335,10 @@ class InRegions(Way):
                 results.append(as_ragged(x, shape, call.sizes, call.arguments))
             else:
                 at = ragged_axes(shape)
-                own = [next(s for s in call.sizes if s.symbol == shape[k]) for k in at]
+                # By name: JAX may return a function's jaxpr that it traced in an earlier call,
+                # whose sizes are of another scope.
+                by_name = {str(s.symbol): s for s in call.sizes}
+                own = [by_name[str(shape[k])] for k in at]
                 lengths, bounds = [s.lengths for s in own], tuple(s.bound for s in own)
                 results.append(Ragged(x, lengths, bounds, axis=tuple(at)))
         return results, call.outputs
