@@ -29,6 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join(
         ),
     ]
 )
+# A call of LAPACK keeps a thread of the pool that all devices share until others are free. With a
+# thread for each of two cores, four devices may wait for each other forever (guides/devices.md).
+os.environ.setdefault("PJRT_NPROC", "16")
 # Most programs are the same in the next run, and many in a run with other options.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ.get(
     "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "compiled")

@@ -148,7 +148,7 @@ _CALLBACKS = "pure_callback", "io_callback", "debug_callback", "debug_print"
 
 
 def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
-    """Refuses callbacks where XLA is to distribute the rest of a mesh: JAX cannot lower them.
+    """Rejects callbacks where XLA is to distribute the rest of a mesh: JAX cannot lower them.
 
     Raises:
       UnsupportedError: there is one, and the mesh has axes that lanes are not spread over.
@@ -347,7 +347,7 @@ def typed_mesh(x: Value) -> Any:
 
 
 def check_shared(args: Sequence[Value], consts: Sequence[Value]) -> None:
-    """Refuses what the function uses for every lane and a shard cannot be given.
+    """Rejects what the function uses for every lane and a shard cannot be given.
 
     Args:
       args: arguments that are not mapped.
