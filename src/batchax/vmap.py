@@ -19,7 +19,7 @@ from batchax.execution.call import Call, apply_passes, check_not_shared, execute
 from batchax.execution.chunked import find_chunking
 from batchax.execution.devices.placing import find_mesh
 from batchax.execution.devices.processes import call_of_all
-from batchax.execution.eager import error_of_a_lane
+from batchax.execution.eager import error_of_a_lane, is_out_of_memory
 from batchax.execution.on_devices import chunk_lanes, infer_mesh_from_arguments, shard_lanes
 from batchax.frontend.advice import named_in_errors
 from batchax.frontend.arguments import (
@@ -247,7 +247,9 @@ def vmap(
         if on_mesh is None:
             try:
                 return batch(flat)
-            except jax.errors.JaxRuntimeError:
+            except jax.errors.JaxRuntimeError as failed:
+                if is_out_of_memory(failed):
+                    raise
                 values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
                 error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
                 if error is None:

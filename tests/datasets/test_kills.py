@@ -11,7 +11,7 @@ import pytest
 import batchax as bx
 from kills.__main__ import KINDS
 
-from support import object_servers, turns
+from support import object_servers
 
 TESTS, PACKAGE = Path(__file__).parents[1], Path(bx.__file__).parents[1]
 COUNTS = {"disk": 28, "again": 8, "losing": 10, "network": 5, "s3": 6, "azure": 6, "google": 6} | {
@@ -33,15 +33,14 @@ def test_every_kind_is_killed_and_all_shares_are_one():
     [kind if kind in OFTEN else pytest.param(kind, marks=pytest.mark.nightly) for kind in COUNTS],
 )
 def test_a_map_that_is_killed_leaves_what_one_leaves_that_is_not(kind, request):
-    """By another seed in each turn, which were looked at; `make kills` has more of them."""
+    """By one seed, the same each time; `make kills` has others."""
     if kind == "google" and object_servers.fake_google() is None:
         pytest.skip("fake-gcs-server is not installed: make fake-gcs")
     if kind == "azure" and object_servers.azurite() is None:
         pytest.skip("Azurite is not installed: make azurite")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(TESTS)])}
-    seed = str((request.config.getoption("turn") or 0) % turns.TURNS)
     command = [sys.executable, "-m", "kills", "--only", kind, "--count", str(COUNTS[kind])]
-    command += ["--seed", seed]
+    command += ["--seed", "0"]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     kills, outputs, reused = map(

@@ -37,7 +37,7 @@ def test_xarray_in_and_out(report):
     y = report.to_xarray()
     assert isinstance(y, xarray.Dataset)
     assert y["sum"].dims == ("day",)
-    assert y["twice"].dims == ("day", "dim_1")
+    assert y["twice"].dims == ("day", "twice_1")
     assert set(y.coords) == {"day", "week", "station"}  # of rows, and of all
     np.testing.assert_allclose(y["twice"].sel(day="2024-01-04"), 2 * X[3])
     pd.testing.assert_index_equal(y.indexes["day"], LABELLED.indexes["day"])

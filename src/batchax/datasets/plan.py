@@ -225,12 +225,12 @@ def checksum(result: Any) -> int:
     if isinstance(result, Rows):
         # Stores hand lengths back in the type of integers that they keep them in.
         return crc32c(np.asarray(result.lengths, np.int64), crc32c(result.data))
-    if not isinstance(result, np.ndarray):
+    if not isinstance(result, np.ndarray | np.generic):
         parts, crc = plain_parts(result), 0
         for part in parts:
             crc = crc32c(part, crc)
         return crc
-    return crc32c(result)
+    return crc32c(np.asarray(result))
 
 
 _SEAL = b',"crc32c":"%08x"}'

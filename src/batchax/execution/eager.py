@@ -34,6 +34,11 @@ whatever_jit = jax.disable_jit(False)
 """Decorator: ``jax.disable_jit`` is for the user's programs, and not for those compiled here."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device had too little memory for a program, which then has not run."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequence[Any]) -> Any:
     """What one lane raises by itself, after all lanes together failed while they ran.
 
@@ -103,7 +108,7 @@ def run_eagerly(
             outs = jitted(*with_chunk(chunk))(*operands)
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or not may_change or chunk == 1:
+            if not is_out_of_memory(error) or not may_change or chunk == 1:
                 raise
             if not all(getattr(x, "is_fully_addressable", True) for x in operands):
                 # Others may have had enough memory, and would go on with another program.
