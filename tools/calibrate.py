@@ -25,39 +25,12 @@ os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from batchax.programs.calibrated import CALIBRATED, Costs
 
 TABLE = Path(__file__).parents[1] / "src" / "batchax" / "programs" / "calibrated.py"
-HEADER = '''\
-"""What operations cost on each kind of device, in nanoseconds; `make calibrate` writes it."""
-
-from __future__ import annotations
-
-from typing import NamedTuple
-
-
-class Costs(NamedTuple):
-    """The row of a kind of device, measured on one of its kind."""
-
-    element: float
-    """a number that an elementwise operation reads and writes, of many"""
-    gather: float
-    """a number that is read from an index of its own"""
-    scatter: float
-    """a number that is written to an index of its own"""
-    launch: float
-    """to begin an operation that is not fused with the one before"""
-    step: float
-    """a step of a loop that begins one operation"""
-    compile: float
-    """to compile one more operation"""
-
-
-CALIBRATED = {
-'''
+HEAD = "CALIBRATED = {\n"  # what stands before it is kept
 TURNS = 9
 FEW, MANY = 1 << 18, 1 << 21  # numbers: what all lanes hold lies in no cache
 STEPS, MANY_STEPS = 20, 1_000
@@ -94,26 +67,9 @@ def each(make: Callable[[int], Callable[[], Any]], few: int, many: int) -> float
     return (long - short) / (many - few)
 
 
-def indices(size: int) -> Any:
-    """Each number of as many once, in no order."""
-    return jnp.asarray(np.random.default_rng(0).permutation(size).astype(np.int32))
-
-
 def elementwise(size: int) -> Callable[[], Any]:
     """Steps that multiply and add."""
     return loop_of(lambda x: x * 0.999 + 1.0, jnp.ones(size), STEPS)
-
-
-def gathers(size: int) -> Callable[[], Any]:
-    """Steps that read each number from another index."""
-    where = indices(size)
-    return loop_of(lambda x: x[where], jnp.ones(size), STEPS)
-
-
-def scatters(size: int) -> Callable[[], Any]:
-    """Steps that write each number to another index."""
-    where = indices(size)
-    return loop_of(lambda x: x.at[where].set(x, unique_indices=True), jnp.ones(size), STEPS)
 
 
 def chain(count: int, x: Any) -> Any:
@@ -128,11 +84,6 @@ def launches(count: int) -> Callable[[], Any]:
     return loop_of(functools.partial(chain, count), jnp.ones(NARROW), MANY_STEPS)
 
 
-def short_steps(count: int) -> Callable[[], Any]:
-    """So many steps of one operation."""
-    return loop_of(functools.partial(chain, 1), jnp.ones(NARROW), count)
-
-
 def compiled(count: int) -> Callable[[], Any]:
     """Compiles a chain, which is another one each time: what is compiled already is found."""
     sizes = itertools.count(NARROW)
@@ -145,10 +96,7 @@ def measured() -> Costs:
     """The costs of the default device."""
     found = Costs(
         element=each(elementwise, FEW, MANY) / STEPS,
-        gather=each(gathers, FEW, MANY) / STEPS,
-        scatter=each(scatters, FEW, MANY) / STEPS,
         launch=each(launches, *CHAIN) / MANY_STEPS,
-        step=each(short_steps, MANY_STEPS, 4 * MANY_STEPS),
         compile=each(compiled, *CHAIN),
     )
     print(found)
@@ -165,7 +113,10 @@ def main() -> None:
     """Writes the row of the default device."""
     jax.config.update("jax_enable_compilation_cache", False)
     rows = CALIBRATED | {jax.default_backend(): measured()}
-    TABLE.write_text("".join([HEADER, *itertools.starmap(shown, sorted(rows.items())), "}\n"]))
+    before = TABLE.read_text().partition(HEAD)[0]
+    TABLE.write_text(
+        "".join([before, HEAD, *itertools.starmap(shown, sorted(rows.items())), "}\n"])
+    )
 
 
 def shown(kind: str, row: Costs) -> str:

@@ -129,7 +129,7 @@ def products_in_scan(x: Any) -> Any:
 
 
 def environment(key: Any, place: Any) -> Any:
-    """Steps of a walk that starts anew at a place that takes 30 products to draw."""
+    """Steps of a walk that starts again at a place that takes 30 products to draw."""
 
     def reset(key: Any) -> Any:
         return lax.fori_loop(0, 30, lambda _, x: jnp.tanh(_matrix(16) @ x), normal_of(key))

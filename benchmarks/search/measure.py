@@ -134,7 +134,7 @@ def _found(name: str, quick: bool = False) -> Found:
 
 
 def _compared(ours: Any, theirs: Any, args: Any, quick: bool) -> tuple[Ratio, tuple[float, float]]:
-    """The ratio of run times, in turns until that is stable, or a cap."""
+    """The ratio of run times, interleaved until it is stable, or a cap."""
     effort = QUICK if quick else FULL
     programs = [repeated(c, args, 1) for c in (ours, theirs)]
     once = np.median(in_turns(programs, 3, time.perf_counter))

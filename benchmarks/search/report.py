@@ -68,15 +68,15 @@ def _page(results: Sequence[Found]) -> str:
 {made_with().replace("make bench`", "make search`").replace("benchmarks`", "benchmarks search`")}
 
 Each function of one example is batched with `bx.vmap`, with no option, and with `jax.vmap`. Ratios
-are batchax's processor time over that of `jax.vmap`, in one process, in turns; below 1 batchax is
+are batchax's CPU time over that of `jax.vmap`, in one process, interleaved; below 1 batchax is
 faster. Thresholds of the cost model may be set by the programs of the half *tuned*, and never by
 those of the half *held out*; a hash of the name decides. Of {len(whole)} programs,
 {sum(r.same for r in whole)} compile to the same program as with `jax.vmap`, which counts as 1, and
-{sum(r.run.value < 0.5 for r in whole)} take less than half of the time.
+{sum(r.run.value < 0.5 for r in whole)} are at least 2x faster.
 
 {summary(whole)}
 
-## Programs that run more than {_LOSES} of the time
+## Programs slower than {_LOSES}x
 
 *Masked* is the ratio with `divergence="predicate"`: close to 1, the policy of divergence is what
 loses. Intervals are 95% bootstrap intervals.
@@ -89,7 +89,7 @@ Where either takes more than 0.2 s.
 
 {_slow(whole, "compiling", 2, lambda r: r.compile_seconds, _LONG_TO_COMPILE)}
 
-## Programs that take more than 1.3 of the time to trace
+## Programs that trace slower than 1.3x
 
 The twenty slowest of those above 5 ms.
 
