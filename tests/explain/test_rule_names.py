@@ -21,7 +21,6 @@ CALLS = {
     "remat_opt": "cos",
     "linear_call": "div",
     "call_hi_primitive": "scan",
-    "class_switch": "cond",
     "linear_with_transpose": "reduce_sum",
     "custom_linear_solve": "triangular_solve",
 }

@@ -20,7 +20,6 @@ from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
 from batchax.rows.index import row_places
 from batchax.rows.row_rules import call_later
-from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import found_places_p
 from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
@@ -101,17 +100,6 @@ def along_columns(f):
 
 def either(f):
     return lambda x: lax.cond(x > 1, lambda x: f(x) / x, f, x)
-
-
-def of_classes(f):
-    """As `either`, by a switch between programs."""
-
-    def run(x):
-        stage = lambda f: jax.make_jaxpr(lambda x: [f(x)])(jax.typeof(x))
-        programs = [stage(f), stage(lambda x: f(x) / x)]
-        return class_switch(jnp.astype(x > 1, np.int32), programs, [x])[0]
-
-    return run
 
 
 def loud(f):
@@ -223,7 +211,6 @@ AROUND = {
         lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
-    "class_switch": lambda f: (of_classes(f), either(f)),
     "index_arrays": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),

@@ -22,7 +22,6 @@ from batchax._compat import find_primitive
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.rows.index import index_arrays_p
-from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
@@ -366,11 +365,6 @@ def _on_devices(x):
     return jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
 
 
-def _in_a_class(number, x):
-    sine, cosine = (jax.make_jaxpr(lambda x: [f(x)])(jax.typeof(x)) for f in (jnp.sin, jnp.cos))
-    return class_switch(number, [sine, cosine], [x])[0]
-
-
 def _sum(_, xs):
     return [x.sum() for x in xs]
 
@@ -409,7 +403,7 @@ def _own():
         "execution.gathered_lanes": {
             "put": (lambda x, i: put(x, 2 * x, i, 0), X, several(3, dtype=np.int32))
         },
-        "execution.scan_steps": {"scan_steps": (last, X, several(3, 4))},
+        "execution.steps": {"scan_steps": (last, X, several(3, 4))},
         "execution.slices": {"follow": (follow_p.bind, X, X)},
         "execution.progress": {"tell_progress": (told, X), "progress_back": (told, X)},
         "rows.sizes": {
@@ -418,7 +412,6 @@ def _own():
                 several(3, dtype=bool),
             )
         },
-        "rows.class_switch": {"class_switch": (_in_a_class, NS, X)},
         "rows.index": {
             "index_arrays": (
                 partial(index_arrays_p.bind, find="rows", capacity=4, bound=3),

@@ -1,4 +1,9 @@
-"""Runs the steps of a scan, or steps until a predicate is false, along any axis."""
+"""Runs the steps of a scan, or steps until a predicate is false, along any axis.
+
+A scan over other axes than the first is one primitive, which reads and writes entries where they
+are. Its derivative is that of JAX's loop over arrays whose axis of steps was moved to the front:
+JAX stacks residuals there, and entries that lie together are read faster than those of columns.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,6 +22,7 @@ from jax.extend.core import unmapped_aval
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
+from batchax.execution.bounded_derivatives import parts
 from batchax.execution.bounded_loop import Values, bounded_loop
 from batchax.execution.call import without_references
 from batchax.execution.eager import jitted
@@ -23,8 +30,11 @@ from batchax.execution.progress import Steps
 from batchax.execution.slices import blank, part_of, put, put_part, take, with_derivative_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Position, expand_axis
-from batchax.kernel.inner import inline_jaxpr
+from batchax.kernel.axis import Axis, Position, expand_axis, match_axis
+from batchax.kernel.inner import batch_function, inline_jaxpr, staging_lanes
+from batchax.kernel.named_axes import any_uses_axis
+from batchax.kernel.own_primitive import Of, own_primitive
+from batchax.rules.loops import settle
 from batchax.rules.masking import is_inexact
 
 
@@ -64,7 +74,6 @@ class ScanProgram:
       steps: how many there are.
       reverse: whether the last step comes first.
       unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
-      after: which of the xs is there by the time that memory for the ys is, and no sooner, if any.
     """
 
     body: ClosedJaxpr = field(compare=False)
@@ -74,7 +83,6 @@ class ScanProgram:
     steps: Steps
     reverse: bool
     unroll: int
-    after: int | None = None
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -119,11 +127,10 @@ def run_steps(
     y_blocks = [k for k, a in written.items() if in_blocks and _is_last(a, types[k].ndim + 1)]
     fixed = {i: lax.stop_gradient(xs[i]) if is_inexact(xs[i]) else xs[i] for i in read}
     first = len(program.body.jaxpr.eqns)
-    after = None if program.after is None else xs[program.after]
 
     def blanks(which: Iterable[int]) -> dict[int, Any]:
         avals = {k: unmapped_aval(length, axes[k], types[k]) for k in which}
-        arrays = {k: blank(aval, first + k, after) for k, aval in avals.items()}
+        arrays = {k: blank(aval, first + k) for k, aval in avals.items()}
         return {k: _compat.varying_as(array, types[k]) for k, array in arrays.items()}
 
     def cut(state: _State, i: int, start: Any, width: int) -> Any:
@@ -303,6 +310,114 @@ def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) 
         steps.begin(done)
     first = sweep.first + width == length if program.reverse else sweep.first == 0
     return steps.through(carry, done) if loops or (sweep.count == 1 and first) else carry
+
+
+def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) -> list[Any]:
+    """The last carry and the stacked ys."""
+    operands = [*consts, *carry, *xs]
+    in_place = _is_in_place(program, operands)
+    return _bind(program, operands) if in_place else program.run(consts, carry, xs)
+
+
+def _is_in_place(program: ScanProgram, operands: Values) -> bool:
+    """Whether a scan is this primitive, rather than JAX's.
+
+    Where all is along axis 0, JAX's is as good. In a function of one example of a batch whoever
+    reads its program knows JAX's loop. JAX orders effects.
+    """
+    axes = [*(a for a in program.in_axes if a is not None), *program.out_axes]
+    return (
+        any(axes)
+        and isinstance(program.steps.most, int)
+        and program.steps.most > 0
+        and program.steps.callback is None
+        and not program.body.effects
+        and not staging_lanes()
+        and not any(map(_compat.is_reference, operands))
+        and not any(_compat.varying_axes(jax.typeof(x)) for x in operands)
+    )
+
+
+def _bind(program: ScanProgram, operands: Values) -> list[Any]:
+    return scan_steps_p.bind(*operands, program=program, body=program.body)
+
+
+def _split(program: ScanProgram, operands: Values) -> list[list[Any]]:
+    """Constants, carries and xs."""
+    n_consts = len(operands) - program.n_carry - len(program.in_axes)
+    return parts(operands, n_consts, program.n_carry)
+
+
+def _operations(
+    *operands: Any, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
+) -> list[Any]:
+    consts, carry, xs = _split(program, operands)
+    return run_steps(replace(program, body=body), consts, carry, xs, differentiable)
+
+
+def _moved(*operands: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+    consts, carry, xs = _split(program, operands)
+    axes = program.in_axes
+    in_front = replace(
+        program,
+        body=body,
+        in_axes=tuple(a if a is None else 0 for a in axes),
+        out_axes=(0,) * len(program.out_axes),
+    )
+    xs = [jnp.moveaxis(x, a, 0) if a else x for x, a in zip(xs, axes, strict=True)]
+    carry, ys = parts(run_steps(in_front, consts, carry, xs), program.n_carry)
+    return [*carry, *(jnp.moveaxis(y, 0, a) for y, a in zip(ys, program.out_axes, strict=True))]
+
+
+def _compute(*operands: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+    run = functools.partial(_operations, program=program, body=body)
+    return jitted((program, "in place"), run)(*operands)
+
+
+def _types(*avals: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+    carry, ys = parts(body.out_avals, program.n_carry)
+    axes = zip(ys, program.out_axes, strict=True)
+    return [*carry, *(unmapped_aval(program.steps.most, a, y) for y, a in axes)]
+
+
+def _batched(
+    axis: Axis, args: Any, axes: Any, /, *, program: ScanProgram, body: ClosedJaxpr
+) -> tuple[list[Any], Sequence[Position]]:
+    varies = any(_compat.varying_axes(jax.typeof(x)) for x in args)
+    if varies or any_uses_axis(axis, body):  # in the way that the axis has for JAX's loop
+        run = functools.partial(_operations, program=program, body=body, differentiable=True)
+        return batch_function(axis, run, args, axes)
+    consts_at, carry_at, xs_at = _split(program, axes)
+    entries = [
+        a if s is None else entry_axis(a, s) for a, s in zip(xs_at, program.in_axes, strict=True)
+    ]
+    batched, carry_at, ys_at = settle(axis, body, consts_at, carry_at, entries)
+    targets = [*consts_at, *carry_at, *xs_at]
+    placed = [
+        x if to is None else match_axis(axis, x, a, to)
+        for x, a, to in zip(args, axes, targets, strict=True)
+    ]
+    program = replace(
+        program,
+        body=batched,
+        in_axes=steps_axes(xs_at, program.in_axes),
+        out_axes=(y_axes := steps_axes(ys_at, program.out_axes)),
+    )
+    return _bind(program, placed), [*carry_at, *map(whole_axis, ys_at, y_axes)]
+
+
+scan_steps_p = own_primitive(
+    "scan_steps",
+    called="scan",
+    operations=_operations,
+    types=_types,
+    programs=("body",),
+    facts="costly nests",
+    rule=_batched,
+    jvp=Of(_moved),
+    transpose=Of(_moved),
+    compute=_compute,
+)
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ Derivative = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Of:
-    """As `jvp`: that of these operations; None: of those that the primitive stands for.
+    """As `jvp` or `transpose`: that of these operations; None: those the primitive stands for.
 
     They compute the same in another way, one that has derivatives, or cheaper ones.
     """
@@ -375,7 +375,7 @@ def own_primitive(
     facts: str,
     rule: Rule,
     jvp: Derivative | Of,
-    transpose: Derivative,
+    transpose: Derivative | Of,
     compute: Callable[..., Any] | None = None,
     on_cpu: Callable[..., Any] | None = None,
     elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
@@ -436,13 +436,13 @@ def own_primitive(
         report_errors(primitive, programs, checked or operations)
     enter(f"{facts}: {primitive.name}")
     serve_own(primitive, rule, may_name_axis=bool(programs), looks_ahead=looks_ahead)
-    flat = _flat(operations, primitive.multiple_results)
     if isinstance(jvp, Of):
         jvp = jvp_of(jvp.operations or operations, primitive)
     ad.primitive_jvps[primitive] = jvp
-    ad.primitive_transposes[primitive] = (
-        functools.partial(_transpose, flat, primitive) if transpose is OF_OPERATIONS else transpose
-    )
+    if isinstance(transpose, Of):
+        flat = _flat(transpose.operations or operations, primitive.multiple_results)
+        transpose = functools.partial(_transpose, flat, primitive)
+    ad.primitive_transposes[primitive] = transpose
     return primitive
 
 
