@@ -232,7 +232,7 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """A loop whose number of steps is known."""
     form: LoopSignature = loop.form
     lanes = of_lanes(axis, loop)
-    program, guarded = _masked(axis, loop, 0, _counted)
+    program, guarded = _masked(axis, loop, 0, _counted(0))
     results = bounded_loop(
         program,
         [lanes.count, *lanes.consts],
@@ -257,8 +257,9 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     """
     form: SweepSignature = loop.form
     lanes = of_lanes(axis, loop)
+    # Of a step back, the carry comes before the xs.
     (forth, forth_guarded), (back, back_guarded) = (
-        _masked(axis, loop, i, counted) for i, counted in enumerate((_counted, _counted_back(form)))
+        _masked(axis, loop, i, _counted(first)) for i, first in enumerate((0, form.n_carry))
     )
     returned, ys = reverse_sweep(
         forth,
@@ -278,22 +279,16 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     return [*returned, *ys], [0] * form.n_results
 
 
-def _counted(step: Step) -> LoopStep:
-    """A step of the lanes that take it; the first constant is their counts, of xs its number."""
+def _counted(first: int) -> Callable[[Step], LoopStep]:
+    """Makes a step of the lanes that take it, of which entry `first` of the xs is the number.
 
-    def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
-        return step(x[0] < consts[0], consts[1:], carry, x[1:])
-
-    return run
-
-
-def _counted_back(form: SweepSignature) -> Callable[[Step], LoopStep]:
-    """As `_counted`, of steps back, where the carry comes before the xs."""
+    The first constant is how many steps each lane takes.
+    """
 
     def counted(step: Step) -> LoopStep:
-        def run(consts: Values, returning: Values, x: Values) -> tuple[Values, Values]:
-            carry, (number, *x) = x[: form.n_carry], x[form.n_carry :]
-            return step(number < consts[0], consts[1:], returning, [*carry, *x])
+        def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
+            entries = [*x[:first], *x[first + 1 :]]
+            return step(x[first] < consts[0], consts[1:], carry, entries)
 
         return run
 

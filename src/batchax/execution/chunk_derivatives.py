@@ -7,11 +7,10 @@ The cotangent of a single scalar result, a loss, is one number, by which the gra
 So the gradient is computed together with the loss, before that number is known, and no chunk is
 computed twice. The tangent is the inner product of the gradient with the tangents of the operands.
 
-As in ``jnp.max``, the lanes that hold the extreme value share its derivative evenly. Two jaxprs
-look for these lanes: one counts them, one adds up the derivative. A value that another jaxpr
-computed may differ in its last bit (compilers fuse and reorder floating-point operations). So
-values are compared only with values of the same jaxpr: the first finds the chunks that hold the
-extreme value, and in how many lanes; the second, the lanes that hold the extreme of their chunk.
+As in ``jnp.max``, the lanes that hold the extreme value share its derivative evenly. A value that
+another jaxpr computed may differ in its last bit (compilers fuse and reorder floating-point
+operations). So values are compared only with values of the same jaxpr: the state of a chunk is its
+extreme, and how many of its lanes hold it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import unmapped_aval
 from jax.interpreters import ad
 
 from batchax import _compat
@@ -61,30 +60,87 @@ from batchax.rules.masking import is_inexact
 
 
 def in_parts(
-    loop: ChunkLoop, operands: Sequence[Value]
+    loop: ChunkLoop, operands: Sequence[Value], moving: Sequence[int] | None = None
 ) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
-    """A loop that returns the state of each chunk, and what makes the results of `loop` of its."""
-    combined = [isinstance(spec, Combined) for spec in loop.results]
-    if not any(combined):
+    """A loop that returns the state of each chunk, and what makes the results of `loop` of its.
+
+    Args:
+      loop: a loop that combines states, or finds extremes, of all lanes.
+      operands: its operands.
+      moving: those with respect to which it is differentiated, if that computes chunks again.
+    """
+    if not any(isinstance(spec, (Combined, Extreme)) for spec in loop.results):
         return loop, list
-    chunk = loop.chunk
-    if isinstance(chunk, Auto):  # how many entries there are must be known by now
-        chunk = chosen_chunk(loop, list(map(jax.typeof, operands)))
 
     def of_width(width: int) -> Callable[..., list[Any]]:
         function = loop.body.function(width)
-        return lambda start, *xs: [
-            x[None] if state else x for x, state in zip(function(start, *xs), combined, strict=True)
-        ]
 
-    results = tuple(
-        PerChunk(0) if state else spec for spec, state in zip(loop.results, combined, strict=True)
-    )
-    body = ChunkBody(of_width, of=loop.body)
-    each = replace(loop, chunk=chunk, body=body, results=results)
-    return each, lambda outs: of_states(
-        loop.results, outs, lambda spec, places: spec.folded(outs[places])
-    )
+        def run(start: Any, *xs: Any) -> list[Any]:
+            outs = map(_state, function(start, *xs), loop.results)
+            return [part for parts in outs for part in parts]
+
+        return run
+
+    def of_all(outs: Sequence[Any]) -> list[Any]:
+        rest = iter(outs)
+        xs = [
+            _extreme_of_all(spec.kind)(next(rest), next(rest))
+            if isinstance(spec, Extreme)
+            else next(rest)
+            for spec in loop.results
+        ]
+        return of_states(loop.results, xs, lambda spec, places: spec.folded(xs[places]))
+
+    def with_parts(state: Result) -> ChunkLoop:
+        results: list[Result] = []
+        for spec in loop.results:
+            parts = isinstance(spec, (Combined, Extreme))
+            results += [state if parts else spec] * (1 + isinstance(spec, Extreme))
+        return replace(loop, body=ChunkBody(of_width, of=loop.body), results=tuple(results))
+
+    each = with_parts(PerChunk(0))
+    if isinstance(loop.chunk, Auto):
+        # How many entries there are must be known by now. What one chunk has of them is as much as
+        # if they were added up.
+        avals = list(map(jax.typeof, operands))
+        added_up = with_parts(SUM)
+        chosen = chosen_chunk(*_reverse_of(added_up, moving, avals) if moving else (loop, avals))
+        each = replace(each, chunk=chosen)
+    return each, of_all
+
+
+def _state(x: Value, spec: Result) -> list[Any]:
+    """What is stacked of a chunk's result: of an extreme, how many lanes hold it, too."""
+    match spec:
+        case Extreme(_, axis):
+            best = of_only_chunk(x, spec)
+            holders = lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, axis), x.shape))
+            return [best[None], jnp.sum(holders, axis, dtype=np.int32)[None]]
+        case Combined():
+            return [x[None]]
+        case _:
+            return [x]
+
+
+def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
+    """From the extremes of chunks, and how many lanes hold each, to that of all lanes."""
+    spec = Extreme(kind, 0)
+
+    @jax.custom_jvp
+    def extreme(best: Any, count: Any) -> Any:
+        return of_only_chunk(best, spec)
+
+    @extreme.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        (best, count), dot = primals, tangents[0]
+        most, wide = extreme(best, count), accumulator(best.dtype)
+        holds = lax.eq(best, jnp.broadcast_to(most[None], best.shape))
+        held = lax.select(holds, count, lax.full_like(count, 0)).astype(wide)
+        share = held / jnp.sum(held, 0, keepdims=True)
+        moved = share * lax.select(holds, dot, lax.full_like(dot, 0)).astype(wide)
+        return most, jnp.sum(moved, 0).astype(dot.dtype)
+
+    return extreme
 
 
 def is_loss(
@@ -142,84 +198,15 @@ def inner_product(gradient: Sequence[Any], tangents: Sequence[Value]) -> Any:
     return sum(products[1:], start=products[0])
 
 
-def shares(loop: ChunkLoop, extremes: Sequence[int], operands: Sequence[Value]) -> list[Any]:
-    """For each of the results `extremes`, by chunk: the part of its derivative that a holder gets.
-
-    A holder is a lane with the extreme value. The part is one divided by the number of holders,
-    and zero in chunks that have none.
-    """
-    if not extremes:
-        return []
-
-    def of_width(width: int) -> Any:
-        primal = loop.body.function(width)
-
-        def run(start: Any, *xs: Any) -> list[Any]:
-            outs = primal(start, *xs)
-            counted = []
-            for k in extremes:
-                spec = _extreme(loop, k)
-                best = of_only_chunk(outs[k], spec)
-                holders = _holders(spec, outs[k], best)
-                count = jnp.sum(holders, spec.axis, dtype=accumulator(outs[k].dtype))
-                counted += [best[None], count[None]]
-            return counted
-
-        return run
-
-    body = ChunkBody(of_width, of=loop.body)
-    counting = replace(loop, body=body, results=(PerChunk(0),) * (2 * len(extremes)))
-    counted = chunk_loop(counting, list(map(lax.stop_gradient, operands)))
-    return [
-        _shares(_extreme(loop, k).kind, best, count)
-        for k, best, count in zip(extremes, counted[::2], counted[1::2], strict=True)
-    ]
-
-
-def _shares(kind: str, best: Any, count: Any) -> Any:
-    spec = Extreme(kind, 0)
-    holds = _holders(spec, best, of_only_chunk(best, spec)).astype(count.dtype)
-    return holds / jnp.sum(holds * count, axis=0, keepdims=True)
-
-
-def extreme_tangent(spec: Extreme, x: Value, tangent: Any, share: Any) -> Any:
-    """What one chunk adds to the tangent of an extreme value.
-
-    Args:
-      spec: which extreme, and where the lanes are in `x`.
-      x: the chunk's values.
-      tangent: their tangents.
-      share: the chunk's entry in `shares`.
-    """
-    hit = _holders(spec, x, of_only_chunk(x, spec))
-    held = jnp.sum(lax.select(hit, tangent, lax.full_like(tangent, 0)), axis=spec.axis)
-    return held * share[0].astype(held.dtype)
-
-
-def _holders(spec: Extreme, x: Value, best: Any) -> Any:
-    return lax.eq(x, jnp.broadcast_to(jnp.expand_dims(best, spec.axis), x.shape))
-
-
-def _extreme(loop: ChunkLoop, k: int) -> Extreme:
-    spec = loop.results[k]
-    assert isinstance(spec, Extreme)
-    return spec
-
-
 def jvp(
     primals: Sequence[Value], tangents: Sequence[Value], *, loop: ChunkLoop, program: Any
 ) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    marked = [False, *(i in moving for i in range(len(primals)))]
     types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
-    dependent = [
-        k
-        for k, (hit, zero) in enumerate(zip(reached(program.jaxpr, marked), zeros, strict=True))
-        if hit and zero.aval.dtype != jax.dtypes.float0
-    ]
-    if any(isinstance(loop.results[k], Combined) for k in dependent):
-        each, of_all = in_parts(loop, primals)
+    dependent = _dependent(program, moving, types)
+    if any(isinstance(loop.results[k], (Combined, Extreme)) for k in dependent):
+        each, of_all = in_parts(loop, primals, moving)
         of_moving = lambda *xs: of_all(chunk_loop(each, with_values(primals, moving, xs)))
         given, moved = ([x[i] for i in moving] for x in (primals, tangents))
         outs, dots = jax.jvp(of_moving, given, moved)
@@ -236,18 +223,20 @@ def jvp(
     if not dependent:
         return outs, zeros
     _refuse_effects(program)
-
-    extremes = [k for k in dependent if isinstance(loop.results[k], Extreme)]
-    if extremes and isinstance(loop.chunk, Auto):
-        # `shares` has an entry for each chunk, so the number of chunks must be known by now.
-        loop = replace(loop, chunk=_chunk_of_reverse(loop, moving, dependent, primals, outs))
-    parts = shares(loop, extremes, primals)
-    tangent_loop = _tangent_loop(loop, moving, dependent, [PerChunk(0)] * len(parts))
+    tangent_loop = _tangent_loop(loop, moving, dependent)
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
     given = map(_compat.unconsumed, given)  # the derivative uses keys again
-    dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving), *parts])
+    dots = chunk_loop(tangent_loop, [*given, *(tangents[i] for i in moving)])
     dots_of = dict(zip(dependent, dots, strict=True))
     return outs, [dots_of.get(k, zero) for k, zero in enumerate(zeros)]
+
+
+def _dependent(program: Any, moving: Sequence[int], types: Sequence[Aval]) -> list[int]:
+    """The results of a loop, of these types, that have tangents if some operands have."""
+    marked = [False, *(i in moving for i in range(len(program.in_avals) - 1))]
+    hits = zip(reached(program.jaxpr, marked), types, strict=True)
+    float0 = jax.dtypes.float0
+    return [k for k, (hit, t) in enumerate(hits) if hit and t.to_tangent_aval().dtype != float0]
 
 
 def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
@@ -267,13 +256,10 @@ def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
     return operands
 
 
-def _tangent_loop(
-    loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int], share_kinds: Sequence[Operand]
-) -> ChunkLoop:
+def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int]) -> ChunkLoop:
     """The loop for the tangents of the results `dependent`.
 
-    Its operands are those of `loop`, the tangents of those that are `moving`, and the
-    `shares` of the extremes among its results.
+    Its operands are those of `loop`, and the tangents of those that are `moving`.
     """
     n = len(loop.operands)
 
@@ -282,50 +268,34 @@ def _tangent_loop(
             primal = of(width)
 
             def run(start: Any, *xs: Any) -> list[Any]:
-                primals, tangents, parts = xs[:n], xs[n : n + len(moving)], xs[n + len(moving) :]
-
                 of_chunk = functools.partial(primal, start)
-                outs, dots = tangents_of(of_chunk, primals, moving, tangents, dependent)
-                share = iter(parts)
-                results = []
-                for k, t in zip(dependent, dots, strict=True):
-                    spec = loop.results[k]
-                    extreme = isinstance(spec, Extreme)
-                    results.append(extreme_tangent(spec, outs[k], t, next(share)) if extreme else t)
-                return results
+                return tangents_of(of_chunk, xs[:n], moving, xs[n:], dependent)[1]
 
             return run
 
         return of_width
 
-    specs = (loop.results[k] for k in dependent)
     return loop.derivative(
         "tangents",
         differentiate,
-        operands=(*loop.operands, *(loop.operands[i] for i in moving), *share_kinds),
-        results=tuple(SUM if isinstance(spec, Extreme) else spec for spec in specs),
+        operands=(*loop.operands, *(loop.operands[i] for i in moving)),
+        results=tuple(loop.results[k] for k in dependent),
     )
 
 
-def _chunk_of_reverse(
-    loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int], primals: Any, outs: Any
-) -> int:
-    """The chunk size that fits the reverse pass of a loop with extremes.
-
-    The number of chunks is still open, so shares are taken to be whole: what one chunk sees.
-    """
-    types = [jax.typeof(x) for x in primals]
-    parts = [
-        unmapped_aval(1, 0, jax.typeof(outs[k]).update(dtype=accumulator(outs[k].dtype)))
-        for k in dependent
-        if isinstance(loop.results[k], Extreme)
-    ]
-    tangent_loop = _tangent_loop(loop, moving, dependent, [WHOLE] * len(parts))
-    linear = range(len(types), len(types) + len(moving))
-    avals = [*types, *(types[i].to_tangent_aval() for i in moving), *parts]
-    reverse, others = _reverse_loop(tangent_loop, linear, range(len(dependent)), avals)
-    cotangents = [jax.typeof(outs[k]).to_tangent_aval() for k in dependent]
-    return chosen_chunk(reverse, [*(avals[i] for i in others), *cotangents])
+def _reverse_of(
+    loop: ChunkLoop, moving: Sequence[int], avals: Sequence[Aval]
+) -> tuple[ChunkLoop, list[Any]]:
+    """The loop for the cotangents of `moving` operands, and the types of its operands."""
+    program = loop.program(avals, loop.width)
+    types = result_types(loop, program)
+    dependent = _dependent(program, moving, types)
+    linear = range(len(avals), len(avals) + len(moving))
+    both = [*avals, *(avals[i].to_tangent_aval() for i in moving)]
+    tangent_loop = _tangent_loop(loop, moving, dependent)
+    reverse, others = _reverse_loop(tangent_loop, linear, range(len(dependent)), both)
+    cotangents = (types[k].to_tangent_aval() for k in dependent)
+    return reverse, [*(both[i] for i in others), *cotangents]
 
 
 def _refuse_effects(program: Any) -> None:

@@ -17,11 +17,8 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.call import Call, Way, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
 from batchax.execution.chunk_loop import (
-    ChunkBody,
     ChunkLoop,
-    Extreme,
     Lanes,
-    PerChunk,
     chunk_loop,
     chunk_loop_p,
     collect,
@@ -73,41 +70,13 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any
       operands: its operands.
       keep: whether reverse mode keeps what every chunk computed.
     """
-    # A result with an entry for each chunk has a shape only once the chunk size is chosen.
-    if isinstance(loop.chunk, Auto) and any(isinstance(k, PerChunk) for k in loop.results):
-        loop = replace(loop, chunk=chosen_chunk(loop, list(map(jax.typeof, operands))))
     if not keep:
         return chunk_loop(loop, operands)
     if isinstance(loop.chunk, int) and loop.size <= loop.chunk and not loop.gathers:
         # Of the only chunk what JAX keeps is what it keeps without chunks.
         return run(loop, _compat.varying_alike(operands))
     loop, of_all = in_parts(loop, operands)
-    # The derivative of an extreme value compares values again, in a second loop, whatever is kept:
-    # extremes stay results of the primitive, which has that derivative.
-    extreme = [k for k, spec in enumerate(loop.results) if isinstance(spec, Extreme)]
-    others = [k for k in range(len(loop.results)) if k not in extreme]
-    outs = dict(zip(others, _run_keeping(_selected(loop, others), operands), strict=True))
-    if extreme:
-        rest = _selected(replace(loop, progress=None), extreme)  # one of the two tells
-        outs |= zip(extreme, chunk_loop(rest, operands), strict=True)
-    return of_all([outs[k] for k in range(len(loop.results))])
-
-
-def _selected(loop: ChunkLoop, which: Sequence[int]) -> ChunkLoop:
-    """`loop` with only the results `which`."""
-
-    def of_width(width: int) -> Any:
-        function = loop.body.function(width)
-
-        def run(start: Any, *xs: Any) -> list[Any]:
-            outs = function(start, *xs)
-            return [outs[k] for k in which]
-
-        return run
-
-    return replace(
-        loop, body=ChunkBody(of_width, of=loop.body), results=tuple(loop.results[k] for k in which)
-    )
+    return of_all(_run_keeping(loop, operands))
 
 
 def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:

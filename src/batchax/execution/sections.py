@@ -35,7 +35,6 @@ from batchax.execution.chunk_loop import (
     Combined,
     Extreme,
     Lanes,
-    PerChunk,
     Result,
 )
 from batchax.execution.devices.shards import Shards
@@ -238,26 +237,18 @@ def partial_result(
     result = result_type(reduction, x, axis)
     states, at = reductions.states_of(reduction, x, axis, index, real)
     arrays, structure = jax.tree.flatten(states)
-    specs: list[Result]
     operation = reductions.operation_of(reduction)
-    match operation and operation.held:
-        case None if operation is None:
-            state = reductions.folded(reduction, states, at)
-            arrays, none = jax.tree.leaves(state), reductions.neutral_like(reduction, state)
-            specs = [
-                Combined(reduction, structure, k, number)
-                for k, number in enumerate(jax.tree.leaves(none))
-            ]
-        case None:
-            # The derivative of a product needs, for each chunk, the product of the others. So the
-            # product of each chunk is kept.
-            arrays = [s[None] for s in jax.tree.leaves(reductions.folded(reduction, states, at))]
-            specs = [PerChunk(0) for _ in arrays]
-        case "sum":
-            arrays = jax.tree.leaves(reductions.folded(reduction, states, at))
-            specs = [SUM for _ in arrays]
-        case kind:
-            specs = [Extreme(kind, at) for _ in arrays]
+    held = operation and operation.held
+    specs: list[Result]
+    if held in ("max", "min"):
+        specs = [Extreme(held, at) for _ in arrays]
+    else:
+        state = reductions.folded(reduction, states, at)
+        arrays, none = jax.tree.leaves(state), reductions.neutral_like(reduction, state)
+        specs = [
+            SUM if held == "sum" else Combined(reduction, structure, k, number)
+            for k, number in enumerate(jax.tree.leaves(none))
+        ]
     return arrays, Partial(specs, structure, result)
 
 
@@ -267,8 +258,6 @@ def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: 
     `part` is of what kind the chunks added something.
     """
     state = jax.tree.unflatten(part.structure, results)
-    if PerChunk in map(type, part.specs):
-        state = reductions.folded(reduction, state)
     return reductions.finished(reduction, state, size).astype(part.result.dtype)
 
 

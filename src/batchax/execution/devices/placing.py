@@ -29,7 +29,6 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.chunk_loop import (
     Combined,
     Extreme,
-    PerChunk,
     Result,
     Sum,
     of_only_chunk,
@@ -223,8 +222,6 @@ def _combined(shards: Shards, kind: Result, x: Value) -> Any:
             return shards.summed(x)
         case Extreme():
             return _extreme(shards, kind, x)
-        case PerChunk(axis):
-            return shards.gathered(x, axis)
         case Combined():
             return shards.gathered(x[None], 0)
         case _:
