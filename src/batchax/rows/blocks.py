@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from batchax.execution.slices import entry_of, put_entry, put_part
 from batchax.jaxprs.words import Value
-from batchax.rows.index import PROGRAMS, WINDOW, IndexProgram, index_arrays, take_clipped
+from batchax.rows.index import PROGRAMS, WINDOW, IndexProgram, index_arrays, moved
 from batchax.rows.sizes import Sizes
-from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 class RowsOfBlocks(NamedTuple):
@@ -428,12 +425,12 @@ class Blocks:
     def take(self, x: Value) -> Any:
         """An array with the rows in front as one with blocks and slots in front."""
         at, there, _ = self._slots
-        return moved(x, there, at).reshape(self.classes.blocks, -1, *x.shape[1:])
+        return moved(x, 0, there, at).reshape(self.classes.blocks, -1, *x.shape[1:])
 
     def put(self, x: Value) -> Any:
         """What `take` made."""
         at, _, back = self._slots
-        return moved(lax.collapse(x, 0, 2), at, back)
+        return moved(lax.collapse(x, 0, 2), 0, at, back)
 
     @cached_property
     def _slots(self) -> tuple[Any, Any, Any]:
@@ -442,13 +439,13 @@ class Blocks:
     def split(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """Rows along axis 0 in blocks: block, place in the block."""
         places = self._places(dims, elements)
-        out = moved(x, places.there, places.at)
+        out = moved(x, 0, places.there, places.at)
         return out.reshape(self.classes.blocks, self.classes.elements(dims), *x.shape[1:])
 
     def join(self, x: Value, dims: Dims, elements: Elements) -> Any:
         """What `split` made."""
         places = self._places(dims, elements)
-        return moved(lax.collapse(x, 0, 2), places.at, places.back)
+        return moved(lax.collapse(x, 0, 2), 0, places.at, places.back)
 
     def _places(self, dims: Dims, elements: Elements) -> PlacesOfElements:
         key = tuple(map(str, dims)), elements.rows.shape
@@ -459,24 +456,3 @@ class Blocks:
             places = find_elements(self.rows, *parts, widths, elements.room, size)
             self._of_elements[key] = places
         return self._of_elements[key]
-
-
-def moved(x: Value, there: Any, back: Any) -> Any:
-    """The entries `there` of `x` along axis 0, zero for -1; in reverse those at `back` are taken.
-
-    JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
-    """
-    of = lambda k: lambda indices, xs: [_take_or_zero(xs[0], indices[k])]
-    if not is_inexact(x):
-        return of(0)([there, back], [x])[0]
-    return linear_with_transpose(of(0), of(1), [there, back], [x], "rows in blocks")[0]
-
-
-def _take_or_zero(x: Value, index: Any) -> Any:
-    if not x.shape[0]:  # there is nothing that an index could be clipped to
-        return jnp.zeros((len(index), *x.shape[1:]), x.dtype)
-    taken = take_clipped(x, index, 0)
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
-        return taken
-    hit = lax.broadcast_in_dim(index >= 0, taken.shape, (0,))
-    return lax.select(hit, taken, lax.full_like(taken, 0))

@@ -29,11 +29,9 @@ from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
 from batchax.programs.canonical import Table
 from batchax.rows.building import as_tuple, elements_of
-from batchax.rows.index import take_clipped
+from batchax.rows.index import moved
 from batchax.rows.ragged import Ragged
 from batchax.rules.calls import in_turn as run_in_turn
-from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 _MOST_SHAPES = 256  # that are merged two by two; of more, those that are nearly equal are one
 
@@ -361,50 +359,12 @@ def _inverse(index: np.ndarray, size: int) -> np.ndarray:
 
 
 def _regroup(parts: Sequence[Any], index: np.ndarray, sizes: Sequence[int], axis: int) -> list[Any]:
-    """The elements `index` of all parts together, in new parts of these sizes, along `axis`.
-
-    No element is taken twice, so the transpose only moves them back, and is of the same form.
-    """
-    given = [x.shape[axis] for x in parts]
-
-    def forward(residuals: Any, xs: Sequence[Value]) -> list[Any]:
-        return _take_parts(xs, index, sizes, axis)
-
-    def back(residuals: Any, xs: Sequence[Value]) -> list[Any]:
-        return _take_parts(xs, _inverse(index, sum(given)), given, axis)
-
-    if not all(map(is_inexact, parts)):
-        return forward([], parts)
-    return linear_with_transpose(forward, back, [], parts)
-
-
-def _take_parts(
-    xs: Sequence[Value], index: np.ndarray, sizes: Sequence[int], axis: int
-) -> list[Any]:
-    """As `_regroup`; zeros for each -1 in `index`."""
-    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis)
-    if not np.array_equal(index, np.arange(x.shape[axis])):
-        x = _take(x, index, axis)
-    if len(sizes) == 1:
-        return [x]
-    ends = np.cumsum(sizes)
-    return [
-        lax.slice_in_dim(x, end - size, end, axis=axis)
-        for size, end in zip(sizes, ends.tolist(), strict=True)
-    ]
-
-
-def _take(x: Value, index: np.ndarray, axis: int) -> Any:
-    shape = (*x.shape[:axis], len(index), *x.shape[axis + 1 :])
-    if x.shape[axis] == 0 or len(index) == 0:
-        if not len(index):
-            return lax.slice_in_dim(x, 0, 0, axis=axis)
-        return jnp.zeros(shape, x.dtype)
-    taken = take_clipped(x, index.astype(np.int32), axis)
-    if (index >= 0).all():
-        return taken
-    belongs = lax.broadcast_in_dim(jnp.asarray(index >= 0), shape, (axis,))
-    return lax.select(belongs, taken, lax.full_like(taken, 0))
+    """The elements `index` of all parts together, in new parts of these sizes, along `axis`."""
+    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
+    count = x.shape[axis]
+    if not np.array_equal(index, np.arange(count)):
+        x = moved(x, axis, index.astype(np.int32), _inverse(index, count).astype(np.int32))
+    return [x] if len(sizes) == 1 else list(lax.split(x, sizes, axis))
 
 
 def groups_of(*lengths: np.ndarray) -> list[np.ndarray]:

@@ -261,12 +261,9 @@ def shown_lengths(lengths: np.ndarray) -> str:
     return "[" + ", ".join(values if len(values) < 9 else [*values[:6], "...", values[-1]]) + "]"
 
 
-S = TypeVar("S", bound="Selecting")
-
-
 @_compat.api_boundary
-class Selecting:
-    """The methods of `Ragged` that take rows out, and put rows together; lengths must be known."""
+class RowBatch:
+    """What a `Ragged` holds."""
 
     data: Any
     lengths: Any
@@ -277,20 +274,61 @@ class Selecting:
         raise NotImplementedError
 
     @property
-    def element_axis(self) -> int:
-        raise NotImplementedError
+    def axes(self) -> tuple[int, ...]:
+        """The ragged axes of a row, also where there is one.
+
+        :meta private:
+        """
+        return as_tuple(self.axis)
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    def element_axis(self) -> int:
+        """Where `data` has the elements of rows.
+
+        :meta private:
+        """
+        return self.axes[0]
 
     @property
     def each_length(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """The lengths along each ragged axis.
+
+        :meta private:
+        """
+        return as_tuple(self.lengths)
 
     @property
     def each_bound(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        """The bound of the lengths along each ragged axis.
+
+        :meta private:
+        """
+        return as_tuple(self.max_length)
+
+    def check_is_one_batch(self, called: str = "Ragged") -> None:
+        """Refuses a derivative, and a stack of several batches.
+
+        :meta private:
+        """
+        if any(x.dtype == jax.dtypes.float0 for x in self.each_length):
+            raise ArgumentTypeError(
+                f"{called}: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
+                "Its rows are those of x.with_data(derivative.data), for the x it belongs to."
+            )
+        if any(x.ndim != 1 for x in self.each_length):
+            raise ArgumentTypeError(
+                f"{called}: the lengths have shape {self.each_length[0].shape}: this is a stack of "
+                "batches of rows, which jax.vmap makes of results that are rows. Batch i of it is "
+                "jax.tree.map(lambda leaf: leaf[i], x)."
+            )
+
+
+S = TypeVar("S", bound="Selecting")
+
+
+@_compat.api_boundary
+class Selecting(RowBatch):
+    """The methods of `Ragged` that take rows out, and put rows together; lengths must be known."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows())
@@ -411,9 +449,6 @@ class Selecting:
         part = [slice(None)] * self.data.ndim
         part[self.element_axis] = slice(start, stop)
         return self.data[tuple(part)]
-
-    def check_is_one_batch(self, called: str = "Ragged") -> None:
-        raise NotImplementedError
 
 
 def as_row(elements: Any, axes: Sequence[int], lengths: Sequence[int]) -> Any:
@@ -660,13 +695,8 @@ Bounds = int | tuple[int | None, ...] | None
 
 
 @_compat.api_boundary
-class Building:
+class Building(RowBatch):
     """The methods of `Ragged` that make one."""
-
-    def __init__(
-        self, data: Any, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
-    ) -> None:
-        raise NotImplementedError
 
     @overload
     @classmethod

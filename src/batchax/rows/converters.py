@@ -19,30 +19,14 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
 from batchax.rows import arrow
-from batchax.rows.building import as_row, elements_of
+from batchax.rows.building import RowBatch, as_row, elements_of
 
 R = TypeVar("R", bound="Converters")
 
 
 @_compat.api_boundary
-class Converters:
+class Converters(RowBatch):
     """The methods of `Ragged` for batches of other libraries."""
-
-    data: Any
-    lengths: Any
-    axis: Any
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    @property
-    def element_axis(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def each_length(self) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     @classmethod
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:

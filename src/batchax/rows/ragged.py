@@ -24,7 +24,6 @@ from batchax.rows.building import (
     as_bounds,
     as_data,
     as_lengths_of,
-    as_tuple,
     check_fill_value,
     check_lengths,
     checked_axes,
@@ -144,10 +143,6 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
        [3 4 5]]
     """
 
-    data: Any
-    lengths: Any
-    max_length: Any
-    axis: Any
     shared: tuple[int, ...] | None = (
         None  # which lengths of a `RaggedDict` these are, if it is one's
     )
@@ -185,38 +180,6 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         if bound is not None:
             return bound
         return self.data.shape[self.element_axis] if values is None else int(values.max(initial=0))
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The ragged axes of a row, also where there is one.
-
-        :meta private:
-        """
-        return as_tuple(self.axis)
-
-    @property
-    def element_axis(self) -> int:
-        """Where `data` has the elements of rows.
-
-        :meta private:
-        """
-        return self.axes[0]
-
-    @property
-    def each_length(self) -> tuple[Any, ...]:
-        """The lengths along each ragged axis.
-
-        :meta private:
-        """
-        return as_tuple(self.lengths)
-
-    @property
-    def each_bound(self) -> tuple[int, ...]:
-        """The bound of the lengths along each ragged axis.
-
-        :meta private:
-        """
-        return as_tuple(self.max_length)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -284,23 +247,6 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         """
         check_fill_value(fill_value, self.data)
         return pad_rows(self.data, self.index, self.axis, fill_value)
-
-    def check_is_one_batch(self, called: str = "Ragged") -> None:
-        """Refuses a derivative, and a stack of several batches.
-
-        :meta private:
-        """
-        if any(x.dtype == jax.dtypes.float0 for x in self.each_length):
-            raise ArgumentTypeError(
-                f"{called}: this is a derivative, whose lengths JAX leaves empty (dtype float0). "
-                "Its rows are those of x.with_data(derivative.data), for the x it belongs to."
-            )
-        if any(x.ndim != 1 for x in self.each_length):
-            raise ArgumentTypeError(
-                f"{called}: the lengths have shape {self.each_length[0].shape}: this is a stack of "
-                "batches of rows, which jax.vmap makes of results that are rows. Batch i of it is "
-                "jax.tree.map(lambda leaf: leaf[i], x)."
-            )
 
     def with_data(self, data: Any) -> Ragged:
         """Rows of the same lengths with other elements, which share the size under `vmap`.

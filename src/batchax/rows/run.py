@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.call import Call, Outputs, Pass, Way, execute
 from batchax.execution.chunked import Chunking
-from batchax.execution.devices.placing import put_traced, puts_traced
+from batchax.execution.devices.placing import placed
 from batchax.execution.devices.shards import (
     Shards,
     check_callbacks,
@@ -46,7 +44,6 @@ from batchax.rows.arguments import (
     find_sizes,
     index_in,
 )
-from batchax.rows.blocks import moved
 from batchax.rows.buckets import Buckets, Placed, bucket, in_front, run_in_groups
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.call import (
@@ -59,7 +56,7 @@ from batchax.rows.call import (
     why_grouped,
     works_for_known,
 )
-from batchax.rows.index import RowIndex, take_clipped
+from batchax.rows.index import RowIndex, moved, take_clipped
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import InRegions, most_classes
@@ -218,12 +215,12 @@ class Dealt:
 
     def dealt(self, x: Value) -> Any:
         """An array with the rows in front as one with devices and slots in front."""
-        return moved(x, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
+        return moved(x, 0, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
 
     def collected(self, x: Value) -> Any:
         """What `dealt` was given."""
         back = jnp.where(self.real, self.row, -1).reshape(-1)
-        return moved(lax.collapse(x, 0, 2), self.slot, back)
+        return moved(lax.collapse(x, 0, 2), 0, self.slot, back)
 
 
 class _Elements:
@@ -261,11 +258,11 @@ class _Elements:
 
     def spread(self, x: Value) -> Any:
         """Packed rows along axis 0 as those of each device: device, element."""
-        return moved(x, self._there, self._back).reshape(*self._shape, *x.shape[1:])
+        return moved(x, 0, self._there, self._back).reshape(*self._shape, *x.shape[1:])
 
     def packed(self, x: Value) -> Any:
         """What `spread` was given, one row after another."""
-        return moved(lax.collapse(x, 0, 2), self._back, self._real)
+        return moved(lax.collapse(x, 0, 2), 0, self._back, self._real)
 
 
 @dataclass(frozen=True)
@@ -394,8 +391,9 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
             axes.append(0 if batched else None)
         return outs, axes, noted
 
-    placed = [_put(shards, x, a) for x, a in zip(arguments, positions, strict=True)]
-    outs, notes = on_shards(replace(shards, lanes=devices), of_device, placed, positions)
+    shards = replace(shards, lanes=devices)
+    on_devices = placed(shards, ["rows"] * len(arguments), arguments, positions)
+    outs, notes = on_shards(shards, of_device, on_devices, positions)
     # Rows go back to where they were from anywhere, which no type of a sharded array allows.
     of_all = iter([with_whole_axis(x, 0) if is_sharded(x, 0) else x for x in outs])
     results = []
@@ -456,15 +454,6 @@ def _local_call(
     check_callbacks(way.shards, staged.jaxpr)
     outputs = replace(call.outputs, described=list(map(in_front, call.described)))
     return replace(local, program=(with_shared_in_parts(staged), outputs))
-
-
-def _put(shards: Shards, x: Value, position: Position) -> Any:
-    if isinstance(shards.mesh, AbstractMesh):
-        return x
-    if isinstance(x, Tracer) and puts_traced(shards.mesh):
-        # It may have another axis, inside of ``jax.vmap``, that must not be spread.
-        return put_traced(shards, x, position, _compat.value_of(x))
-    return jax.device_put(x, NamedSharding(shards.mesh, shards.spec(position)))
 
 
 def _collected(

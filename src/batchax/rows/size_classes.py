@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
-from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.execution.chunk_loop import (
@@ -32,31 +31,31 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
+from batchax.frontend.arguments import Mapped
+from batchax.frontend.outputs import FlatOutputs, OutputArray
 from batchax.frontend.rows import Layout
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
-from batchax.kernel.own_primitive import own_primitive, tangents_of, transposed, with_values
+from batchax.kernel.own_primitive import (
+    pullback_of,
+    tangents_of,
+    with_tangent_rule,
+    with_values,
+)
 from batchax.programs.cost import BLOCK, COMPILED_STEP, ROWS
 from batchax.rows.arguments import with_room
 from batchax.rows.blocks import Blocks, Dims, Elements, SizeClasses
-from batchax.rows.buckets import (
-    Weight,
-    cheapest_ends,
-    fewer_boxes,
-    join_elements,
-    join_lanes,
-    split_elements,
-    split_lanes,
-)
+from batchax.rows.buckets import Placed, Weight, cheapest_ends, fewer_boxes, run_in_groups
 from batchax.rows.fold_ragged_axes import Names, can_hold, names_of
 from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
 from batchax.rows.packed import Packed, PackedRows
+from batchax.rows.ragged import Ragged
 from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
-from batchax.rules.calls import in_turn
 from batchax.rules.masking import find_collective, is_inexact
+from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 @dataclass(frozen=True)
@@ -65,27 +64,11 @@ class KnownGroups:
 
     Attributes:
       rows: the indices of the rows of each group. Each row is in one.
-      lengths: for each group, those of its rows, for each size.
+      lengths: of all rows, for each size.
     """
 
-    rows: tuple[np.ndarray, ...]
-    lengths: tuple[Mapping[str, np.ndarray], ...]
-
-    @classmethod
-    def of(cls, lengths: Mapping[str, np.ndarray], rows: Sequence[np.ndarray]) -> KnownGroups:
-        """Such groups of rows that have these lengths."""
-        own = tuple({name: x[each] for name, x in lengths.items()} for each in rows)
-        return cls(tuple(rows), own)
-
-    def sizes(self, g: int, values: Mapping[str, Any]) -> Sizes:
-        """What symbols stand for in group `g`."""
-        bounds, exact = self.bounds(g), exact_sizes(self.lengths[g], self.bounds(g))
-        own = {n: np.int32(bounds[n]) if n in exact else x for n, x in values.items()}
-        return Sizes(bounds, own, exact)
-
-    def bounds(self, g: int) -> dict[str, int]:
-        """The bound of each size in group `g`: many operations have no meaning for size zero."""
-        return {name: max(int(x.max()), 1) for name, x in self.lengths[g].items()}
+    rows: Sequence[np.ndarray]
+    lengths: Mapping[str, np.ndarray]
 
     def run(
         self,
@@ -95,132 +78,75 @@ class KnownGroups:
         shapes: Sequence[tuple[Any, ...]],
     ) -> list[Packed]:
         """The results of a function of one padded row for all rows: see `regions.RunPadded`."""
-        parts = [self._split(x) for x in arguments]
-        outs: list[list[tuple[Value, Position]]] = []
-        for g in range(len(self.rows)):
-            given = [part[g] for part in parts]
-            if outs:  # no two groups at once: each may call a library
-                given, before = self._after(outs[-1], given, arguments)
-                outs[-1] = before
-            outs.append(self._run_group(g, rows, one_row, given, arguments, shapes))
-        results = zip(*outs, strict=True) if shapes else ()
-        return [self._join(rows, list(x), s) for x, s in zip(results, shapes, strict=True)]
-
-    def _run_group(
-        self,
-        g: int,
-        rows: PackedRows,
-        one_row: Callable[..., list[Any]],
-        given: Sequence[Value],
-        arguments: Sequence[Packed],
-        shapes: Sequence[tuple[Any, ...]],
-    ) -> list[tuple[Value, Position]]:
-        lengths, lanes = self.lengths[g], replace(rows.axis, size=len(self.rows[g]))
-        names = list(lengths)
-
-        def padded_row(*values: Any) -> list[Any]:
-            sizes = self.sizes(g, dict(zip(names, values, strict=False)))
-            return one_row(sizes, *values[len(names) :])
-
-        padded = [self._padded(g, x, each) for x, each in zip(given, arguments, strict=True)]
-        values = [*(jnp.asarray(lengths[name]) for name in names), *(x for x, _ in padded)]
-        axes: list[Position] = [*[0] * len(names), *(a for _, a in padded)]
-        results = zip(*batch_function(lanes, padded_row, values, axes), shapes, strict=True)
-        return [
-            self._packed(g, lanes, x, a, shape)
-            if rows.holds(shape)
-            else (axis_to_front(lanes, x, a), 0)
-            for x, a, shape in results
-        ]
-
-    def _split(self, x: Packed) -> list[Any]:
-        """The part of a value that each group takes."""
-        at = ragged_axes(x.shape)
-        if x.axis is not None:
-            return split_lanes(x.value, self.rows, x.axis)
-        if not at:
-            return [x.value] * len(self.rows)
-        elements = self._elements(_names(x.shape))
-        return split_elements(x.value, elements, self.rows, at[0])
-
-    def _elements(self, names: Names) -> np.ndarray:
-        """How many elements each row has along axes of these sizes, in the order of rows."""
-        together = np.concatenate([_elements_of(own, names) for own in self.lengths])
-        elements = np.zeros_like(together)
-        elements[np.concatenate(self.rows)] = together
-        return elements
-
-    def _after(
-        self,
-        outs: Sequence[tuple[Value, Position]],
-        given: Sequence[Value],
-        arguments: Sequence[Packed],
-    ) -> tuple[list[Value], list[tuple[Value, Position]]]:
-        """What a group is given, later than the results of the one before it."""
-        own = [i for i, x in enumerate(arguments) if x.axis is not None or ragged_axes(x.shape)]
-        before, waiting = in_turn([x for x, _ in outs], [given[i] for i in own])
-        later = dict(zip(own, waiting, strict=True))
-        firsts = [(x, axis) for x, (_, axis) in zip(before, outs, strict=True)]
-        return [later.get(i, x) for i, x in enumerate(given)], firsts
-
-    def _index(self, g: int, names: Names) -> RowIndex:
-        own, bounds = self.lengths[g], self.bounds(g)
-        along = [own[name] for name in names], [bounds[name] for name in names]
-        return RowIndex.of_axes(along[0], int(_elements_of(own, names).sum()), along[1])
-
-    def _padded(self, g: int, x: Value, given: Packed) -> tuple[Any, Position]:
-        """An argument for a group, and where it has the rows of that."""
-        at = tuple(ragged_axes(given.shape))
-        if not at:
-            return x, given.axis
-        if given.axis is None:
-            return pad_rows(x, self._index(g, _names(given.shape)), at), 0
-        sizes = self.sizes(g, self.lengths[g])
-        for k in at:
-            x = lax.slice_in_dim(x, 0, sizes.bound(given.shape[k]), axis=k + 1)
-        return x, given.axis
-
-    def _packed(
-        self, g: int, lanes: Axis, x: Value, axis: Position, shape: tuple[Any, ...]
-    ) -> tuple[Value, Position]:
-        """A result of a group, which is held packed."""
-        at = tuple(ragged_axes(shape))
-        if not at:
-            return x, axis
-        x, index = axis_to_front(lanes, x, axis), self._index(g, _names(shape))
-        capacity = int(_elements_of(self.lengths[g], _names(shape)).sum())
-        return pack_rows(x, index, at, capacity), None
-
-    def _join(
-        self, rows: PackedRows, parts: Sequence[tuple[Value, Position]], shape: tuple[Any, ...]
-    ) -> Packed:
-        """A result for all rows, of what groups returned."""
-        at = ragged_axes(shape)
-        like = functools.partial(_weak_as, parts[0][0])
-        if at and rows.holds(shape):
-            names = _names(shape)
-            x = join_elements([x for x, _ in parts], self._elements(names), self.rows, at[0])
-            return Packed(like(with_room(x, at[0], rows.along(names).capacity)), shape)
-        if not at and all(axis is None for _, axis in parts):
-            return Packed(parts[0][0], shape)  # what rows share is the same in each group
-        lanes = [replace(rows.axis, size=len(own)) for own in self.rows]
-        xs = [axis_to_front(own, x, axis) for own, (x, axis) in zip(lanes, parts, strict=True)]
         whole = Sizes({name: s.index.bound for name, s in rows.segments.items()}, {})
-        return Packed(
-            like(join_lanes([_wider(x, at, whole, shape) for x in xs], self.rows)), shape, 0
-        )
+        outputs = FlatOutputs([OutputArray("a result", 0) for _ in shapes], list, [])
+        weak: list[bool] = []
 
+        def run_group(g: int, lanes: Axis, part: list[Mapped]) -> tuple[list[Placed], FlatOutputs]:
+            lengths = {name: x[self.rows[g]] for name, x in self.lengths.items()}
+            # Many operations have no meaning for size zero.
+            bounds = {name: max(int(x.max()), 1) for name, x in lengths.items()}
+            exact, room = exact_sizes(lengths, bounds), Sizes(bounds, {})
 
-def _names(shape: Sequence[Any]) -> Names:
-    """The sizes of a value that is held packed."""
-    names = names_of(shape)
-    assert names is not None
-    return names
+            def padded_row(*values: Any) -> list[Any]:
+                own = dict(zip(lengths, values, strict=False))
+                own.update((name, np.int32(bounds[name])) for name in exact)
+                return one_row(Sizes(bounds, own, exact), *values[len(lengths) :])
 
+            def along(shape: Sequence[Any]) -> tuple[list[np.ndarray], tuple[int, ...]]:
+                names = names_of(shape) or ()
+                return [lengths[name] for name in names], tuple(bounds[name] for name in names)
 
-def _elements_of(lengths: Mapping[str, np.ndarray], names: Names) -> np.ndarray:
-    """How many elements rows of these lengths have along axes of sizes `names`."""
-    return np.prod([lengths[name] for name in names], 0, dtype=np.int64)
+            def index(shape: Sequence[Any]) -> tuple[RowIndex, int]:
+                sizes, most = along(shape)
+                capacity = int(np.prod(sizes, 0, dtype=np.int64).sum())
+                return RowIndex.of_axes(sizes, capacity, most), capacity
+
+            values: list[Any] = list(map(jnp.asarray, lengths.values()))
+            axes: list[Position] = [0] * len(values)
+            for m, given in zip(part, arguments, strict=True):
+                x, at = m.value, ragged_axes(given.shape)
+                if isinstance(x, Ragged):
+                    x = pad_rows(x.data, index(given.shape)[0], x.axes)
+                else:
+                    for k in at:
+                        x = lax.slice_in_dim(x, 0, room.bound(given.shape[k]), axis=k + 1)
+                values.append(x)
+                axes.append(m.axis)
+            outs, out_axes = batch_function(lanes, padded_row, values, axes)
+            weak[:] = [getattr(x, "weak_type", False) for x in outs]
+            placed: list[Placed] = []
+            for x, axis, shape in zip(outs, out_axes, shapes, strict=True):
+                at = tuple(ragged_axes(shape))
+                if at:
+                    x, axis = axis_to_front(lanes, x, axis), 0
+                if at and rows.holds(shape):
+                    x = Ragged(
+                        pack_rows(x, index(shape)[0], at, index(shape)[1]), *along(shape), axis=at
+                    )
+                else:
+                    for k in at:
+                        x = with_room(x, k + 1, whole.bound(shape[k]))
+                placed.append((x, axis))
+            return placed, outputs
+
+        # No two groups at once: each may call a library.
+        mapped = list(map(self._mapped, arguments))
+        joined, _ = run_in_groups(rows.axis, mapped, self.rows, run_group, in_turn=True)
+        results = []
+        for (x, axis), shape, is_weak in zip(joined, shapes, weak, strict=True):
+            if isinstance(x, Ragged):
+                capacity = rows.along(names_of(shape) or ()).capacity
+                x, axis = with_room(x.data, x.element_axis, capacity), None
+            results.append(Packed(_compat.weakly(x) if is_weak else x, shape, axis))
+        return results
+
+    def _mapped(self, x: Packed) -> Mapped:
+        at = tuple(ragged_axes(x.shape))
+        if not at or x.axis is not None:
+            return Mapped("an argument", x.value, x.axis)
+        lengths = [self.lengths[name] for name in names_of(x.shape) or ()]
+        return Mapped("an argument", Ragged(x.value, lengths, axis=at), 0)
 
 
 def exact_sizes(lengths: Mapping[str, Any], bounds: Mapping[str, int]) -> frozenset[str]:
@@ -229,15 +155,8 @@ def exact_sizes(lengths: Mapping[str, Any], bounds: Mapping[str, int]) -> frozen
     return frozenset(name for name, x in of_numpy.items() if (x == bounds[name]).all())
 
 
-def _wider(x: Value, at: Sequence[int], whole: Sizes, shape: Sequence[Any]) -> Any:
-    """Padded rows of a group with the room that those of all rows have along axes `at`."""
-    for k in at:
-        x = with_room(x, k + 1, whole.bound(shape[k]))
-    return x
-
-
-def _weak_as(x: Value, joined: Value) -> Any:
-    return _compat.weakly(joined) if getattr(x, "weak_type", False) else joined
+def _run(program: ClosedJaxpr, *operands: Any) -> list[Any]:
+    return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
 
 def class_switch(
@@ -245,90 +164,38 @@ def class_switch(
 ) -> list[Any]:
     """What one of `programs` returns, which take and return the same types.
 
+    Its derivatives compute the program again: JAX would keep residuals of all programs.
+
     Args:
       number: which one, clipped to those that there are.
       programs: of each class.
       operands: of the program.
     """
     programs, consts = _compat.hoist_constants(*programs)
-    operands = _compat.varying_alike([number, *consts, *operands])
-    return class_switch_p.bind(*operands, programs=tuple(programs))
+    runs = [functools.partial(_run, p) for p in programs]
+    smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
+    def switch(number: Any, *xs: Any) -> list[Any]:
+        return list(lax.switch(number, runs, *xs))
 
-def _run(program: ClosedJaxpr, *operands: Any) -> list[Any]:
-    return eval_jaxpr(program.jaxpr, program.consts, *operands)
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
+        at = [i - 1 for i in moving]
 
+        def forward(residuals: Any, dots: Any) -> list[Any]:
+            of = lambda run: lambda xs, dots: tangents_of(run, xs, at, dots, smooth)[1]
+            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], dots)
 
-def _operations(number: Any, *operands: Any, programs: Sequence[ClosedJaxpr]) -> list[Any]:
-    return lax.switch(number, [functools.partial(_run, p) for p in programs], *operands)
+        def back(residuals: Any, cts: Any) -> list[Any]:
+            of = lambda run: lambda xs, cts: [*pullback_of(run, xs, at, smooth)[1]([*cts])]
+            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], cts)
 
+        outs = switch(*primals)
+        moved = linear_with_transpose(forward, back, primals, dots) if smooth else []
+        return outs, with_values([None] * len(outs), smooth, moved)
 
-def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, programs: Any) -> Any:
-    number, *xs = primals
-    outs = class_switch_p.bind(*primals, programs=programs)
-    moving = [i for i, t in enumerate(tangents[1:]) if type(t) is not ad.Zero]
-    smooth = [k for k, x in enumerate(outs) if is_inexact(x)]
-    dots: list[Any] = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-    if not moving or not smooth:
-        return outs, dots
-    given = [tangents[i + 1] for i in moving]
-
-    def of_program(program: ClosedJaxpr) -> ClosedJaxpr:
-        def run(*xs: Any) -> list[Any]:
-            points, dots = xs[: -len(given)], xs[-len(given) :]
-            return tangents_of(functools.partial(_run, program), points, moving, dots, smooth)[1]
-
-        return _compat.stage(run, list(map(jax.typeof, [*xs, *given])))
-
-    moved = class_switch(number, list(map(of_program, programs)), [*xs, *given])
-    for k, dot in zip(smooth, moved, strict=True):
-        dots[k] = dot
-    return outs, dots
-
-
-def _transpose(cotangents: Any, number: Any, *operands: Any, programs: Any) -> list[Any]:
-    linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    nothing: list[Any] = [None] * (1 + len(operands))
-    places = [i + 1 for i in linear]
-    if not given:
-        return with_values(nothing, places, [ad.Zero(operands[i].aval) for i in linear])
-    others = [x for x in operands if not ad.is_undefined_primal(x)]
-    of_linear, cts = [operands[i].aval for i in linear], [cotangents[k] for k in given]
-
-    def of_program(program: ClosedJaxpr) -> ClosedJaxpr:
-        def run(*xs: Any) -> list[Any]:
-            residuals, cts = xs[: len(others)], xs[len(others) :]
-            forward = functools.partial(_run, program)
-            return transposed(forward, residuals, linear, of_linear, given)(cts)
-
-        return _compat.stage(run, list(map(jax.typeof, [*others, *cts])))
-
-    outs = class_switch(number, list(map(of_program, programs)), [*others, *cts])
-    return with_values(nothing, places, outs)
-
-
-def _types(*avals: Aval, programs: Sequence[ClosedJaxpr]) -> list[Any]:
-    return list(programs[0].out_avals)
-
-
-def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, programs: Any
-) -> tuple[Any, Sequence[Position]]:
-    return batch_function(axis, functools.partial(_operations, programs=programs), args, axes)
-
-
-class_switch_p = own_primitive(
-    "class_switch",
-    called="rows in size buckets",
-    operations=_operations,
-    types=_types,
-    programs=("programs",),
-    facts="",
-    rule=_batched,
-    jvp=_jvp,
-    transpose=_transpose,
-)
+    return with_tangent_rule(switch, rule)(*_compat.varying_alike([number, *consts, *operands]))
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
@@ -624,7 +491,7 @@ def choose_groups(
         taken += (len(groups) > 1) * moved
         if taken < least:
             best, least = groups, taken
-    return None if best is None else KnownGroups.of(lengths, best)
+    return None if best is None else KnownGroups(best, lengths)
 
 
 def _groupings(needed: np.ndarray, time: Weight) -> Iterable[list[np.ndarray]]:

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Value
+from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.calls import Moving, arrays, padded_function, run_inside, staged
-from batchax.rows.padded_rules.positions import moved
 from batchax.rows.sizes import agreed, is_symbolic
 from batchax.rules.linalg import RANKS
 

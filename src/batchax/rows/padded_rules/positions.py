@@ -20,41 +20,9 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax.jaxprs.words import Value
-from batchax.rows.index import take_clipped
+from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import is_symbolic, may_differ
-from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
-
-
-def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
-    """An array that holds ``x[source[i]]`` at place `i` of `axis`.
-
-    Args:
-      x: an array.
-      axis: the axis along which elements move.
-      source: for each place of the result, where its element is; negative for zero there.
-      target: for each place of `x`, where its element goes; negative for nowhere. No two go to
-        one place.
-    """
-    if not is_inexact(x):
-        return _pick(x, axis, source)
-
-    def forward(places: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
-        return [_pick(operands[0], axis, places[0])]
-
-    def transpose(places: Sequence[Any], cotangents: Sequence[Value]) -> list[Any]:
-        return [_pick(cotangents[0], axis, places[1])]
-
-    return linear_with_transpose(forward, transpose, [source, target], [x])[0]
-
-
-def _pick(x: Value, axis: int, places: Any) -> Any:
-    shape = (*x.shape[:axis], places.shape[0], *x.shape[axis + 1 :])
-    if x.shape[axis] == 0:
-        return jnp.zeros(shape, x.dtype)
-    taken = take_clipped(x, places, axis)
-    return lax.select(_along(places >= 0, shape, axis), taken, lax.full_like(taken, 0))
 
 
 def _along(mask: Any, shape: Sequence[int], axis: int) -> Any:
