@@ -1,5 +1,7 @@
 """Bounded loops, and scans that end early, whose lanes leave when they are done."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,16 @@ def test_steps_follow_the_lanes():
     assert steps.run < 15 * N
 
 
+def test_a_gradient_keeps_residuals_of_one_window():
+    def temporaries(divergence):
+        run = bx.vmap(settled, (0, 0, None), divergence=divergence)
+        gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(counts, x, jnp.eye(32))[1] ** 2)))
+        return gradient.lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    counts, x = jnp.arange(128) % 9, jnp.ones((128, 32))
+    assert 2 * temporaries(bx.Compact(8)) < temporaries("predicate")
+
+
 def test_nested_and_inside_a_mesh():
     counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
     inner = bx.vmap(settled, (0, 0, None), divergence=bx.Compact(2))
@@ -78,6 +90,11 @@ def test_nested_and_inside_a_mesh():
     sharded = jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=jax.P("d"))
     expected = jax.jit(inner)(COUNTS[:20], POINTS[:20], MATRIX)
     oracle.same(jax.jit(sharded)(COUNTS[:20], POINTS[:20], MATRIX), expected, None, "shards")
+    loss = lambda run, x: jnp.sum(run(COUNTS[:20], x, MATRIX)[1] ** 2)
+    gradients = [
+        jax.jit(jax.grad(functools.partial(loss, f)))(POINTS[:20]) for f in (sharded, inner)
+    ]
+    oracle.same(*gradients, None, "gradient in shards")
 
 
 def test_collectives_are_refused():

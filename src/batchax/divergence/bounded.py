@@ -72,17 +72,25 @@ class TailCompaction:
       axis: the axis being mapped.
       width: how many lanes make a block.
       patience: how many steps of a lane cost as much as moving it to where it runs.
+      at_once: whether all lanes run in blocks from the first step. Derivatives then keep the
+        residuals of one block, and all steps are computed once more for them.
     """
 
     axis: Axis
     width: int
     patience: float
+    at_once: bool = False
 
     def loop(self, loop: BoundedLoop, windows: Windows) -> PlacedOutputs:
         """The results of a loop with a predicate; `windows` runs those that are left."""
         form: LoopSignature = loop.form
-        outs, at = run_while(self.axis, loop, self._many)
-        steps, n = outs[-1], form.n_carry + len(form.y_axes)
+        n = form.n_carry + len(form.y_axes)
+        if self.at_once and form.kept is None and not form.y_axes:
+            outs = [*of_lanes(self.axis, loop).carry, np.zeros(self.axis.size, np.int32)]
+            at = [0] * len(outs)
+        else:
+            outs, at = run_while(self.axis, loop, self._many)
+        steps = jnp.asarray(outs[-1])
         last = windows([steps, *outs[:n]])
         apart = self._from(loop, outs[:n], last[0] - steps, lax.reduce_max(steps, (0,)))
         values = [

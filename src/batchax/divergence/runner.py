@@ -245,7 +245,9 @@ class Runner(Asked):
         step = Step.of(None, loop.steps[0], differs)
         plan = self.decide(BoundedTail(axis.size, step, loop.steps))
         if isinstance(plan, Window):
-            return TailCompaction(replace(axis, name=None), plan.widths[-1], plan.patience)
+            return TailCompaction(
+                replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
+            )
         return None
 
     def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
