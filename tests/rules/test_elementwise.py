@@ -373,6 +373,22 @@ def test_aligning_moves_the_fewest_elements():
     assert out[1] is large
 
 
+def test_what_is_larger_than_its_operands_has_lanes_in_front():
+    """A Jacobian of layers is made of products with these, which take 2.5x the time otherwise."""
+    wide, column, n = jnp.ones((8, 8)), jnp.ones((1, 8, 100)), jnp.ones(100)
+    for columns, at in ((False, 0), (True, 2)):
+        args, position = aligned([wide, column], [None, 2], columns)
+        assert position == at
+        assert (args[0] * args[1]).shape[at] == 100
+    assert aligned([wide, jnp.ones((8, 8, 100))], [None, 2])[1] == 2  # as large as the result
+    assert aligned([jnp.ones((1, 8)), column], [None, 2])[1] == 2
+    assert aligned([jnp.ones(8), n], [None, 0])[1] == 0
+    w, x = jnp.ones((8, 8)), jnp.ones((64, 8))
+    jacobian = jax.jacfwd(lambda x: jnp.tanh(w @ jnp.tanh(w @ x)))
+    ours, theirs = (jax.jit(vmap(jacobian)).lower(x).as_text() for vmap in (bx.vmap, jax.vmap))
+    assert ours.count("stablehlo.transpose") <= theirs.count("stablehlo.transpose")
+
+
 def test_shared_operands_are_not_repeated():
     jaxpr = jax.make_jaxpr(bx.vmap(lax.add, (0, None)))(jnp.ones((5, 3)), jnp.ones(3))
     *_, add = jaxpr.eqns

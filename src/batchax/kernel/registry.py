@@ -638,7 +638,7 @@ def broadcasting(primitive: Primitive) -> None:
     """
 
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
-        args, out_axis = aligned(args, axes)
+        args, out_axis = aligned(args, axes, axis.columns)
         return _alike(primitive, primitive.bind(*args, **params), out_axis)
 
     _register(primitive, rule, "broadcasting", elementwise=True)
@@ -727,10 +727,11 @@ def leading_rule(
     return _alike(primitive, primitive.bind(*args, **params), target)
 
 
-def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
+def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int]:
     """Operands whose batch axes are in one place and broadcast against each other.
 
-    Unbatched operands get an axis of size one; unbatched scalars stay scalars.
+    Unbatched operands get an axis of size one; unbatched scalars stay scalars. With `columns`
+    lanes stay where they are.
     """
     # What has no axis may be a number of Python's.
     ranks = [np.ndim(x) if a is None else len(x.shape) - 1 for x, a in zip(args, axes, strict=True)]
@@ -740,6 +741,8 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
     rank = max(ranks)
     whole = {a for n, a in forms if n == rank and a is not None}
     target = whole.pop() if len(whole) == 1 else common_position(args, axes)
+    if target and not columns and _widens(args, axes, rank):
+        target = 0  # where products read lanes fastest; moving them costs little then
     out = []
     for x, a, n in zip(args, axes, ranks, strict=True):
         if a is None:
@@ -749,6 +752,15 @@ def aligned(args: Any, axes: Any) -> tuple[list[Any], int]:
         else:  # one number per lane
             out.append(expand_lanes(x, target, rank))
     return out, target
+
+
+def _widens(args: Any, axes: Any, rank: int) -> bool:
+    """Whether a result of this rank is larger than each of the operands that have lanes."""
+    shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
+    full = (s for s in shapes if len(s) == rank)
+    widest = [any(d != 1 for d in ds) for ds in zip(*full, strict=True)]
+    wide = (s for s, a in zip(shapes, axes, strict=True) if a is not None and len(s) == rank)
+    return not any(all(d != 1 or not w for d, w in zip(s, widest, strict=True)) for s in wide)
 
 
 def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
