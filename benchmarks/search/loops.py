@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import batchax as bx
 from benchmarks.search.drafted import COUNTS, GRADIENT, VALUES, draft
 from benchmarks.workload import integers, keys, normal, uniform
 
@@ -52,6 +53,18 @@ for _name, (_step, _shape, _lanes) in STEPS.items():
         for kind, counts in COUNTS.items()
     }
     draft("loop", _name, _counted(_step), _data, *_lanes)
+
+
+def _bounded(count: Any, x: Any) -> Any:
+    body = lambda carry: (carry[0] + 1, jnp.tanh(_matrix(64) @ carry[1]))
+    start = jnp.int32(0), x
+    return bx.bounded_while(lambda carry: carry[0] < count, body, start, max_steps=256)[1]
+
+
+_data = {
+    kind: lambda n, counts=counts: (counts(n), normal(n, 64)) for kind, counts in COUNTS.items()
+}
+draft("loop", "bounded product 64", _bounded, _data, 32, 128, uses=(GRADIENT,), wrt=1)
 
 # Loops that end where a lane has found what it looks for.
 

@@ -25,6 +25,7 @@ def for_few(monkeypatch):
         min_work=0.0,
         min_unfused_share=0.0,
         min_gain=1e9,
+        min_gain_per_operation=0.0,
         min_serial_gain=3.0,
     )
     monkeypatch.setitem(TABLE, device_kind(), limits)

@@ -117,7 +117,7 @@ def test_results_are_those_of_masked_lanes(device):
         min_tail_gain=0.0,
         min_work=0.0,
         min_branch_work=0.0,
-        min_work_per_operation=0.0,
+        min_gain_per_operation=0.0,
     )
     how = Runner(
         thresholds=limits._replace(min_gain=0.0, min_unfused_share=0.0, window_shares=(2,))

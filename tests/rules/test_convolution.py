@@ -10,6 +10,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.rules import convolution as convolution_rule
+from batchax.small import pays
 
 from support import batches
 from support.batches import SIZE, assert_own_rule
@@ -17,6 +18,13 @@ from support.oracle import check, loop_function, plainly, quickly, same
 
 # On a CPU lanes of wider ones run one after another.
 batch = functools.partial(batches.batch, dtype=jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def many_calls(monkeypatch):
+    """As many as few lanes need, to make up for what compiling takes."""
+    monkeypatch.setattr(pays, "CALLS", 10**9)
+
 
 SIDES = [(0, None), (None, 0), (0, 0)]
 PLACES = [(1, None), (4, None), (None, 1), (None, 3), (2, 4)]
@@ -190,13 +198,13 @@ def test_blocks_of_lanes_are_the_same_as_all_at_once(monkeypatch):
         x, w = (batches.batch(s, 0, "float32", seed=1, size=4) for s in (images, kernel))
         batched = lambda: bx.vmap(lambda x, w, fun=fun: fun(x, w))
         whole = jax.jit(batched())(x, w)
-        for block in (1, 2 * 4 * 6 * x[0].size):
-            monkeypatch.setattr(convolution_rule, "_BLOCK", block)
-            convolution_rule._by_platform.cache_clear()
-            run = jax.jit(batched())
-            assert block > 1 or "scan[" in str(jax.make_jaxpr(run)(x, w))
-            same(run(x, w), whole)
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            for block in (1, 2 * 4 * 6 * x[0].size):
+                patched.setattr(convolution_rule, "_BLOCK", block)
+                convolution_rule._by_platform.cache_clear()
+                run = jax.jit(batched())
+                assert block > 1 or "scan[" in str(jax.make_jaxpr(run)(x, w))
+                same(run(x, w), whole)
         convolution_rule._by_platform.cache_clear()
 
 
@@ -222,6 +230,16 @@ def test_groups_and_large_kernels_are_not_cut_into_slices():
         x, w = batch(images, 0), batch(kernel, 0)
         lowered = jax.jit(bx.vmap(convolution(**options))).lower(x, w).as_text()
         assert "stablehlo.convolution" in lowered
+
+
+def test_few_lanes_are_left_to_xla(monkeypatch):
+    """100 calls of few lanes do not gain back what slices take longer to compile."""
+    monkeypatch.setattr(pays, "CALLS", 100)
+    batched = bx.vmap(convolution())
+    for lanes, by_slices in ((16, False), (128, True)):
+        x, w = jnp.ones((lanes, 1, 3, 16, 16)), jnp.ones((lanes, 8, 3, 3, 3))
+        lowered = jax.jit(batched).lower(x, w).as_text()
+        assert ("stablehlo.convolution" not in lowered) == by_slices
 
 
 def test_the_memory_of_a_gradient_by_slices_is_that_of_operands():

@@ -128,14 +128,14 @@ def test_where_it_takes_less_time(monkeypatch):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = PartitionSpec("d")
     on_each = lambda f: jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
-    assert not compared(4096, 16, around=on_each)
-    assert compared(2048, 16)  # on any of several devices
+    assert not compared(8192, 16, around=on_each)
+    assert compared(4096, 16)  # on any of several devices
     monkeypatch.setattr(sorting_network, "may_be_spread", lambda values: False)
-    assert not compared(2100, 16)
+    assert not compared(2600, 16)
     assert compared(256, 16)
-    assert compared(1024, 16)  # compiling takes longer than a hundred calls gain
+    assert compared(2048, 16)  # compiling takes longer than a hundred calls gain
     assert compared(1024, 512)
-    assert compared(2100, 16, np.complex64)
+    assert compared(2600, 16, np.complex64)
 
 
 def test_of_a_number_of_rows_that_is_not_known():

@@ -12,7 +12,7 @@ EVERYWHERE = Thresholds(
     min_work_per_launch=0,
     min_core_work=0,
     min_gain=0,
-    min_work_per_operation=inf,
+    min_gain_per_operation=0,
     min_unfused_share=0,
     min_work=0,
     min_branch_work=0,
@@ -49,7 +49,7 @@ LAST = Runner(
 MASKED_DERIVATIVES = Runner(thresholds=EVERYWHERE._replace(min_copy_cost=inf, cache=1 << 60))
 """Branches run for the lanes that take them, and their derivatives for all lanes, masked."""
 DECIDED = Runner(
-    thresholds=EVERYWHERE._replace(min_core_work=inf, min_work_per_operation=0, min_copy_cost=0),
+    thresholds=EVERYWHERE._replace(min_core_work=inf, min_gain_per_operation=0, min_copy_cost=0),
     lockstep=True,
 )
 """Branches and their derivatives are compiled twice: for the lanes that take them, and for all."""

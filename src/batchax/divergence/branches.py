@@ -296,6 +296,7 @@ class _Part:
             # If there are many all run, those that do not take it as well.
             may_be_serial=not (endless or self.program.effects) and fits_single_kernel(jaxpr),
             is_unknown=endless or _compat.calls_back(self.program.effects),
+            loops=self.axis.in_loop * (1 + (self.axis.divergence.nesting > 0)),
         )
 
     def _of_used(self) -> ClosedJaxpr:

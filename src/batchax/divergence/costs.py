@@ -34,7 +34,6 @@ from batchax.programs.cost import (
     Lanes,
     Nanoseconds,
     bytes_of,
-    cost_of_equation,
     cost_of_program,
     size_of,
 )
@@ -44,9 +43,9 @@ from batchax.programs.expensive_branches import (
     time_begun,
     time_to_move,
 )
-from batchax.programs.inner import integers_in
 from batchax.programs.one_function import fits_lowered_kernel
 from batchax.rules.in_place import kept_carries
+from batchax.small.pays import runs
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
 # is not free.
@@ -268,6 +267,7 @@ class BranchCost(NamedTuple):
       is_unknown: whether it holds a loop of unknown length, or has a host callback.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
+      loops: how many loops it is in a step of, up to two.
     """
 
     work: Nanoseconds
@@ -286,6 +286,13 @@ class BranchCost(NamedTuple):
     may_be_serial: bool = False
     is_unknown: bool = False
     held: Bytes = Bytes(0)
+    loops: int = 0
+
+    @property
+    def gain(self) -> Nanoseconds:
+        """How much longer ``jax.vmap`` takes in all calls, if half of the lanes take the branch."""
+        each = self.copied - self.work / 2
+        return Nanoseconds(runs(self.loops) * self.lanes * each)
 
     @property
     def every(self) -> Nanoseconds:
@@ -302,7 +309,7 @@ WITH_DERIVATIVE = 4
 """How many times as long a step takes together with the step back over it, at least."""
 
 _NOTHING = Price.made(0.0, 0.0)
-_BEGUN = 2  # operations more in a loop: in its predicate, and in its step or the last segment of it
+_BEGUN = 3  # operations more in a loop: in its predicate, in its step, in the segment before it
 
 
 def max_step_cost(loop: AnyLoop) -> Nanoseconds:
@@ -373,24 +380,29 @@ def _loops(jaxpr: Jaxpr) -> Price:
 
 
 def _loops_of(eqn: Eqn) -> Price:
-    if eqn.primitive is while_p or eqn.primitive is scan_p:
-        return _step(eqn)
     if eqn.primitive is cond_p:  # of which no loops are cut out
         return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_expensive(jaxpr)])
-    return total(list(map(_loops, _inside(eqn))))
+    inside = total(list(map(_loops, _inside(eqn))))
+    is_loop = eqn.primitive is while_p or eqn.primitive is scan_p
+    return total([_step(eqn), inside]) if is_loop else inside
 
 
 def _block(branch: Jaxpr) -> Price:
     """The price of a block of lanes that take a branch, whatever they have of their own."""
-    work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + Cost(launches=1))
+    asked = Cost(bytes=8, launches=3)  # who takes it
+    work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + asked)
     read, written = ([v.aval for v in some] for some in (branch.invars, branch.outvars))
     return max_block(work, price_of_moving([*read, *written], [*written, TODO]))
 
 
 def _step(loop: Eqn) -> Price:
-    """The price of a step: of the whole body, or of what it is cut into."""
+    """The price of a step, of the whole body: what it is cut into, to be added, is counted twice.
+
+    Cut out, it has a segment before it, in which what it updates in place is copied.
+    """
     kept = [v.aval for v in loop.outvars]
-    price = total([price_of_cost(Cost(launches=_BEGUN)), price_of_keeping(kept)])
+    price = total([price_of_keeping(kept), price_of_copying(kept)])
+    price = total([price, price_of_cost(Cost(launches=_BEGUN))])
     if loop.primitive is scan_p:  # as a `while` it takes its entries, and puts them
         (body,) = bodies_of(loop)
         taken = [v.aval for v in body.jaxpr.invars[body.same + body.carried :]]
@@ -401,30 +413,8 @@ def _step(loop: Eqn) -> Price:
             launches=len(taken) + len(put),
         )
         price = total([price, price_of_cost(entries)])
-    return total([price, *map(_once, programs_inside(loop))])
-
-
-@kept_with("what programs cost in which each loop takes a step")
-def _once(jaxpr: Jaxpr) -> Price:
-    integers = integers_in(jaxpr)
-    return total([_once_of(eqn, integers) for eqn in jaxpr.eqns])
-
-
-def _once_of(eqn: Eqn, integers: dict[object, int]) -> Price:
-    whole = price_of_cost(cost_of_equation(eqn, integers, steps=STEPS_INSIDE))
-    if not may_wait.in_equation(eqn):
-        return whole
-    if (
-        eqn.primitive is cond_p
-    ):  # the others, what asks who takes an expensive one, and a block of that
-        asked = price_of_cost(Cost(bytes=8, launches=2))
-        return max_of([whole, total([whole, asked, _loops_of(eqn)])])
-    if eqn.primitive is while_p or eqn.primitive is scan_p:
-        # Cut out, it has a segment before it, in which what it updates in place is copied.
-        kept = [v.aval for v in eqn.outvars]
-        segment = price_of_cost(Cost(launches=1)), price_of_copying(kept)
-        return max_of([whole, total([_step(eqn), *segment])])
-    return max_of([whole, total(list(map(_once, _inside(eqn))))])
+    costs = (cost_of_program(p, steps=STEPS_INSIDE) for p in programs_inside(loop))
+    return total([price, *map(price_of_cost, costs)])
 
 
 def _inside(eqn: Eqn) -> list[Jaxpr]:

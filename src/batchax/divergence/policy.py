@@ -53,6 +53,7 @@ from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_lowered_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
+from batchax.small.pays import runs
 
 
 @dataclass(frozen=True)
@@ -238,11 +239,21 @@ class BoundedTail:
       lanes: how many there are in all.
       step: what a step costs, without its derivative.
       programs: those of a step; of a sweep, and that of going back over one.
+      most: how many steps it takes at most.
+      loops: how many loops it is in a step of.
     """
 
     lanes: int
     step: Step
     programs: Sequence[ClosedJaxpr]
+    most: int
+    loops: int = 0
+
+    @property
+    def gain(self) -> Nanoseconds:
+        """How much longer ``jax.vmap`` takes in all calls, if half idle for half of the steps."""
+        idle = (self.lanes / 2) * (self.most / 2)
+        return Nanoseconds(runs(self.loops) * idle * WITH_DERIVATIVE * self.step.work)
 
 
 ControlFlow = Loop | NestedLoop | BoundedTail | BranchCost
@@ -425,6 +436,8 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window |
     if t.asked:
         widths, why = _widths(t, size, own, asked, _ROOM)
         width = widths[-1]
+    elif tail.gain < t.min_gain_per_operation * (_TO_TAKE_APART + WITH_DERIVATIVE * own.length):
+        return Masked(CHEAP)
     else:
         alike, why = least_lanes(size, tail.programs), CHEAP
         width = _from_the_start(t, size, step, alike)
@@ -511,12 +524,17 @@ def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial 
         return Gathered(share, share * cost.work / cost.apart if copies else None)
     if in_blocks(cost, t):
         return Gathered()
-    few = _few(cost, t) if cost.may_be_serial else 0
+    serial = cost.may_be_serial and _gains_back(cost, t, cost.operations + _TO_MOVE)
+    few = _few(cost, t) if serial else 0
     return Serial(few) if few else Masked(_why_masked(cost, t, asked.recompiled))
 
 
 def in_blocks(cost: BranchCost, t: Thresholds) -> bool:
     """Whether a branch is to run for the lanes that take it, even if all of them do."""
+    return _as_fast_in_blocks(cost, t) and _gains_back(cost, t, _TO_MOVE)
+
+
+def _as_fast_in_blocks(cost: BranchCost, t: Thresholds) -> bool:
     if not cost.held and cost.others >= cost.begun and not _why_not(cost, t):
         return True  # all lanes that take it save the others
     if cost.work < t.min_gain_of_all * cost.moving or cost.begun < t.min_unfused_share * cost.work:
@@ -541,7 +559,12 @@ def _decides(cost: BranchCost, t: Thresholds, recompiled: bool) -> bool:
     once = cost.alike <= cost.chunk and (of_all or (short and copies))
     if once and in_blocks(cost, t):
         return False  # as fast in blocks, and compiled once
-    return cost.every >= t.min_work_per_operation * cost.operations
+    return _gains_back(cost, t, cost.operations + _TO_MOVE)
+
+
+def _gains_back(cost: BranchCost, t: Thresholds, operations: int) -> bool:
+    """Whether a branch gains in some calls what so many operations more take to compile."""
+    return cost.gain >= t.min_gain_per_operation * operations
 
 
 def _why_not(cost: BranchCost, t: Thresholds, however_short: bool = False) -> str:
@@ -566,9 +589,8 @@ def _why_masked(cost: BranchCost, t: Thresholds, recompiled: bool) -> str:
     why = _why_not(cost, t)
     if why or recompiled:
         return why or "it is in a branch that is compiled twice"
-    compiled = microseconds(Nanoseconds(t.min_work_per_operation * cost.operations))
-    every = microseconds(cost.every)
-    return f"{every} for all lanes, limit {compiled} for compiling its operations twice"
+    compiled = microseconds(Nanoseconds(t.min_gain_per_operation * (cost.operations + _TO_MOVE)))
+    return f"it gains {microseconds(cost.gain)} in 100 calls, and compiles {compiled} longer"
 
 
 def _moves(cost: BranchCost, limit: float) -> str:
@@ -604,6 +626,9 @@ _PAUSE = 8  # steps of all lanes before those that are left are counted: each co
 # A window of a nested loop to which moving a lane costs so many times too much saves half of what
 # it should, and takes as long to compile: all lanes stay to the end.
 _TAIL = 4
+# Operations that take as long to compile as what moves lanes to a branch and back; as windows, and
+# blocks with their derivatives.
+_TO_MOVE, _TO_TAKE_APART = 100, 600
 _LEFT = 8  # of so many lanes of a tile, or of a nested loop, one may be left
 _VECTOR = 8  # lanes that a core computes at once
 _STEPS_AROUND = 8  # of a loop around others, if their number is not known

@@ -243,7 +243,9 @@ class Runner(Asked):
         at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
         differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
         step = Step.of(None, loop.steps[0], differs)
-        plan = self.decide(BoundedTail(axis.size, step, loop.steps))
+        plan = self.decide(
+            BoundedTail(axis.size, step, loop.steps, loop.form.steps.most, int(axis.in_loop))
+        )
         if isinstance(plan, Window):
             return TailCompaction(
                 replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit

@@ -27,7 +27,6 @@ from batchax.programs.calibrated import CALIBRATED
 from batchax.programs.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Bytes, Lanes, Nanoseconds
 
 _FEW_CORES = 2
-_CALLS = 1_000  # of a compiled program, in which it gains back what compiling more of it took
 
 
 class Thresholds(NamedTuple):
@@ -57,10 +56,10 @@ class Thresholds(NamedTuple):
     """How many times as long as beginning its operations a step of such a window takes.
 
     divergence: 64x64 products; search: a lookup, Sinkhorn, down a tree."""
-    min_work_per_operation: Nanoseconds = Nanoseconds(CALIBRATED["cpu"].compile / _CALLS)
-    """Time of a branch for all lanes for each of its operations, which is compiled twice.
+    min_gain_per_operation: Nanoseconds = Nanoseconds(CALIBRATED["cpu"].compile)
+    """Time that a branch gains in 100 calls for each operation that is compiled for it.
 
-    divergence: 20 products of 24, 256 lanes."""
+    divergence: 20 products of 24, 1,024 lanes; search: eigenvalues, a pseudoinverse, a sort."""
     window_shares: tuple[int, ...] = (16, 8)
     """How many windows all lanes fill: as many as leave one that is wide enough.
 
@@ -162,7 +161,7 @@ TABLE = {
         min_work=Nanoseconds(2.5 * GPU_LAUNCH),
         min_branch_work=Nanoseconds(150 * GPU_LAUNCH),
         min_core_work=Nanoseconds(math.inf),
-        min_work_per_operation=Nanoseconds(GPU_SPEED * CALIBRATED["gpu"].compile / _CALLS),
+        min_gain_per_operation=Nanoseconds(GPU_SPEED * CALIBRATED["gpu"].compile),
         min_tail_gain=3.0,
         min_operations=1,
         cores=1,

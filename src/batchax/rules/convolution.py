@@ -23,9 +23,13 @@ from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import matched, register_rule
 from batchax.memo import Memo
 from batchax.programs.one_function import from_zero
+from batchax.small.pays import pays_back
 
 _MOST_SLICES = 49  # they are written out in the program
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough
+# Up to so many channels: microseconds that a lane gains for each product, and seconds that it takes
+# longer to compile, by measurements of images of 8 to 28 pixels a side and kernels of 3.
+_GAINS = (1, (0.0005, 0.03)), (4, (0.001, 0.2)), (math.inf, (0.0001, 0.25))
 _FEW_CHANNELS = 8  # of 64 bits, one image at a time takes less time from here on
 _BLOCK = 2**23  # bytes of slices of the lanes that are computed at a time
 
@@ -42,8 +46,11 @@ class _Places(NamedTuple):
         return math.prod(self.kernel) <= math.prod(self.result)
 
 
-def pays(lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
-    """Whether slices take less time than groups on a CPU, by the types of one lane's operands."""
+def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
+    """Whether slices take less time than groups on a CPU, by the types of one lane's operands.
+
+    They take longer to compile, and so are for as many lanes as gain that back in some calls.
+    """
     lhs, rhs = lane
     dtype = lhs.dtype
     exact = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
@@ -52,10 +59,15 @@ def pays(lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
         return False
     places = _places(lane, params)
     kernel, result = map(math.prod, places)
+    channels = _channels(lhs, params)
+    gain, seconds = next(pair for most, pair in _GAINS if channels <= most)
+    products = result * rhs.size * lhs.shape[params["dimension_numbers"].lhs_spec[0]]
+    wide = jnp.finfo(dtype).bits > 32
+    if not (wide or pays_back(gain * products, seconds, axis.size, axis.in_loop)):
+        return False
     if not places.adds:
         return 0 < result <= _MOST_SLICES
-    wide = jnp.finfo(dtype).bits > 32
-    few = not wide or _channels(lhs, params) <= _FEW_CHANNELS
+    few = not wide or channels <= _FEW_CHANNELS
     return kernel == 1 or (kernel <= _MOST_SLICES and few)
 
 
@@ -244,7 +256,7 @@ def _conv_general_dilated(
         return in_groups(lhs, rhs)
     lane = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     others = {"default": lambda x, w: move_axis(*in_groups(x, w), 0)}
-    if out_sharding is None and pays(lane, groups, params):
+    if out_sharding is None and pays(axis, lane, groups, params):
 
         def of_platform(lhs: Value, rhs: Value) -> Any:
             slices = lambda x, w: by_slices(

@@ -3,7 +3,7 @@
 XLA sorts on a CPU by calls of a comparison, which for floats has many instructions: NaN come last,
 zeros of either sign are equal. Bits of floats, read as integers, order alike once those of negative
 numbers but the sign are inverted, and for integers alone XLA calls a library. Rows of 8 to 1,024
-floats take 0.2 to 0.3 of the time so, and 0.15 s longer to compile. What a CPU takes to be equal to
+floats take 0.2 to 0.3 of the time so, and 0.25 s longer to compile. What a CPU takes to be equal to
 zero, a negative zero and numbers that are too small to be normal, stays among zeros as it is: where
 there are such, floats are compared.
 """
@@ -31,7 +31,7 @@ def pays(x: Value, in_loop: bool) -> bool:
 
 
 _GAIN = 0.06  # microseconds for each element
-_COMPILING = 0.15  # seconds
+_COMPILING = 0.25  # seconds
 
 
 def is_short(x: Value, dimension: int) -> bool:

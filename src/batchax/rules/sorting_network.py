@@ -54,7 +54,7 @@ def pays(operands: Sequence[Any], dimension: int, num_keys: int, in_loop: bool) 
 _MOST = 256
 _LEAST = 2**14  # elements: of fewer, in a loop, vectors are short
 _GAIN = 0.1  # microseconds for each element
-_COMPILING = 0.3  # seconds longer
+_COMPILING = 0.4  # seconds longer
 _BLOCK = 2**12  # elements
 
 

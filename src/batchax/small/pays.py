@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 CALLS = 100
-_STEPS = 80  # of a loop that sorts, or factorizes a matrix, in each step
+_STEPS = 80  # of a loop
+
+
+def runs(loops: int) -> int:
+    """How often something runs, about, inside so many loops, in `CALLS` calls."""
+    return CALLS * _STEPS**loops
 
 
 def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
@@ -21,8 +26,7 @@ def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
       lanes: how many there are.
       in_loop: whether a call is a step of a loop.
     """
-    calls = CALLS * _STEPS if in_loop else CALLS
-    return calls * lanes * gain * 1e-6 >= seconds
+    return runs(in_loop) * lanes * gain * 1e-6 >= seconds
 
 
 GAINS: dict[str, dict[str, Sequence[float]]] = {
