@@ -506,6 +506,8 @@ def _by_argument(
     if isinstance(in_axes, dict):
         return _by_name(fun, in_axes, args), in_axes
     if isinstance(in_axes, (tuple, list)):
+        if len(in_axes) == len(args):  # as most have
+            return in_axes, {}
         either = inspect.Parameter.POSITIONAL_OR_KEYWORD
         names = [name for name, kind in _positional(fun) if kind is either]
         rest = names[len(args) : len(in_axes)]  # given by keyword, if they are given

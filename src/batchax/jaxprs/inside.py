@@ -33,7 +33,8 @@ def _add_programs(values: Iterable[Value], programs: list[Any]) -> None:
         if type(value) in _PLAIN:  # as most are, of which there are many
             continue
         if isinstance(value, (tuple, list)):
-            _add_programs(value, programs)
+            if not _PLAIN.issuperset(map(type, value)):
+                _add_programs(value, programs)
         elif isinstance(value, _compat.JAXPR_TYPES):
             programs.append(value)
 

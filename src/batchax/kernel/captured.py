@@ -70,8 +70,8 @@ def _refuse_lost(program: Any, trace: Any, called_at: str) -> None:
             if _compat.staged_variable(x) is not None:
                 _compat.refuse_escaped(x)  # JAX says where it was made
             raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
-    if _tracers_inside.in_program(jaxpr):
-        for eqn in jaxpr.eqns:
+    for eqn in filter(programs_held, jaxpr.eqns):
+        if _tracers_inside.in_equation(eqn):
             for inner in _run_by(eqn):
                 _refuse_lost(inner, trace, line_of(eqn))
 

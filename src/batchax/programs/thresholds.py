@@ -16,6 +16,7 @@ compilation cache.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -192,8 +193,13 @@ def device_kind() -> str:
     kind = jax.default_backend()
     if kind != "cpu":
         return kind
-    cores = os.cpu_count() or 1
+    cores = _cores()
     return "cpu-small" if cores <= _FEW_CORES else "cpu" if cores <= 16 else "cpu-large"
+
+
+@functools.cache
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 def thresholds_here() -> Thresholds | None:
