@@ -78,7 +78,7 @@ def test_wrong_elements_are_where_numpy_has_them():
 
 
 def test_where_it_pays():
-    def lanes(n, *shapes, dtype="float32", in_loop=False):
+    def lanes(n, *shapes, dtype="float32", in_loop=0):
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
         numbers = ((len(shapes[0]) - 1,), (0,)), ((), ())
         params = dict(dimension_numbers=numbers, precision=lax.Precision.DEFAULT)
@@ -87,13 +87,13 @@ def test_where_it_pays():
     assert lanes(2048, (4, 4), (4, 4))
     assert lanes(2048, (6, 6), (6, 2))
     assert not lanes(512, (4, 4), (4, 4))
-    assert lanes(64, (4, 4), (4, 4), in_loop=True)
-    assert not lanes(16, (4, 4), (4, 4), in_loop=True)
+    assert lanes(64, (4, 4), (4, 4), in_loop=80)
+    assert not lanes(16, (4, 4), (4, 4), in_loop=80)
     assert not lanes(2048, (3, 3), (3, 3))
     assert not lanes(2048, (4, 2), (2, 4))
     assert not lanes(2048, (8, 8), (8, 8))
     assert not lanes(2048, (4, 4), (4,))
     assert lanes(2048, (4, 4), (4,), dtype="complex64")
-    assert not lanes(2048, (8, 8), (8, 8), dtype="complex64", in_loop=True)
+    assert not lanes(2048, (8, 8), (8, 8), dtype="complex64", in_loop=80)
     assert not lanes(2048, (4, 0), (0, 4))
     assert not lanes(2048, (4, 4), (4, 4), dtype="bfloat16")

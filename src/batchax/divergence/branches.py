@@ -69,6 +69,7 @@ from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import hazards, is_inexact
+from batchax.small.pays import LOOP_STEPS
 
 RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], list[Any]]
 """Runs a program for active lanes, of where operands have the batch axis, a mask, and operands."""
@@ -296,7 +297,7 @@ class _Part:
             # If there are many all run, those that do not take it as well.
             may_be_serial=not (endless or self.program.effects) and fits_single_kernel(jaxpr),
             is_unknown=endless or _compat.calls_back(self.program.effects),
-            loops=self.axis.in_loop * (1 + (self.axis.divergence.nesting > 0)),
+            steps=self.axis.in_loop * LOOP_STEPS ** (self.axis.divergence.nesting > 0),
         )
 
     def _of_used(self) -> ClosedJaxpr:

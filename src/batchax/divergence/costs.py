@@ -267,7 +267,7 @@ class BranchCost(NamedTuple):
       is_unknown: whether it holds a loop of unknown length, or has a host callback.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
-      loops: how many loops it is in a step of, up to two.
+      steps: in how many steps of loops it runs, about; 0 outside of loops.
     """
 
     work: Nanoseconds
@@ -286,13 +286,13 @@ class BranchCost(NamedTuple):
     may_be_serial: bool = False
     is_unknown: bool = False
     held: Bytes = Bytes(0)
-    loops: int = 0
+    steps: int = 0
 
     @property
     def gain(self) -> Nanoseconds:
         """How much longer ``jax.vmap`` takes in all calls, if half of the lanes take the branch."""
         each = self.copied - self.work / 2
-        return Nanoseconds(runs(self.loops) * self.lanes * each)
+        return Nanoseconds(runs(self.steps) * self.lanes * each)
 
     @property
     def every(self) -> Nanoseconds:

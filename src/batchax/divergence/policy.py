@@ -240,20 +240,20 @@ class BoundedTail:
       step: what a step costs, without its derivative.
       programs: those of a step; of a sweep, and that of going back over one.
       most: how many steps it takes at most.
-      loops: how many loops it is in a step of.
+      steps: in how many steps of loops around it it runs, about; 0 outside of loops.
     """
 
     lanes: int
     step: Step
     programs: Sequence[ClosedJaxpr]
     most: int
-    loops: int = 0
+    steps: int = 0
 
     @property
     def gain(self) -> Nanoseconds:
         """How much longer ``jax.vmap`` takes in all calls, if half idle for half of the steps."""
         idle = (self.lanes / 2) * (self.most / 2)
-        return Nanoseconds(runs(self.loops) * idle * WITH_DERIVATIVE * self.step.work)
+        return Nanoseconds(runs(self.steps) * idle * WITH_DERIVATIVE * self.step.work)
 
 
 ControlFlow = Loop | NestedLoop | BoundedTail | BranchCost
@@ -524,9 +524,9 @@ def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial 
         return Gathered(share, share * cost.work / cost.apart if copies else None)
     if in_blocks(cost, t):
         return Gathered()
-    serial = cost.may_be_serial and _gains_back(cost, t, cost.operations + _TO_MOVE)
-    few = _few(cost, t) if serial else 0
-    return Serial(few) if few else Masked(_why_masked(cost, t, asked.recompiled))
+    few = _few(cost, t) if cost.may_be_serial else 0
+    serial = few and _gains_back(cost, t, cost.operations + _TO_MOVE)
+    return Serial(few) if serial else Masked(_why_masked(cost, t, asked.recompiled))
 
 
 def in_blocks(cost: BranchCost, t: Thresholds) -> bool:

@@ -244,7 +244,7 @@ class Runner(Asked):
         differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
         step = Step.of(None, loop.steps[0], differs)
         plan = self.decide(
-            BoundedTail(axis.size, step, loop.steps, loop.form.steps.most, int(axis.in_loop))
+            BoundedTail(axis.size, step, loop.steps, loop.form.steps.most, axis.in_loop)
         )
         if isinstance(plan, Window):
             return TailCompaction(

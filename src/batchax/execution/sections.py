@@ -53,6 +53,7 @@ from batchax.kernel.named_axes import uses_axis
 from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
+from batchax.small.pays import LOOP_STEPS
 from batchax.sums.contracted import DeferredContraction, run_adding
 
 Env = dict[Any, tuple[Any, Position]]
@@ -458,8 +459,8 @@ class _Chunk:
         And the index of each lane, if anything uses it; and which lanes are real, None if all are.
         """
         chunk = dict(size=width, name=None, mesh_axis=None, bodies=None)
-        looped = self.lanes.axis.in_loop or not self.lanes.are_one_chunk
-        axis = replace(self.lanes.axis, in_loop=looped, **chunk)
+        in_loop = self.lanes.axis.in_loop or LOOP_STEPS * (not self.lanes.are_one_chunk)
+        axis = replace(self.lanes.axis, in_loop=in_loop, **chunk)
         values = [
             x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)

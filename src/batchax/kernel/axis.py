@@ -48,8 +48,8 @@ class Axis:
       small_matrices: "library" if each small matrix is decomposed by a call of the library,
         "vectorized" if all are together where that takes less time, "auto" if they are so only
         where the results that are read are unique.
-      in_loop: whether operations are emitted into a loop, as far as batchax can know: compilers
-        do less there.
+      in_loop: in how many steps of loops operations run, about, and 0 outside of loops, as far as
+        batchax can know: compilers do less there.
       columns: whether values keep lanes where they are, last for vectors: a loop hands them on, or
         the user gives them, so. Otherwise they move to the front where they would in ``jax.vmap``.
 
@@ -71,7 +71,7 @@ class Axis:
     divergence: Any = None
     bodies: Any = None
     small_matrices: str = "auto"
-    in_loop: bool = False
+    in_loop: int = 0
     columns: bool = False
     mesh: Any = None
 

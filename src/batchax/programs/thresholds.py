@@ -16,7 +16,6 @@ compilation cache.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sys
@@ -28,6 +27,7 @@ from batchax.programs.calibrated import CALIBRATED
 from batchax.programs.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Bytes, Lanes, Nanoseconds
 
 _FEW_CORES = 2
+_CORES = os.cpu_count() or 1  # to ask takes as long as a few operations to trace
 
 
 class Thresholds(NamedTuple):
@@ -193,13 +193,7 @@ def device_kind() -> str:
     kind = jax.default_backend()
     if kind != "cpu":
         return kind
-    cores = _cores()
-    return "cpu-small" if cores <= _FEW_CORES else "cpu" if cores <= 16 else "cpu-large"
-
-
-@functools.cache
-def _cores() -> int:
-    return os.cpu_count() or 1
+    return "cpu-small" if _CORES <= _FEW_CORES else "cpu" if _CORES <= 16 else "cpu-large"
 
 
 def thresholds_here() -> Thresholds | None:

@@ -59,9 +59,10 @@ def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -
         return False
     places = _places(lane, params)
     kernel, result = map(math.prod, places)
-    channels = _channels(lhs, params)
-    gain, seconds = next(pair for most, pair in _GAINS if channels <= most)
-    products = result * rhs.size * lhs.shape[params["dimension_numbers"].lhs_spec[0]]
+    channels, images = _channels(lhs, params), lhs.shape[params["dimension_numbers"].lhs_spec[0]]
+    # In the gradient of a kernel channels take the place of images.
+    gain, seconds = next(pair for most, pair in _GAINS if max(channels, images) <= most)
+    products = result * rhs.size * images
     wide = jnp.finfo(dtype).bits > 32
     if not (wide or pays_back(gain * products, seconds, axis.size, axis.in_loop)):
         return False

@@ -30,6 +30,7 @@ from batchax.kernel.registry import leading_rule, register_looking, register_rul
 from batchax.memo import Memo
 from batchax.rules import sorting_network
 from batchax.small import table
+from batchax.small.pays import LOOP_STEPS
 from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
 
 
@@ -46,10 +47,10 @@ def _is_for_many(eqn: Eqn, lanes: int) -> bool:
     if eqn.primitive is lax.sort_p and len(examples) > 1:
         types = [jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype) for x in examples]
         dimension, num_keys = eqn.params["dimension"], eqn.params["num_keys"]
-        return sorting_network.pays(types, dimension + 1, num_keys, in_loop=True)
+        return sorting_network.pays(types, dimension + 1, num_keys, in_loop=LOOP_STEPS)
     if not all(isinstance(n, int) and n for x in examples for n in getattr(x, "shape", ())):
         return False
-    return together(eqn.primitive.name, examples, lanes, eqn.params, in_loop=True)
+    return together(eqn.primitive.name, examples, lanes, eqn.params, in_loop=LOOP_STEPS)
 
 
 small_matrices_p = declare("small_matrices")
@@ -113,7 +114,7 @@ def _reads_choice(
 
 
 def together(
-    primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: bool
+    primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: int
 ) -> bool:
     """Whether it pays to compute a primitive of JAX with so many lanes last, by its operands."""
     decomposition = DECOMPOSITIONS.get(primitive)

@@ -42,6 +42,7 @@ from batchax.rules.callbacks import is_seen, with_active
 from batchax.rules.contraction import takes_less_as_rows
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
+from batchax.small.pays import LOOP_STEPS
 
 Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
 
@@ -384,7 +385,7 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
                 )
             args[i], axes[i] = move_axis(args[i], 0, 1), 1
     loop = AnyLoop(scan_p, {"jaxpr": jaxpr, **params}, args, axes)
-    axis = replace(axis_for(axis, loop), in_loop=True, columns=True)
+    axis = _inside(axis_for(axis, loop), params["length"])
     if axis.divergence is not None:
         placed = axis.divergence.run_nest(axis, loop)
         if placed is not None:
@@ -398,6 +399,12 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
     carry = match_carry(axis, carry, carry_at, settled, body.in_avals[n_consts:])
     outs = scan_p.bind(*consts, *carry, *xs, jaxpr=body, **params)
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
+
+
+def _inside(axis: Axis, steps: Any) -> Axis:
+    """`axis` in a step of a loop of so many."""
+    steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
+    return replace(axis, in_loop=max(1, axis.in_loop) * steps, columns=True)
 
 
 enter(
@@ -423,7 +430,7 @@ def _while(
     asked_of_all = cond_jaxpr
     counts = {"cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
     params = {"cond_jaxpr": cond_jaxpr, "body_jaxpr": body_jaxpr, **counts}
-    axis = replace(axis_for(axis, AnyLoop(while_p, params, args, axes)), in_loop=True, columns=True)
+    axis = _inside(axis_for(axis, AnyLoop(while_p, params, args, axes)), LOOP_STEPS)
     if axis.divergence is not None:
         cond_jaxpr = asked_of_each_lane(cond_jaxpr, body_jaxpr)
         params = {**params, "cond_jaxpr": cond_jaxpr}

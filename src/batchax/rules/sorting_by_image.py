@@ -23,7 +23,7 @@ from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.small.pays import pays_back
 
 
-def pays(x: Value, in_loop: bool) -> bool:
+def pays(x: Value, in_loop: int) -> bool:
     """Whether calls gain what integers take longer to compile."""
     if not all(isinstance(n, int) for n in x.shape):  # a symbol: nobody knows how many
         return True

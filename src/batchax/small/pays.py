@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 CALLS = 100
-_STEPS = 80  # of a loop
+LOOP_STEPS = 80  # of a loop of unknown length
 
 
-def runs(loops: int) -> int:
-    """How often something runs, about, inside so many loops, in `CALLS` calls."""
-    return CALLS * _STEPS**loops
+def runs(steps: int) -> int:
+    """How often something runs in `CALLS` calls; `steps` are those of loops, as `Axis.in_loop`."""
+    return CALLS * max(1, steps)
 
 
-def pays_back(gain: float, seconds: float, lanes: int, in_loop: bool) -> bool:
+def pays_back(gain: float, seconds: float, lanes: int, in_loop: int) -> bool:
     """Whether `CALLS` calls gain what compiling takes longer.
 
     Args:
       gain: microseconds for each lane.
       seconds: what compiling takes longer.
       lanes: how many there are.
-      in_loop: whether a call is a step of a loop.
+      in_loop: as `Axis.in_loop`.
     """
     return runs(in_loop) * lanes * gain * 1e-6 >= seconds
 
@@ -91,7 +91,7 @@ not counted: they buy the right result, not time.
 """
 
 
-def of_library(primitive: str, dtype: str, rows: int, lanes: int, in_loop: bool) -> bool:
+def of_library(primitive: str, dtype: str, rows: int, lanes: int, in_loop: int) -> bool:
     """Whether so many matrices of so many rows are not to be left to a library."""
     gains = GAINS.get(primitive, {}).get(dtype, ())
     if not 0 < rows <= len(gains) or lanes < _LEAST_LANES or not gains[rows - 1]:

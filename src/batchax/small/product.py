@@ -47,7 +47,7 @@ def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any
     return [lax.optimization_barrier(out if a.shape[0] == 1 else from_zero(out))]
 
 
-def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool) -> bool:
+def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: int) -> bool:
     """Whether so many products take less time than those of XLA, on a CPU.
 
     That calls a library for each product of complex matrices, and of real ones of 4 to 7 rows and

@@ -83,7 +83,7 @@ class Decomposition(NamedTuple):
     run: Callable[..., list[Any]]
     ranks: tuple[int, ...] | None
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
-    pays: Callable[[Sequence[Aval], int, Any, bool], bool] | None = None
+    pays: Callable[[Sequence[Aval], int, Any, int], bool] | None = None
     alone: bool = False
     choices: tuple[int, ...] = ()
     finite: bool = False
@@ -162,7 +162,7 @@ def _in_one_function(
 
 
 def lanes_last_pays(
-    primitive: str, lane: Sequence[Aval], lanes: int, params: Any, in_loop: bool
+    primitive: str, lane: Sequence[Aval], lanes: int, params: Any, in_loop: int
 ) -> bool:
     """Whether a primitive of JAX is to be computed with lanes last on a CPU.
 
@@ -171,7 +171,7 @@ def lanes_last_pays(
       lane: the types of the operands for one matrix.
       lanes: how many matrices there are.
       params: the parameters of the primitive.
-      in_loop: whether it is in a loop.
+      in_loop: as `Axis.in_loop`.
     """
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
