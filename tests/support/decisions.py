@@ -39,13 +39,13 @@ root: Newton, Kepler
 sampling: rejection, slices
 scan: cond, environment
 search: binary, down a tree
-solver: conjugate gradients, Sinkhorn, Newton for a system
+solver: conjugate gradients, Sinkhorn, Newton for a system, jax.scipy gmres
 switch: ten cheap, products, experts
 """
 
 
 def drafted():
-    """The names of 40 drafted programs."""
+    """The names of 41 drafted programs."""
     kinds = KINDS_DRAFTED.replace("\n ", "").strip().splitlines()
     for family, names in (line.split(": ") for line in kinds):
         yield from (

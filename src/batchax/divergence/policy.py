@@ -462,7 +462,7 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
         if long and all(_is_tiled_in_a_kernel(t, size, inner) for inner in loops):
             return Masked(_IN_TILES)
         return replace(flat, kernel=True)
-    if price.of(size) < t.min_work:
+    if price.of(size) < t.min_work_inside:
         return Masked(_CHEAP_INSIDE)
     around = price.lane * (length or _STEPS_AROUND)
     moving = time_to_move([*nest.own, *nest.slots])

@@ -124,6 +124,13 @@ class Thresholds(NamedTuple):
         return max(1.0, self.cores / _FEW_CORES)
 
     @property
+    def min_work_inside(self) -> Nanoseconds:
+        """As `min_work`, of loops inside another, which lanes enter and leave at any time.
+
+        search: GMRES."""
+        return Nanoseconds(self.min_work * (2.5 if self.kernel_lanes else 1))
+
+    @property
     def max_work_on_a_core(self) -> Nanoseconds:
         """Time of a step of all lanes, at most, that runs on one core.
 
