@@ -219,7 +219,7 @@ def test_branches_that_stay_masked_say_why():
     # DeferredBranch beside what is moved; but there is one lane.
     many = lambda x: lax.fori_loop(0, 90, lambda _, x: jnp.sort(x), x)
     assert re.fullmatch(
-        r".* us for all lanes, limit 30 us", why_masked(either(many), p[:1], x[:1])[1]
+        r".* us for all lanes, limit 16 us", why_masked(either(many), p[:1], x[:1])[1]
     )
     assert re.fullmatch(
         r".* us for all lanes, limit 50 us",

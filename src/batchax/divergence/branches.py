@@ -211,6 +211,7 @@ class _Part:
         branches: Branches,
     ) -> None:
         self.width, self.index = axis.divergence.option.width, branches.index
+        self.share = 1 / len(branches.programs)
         self.axis, self.operands, self.positions = axis, branches.operands, branches.positions
         self.program = program
         if any_uses_axis(axis, program):
@@ -297,6 +298,7 @@ class _Part:
             # If there are many all run, those that do not take it as well.
             may_be_serial=not (endless or self.program.effects) and fits_single_kernel(jaxpr),
             is_unknown=endless or _compat.calls_back(self.program.effects),
+            share=self.share,
             steps=self.axis.in_loop * LOOP_STEPS ** (self.axis.divergence.nesting > 0),
         )
 

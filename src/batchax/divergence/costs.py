@@ -268,6 +268,7 @@ class BranchCost(NamedTuple):
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
         reads of its own; 0 where no derivative is taken.
       steps: in how many steps of loops it runs, about; 0 outside of loops.
+      share: of the lanes, which take it if each branch is taken equally often.
     """
 
     work: Nanoseconds
@@ -287,11 +288,12 @@ class BranchCost(NamedTuple):
     is_unknown: bool = False
     held: Bytes = Bytes(0)
     steps: int = 0
+    share: float = 0.5
 
     @property
     def gain(self) -> Nanoseconds:
-        """How much longer ``jax.vmap`` takes in all calls, if half of the lanes take the branch."""
-        each = self.copied - self.work / 2
+        """How much longer ``jax.vmap`` takes in all calls, if this share of the lanes takes it."""
+        each = self.copied - self.work * self.share
         return Nanoseconds(runs(self.steps) * self.lanes * each)
 
     @property
