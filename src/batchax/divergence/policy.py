@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from batchax.divergence.compact import Compact
 from batchax.divergence.costs import (
     NOTHING,
+    WITH_DERIVATIVE,
     BranchCost,
     Step,
     different,
@@ -600,9 +601,6 @@ def _moves(cost: BranchCost, limit: float) -> str:
 def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
     return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
 
-
-WITH_DERIVATIVE = 4
-"""How many times as long a step takes together with the step back over it, at least."""
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _IN_TILES = "neighbors take the loops inside in turn, and wait for few others at each step"

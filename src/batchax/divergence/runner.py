@@ -55,7 +55,6 @@ from batchax.execution.bounded_loop import LoopSignature, as_while
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
-from batchax.programs.cost import STEPS
 from batchax.programs.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 
 
@@ -127,10 +126,7 @@ class Runner(Asked):
 
     def _may_be_flattened(self, axis: Axis, loop: AnyLoop) -> bool:
         assert self.thresholds is not None
-        least = self.thresholds.min_work
-        # The most expensive of loops that take several steps is soon found, and mostly is enough.
-        surely = max_step_cost(loop) * axis.size >= STEPS * least
-        return surely or price_of_loops(loop).of(axis.size) >= least
+        return price_of_loops(loop).of(axis.size) >= self.thresholds.min_work
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a nested loop, in which each lane is at a step of its own."""

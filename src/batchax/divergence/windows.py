@@ -7,10 +7,10 @@ take their slots (`refill`). When none waits, those that are left run in a narro
 the last slow lanes do not run in a window full of lanes that are done.
 
 A window holds the indices of its lanes: what belongs to a lane is read from, and written to, the
-arrays of all lanes by index (`rows_of`, `put_back`). That is the same program for all widths, of
+arrays of all lanes by index (`rows_of`, `with_rows`). That is the same program for all widths, of
 which only steps are compiled once more for each. A CPU is given each operation as a kernel of its
-own, which takes longer to compile than most loops of numbers: `Together`, `refill`, `_GoesOn` and
-`put_back` make such loops, each a single kernel.
+own, which takes longer to compile than most loops of numbers: `Together`, `refill` and `_GoesOn`
+make such loops, each a single kernel.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from batchax.execution.slices import entry_of, part_of, put_entry
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Position
 from batchax.kernel.inner import staged_once, while_loop
-from batchax.programs.cost import bytes_of
 
-_ROW = 32
-_ROWS = 16
+_LANES = 32
 _MOST = 256  # blocks: more take longer than the sum of all
 
 
@@ -45,41 +43,35 @@ class Blocks:
     """The blocks of a mask.
 
     Attributes:
-      mask: the mask, or rows of rows of it.
-      step: how many entries of its first dimension make a block.
-      end: how many there are.
+      mask: the mask.
       lanes: how many lanes are in a block.
     """
 
     mask: Any
-    step: np.int32
-    end: np.int32
     lanes: int
 
     @classmethod
     def of(cls, mask: Any) -> Blocks | None:
         """Of a mask of lanes: two at least, if it has as many; None where it is best left whole."""
-        if jax.default_backend() != "cpu":
-            return None
         size = mask.shape[0]
-        row = _divisor(size, min(_ROW, max(1, size // 2)))
-        rows = size // row
-        if rows <= _MOST:  # to reshape a mask is to compute it once more
-            return cls(mask, np.int32(row), np.int32(size), row)
-        many = _divisor(rows, _ROWS)
-        if rows // many > _MOST:
-            return None
-        mask = lax.reshape(mask, (rows // many, many, row))
-        return cls(mask, np.int32(1), np.int32(rows // many), many * row)
+        most = min(_LANES, max(1, size // 2))
+        lanes = next(n for n in range(most, 0, -1) if size % n == 0)
+        whole = jax.default_backend() != "cpu" or size // lanes > _MOST
+        return None if whole else cls(mask, lanes)
+
+    @property
+    def step(self) -> np.int32:
+        """From the place of one to that of the next."""
+        return np.int32(self.lanes)
+
+    @property
+    def end(self) -> np.int32:
+        """The place after the last one."""
+        return np.int32(self.mask.shape[0])
 
     def at(self, place: Any) -> Any:
         """The block that begins there."""
-        return part_of(self.mask, place, 0, int(self.step))
-
-
-def _divisor(number: int, most: int) -> int:
-    """The largest that is not above `most`."""
-    return next(n for n in range(most, 0, -1) if number % n == 0)
+        return part_of(self.mask, place, 0, self.lanes)
 
 
 def anyone(active: Any) -> Any:
@@ -95,41 +87,13 @@ def _anyone(active: Any) -> Any:
     def once(state: Any) -> Any:
         place, _ = state
         block = blocks.at(place)
-        return lax.add(place, blocks.step), lax.reduce_or(block, tuple(range(block.ndim)))
+        return lax.add(place, blocks.step), lax.reduce_or(block, (0,))
 
     def goes_on(state: Any) -> Any:
         place, hit = state
         return lax.bitwise_and(lax.lt(place, blocks.end), lax.bitwise_not(hit))
 
     return while_loop(goes_on, once, alike((np.int32(0), np.False_), [active]))[1]
-
-
-_SMALL = 1024  # bytes that a step of a loop over lanes touches at most, to be one function
-
-
-def put_back(everyone: Sequence[Any], rows: Sequence[Any], lanes: Any) -> list[Any]:
-    """The arrays of all lanes with the rows of a window; places where nobody is are the last.
-
-    A processor is given a scatter as a function for each array, and a small loop as one for all.
-    """
-    moved = sum(2 * bytes_of([jax.typeof(x)]) // x.shape[0] for x in rows)
-    if jax.default_backend() != "cpu" or moved > _SMALL:
-        return [with_rows(x, r, lanes) for x, r in zip(everyone, rows, strict=True)]
-    size, width = np.int32(everyone[0].shape[0]), np.int32(lanes.shape[0])
-
-    def goes_on(state: Any) -> Any:
-        place, _ = state
-        here = lax.lt(entry_of(lanes, lax.min(place, lax.sub(width, np.int32(1)))), size)
-        return lax.bitwise_and(lax.lt(place, width), here)
-
-    def once(state: Any) -> Any:
-        place, now = state
-        lane = entry_of(lanes, place)
-        now = [put_entry(x, entry_of(r, place), lane) for x, r in zip(now, rows, strict=True)]
-        return lax.add(place, np.int32(1)), now
-
-    start = alike((np.int32(0), list(everyone)), [lanes, *everyone, *rows])
-    return while_loop(goes_on, once, start)[1]
 
 
 def rows_of(x: Value, position: Position, lanes: Any) -> Any:
@@ -198,7 +162,7 @@ class Together:
         def once(state: Any) -> Any:
             place, count, taken, asked, *_ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
-            count = lax.add(count, lax.reduce_sum(new, tuple(range(new.ndim))))
+            count = lax.add(count, lax.reduce_sum(new, (0,)))
             first, place = lax.eq(place, np.int32(0)), lax.add(place, blocks.step)
             last = lax.ge(place, blocks.end)
             return place, count, *self._of_count(first, last, count, taken, asked)
@@ -494,7 +458,7 @@ class _GoesOn:
         def once(state: Any) -> Any:
             place, count, wasted, _ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
-            new = lax.reduce_sum(new, tuple(range(new.ndim)))
+            new = lax.reduce_sum(new, (0,))
             count, wasted = lax.add(count, new), self._wasted(wasted, blocks.lanes, new)
             place = lax.add(place, blocks.step)
             return place, count, wasted, self._of_count(waiting, count, wasted)
@@ -580,7 +544,7 @@ class _Window:
         carry = [rows_of(x, 0, here) for x in everyone]
         consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
         active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
-        everyone = put_back(everyone, carry, lanes.index)
+        everyone = [with_rows(x, r, lanes.index) for x, r in zip(everyone, carry, strict=True)]
         return everyone, lanes._replace(active=active), tally
 
 
