@@ -52,6 +52,19 @@ def as_data(data: Any, what: str = "data") -> Any:
         ) from None
 
 
+def _as_row(row: Any, what: str) -> Any:
+    """As `as_data`, on the host if it is there: JAX compiles a transfer for each shape."""
+    if type(row) in (list, tuple) and all(type(x) in (bool, int, float, complex) for x in row):
+        row = np.asarray(row)
+    if not isinstance(row, np.ndarray) or row.dtype == object:
+        return as_data(row, what)
+    dtype = as_data(np.empty(0, row.dtype), what).dtype
+    try:
+        return converted(row, dtype)
+    except OverflowError as error:
+        raise OverflowError(f"Ragged: {what}: {error}.") from None
+
+
 def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     if not isinstance(lengths, (jax.Array, Tracer, jax.ShapeDtypeStruct)):
         try:
@@ -524,7 +537,7 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
     for i, x in enumerate(rows):
         if is_container(x):
             raise ArgumentTypeError(f"{_NAME}[{i}]{path} must be an array, got {type(x).__name__}.")
-    arrays = [as_data(x, f"rows[{i}]{path}") for i, x in enumerate(rows)]
+    arrays = [_as_row(x, f"rows[{i}]{path}") for i, x in enumerate(rows)]
     first = arrays[0]
     if not path and not first.ndim:
         raise AxisError(
@@ -555,10 +568,9 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
                 f"{_NAME}[{i}]{path} has shape {x.shape} and rows[0]{path} {first.shape}: rows may "
                 f"differ along {along} only."
             )
-    numpy = np if all(isinstance(x, np.ndarray) for x in rows) else jnp
     lengths = [np.array([x.shape[k] for x in arrays], np.int32) for k in axes]
-    elements = [as_elements(numpy.asarray(x), axes) for x in arrays]
-    return numpy.concatenate(elements, axis=axes[0]), lengths, axes
+    elements = [as_elements(x, axes) for x in arrays]
+    return _one_after_another(elements, axes[0]), lengths, axes
 
 
 def check_same_lengths(
