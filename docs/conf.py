@@ -88,6 +88,54 @@ class CommandHelp(Directive):
         return [nodes.literal_block(done.stdout, done.stdout, language="text")]
 
 
+# Old addresses of pages, and where they are now.
+MOVED = {
+    "coming_from/netket_chunked_vmap": "coming_from/jax_vmap_and_lax_map",
+    "coming_from/jax_autovmap": "coming_from/jnp_vectorize",
+    "decisions/a_staged_program": "decisions/traced_jaxprs",
+    "decisions/lanes_apart_by_cost": "decisions/divergence",
+    "decisions/no_barrier_at_every_draw": "decisions/divergence",
+    "decisions/windows": "decisions/divergence",
+    "decisions/one_function": "decisions/single_kernels",
+    "decisions/public_jax": "architecture",
+    "decisions/rows_padded_and_packed": "decisions/variable_length_rows",
+    "decisions/storage_by_entry_points": "decisions/storage",
+    "decisions/the_journal": "decisions/crash_recovery",
+    "decisions/units": "decisions/crash_recovery",
+    "benchmarks": "benchmarks/index",
+    "primitives": "reference/primitives",
+    **{
+        name: f"guides/{name}"
+        for name in (
+            "auto_vmap axes cluster custom_rules custom_rules_library datasets devices divergence "
+            "explain extending large_batches nonfinite ragged"
+        ).split()
+    },
+    **{
+        f"benchmarks_{name}": f"benchmarks/{name}"
+        for name in (
+            "around bounded chunks cluster datasets devices divergence ranks rows rules".split()
+        )
+    },
+}
+
+
+def write_redirects(app, failed):
+    """Old addresses lead to the new pages."""
+    if failed or app.builder.format != "html":
+        return
+    for old, new in MOVED.items():
+        page = Path(app.outdir) / f"{old}.html"
+        target = "../" * old.count("/") + f"{new}.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>Moved</title>'
+            f'<meta http-equiv="refresh" content="0; url={target}">'
+            f'<link rel="canonical" href="{target}"><a href="{target}">This page has moved.</a>'
+        )
+
+
 def setup(app):
+    app.connect("build-finished", write_redirects)
     app.add_directive("command-help", CommandHelp)
     app.add_domain(Parameters)
