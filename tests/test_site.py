@@ -49,6 +49,12 @@ def test_every_page_is_in_the_site_and_found(site):
     assert not [page for page in pages if f'"{page.with_suffix("")}"' not in found]
 
 
+def test_old_addresses_lead_to_pages(site):
+    for old in (site / "datasets.html", site / "coming_from/netket_chunked_vmap.html"):
+        (target,) = re.findall(r'url=([^"]*)', old.read_text())
+        assert (old.parent / target).exists()
+
+
 def test_the_first_page_has_the_version_a_picture_and_how_to_install(site):
     page = (site / "index.html").read_text()
     assert f"batchax {bx.__version__}</title>" in page

@@ -6,6 +6,7 @@ and `t`, ``(3, n)``; `s`, of shape ``(n, n)``, symmetric with eigenvalues above 
 """
 
 import inspect
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -374,21 +375,21 @@ def kind_of(fun):
     return "refused"
 
 
-PAGE = """# Operations on rows
+PAGE = """# Supported operations on variable-length rows
 
-Every function of `jax.numpy` and its siblings in JAX {version}, called on a row of a
-[`Ragged`](../guides/ragged.md) under `jit`, where lengths are not known: whether there is one
-program for rows of any length, packed or padded; one for all but few lengths, which have programs
-of their own beside it, as the function tells them apart; a program for each length, where
-`max_length` is at most 32; or none of these. Where lengths are known, what has no program for any
-length runs for rows of one length together. Made by `make docs`; tests compare each with the row
-alone, packed, padded and in chunks. Results of two axes are compared by their sums along one.
+*Which functions of `jax.numpy` work on a row of a [`Ragged`](../guides/ragged.md)?*
+With known lengths, all below do: where there is no program for any length, rows of one length run
+together. With traced lengths, under `jit`, a call of JAX {version} has one of these:
 
-A call is of `x` and `y`, floats of shape `(n,)`; `p`, between 0 and 1; `i`, ints; `b`, bools; `c`,
-complex numbers; `m`, of shape `(n, 3)`, and `t`, `(3, n)`; `s`, of shape `(n, n)`, symmetric; the
-length `n`; the function `f`.
+- **any length**: one program for rows of any length, packed or padded;
+- **all but few**: one program, and others for a few lengths that the function distinguishes;
+- **each length**: one program for each length, if `max_length` is at most 32.
 
 {counts}
+
+`make docs` writes this page. Tests compare each call with the row alone. `x` and `y` are floats of
+shape `(n,)`; `p` is between 0 and 1; `i` are ints, `b` bools, `c` complex numbers; `m` has shape
+`(n, 3)`, `t` `(3, n)`; `s` is symmetric, of shape `(n, n)`; `n` is the length, `f` the function.
 """
 
 
@@ -397,7 +398,7 @@ def page():
     results = ran()
     by_name = calls()
     kinds = ("any", "parted", "each", "refused")
-    lines = ["| module | functions | any length | any but few | each length | refused |"]
+    lines = ["| module | functions | any length | all but few | each length | not supported |"]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     total = dict.fromkeys(kinds, 0)
     for title in MODULES:
@@ -413,15 +414,26 @@ def page():
     )
     text = PAGE.format(version=jax.__version__, counts="\n".join(lines))
     for kind, title in (
-        ("refused", "Refused"),
+        ("refused", "Not supported"),
         ("each", "A program for each length"),
         ("parted", "One program for all but few lengths"),
-        ("any", "One program for any length"),
     ):
         names = [name for name, own in results.items() if own == kind]
         if names:
             text += f"\n## {title}\n\n| function | call |\n| --- | --- |\n"
             shown = {name: by_name[name].replace("|", "\\|") for name in names}
             text += "".join(f"| `{name}` | `{call}` |\n" for name, call in shown.items())
-    text += "\n## What takes no row\n\n| function | why |\n| --- | --- |\n"
-    return text + "".join(f"| `{name}` | {why} |\n" for name, why in NO_ROWS.items())
+    text += "\n## One program for any length\n"
+    for title in MODULES:
+        names = [
+            f"`{name.rpartition('.')[2]}`"
+            for name, own in results.items()
+            if own == "any" and name.rpartition(".")[0] == title
+        ]
+        text += f"\n<details><summary>{title}: {len(names)}</summary>\n\n"
+        text += textwrap.fill(", ".join(names), 120, break_on_hyphens=False) + "\n\n</details>\n"
+    text += "\n## Functions that do not take a row\n\n| functions | why |\n| --- | --- |\n"
+    reasons = {why: [] for why in NO_ROWS.values()}
+    for name, why in NO_ROWS.items():
+        reasons[why].append(f"`{name}`")
+    return text + "".join(f"| {', '.join(names)} | {why} |\n" for why, names in reasons.items())

@@ -32,25 +32,25 @@ OPTIONS = {
 
 # What each feature is, and the options or calls that it is written as.
 FEATURES = {
-    "mesh": ("lanes over devices", '`mesh="all"`'),
-    "chunks": ("a few lanes at a time", "`batch_size=2`"),
-    "progress": ("a bar, or a function that is called", "`progress=`"),
-    "compact": ("lanes that leave a loop", '`divergence="compact"`'),
-    "rows": ("rows of different lengths", "`Ragged`"),
-    "packed": ("rows one after another", '`layout="packed"`'),
-    "padded": ("rows of one size", '`layout="padded"`'),
-    "grouped": ("rows of one length together", '`layout="grouped"`'),
-    "buckets": ("groups of rows of similar length", "`buckets=2`"),
+    "mesh": ("examples sharded over devices", '`mesh="all"`'),
+    "chunks": ("chunks", "`batch_size=2`"),
+    "progress": ("a progress bar or callback", "`progress=`"),
+    "compact": ("compaction of divergent loops", '`divergence="compact"`'),
+    "rows": ("variable-length rows", "`Ragged`"),
+    "packed": ("packed rows", '`layout="packed"`'),
+    "padded": ("padded rows", '`layout="padded"`'),
+    "grouped": ("rows grouped by length", '`layout="grouped"`'),
+    "buckets": ("buckets of similar length", "`buckets=2`"),
     "rule": ("a function with a batching rule", "`custom_vmap`"),
-    "keys": ("a random key for each lane", "`split_key`"),
-    "tiles": ("blocks of an axis as lanes", "`tiles`"),
-    "sizes": ("a size for each lane", "`size`"),
+    "keys": ("a random key for each example", "`split_key`"),
+    "tiles": ("blocks of an axis as examples", "`tiles`"),
+    "sizes": ("a size for each example", "`size`"),
     "reduce": ("results reduced over the batch", '`Reduce("mean")`'),
     "names": ("collectives", "`axis_name=`"),
-    "grad": ("derivatives in reverse", "`jax.grad` around"),
-    "jvp": ("derivatives forward", "`jax.jvp` around"),
-    "jax.vmap": ("a batch of batches", "`jax.vmap` around"),
-    "bx.vmap": ("a batch of batches", "`bx.vmap` around"),
+    "grad": ("reverse mode", "`jax.grad` around"),
+    "jvp": ("forward mode", "`jax.jvp` around"),
+    "jax.vmap": ("nested vmap", "`jax.vmap` around"),
+    "bx.vmap": ("nested vmap", "`bx.vmap` around"),
     "jit": ("compiled", "`jax.jit` around"),
 }
 
@@ -218,11 +218,11 @@ def reference(features):
 REFUSED = {
     frozenset({"chunks", "packed"}): 'layout="packed" does not go with batch_size',
     frozenset({"buckets", "grouped"}): 'layout="grouped" runs rows of one length together',
-    frozenset({"grouped", "mesh"}): 'mesh was given, and layout="grouped"',
+    frozenset({"grouped", "mesh"}): 'mesh does not support layout="grouped"',
     frozenset({"grouped", "names"}): "it can only run for rows of one length at a time",
-    frozenset({"buckets", "names"}): "those of one bucket run at a time",
-    frozenset({"mesh", "rows", "names"}): "a device knows only its own",
-    frozenset({"mesh", "sizes", "names"}): "a device knows only its own",
+    frozenset({"buckets", "names"}): "the rows of one bucket run at a time",
+    frozenset({"mesh", "rows", "names"}): "a device has only its own rows",
+    frozenset({"mesh", "sizes", "names"}): "a device has only its own rows",
 }
 
 
@@ -275,7 +275,7 @@ def page():
     """`docs/reference/together.md`."""
     lines = [PREFACE, "| feature | in a call |", "|---|---|"]
     lines += [f"| {about} | {written} |" for about, written in FEATURES.values()]
-    lines += [REFUSALS, "| together | the error |", "|---|---|"]
+    lines += [REFUSALS, "| combination | error |", "|---|---|"]
     for features in REFUSED:
         names = " and ".join(FEATURES[f][1] for f in FEATURES if f in features)
         text = " ".join(str(refusal(features)).split())
@@ -284,21 +284,19 @@ def page():
 
 
 PREFACE = """\
-# Features together
+# Option compatibility
 
-Whatever batchax can do, it is to do together with all else: rows of different lengths in chunks,
-on several devices, under two derivatives. The suite runs every pair of these features, and most
-triples, in calls that have up to ten of them at a time, and compares with the loop over examples.
-Every triple by itself runs each night. Made by `make docs` from the table that the suite runs.
+The suite runs every pair of these features, and most triples, in calls with up to ten of them, and
+compares the results with the loop over examples. A nightly run covers every triple. `make docs`
+writes this page.
 """
 
 REFUSALS = """
-`progress=` needs `batch_size`, and `layout=` and `buckets=` need a `Ragged`: without it they would
-have no effect, and are refused. A call has one `layout`.
+`progress=` needs `batch_size`. `layout=` and `buckets=` need a `Ragged`. A call has one `layout`.
 
-## What is refused
+## Not supported
 
-Beside these, no two of the features and no three of them are refused together, where the lengths
-of rows are known. Where they are traced, as those of a `Ragged` that is passed into `jax.jit` are,
-`layout="grouped"` is refused, and so is `buckets=` with `batch_size=`.
+These combinations raise an error. All other pairs and triples work with known lengths of rows. With
+traced lengths, as under `jax.jit`, `layout="grouped"` raises, and so does `buckets=` with
+`batch_size=`.
 """
