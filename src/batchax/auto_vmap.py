@@ -63,38 +63,7 @@ def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of 
 ) -> _Decorator: ...
 @_compat.api_boundary
 def auto_vmap(*ranks: Any, **named: Any) -> Any:
-    """Lets a function of known ranks take any batch dimensions, as NumPy's functions do.
-
-    What an argument has in front of the declared dimensions is its batch shape. Batch
-    shapes broadcast as in NumPy, but nothing is copied to the full batch: the function is
-    mapped (`vmap`) over each dimension for those arguments that have it, once for each run
-    of dimensions that the same arguments have. Outputs have the batch shape in front.
-
-    Args:
-      ranks: the ranks of the positional parameters, in order (on a method: after `self`);
-        or one string, a signature such as ``"(n),(n,m)->(m)"``; or nothing but the
-        function, as in a bare ``@bx.auto_vmap``, whose annotations of jaxtyping
-        (``x: Float[Array, "n m"]``) then say the ranks. A rank is an int, the number of
-        dimensions of one example, for all leaves of an argument that is a tree; or a tree
-        of ints that is a prefix of the argument; or None for what is not batched.
-      named: ranks by parameter name. Parameters without a rank are not batched, and may be
-        any Python object. The names `batch_size`, `memory_limit`, `residuals`, `divergence`
-        and `small_matrices` are the options of `vmap`, unless the function has such a parameter: at
-        most `batch_size` lanes, of all batch dimensions together, run at a time.
-
-    Returns:
-      A decorator; or the decorated function, if only a function was given. That takes, for
-      each argument with a rank, arrays with any dimensions in front. A list of numbers is an
-      array, as for NumPy, and a tuple a tree; None stays None. A parameter that is left out has
-      its default, as it stands.
-
-    Raises:
-      AxisError: (a ValueError) when called: too few dimensions, batch dimensions that do not
-        broadcast, or core dimensions that disagree: all arguments are listed, with the one
-        that does not fit.
-      ArgumentTypeError: (a TypeError) a rank that is none, an unknown parameter, too many
-        ranks, a signature or annotation that cannot be read; when called: an argument with a
-        rank that is not an array.
+    """Maps a function of known ranks over any leading batch dimensions, as NumPy's functions do.
 
     Example:
       >>> @bx.auto_vmap(s=0, v=1, m=2)
@@ -104,6 +73,34 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
       (5,)
       >>> f(jnp.ones((4, 1)), jnp.ones((5, 3)), jnp.eye(3)).shape  # 4 x 5, with one matrix
       (4, 5)
+
+    The dimensions in front of the declared ones are the batch shape of an argument. Batch shapes
+    broadcast as in NumPy, without copies: the function is mapped over each dimension for the
+    arguments that have it. Outputs have the batch shape in front.
+
+    Args:
+      ranks: The ranks of the positional parameters, in order (on a method: after `self`). Or one
+        signature, such as ``"(n),(n,m)->(m)"``. Or only the function, as in a bare
+        ``@bx.auto_vmap``, whose jaxtyping annotations (``x: Float[Array, "n m"]``) give the ranks.
+        A rank is
+
+        - an int: the number of dimensions of one example, for all leaves of a pytree.
+        - a pytree of ints that is a prefix of the argument.
+        - None: the argument is not batched.
+      named: Ranks by parameter name. Parameters without a rank are not batched, and may be any
+        Python object. `batch_size`, `memory_limit`, `residuals`, `divergence`, and `small_matrices`
+        are the options of `vmap`, unless the function has such a parameter. `batch_size` counts
+        lanes of all batch dimensions together.
+
+    Returns:
+      A decorator; or the decorated function, if only a function was passed. Arguments with a rank
+      take any dimensions in front. A list of numbers is an array, and a tuple a pytree.
+
+    Raises:
+      AxisError: (a ValueError) In a call: too few dimensions, batch dimensions that do not
+        broadcast, or core dimensions that disagree.
+      ArgumentTypeError: (a TypeError) A rank, signature, or annotation is invalid, a parameter is
+        unknown, or there are too many ranks. In a call: an argument with a rank is not an array.
     """
     if len(ranks) == 1 and not named and callable(ranks[0]):
         return _decorate(ranks[0], _Declared(annotated_ranks(ranks[0])))
@@ -253,7 +250,7 @@ def _by_name(
         raise ArgumentTypeError(
             f"auto_vmap was given ranks for {', '.join(unknown)}, but {name} has the parameters "
             f"{', '.join(parameters) or '(none)'}."
-            + "".join(f" For {n} of jnp.vectorize give {OF_RANKS[n]}." for n in theirs)
+            + "".join(f" For {n} of jnp.vectorize, pass {OF_RANKS[n]}." for n in theirs)
         )
     twice = [n for n in named if n in given]
     if twice:

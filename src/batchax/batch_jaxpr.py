@@ -29,37 +29,36 @@ def batch_jaxpr(
 ) -> tuple[ClosedJaxpr, tuple[int | None, ...]]:
     """Batches a closed jaxpr.
 
-    Args:
-      closed_jaxpr: a per-example program, as ``jax.make_jaxpr`` returns it.
-      axis_size: number of lanes. None: any number. The program then has a symbolic dimension,
-        as those that ``jax.export`` exports for arguments of any size.
-      in_axes: for each input, or one for all, the position of its batch axis, a negative one
-        counting from the end of the batched array, or None for an input that is the same in
-        every lane.
-      out_axes: for each output, or one for all, an int, ``batchax.AUTO`` or
-        ``batchax.ZERO_IF_MAPPED``. AUTO leaves an output where the program makes it: unbatched
-        if it does not depend on the batch, and at any position otherwise. ZERO_IF_MAPPED does,
-        too, but where it depends on the batch its batch axis is first. None demands that the
-        output does not depend on it.
-      axis_name: the name that collectives in the program use for the axis.
-      spmd_axis_name: name, or names, of the mesh axis that the batch axis is sharded over: it
-        is added to the sharding annotations inside the program.
-
-    Returns:
-      The batched program, and where each of its outputs carries the batch axis
-      (None for an output that does not depend on the batch).
-
-    Raises:
-      ArgumentTypeError: the first argument is not a closed jaxpr, or `axis_size`
-        is not a size.
-      AxisError: `in_axes` or `out_axes` does not fit the program, or an output depends on the
-        batch where `out_axes` says None.
-
     Example:
       >>> program = jax.make_jaxpr(lambda w, x: w @ x)(jnp.ones((2, 3)), jnp.ones(3))
       >>> batched, out_axes = bx.batch_jaxpr(program, axis_size=8, in_axes=(None, 0))
       >>> [x.shape for x in batched.in_avals], out_axes
       ([(2, 3), (8, 3)], (0,))
+
+    Args:
+      closed_jaxpr: A jaxpr over one example, from ``jax.make_jaxpr``.
+      axis_size: The number of lanes. None: a symbolic dimension, as ``jax.export`` uses for
+        arguments of any size.
+      in_axes: The position of the batch axis of each input, or one for all. None for a shared
+        input.
+      out_axes: For each output, or one for all,
+
+        - an int: the position of the batch axis.
+        - ``batchax.AUTO`` (default): any position, or none if the output does not depend on the
+          batch.
+        - ``batchax.ZERO_IF_MAPPED``: 0, or none if the output does not depend on the batch.
+        - None: the output must not depend on the batch.
+      axis_name: The name that collectives in the jaxpr use for the axis.
+      spmd_axis_name: The name or names of the mesh axis that the batch axis is sharded over. It is
+        added to the sharding annotations inside the jaxpr.
+
+    Returns:
+      The batched jaxpr, and the position of the batch axis of each output, or None.
+
+    Raises:
+      ArgumentTypeError: The first argument is not a closed jaxpr, or `axis_size` is not a size.
+      AxisError: `in_axes` or `out_axes` does not fit the jaxpr, or an output with axis None depends
+        on the batch.
     """
     if not isinstance(closed_jaxpr, ClosedJaxpr):
         raise ArgumentTypeError(
@@ -110,14 +109,14 @@ def _positions(what: str, given: Any, avals: Sequence[Aval], others: Sequence[An
     if len(given) != len(avals):
         raise AxisError(
             f"{what} has {count(len(given), 'entry', 'entries')} for "
-            f"{count(len(avals), 'value')}: give one for each."
+            f"{count(len(avals), 'value')}. Pass one for each."
         )
     positions = []
     for i, (position, aval) in enumerate(zip(given, avals, strict=True)):
         ndim = len(aval.shape) + 1
         if not (is_other(position) or (is_position(position) and -ndim <= position < ndim)):
             raise AxisError(
-                f"{what}[{i}] is {brief(position)}: give an int in [{-ndim}, {ndim}) for a value "
+                f"{what}[{i}] is {brief(position)}. Pass an int in [{-ndim}, {ndim}) for a value "
                 f"that has shape {aval.shape} per example, or {shown}."
             )
         positions.append(position if is_other(position) else int(position) % ndim)

@@ -58,54 +58,7 @@ def bounded_while(
     *,
     progress: bool | Callable[[int, int], Any] = False,
 ) -> Any:
-    """``lax.while_loop`` that takes at most `max_steps` steps, and has derivatives in reverse.
-
-    Does what this does in Python::
-
-        val, steps = init_val, 0
-        while steps < max_steps and cond_fun(val):
-            val, steps = body_fun(val), steps + 1
-        return val
-
-    The time it takes, also that of its derivatives, follows the steps taken and not
-    `max_steps`. Derivatives are those of the steps taken, of any order and in both modes; the
-    number of steps is taken as given. In reverse about ``sqrt(2 * max_steps)`` carries are
-    kept, and other steps are recomputed from those, once each. Where that is not wanted
-    (nothing is differentiated, or in forward mode only) ``lax.while_loop`` needs no bound.
-
-    Under `vmap` the loop ends with the last lane. A lane that is done keeps its carry, and
-    nothing that is computed meanwhile reaches its results or any gradient, NaN included.
-
-    Whether the loop was stopped by `max_steps` can be seen from ``cond_fun(result)``: it is
-    true then, and false otherwise. A counter in the carry says how many steps were taken.
-
-    Args:
-      cond_fun: the predicate: a function of the carry that returns one truth value.
-      body_fun: what one step does: a function from carry to carry. Both may close over
-        arrays, with respect to which the loop may be differentiated.
-      init_val: the first carry: a pytree of arrays and numbers whose structure, shapes and
-        dtypes stay the same from step to step.
-      max_steps: how many steps are taken at most, an int. With 0 the carry is returned as it came,
-        in the types that a step would give it.
-      progress: whether to show how many steps are done, of at most how many, in a terminal or
-        notebook; or a function that is called with these, from a thread of JAX. About fifty
-        times at most, inside of `jit`, too.
-
-    Returns:
-      The carry after the last step.
-
-    Raises:
-      AxisError: (a ValueError) `max_steps` is negative.
-      ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is
-        not an int, `cond_fun` does not return a truth value, or `body_fun` does not keep the
-        structure, shapes and dtypes of the carry.
-      UnsupportedError: (a NotImplementedError) the loop is differentiated and does input or
-        output (``io_callback``), which computing steps again would do twice; or a rule of a
-        ``jax.custom_vjp`` function in it closes over a value that is traced.
-
-    References:
-      Which carries are kept: P. Stumm and A. Walther, New algorithms for optimal online
-      checkpointing, SIAM J. Sci. Comput. 32(2), 2010, doi:10.1137/080742439.
+    """Runs a ``lax.while_loop`` of at most `max_steps` steps, with reverse-mode derivatives.
 
     Example:
       >>> def sqrt(a):  # Newton's method
@@ -113,6 +66,46 @@ def bounded_while(
       ...     return bx.bounded_while(far, lambda x: (x + a / x) / 2, a, max_steps=50)
       >>> print(bx.vmap(jax.grad(sqrt))(jnp.array([4.0, 16.0, 25.0])).round(3))
       [0.25  0.125 0.1  ]
+
+    It computes the same as this Python code::
+
+        val, steps = init_val, 0
+        while steps < max_steps and cond_fun(val):
+            val, steps = body_fun(val), steps + 1
+        return val
+
+    The time, also of derivatives, depends on the steps taken, not on `max_steps`. Derivatives of
+    any order and both modes treat the number of steps as constant. Reverse mode saves about
+    ``sqrt(2 * max_steps)`` carries, and recomputes the other steps once each. Without derivatives,
+    or in forward mode only, ``lax.while_loop`` needs no bound.
+
+    Under `vmap`, a finished lane keeps its carry. Later steps contribute neither values nor
+    gradients. ``cond_fun(result)`` is true if `max_steps` ended the loop.
+
+    Args:
+      cond_fun: The predicate: a function from the carry to one truth value.
+      body_fun: The step: a function from carry to carry. Both functions may close over arrays, and
+        the loop is differentiable with respect to these.
+      init_val: The first carry: a pytree of arrays and numbers, whose structure, shapes, and dtypes
+        do not change.
+      max_steps: The largest number of steps, an int.
+      progress: Whether to show the number of steps; or a function of the finished steps and
+        `max_steps`. About fifty calls at most, inside of `jit`, too.
+
+    Returns:
+      The carry after the last step.
+
+    Raises:
+      AxisError: (a ValueError) `max_steps` is negative.
+      ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is not
+        an int, `cond_fun` does not return a truth value, or `body_fun` changes the structure,
+        shapes, or dtypes of the carry.
+      UnsupportedError: (a NotImplementedError) The loop is differentiated and has an
+        ``io_callback``, or a ``jax.custom_vjp`` rule in it closes over a traced value.
+
+    References:
+      Saved carries: P. Stumm and A. Walther, New algorithms for optimal online checkpointing,
+      SIAM J. Sci. Comput. 32(2), 2010, doi:10.1137/080742439.
     """
     for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
         if not callable(fun):

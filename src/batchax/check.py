@@ -34,14 +34,14 @@ _LANES = 64  # compared by default
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` compared, and found to agree.
+    """Lists what `check` compared and found to agree.
 
     Attributes:
-      name: The function.
+      name: The name of the function.
       lanes: The indices of the compared lanes.
       size: The number of lanes in the batch.
       derivatives: The arguments whose derivatives were compared. Empty if one example has none, or
-        if `check` was called with ``derivatives=False``.
+        with ``derivatives=False``.
 
     Example:
       >>> print(bx.check(jnp.sin)(jnp.ones(8)))
@@ -84,39 +84,37 @@ def check(
 ) -> Batched[P, Checked, Checked]:
     """Compares a batched function with a loop over its examples.
 
-    For test suites, "is my function right under batching?" in one line. The batched function runs
-    as it does in the program, for all lanes, with the options given. The function runs by itself,
-    compiled, for each lane, up to `lanes` of them. Values are compared, and derivatives: with
-    respect to mapped arguments, and to arrays that all lanes share.
-
-    Args:
-      fun: a function of one example, as for `vmap`.
-      in_axes: as for `vmap`.
-      lanes: The largest number of lanes to compare. A larger batch is sampled: its first lane, its
-        last, its middle, and others drawn at random, the same ones in every call.
-      derivatives: whether to compare derivatives. Those that the function does not have for one
-        example are left out.
-      rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
-      atol: absolute tolerance, relative to the largest value of the array; likewise.
-      **options: of `vmap`, such as `batch_size`, `divergence`, `mesh`, `layout`. `out_axes` may be
-        among them, and has no say: results are compared lane by lane.
-
-    Returns:
-      A function of the batch. It returns what was compared, a `Checked`.
-
-    Raises:
-      MismatchError: (an AssertionError) something differs. The message names the lane, the entry of
-        the output or derivative, both values, and how many lanes are compared.
-      ArgumentTypeError: `fun` is not callable, `lanes` is no positive int, or the arguments are
-        traced.
-      UnsupportedError: `axis_name` is given: a lane by itself has no others to meet.
-
     Example:
       >>> def energy(charge, positions):
       ...     return charge * jnp.sum(positions**2)
       >>> bx.check(energy, (None, 0), batch_size=2)(2.0, jnp.ones((5, 3)))
       energy agrees with a loop over the examples. Compared: all 5 lanes, values and derivatives by
       positions.
+
+    For test suites. The batched function runs for all lanes, with the options that are passed. The
+    function of one example runs for up to `lanes` of them. Values and derivatives are compared,
+    with respect to mapped and shared arguments.
+
+    Args:
+      fun: A function of one example, as for `vmap`.
+      in_axes: As for `vmap`.
+      lanes: The largest number of lanes to compare. A larger batch is sampled: the first, the last,
+        the middle, and random lanes, the same in each call.
+      derivatives: Whether to compare derivatives that exist for one example.
+      rtol: Relative tolerance. Default: 1,000 times the rounding of the dtype.
+      atol: Absolute tolerance, relative to the largest value of the array. Default: the same.
+      **options: Options of `vmap`, such as `batch_size`, `divergence`, `mesh`, or `layout`.
+        `out_axes` has no effect.
+
+    Returns:
+      A function of the batch that returns a `Checked`.
+
+    Raises:
+      MismatchError: (an AssertionError) A result differs. The message names the lane, the entry,
+        and both values.
+      ArgumentTypeError: `fun` is not callable, `lanes` is not a positive int, or the arguments are
+        traced.
+      UnsupportedError: `axis_name` is passed: one lane alone has no others to communicate with.
     """
     check_callable("check", "a function of one example", fun)
     check_in_axes(fun, in_axes, "check")

@@ -35,38 +35,35 @@ def check_rule(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Compares the batching rule of `fun` with a plain Python loop over examples.
-
-    For test suites: it tries the rule with every combination of arguments batched, along
-    the first and the last axis, compiled and not, under a second vmap, and with
-    derivatives of both modes and of second order, and raises at the first difference.
-
-    Args:
-      fun: a `custom_vmap` function, or any function that `vmap` can batch.
-      example_args: arguments for one example. Arrays among them are batched; Python
-        numbers, strings and other objects are the same for all lanes.
-      others: arguments for further lanes, two sequences or more like `example_args`. All lanes are
-        compared. If not given, there are eight: the example, and seven that differ from it. Floats
-        are changed by up to a tenth of themselves, arrays of integers and bools are shifted
-        along their first axis, keys are folded. Pass `others` if the function does not take
-        such arguments (a matrix that must be symmetric), or to vary scalar integers.
-      derivatives: whether to compare derivatives. Those that `fun` does not have for one
-        example are left out.
-      rtol: relative tolerance; by default 1,000 times the rounding of the dtype.
-      atol: absolute tolerance, relative to the largest value of the array, there or for arguments
-        nearby: where terms cancel, their rounding is left; likewise.
-
-    Raises:
-      RuleMismatchError: (an AssertionError) the rule differs from the loop, or raises: the
-        message says under which transformation, with which arguments batched, in which
-        entry of which output, what came and what was expected.
-      ArgumentTypeError: (a TypeError) `fun` is not callable, no argument is an array, or
-        `others` do not have the structure of `example_args`.
+    """Compares the batching rule of `fun` with a Python loop over examples.
 
     Example:
       >>> total = bx.custom_vmap(lambda x: jnp.sum(x))
       >>> _ = total.def_vmap(lambda axis_size, in_batched, x: (jnp.sum(x, axis=1), True))
       >>> bx.check_rule(total, jnp.ones(3))
+
+    For test suites. It runs the rule with every combination of batched arguments, along the first
+    and the last axis, compiled and not, under a second vmap, and with derivatives of both modes and
+    of second order. It raises at the first difference.
+
+    Args:
+      fun: A `custom_vmap` function, or any function that `vmap` can batch.
+      example_args: Arguments for one example. Arrays are batched; Python numbers, strings, and
+        other objects are shared.
+      others: Arguments for other lanes: two or more sequences like `example_args`. Default: seven
+        lanes are derived: floats change by up to a tenth, arrays of integers and bools are shifted
+        along their first axis, keys are folded. Pass `others` if the function does not support such
+        arguments, or to vary scalar integers.
+      derivatives: Whether to compare derivatives that exist for one example.
+      rtol: Relative tolerance. Default: 1,000 times the rounding of the dtype.
+      atol: Absolute tolerance, relative to the largest value of the array, also for nearby
+        arguments. Default: the same.
+
+    Raises:
+      RuleMismatchError: (an AssertionError) The rule differs from the loop, or raises. The message
+        names the transformation, the batched arguments, the entry of the output, and both values.
+      ArgumentTypeError: (a TypeError) `fun` is not callable, no argument is an array, or `others`
+        do not have the structure of `example_args`.
     """
     check_callable("check_rule", "a function of one example", fun)
     examples = _Examples(example_args, others)

@@ -25,12 +25,12 @@ P = ParamSpec("P")
 
 
 class ClippedSum(NamedTuple):
-    """What a function that `clipped_grad` made returns.
+    """Holds the result of a function of `clipped_grad`.
 
     Attributes:
-      sum: the clipped gradients of all examples added up, as ``jax.grad`` returns one.
-      count: how many examples there are, an int32 scalar.
-      clipped: of how many the gradient was longer than `max_norm`, an int32 scalar.
+      sum: The sum of the clipped gradients, as ``jax.grad`` returns one.
+      count: The number of examples, an int32 scalar.
+      clipped: The number of examples whose gradient was longer than `max_norm`, an int32 scalar.
 
     Example:
       >>> loss = lambda w, x: w * x
@@ -53,45 +53,7 @@ def clipped_grad(
     grad: Callable[..., Callable[..., Any]] = jax.grad,
     **options: Unpack[MoreOptions],
 ) -> Batched[P, ClippedSum, ClippedSum]:
-    """The sum of the gradients of all examples, of which none is longer than `max_norm`.
-
-    What DP-SGD adds noise to: for example `i` the gradient is multiplied by
-    ``min(1, max_norm / norm)``, with the norm of all its leaves together, and those of all examples
-    are added up. Where layers are products of matrices the gradient of no example is in memory:
-    norms are computed of the factors, and the sum is one product ("ghost clipping"). So it is in
-    chunks and on devices, too.
-
-    Args:
-      loss: a function of one example that returns a number.
-      max_norm: the largest norm (L2) of a gradient that is not shortened: a positive number, or a
-        traced one.
-      in_axes: for each positional argument of `loss` what `vmap` takes. Default: None for those
-        that `argnums` names, 0 for others. Arguments by keyword: 0.
-      argnums: the argument, or arguments, that gradients are with respect to, as for ``jax.grad``.
-        All examples share them.
-      grad: what makes the gradient of a loss: for a model that holds more than numbers that have
-        gradients, its library's own, such as ``equinox.filter_grad`` or ``flax.nnx.grad``. It says
-        what gradients are with respect to, and how they are returned.
-      **options: of `vmap`, such as `batch_size` and `mesh`.
-
-    Returns:
-      A function of the batch, which returns a `ClippedSum`. A gradient that is not finite, or whose
-      norm is not (in single precision beyond 1e19), makes the sum so, too: `find_nonfinite` of
-      ``jax.grad(loss)`` says of which example. Norms of numbers of 16 bits have 32.
-
-    Raises:
-      ArgumentTypeError: `loss` or `grad` is not callable, `argnums` holds something else than ints,
-        nothing, or an argument twice or not given by position, `max_norm` is no number, `in_axes`
-        no tuple or list, or `out_axes` given; `grad` returns a value or aux beside gradients, or
-        `vmap` has no such option; or an argument holds what ``jax.grad`` has no
-        gradient for.
-      AxisError: `max_norm` is not positive; `in_axes` maps what gradients are with respect to, or
-        what `vmap` refuses.
-
-    References:
-      M. Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv:1607.00133. X. Li et
-      al., Large language models can be strong differentially private learners, ICLR 2022,
-      arXiv:2110.05679 (norms without gradients).
+    """Sums the per-example gradients, each clipped to the norm `max_norm`, as DP-SGD does.
 
     Example:
       >>> def loss(w, x, y):  # of one example
@@ -100,6 +62,39 @@ def clipped_grad(
       >>> total, count, clipped = bx.clipped_grad(loss, 1.0, batch_size=2)(jnp.zeros(4), xs, ys)
       >>> print(total, count, clipped)
       [ 0.  -0.2 -1.   1. ] 4 2
+
+    The gradient of each example is multiplied by ``min(1, max_norm / norm)``, with the norm of all
+    its leaves together. For layers that are matrix products, per-example gradients are not stored:
+    norms are computed from the factors, and the sum is one product ("ghost clipping"), also in
+    chunks and on several devices.
+
+    Args:
+      loss: A function of one example that returns a number.
+      max_norm: The largest L2 norm of a gradient that is not clipped: a positive number, or traced.
+      in_axes: The entry of `vmap` for each positional argument of `loss`. Default: None for the
+        arguments in `argnums`, 0 for others. Keyword arguments have 0.
+      argnums: The argument or arguments to differentiate with respect to, as for ``jax.grad``. They
+        are shared by all examples.
+      grad: The function that makes the gradient of a loss. For models, that of the library, such as
+        ``equinox.filter_grad`` or ``flax.nnx.grad``. Default: ``jax.grad``.
+      **options: Options of `vmap`, such as `batch_size` and `mesh`.
+
+    Returns:
+      A function of the batch, which returns a `ClippedSum`. A gradient or norm that is not finite
+      makes the sum non-finite; `find_nonfinite` of ``jax.grad(loss)`` names the example. Norms of
+      16-bit numbers are computed in 32 bits.
+
+    Raises:
+      ArgumentTypeError: `loss` or `grad` is not callable; `argnums` is not an int or ints that name
+        positional arguments; `max_norm` is not a number; `in_axes` is not a tuple or list;
+        `out_axes` or an unknown option is passed; `grad` returns a value or aux; or an argument has
+        a leaf without a gradient.
+      AxisError: `max_norm` is not positive; or `in_axes` maps an argument in `argnums`.
+
+    References:
+      M. Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv:1607.00133. X. Li et
+      al., Large language models can be strong differentially private learners, ICLR 2022,
+      arXiv:2110.05679 (norms without gradients).
     """
     check_callable("clipped_grad", "a loss of one example", loss)
     check_callable("grad of clipped_grad", "what makes the gradient of a loss", grad)
@@ -150,7 +145,7 @@ def clipped_grad(
         if not all(-len(args) <= n < len(args) for n in positions):
             raise ArgumentTypeError(
                 f"clipped_grad: argnums is {brief(argnums)}, and {len(args)} arguments were given "
-                "by position: give those that gradients are with respect to by position."
+                "by position. Pass those that gradients are with respect to by position."
             )
         shared = {n % len(args) for n in positions}
         if len(shared) < len(positions):
@@ -168,7 +163,7 @@ def clipped_grad(
             if axes[i] is not None:
                 raise AxisError(
                     f"in_axes gives {brief(axes[i])} for {argument_names(loss, len(args))[i]}, "
-                    "which gradients are with respect to: all examples share it, so give None."
+                    "which gradients are with respect to: all examples share it, so pass None."
                 )
         total = vmap(one_example, axes, Reduce("sum"), **options)(*args, **kwargs)
         # A sum of int32 is one of int64 where JAX has that.
@@ -209,8 +204,8 @@ def _check_differentiable(name: str, tree: Any) -> None:
             of_what = f"type {type(x).__name__}" if dtype is None else f"dtype {dtype}"
             raise ArgumentTypeError(
                 f"clipped_grad: jax.grad has no gradient for {name}{jax.tree_util.keystr(keys)} of "
-                f"{of_what}. Of a model its library knows what has one: give "
-                "grad=equinox.filter_grad, or grad=flax.nnx.grad. Or give clipped_grad a tree of "
+                f"{of_what}. For a model, pass the gradient of its library: "
+                "grad=equinox.filter_grad or grad=flax.nnx.grad. Or pass a pytree of "
                 "floating-point arrays."
             )
 

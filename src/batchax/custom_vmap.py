@@ -23,46 +23,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @_compat.api_boundary
 class custom_vmap(Generic[P, R]):
-    """Gives `fun`, a function of one example, a batching rule.
-
-    Wherever the function meets a batch, of `batchax.vmap` or ``jax.vmap``, the rule
-    computes all lanes at once.
-
-    The rule is all there is to write: derivatives of a batch are those of the rule, in
-    every order of `vmap`, ``jvp``, ``grad``, ``linearize``, ``jit``, ``checkpoint`` and
-    ``scan``. Under two vmaps the rule serves the inner one, and the outer one batches the
-    operations of the rule, where it comes to further functions with rules if the rule
-    calls any.
-
-    Inside `batchax.vmap` a rule runs once for value and derivative. Where these are not in
-    one program (under ``jax.vmap``, in a loop), the derivative computes the function again
-    from its arguments, as ``jax.checkpoint`` does. Operations that occur twice under ``jit``
-    are compiled once, loops are not.
-
-    Values that are known when the function is called (Python numbers, strings, functions,
-    NumPy arrays, and arrays outside of transformations) reach the function and its rules
-    as they are.
-
-    Function and rule may close over arrays, differentiated or not. Of a batch of what they
-    close over a rule knows nothing: where there is one, and where each lane needs a gradient
-    with respect to what is closed over, the function is batched as if it had no rule.
-    A gradient of each lane with respect to an argument that all lanes share runs the rule
-    for one lane, where that shares expensive work, or with that argument batched.
-
-    Args:
-      fun: the function. Its arguments and results are pytrees of arrays; other arguments may be
-        any Python objects.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) `fun`, or a rule, is not callable, a rule does not
-        return a pair or not flags, or the arguments of a call do not fit.
-      AxisError: (a ValueError) a rule returns results of another structure, shape or dtype
-        than the function implies.
-      UnsupportedError: (a NotImplementedError) the function is batched and has no rule, or
-        is differentiated and does input or output.
-
-    References:
-      JAX #9073, the proposal of ``jax.custom_batching.custom_vmap``, which has no reverse mode.
+    """Attaches a batching rule to `fun`, a function of one example.
 
     Example:
       >>> @bx.custom_vmap
@@ -77,6 +38,37 @@ class custom_vmap(Generic[P, R]):
       ...     return jnp.linalg.solve(a, b[..., None])[..., 0], True
       >>> bx.vmap(solve, (None, 0))(jnp.eye(3), jnp.ones((8, 3))).shape
       (8, 3)
+
+    Under `batchax.vmap` and ``jax.vmap``, the rule computes all lanes at once. Derivatives of a
+    batch are those of the rule, in every order of `vmap`, ``jvp``, ``grad``, ``linearize``,
+    ``jit``, ``checkpoint``, and ``scan``. Under two vmaps, the rule handles the inner one, and the
+    outer one batches the operations of the rule.
+
+    Inside `batchax.vmap`, a rule runs once for value and derivative. Where these are in two
+    programs (under ``jax.vmap``, in a loop), the derivative recomputes the function from its
+    arguments.
+
+    Values that are known in the call (Python numbers, strings, functions, NumPy arrays, and arrays
+    outside of transformations) reach the function and its rules unchanged. Function and rule may
+    close over arrays. If these are batched, or if each lane needs a gradient with respect to them,
+    the function is batched without its rule. A per-lane gradient with respect to a shared argument
+    runs the rule for one lane, or with that argument batched.
+
+    Args:
+      fun: The function. Its arguments and results are pytrees of arrays; other arguments may be any
+        Python object.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun` or a rule is not callable, a rule does not return a
+        pair or flags, or the arguments of a call do not fit.
+      AxisError: (a ValueError) A rule returns results of another structure, shape, or dtype than
+        the function.
+      UnsupportedError: (a NotImplementedError) The function is batched and has no rule, or is
+        differentiated and does input or output.
+
+    References:
+      JAX issue 9073, the proposal of ``jax.custom_batching.custom_vmap``, which has no reverse
+      mode.
     """
 
     fun: Callable[P, R]
@@ -93,22 +85,19 @@ class custom_vmap(Generic[P, R]):
         """Sets the batching rule; a decorator.
 
         Args:
-          rule: ``rule(axis_size, in_batched, *args) -> (out, out_batched)``. `in_batched`
-            has, for each argument, a tree like it with True for leaves that are batched,
-            which have the `axis_size` lanes along axis 0, and False for those that are the
-            same for all lanes. At least one is True. `out` is what the function returns,
-            for all lanes; `out_batched` says which of its leaves have the lanes along axis
-            0, by a tree of bools that may be a prefix of `out`.
+          rule: ``rule(axis_size, in_batched, *args) -> (out, out_batched)``.
 
-            Arguments come by position, defaults included. Those that can only be given by
-            keyword come by keyword, if they are given, and last in `in_batched`.
-
-            A keyword-only parameter `axis_name` of the rule receives the name of the axis
-            (None if it has none), one `spmd_axis_name` the names of mesh axes that `vmap` was
-            given. With the former the rule may use collectives: ``lax.psum(x, axis_name)`` of
-            an array with the lanes along axis 0 has each lane's result along axis 0. Where
-            `batch_size` runs lanes in chunks a rule receives the lanes of one chunk; one with
-            a parameter `axis_name` receives all of them, if the axis has a name.
+            - `in_batched` is a pytree like each argument, True for batched leaves, which have the
+              `axis_size` lanes along axis 0, and False for shared ones. At least one is True.
+            - `out` is the result of the function for all lanes. `out_batched` marks the leaves with
+              lanes along axis 0, by a pytree of bools that may be a prefix of `out`.
+            - Arguments are positional, defaults included. Keyword-only arguments that are passed
+              are keywords, last in `in_batched`.
+            - A keyword-only parameter `axis_name` of the rule receives the name of the axis or
+              None, and `spmd_axis_name` the names of mesh axes. ``lax.psum(x, axis_name)`` of an
+              array with lanes along axis 0 has the result of each lane along axis 0.
+            - In chunks, the rule receives the lanes of one chunk; with a parameter `axis_name`, all
+              lanes, if the axis has a name.
 
         Returns:
           `rule`.
@@ -129,32 +118,25 @@ class custom_vmap(Generic[P, R]):
         return rule
 
     def def_rows(self, rule: AnyFunction) -> AnyFunction:
-        """Sets the rule for rows of different lengths, packed one after another; a decorator.
+        """Sets the rule for variable-length rows, packed one after another; a decorator.
 
-        Where `batchax.vmap` comes to the function with rows of a `batchax.Ragged`, the rule
-        computes all of them: a kernel of your own, or of a library, finds its way in here. Rows
-        that are padded there are packed for it. Without `def_vmap`, lanes of one size are batched
-        as those of any function are.
-
-        Derivatives are those of the rule, as for `def_vmap`, or the function's own.
+        `batchax.vmap` calls it for the rows of a `batchax.Ragged`, for kernels of your own or of a
+        library. Padded rows are packed for it. Derivatives are those of the rule, or the function's
+        own. The rule is for arguments and results with one ragged size, at most once each. Others,
+        with shapes such as (n, m) or (n + 1,), use the function itself.
 
         Args:
-          rule: ``rule(rows, ragged, *args) -> (out, out_ragged)``. Arguments come as `def_vmap` has
-            them. Those that have the size of a row have, in its place, the elements of all
-            rows one after another, and maybe more behind the last, which are zero. `ragged` has,
-            for each argument, a tree like it: True for those leaves, False for leaves that have an
-            entry for each row, along axis 0, and None for what is the same for all rows.
+          rule: ``rule(rows, ragged, *args) -> (out, out_ragged)``.
 
-            `rows` says where they are: ``rows.offsets``, of shape (B + 1,), ``rows.lengths``, of
-            shape (B,), ``rows.ids``, the row of each element, B for those behind the last row; all
-            are int32. ``len(rows)`` is B, ``rows.max_length`` a bound of the lengths, an int.
-
-            `out` is what the function returns, for all rows; `out_ragged` says the same of its
-            leaves, by a tree that may be a prefix of `out`. What is behind the last row may be
-            anything.
-
-            The rule is for calls in which arguments and results have one size, at most once each.
-            In others, with shapes such as (n, m) or (n + 1,), the function itself is batched.
+            - Arguments are those of `def_vmap`. In place of the size of a row, they have the
+              elements of all rows, followed by zeros.
+            - `ragged` is a pytree like each argument: True for those leaves, False for leaves with
+              an entry for each row along axis 0, None for shared ones.
+            - ``rows.offsets`` of shape (B + 1,), ``rows.lengths`` of shape (B,), and ``rows.ids``,
+              the row of each element (B after the last row), are int32. ``len(rows)`` is B, and
+              ``rows.max_length`` an upper bound of the lengths.
+            - `out` is the result for all rows, and `out_ragged` a pytree like `ragged` for its
+              leaves, which may be a prefix of `out`. Elements after the last row are ignored.
 
         Returns:
           `rule`.
@@ -182,10 +164,10 @@ class custom_vmap(Generic[P, R]):
         """Sets the forward-mode derivative; a decorator.
 
         Args:
-          rule: ``rule(primals, tangents) -> (out, out_tangent)``, as for
-            ``jax.custom_jvp``; arguments given by keyword only come last. The tangent of
-            an argument that is no array is None. Under vmap the rule is batched by the
-            engine, and a call of the function in it by the batching rule.
+          rule: ``rule(primals, tangents) -> (out, out_tangent)``, as for ``jax.custom_jvp``.
+            Keyword-only arguments come last. The tangent of an argument that is not an array is
+            None. Under vmap, batchax batches the rule, and calls of the function in it use the
+            batching rule.
 
         Returns:
           `rule`.
@@ -208,15 +190,14 @@ class custom_vmap(Generic[P, R]):
     def def_vjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
         """Sets the reverse-mode derivative.
 
-        Both rules are batched by the engine under vmap, and calls of the function in them
-        by the batching rule. With `def_jvp` as well, forward mode uses that and reverse
-        mode these.
+        Under vmap, batchax batches both functions, and calls of the function in them use the
+        batching rule. With `def_jvp` as well, forward mode uses that and reverse mode these.
 
         Args:
-          fwd: ``fwd(*args) -> (out, residuals)``, as for ``jax.custom_vjp``; residuals may
-            have leaves that are no arrays.
-          bwd: ``bwd(residuals, cotangent) -> cotangents``, a tuple with one for each
-            argument, or None in place of zeros.
+          fwd: ``fwd(*args) -> (out, residuals)``, as for ``jax.custom_vjp``. Residuals may have
+            leaves that are not arrays.
+          bwd: ``bwd(residuals, cotangent) -> cotangents``, a tuple with one for each argument, or
+            None for zeros.
 
         Raises:
           ArgumentTypeError: (a TypeError) `fwd` or `bwd` is not callable.

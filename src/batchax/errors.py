@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class BatchaxError(Exception):
-    """Root of every exception that batchax raises on purpose.
+    """Base class of all exceptions of batchax.
 
     Example:
       >>> try:
@@ -20,7 +20,7 @@ class BatchaxError(Exception):
 
 
 class AxisError(BatchaxError, ValueError):
-    """An axis, an axis size or an axis specification that does not fit; a ``ValueError``.
+    """Reports an axis, size, or axis specification that does not fit; a ``ValueError``.
 
     Example:
       >>> bx.vmap(jnp.add)(jnp.ones(3), jnp.ones(4))
@@ -33,7 +33,7 @@ class AxisError(BatchaxError, ValueError):
 
 
 class ArgumentTypeError(BatchaxError, TypeError):
-    """An argument, option or output of the wrong type; a ``TypeError``.
+    """Reports an argument, option, or output of the wrong type; a ``TypeError``.
 
     Example:
       >>> bx.vmap(jnp.sin)("three")
@@ -43,9 +43,9 @@ class ArgumentTypeError(BatchaxError, TypeError):
 
 
 class UnsupportedError(BatchaxError, NotImplementedError):
-    """A program that batchax cannot run correctly and therefore refuses.
+    """Reports a program that batchax does not support; a ``NotImplementedError``.
 
-    It is a ``NotImplementedError``; the message names what of the program it is.
+    The message names the part of the program.
 
     Example:
       >>> bx.check(lambda x: jax.lax.psum(x, "i"), axis_name="i")(jnp.ones(3))
@@ -55,7 +55,7 @@ class UnsupportedError(BatchaxError, NotImplementedError):
 
 
 class MemoryLimitError(BatchaxError, ValueError):
-    """Not even one lane at a time fits the memory allowed; a ``ValueError``.
+    """Reports that one lane alone exceeds the memory limit; a ``ValueError``.
 
     Example:
       >>> gram = lambda x: jnp.outer(x, x)
@@ -66,7 +66,7 @@ class MemoryLimitError(BatchaxError, ValueError):
 
 
 class StorageError(BatchaxError, OSError):
-    """A file or an array on disk that cannot be read or written; an ``OSError``.
+    """Reports a file, object, or array that cannot be read or written; an ``OSError``.
 
     Example:
       >>> bx.map(jnp.sin, "missing.npy")
@@ -76,9 +76,9 @@ class StorageError(BatchaxError, OSError):
 
 
 class JobError(BatchaxError, RuntimeError):
-    """A job on disk that is another one, is held by somebody else, or is damaged.
+    """Reports a job of another call, a job in use, or a damaged job; a ``RuntimeError``.
 
-    It is a ``RuntimeError``. Nothing has been written over.
+    The existing output is unchanged.
 
     Example:
       >>> report = bx.map(jnp.sin, np.arange(4.0), out="y.npy", progress=False)
@@ -89,9 +89,9 @@ class JobError(BatchaxError, RuntimeError):
 
 
 class RowError(BatchaxError, RuntimeError):
-    """A row of a dataset for which the function fails; a ``RuntimeError``.
+    """Reports a row of a dataset for which the function fails; a ``RuntimeError``.
 
-    What was done is kept, and the same call of `map` goes on from there.
+    Committed units are kept, and the same call of `map` resumes.
 
     Example:
       >>> x = np.array([1.0, -1.0])
@@ -102,9 +102,9 @@ class RowError(BatchaxError, RuntimeError):
 
 
 class ProcessesError(BatchaxError, RuntimeError):
-    """The processes that run one program did not all make the same call; a ``RuntimeError``.
+    """Reports that processes did not all make the same call; a ``RuntimeError``.
 
-    All of them raise it, where otherwise some would wait for others forever.
+    All processes raise it, so that none waits for the others.
 
     Example:
       >>> try:
@@ -115,7 +115,7 @@ class ProcessesError(BatchaxError, RuntimeError):
 
 
 class SequentialFallbackWarning(UserWarning):
-    """A primitive without a batching rule runs sequentially.
+    """Warns that a primitive without a batching rule runs sequentially.
 
     The message names the primitive and the line that uses it.
 
@@ -133,11 +133,11 @@ class SequentialFallbackWarning(UserWarning):
 
 
 class SmallerChunksWarning(UserWarning):
-    """Memory ran out and a batch goes on in chunks smaller than asked for.
+    """Warns that memory ran out, and that the batch continues in smaller chunks.
 
     Example:
       >>> import warnings
-      >>> with warnings.catch_warnings():  # who would rather have the error
+      >>> with warnings.catch_warnings():  # raise an error instead
       ...     warnings.simplefilter("error", bx.SmallerChunksWarning)
       ...     print(bx.vmap(jnp.square, batch_size=2)(jnp.arange(4)))
       [0 1 4 9]
@@ -145,7 +145,7 @@ class SmallerChunksWarning(UserWarning):
 
 
 class RuleReplacedWarning(UserWarning):
-    """A batching rule of batchax was replaced, for the whole process.
+    """Warns that a batching rule of batchax was replaced, for the whole process.
 
     Example:
       >>> import warnings
@@ -158,9 +158,9 @@ class RuleReplacedWarning(UserWarning):
 
 
 class MismatchError(BatchaxError, AssertionError):
-    """A batched function does not compute what a loop over the examples computes.
+    """Reports that a batched function differs from a loop over the examples.
 
-    What `check` raises; an ``AssertionError``.
+    `check` raises it; an ``AssertionError``.
 
     Example:
       >>> double = bx.custom_vmap(lambda x: 2 * x)
@@ -172,9 +172,9 @@ class MismatchError(BatchaxError, AssertionError):
 
 
 class RuleMismatchError(MismatchError):
-    """A batching rule does not compute what a loop over the examples computes.
+    """Reports that a batching rule differs from a loop over the examples.
 
-    What `check_rule` raises; an ``AssertionError``.
+    `check_rule` raises it; an ``AssertionError``.
 
     Example:
       >>> double = bx.custom_vmap(lambda x: 2 * x)

@@ -21,34 +21,7 @@ P = ParamSpec("P")
 def find_nonfinite(
     fun: Callable[P, Any], in_axes: Any = 0, **options: Unpack[Options]
 ) -> Batched[P, NonFinite, NonFinite]:
-    """Runs a function over a batch, and finds what makes results NaN or infinite, lane by lane.
-
-    For each lane with such a result: the equation that made the first value on the way to it that
-    is not finite, with the line of its source, the iteration of loops around it, and for the first
-    few lanes what the equation was given; or the argument that it came in with. An infinity that
-    reaches no result, and becomes no NaN on the way to one, such as that of a mask, is no fault.
-
-    Each value has a handful of integers beside it, which costs one more reduction for each
-    equation. Programs inside calls that are none of JAX, such as functions with a batching rule
-    of the user, are one equation each.
-
-    Args:
-      fun: a function of one example, as for `vmap`; a derivative, for what its backward pass does.
-        Or, without other arguments, what `vmap` made of one, also in `jax.jit`; or a function that
-        contains a `vmap`, such as the gradient of a mean over lanes. If that could be a function of
-        one example, too, it is taken for one.
-      in_axes: as for `vmap`.
-      **options: of `vmap`: `batch_size` for batches larger than memory, `axis_name`, `mesh`.
-        `out_axes` may be among them, and has no say: results are looked at lane by lane.
-
-    Returns:
-      A function of the batch. It returns what was found, with the attributes `lanes` and `faults`.
-      That is false if nothing was found; printed, it tells of each cause in a block, with the
-      lanes that it is to blame for, and shows what the equation was given in one of them.
-
-    Raises:
-      ArgumentTypeError: `fun` is not callable, or the arguments are traced.
-      BatchaxError: what `vmap` raises, for options and arguments that do not fit.
+    """Runs a function over a batch, and finds the origins of NaN and infinity in each lane.
 
     Example:
       >>> def f(x):
@@ -61,6 +34,27 @@ def find_nonfinite(
       ...     print(fault.lane, fault.kind, fault.primitive)
       1 nan div
       2 nan sqrt
+
+    For each lane with a non-finite result, it reports the equation that computed the first
+    non-finite value on the way to it, with the source line, the iteration of loops, and for the
+    first few lanes the operands; or the argument that contained it. Infinities that do not reach an
+    output, such as those of a mask, are not reported. Calls of functions with custom batching rules
+    are one equation.
+
+    Args:
+      fun: A function of one example, as for `vmap`. Or, without other arguments, the result of
+        `vmap`, or a function that contains a `vmap`, such as the gradient of a mean over lanes.
+      in_axes: As for `vmap`.
+      **options: Options of `vmap`, such as `batch_size`, `axis_name`, or `mesh`. `out_axes` has no
+        effect.
+
+    Returns:
+      A function of the batch that returns the findings, with the attributes `lanes` and `faults`.
+      They are false if all results are finite, and print a block for each cause.
+
+    Raises:
+      ArgumentTypeError: `fun` is not callable, or the arguments are traced.
+      BatchaxError: An option or argument does not fit, as for `vmap`.
     """
     check_callable("find_nonfinite", "a function of one example", fun)
     check_in_axes(fun, in_axes, "find_nonfinite")

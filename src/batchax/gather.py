@@ -22,33 +22,29 @@ _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
 @_compat.api_boundary
 def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
-    """Brings arrays to the host, those that are spread over several processes too.
-
-    Results of ``vmap(..., mesh=)`` stay on the devices that computed them, where ``np.asarray`` can
-    not read what other processes have.
-
-    It is a collective: all processes must call it, in the same order. Arrays are sent a block at a
-    time, so devices need memory for a block and not for the whole; nothing is sent of what this
-    process can read already.
-
-    Args:
-      tree: a pytree. What is no ``jax.Array`` stays what it is.
-      to: "all", or the index of the process that wants it.
-
-    Returns:
-      The tree with arrays of NumPy; random keys are arrays of keys still. None on a process that
-      `to` does not name.
-
-    Raises:
-      ArgumentTypeError: `to` is neither.
-      AxisError: there is no process of that index.
-      ProcessesError: not all processes make the call, or not with such arrays.
-      UnsupportedError: an array is traced.
+    """Copies arrays to the host, also those that are sharded over several processes.
 
     Example:
       >>> losses = bx.vmap(jnp.square, mesh="all")(jnp.arange(4))
       >>> bx.gather(losses).tolist()
       [0, 1, 4, 9]
+
+    Results of ``vmap(..., mesh=)`` stay on their devices, where ``np.asarray`` cannot read those of
+    other processes. This is a collective: all processes must call it, in the same order. Devices
+    send a block at a time, and nothing that the process can already read.
+
+    Args:
+      tree: A pytree. Leaves that are not a ``jax.Array`` are returned unchanged.
+      to: "all", or the index of the one process that receives it.
+
+    Returns:
+      The pytree with NumPy arrays; random keys stay key arrays. None on other processes.
+
+    Raises:
+      ArgumentTypeError: `to` is neither.
+      AxisError: There is no process of that index.
+      ProcessesError: The processes do not all make the same call.
+      UnsupportedError: An array is traced.
     """
     count = jax.process_count()
     if not is_word(to, "all"):

@@ -26,36 +26,34 @@ def host_function(
 ) -> Batched[P, Any, Any]:
     """Makes a Python function of one example callable from JAX, over any batch.
 
-    For libraries that compute outside of JAX (NumPy, SciPy, a simulator). For a batch the host
-    is called once (``jax.pure_callback``), and `fun` for each lane: one after another, in order,
-    or several at a time in threads. Threads help where `fun` waits or lets go of Python's lock,
-    as NumPy, SciPy and most compiled libraries do.
-
-    Args:
-      fun: takes arguments of one example, whose arrays are NumPy arrays, and returns
-        arrays or numbers of `out_type`. It must be pure: it may be called more than once,
-        or not at all if its results are not needed.
-      out_type: a pytree of ``jax.ShapeDtypeStruct``, or of arrays like the results; or a
-        function that returns one from the arguments.
-      threads: how many lanes run at a time.
-
-    Returns:
-      A function of pytrees of arrays. It has no derivative; give it one with
-      ``custom_vmap(...).def_jvp`` or `def_vjp`, or ``jax.custom_jvp``.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
-      AxisError: (a ValueError) `threads` is less than one; or, when it runs, a result of
-        another structure or shape than `out_type` (JAX reports it with its own type).
-
-    References:
-      JAX #24756, the wish for lanes of a callback in threads.
-
     Example:
       >>> import math
       >>> gamma = bx.host_function(math.gamma, jax.ShapeDtypeStruct((), jnp.float32), threads=4)
       >>> print(bx.vmap(gamma)(jnp.arange(1.0, 6.0)))
       [ 1.  1.  2.  6. 24.]
+
+    For libraries that compute outside of JAX (NumPy, SciPy, a simulator). For a batch, the host is
+    called once (``jax.pure_callback``), and `fun` for each lane, in order or in threads. Threads
+    help where `fun` waits or releases Python's lock, as most compiled libraries do.
+
+    Args:
+      fun: A pure function of NumPy arrays for one example, which returns arrays or numbers of
+        `out_type`.
+      out_type: A pytree of ``jax.ShapeDtypeStruct`` or of arrays like the results; or a function of
+        the arguments that returns one.
+      threads: The number of lanes that run at a time.
+
+    Returns:
+      A function of pytrees of arrays. It has no derivative; add one with
+      ``custom_vmap(...).def_jvp`` or `def_vjp`, or ``jax.custom_jvp``.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
+      AxisError: (a ValueError) `threads` is less than one; or a result does not have the structure
+        or shape of `out_type`, which JAX reports with its own type.
+
+    References:
+      JAX issue 24756.
     """
     check_callable("host_function", "a function of one example", fun)
     if isinstance(threads, bool) or not isinstance(threads, int):

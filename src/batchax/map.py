@@ -69,87 +69,7 @@ def map(
     stream_id: str | None = None,
     progress: bool | Callable[[int, int], Any] = True,
 ) -> Report:
-    """Applies a function of one row to all rows of a dataset.
-
-    Rows are read, computed and written a batch at a time, so the dataset may be larger than memory.
-    What is done stays done: if the process dies, the same call goes on where it was.
-
-    Args:
-      fun: a function of one row, as for `vmap`.
-      *arrays: trees of arrays with rows: of NumPy or JAX, memory maps, anything else that has
-        `shape`, `dtype` and slices (of HDF5, Zarr, TensorStore, xarray), columns of Arrow, a
-        `Ragged`; or paths: ``"x.npy"``, ``"x.zarr:group/array"``, ``"x.h5:dataset"``,
-        ``"x.parquet:column"``, or a pattern of them: ``"data/year=*/x.npy"``; or addresses of them
-        in a store of objects: ``s3://``, ``gs://``, ``az://``, ``memory://``. Or all that are
-        mapped are streams, as for `map_batches`: iterators, loaders, datasets of Hugging Face.
-      out: where results are kept: ``"y.zarr"`` (an array of Zarr, or a group with an array for each
-        leaf of what the function returns, named by its path), ``"y.npy"``, or the folder of a
-        Parquet dataset (``"y.parquet"``, ``"y/"``), on a disk or in a store of objects
-        (``"s3://bucket/y.zarr"``). None: arrays of NumPy in memory.
-      in_axes: along which axis rows lie, as for `vmap`; None for what all rows share.
-      out_axes: where the rows of results go, as for `vmap`. `batchax.Reduce` reduces an output over
-        all rows, and keeps none of it for each. A function that returns `batchax.OutputRows` has
-        any number of rows in a folder of Parquet files.
-      batch_size: how many rows are computed at a time; "auto": as many as fit `memory_limit`.
-      memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
-      commit_rows: how many rows are committed at once. By default about half a second of work.
-      executor: who computes. None: threads of this process. Others, each of which reads, computes
-        and writes units by itself: an executor of ``concurrent.futures`` with spawned processes, or
-        "processes:4"; a client of Dask, or "dask:tcp://host:8786". "shard:3/16": this process does
-        every sixteenth unit, and others the rest, with no engine that knows of all.
-      mesh: devices of this process to spread a batch over, as for `vmap`.
-      key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as the argument `key` of the
-        function if it has one that is not its first, otherwise as its first argument.
-      divergence: as for `vmap`.
-      small_matrices: as for `vmap`.
-      on_error: what is done about rows for which the function fails (a callback raises an
-        exception): "raise" stops, names the row, and can be resumed; "quarantine" goes on without
-        them. Their results are NaN, or 0; the file ``ok.npy`` in the folder of the job says for
-        each row whether it has a result, and ``quarantine.jsonl`` what went wrong.
-      on_nonfinite: the same for rows with results that are NaN or infinite; None: nothing.
-      max_errors: stop when more rows than that are quarantined, by this call or earlier ones.
-      max_consecutive_errors: stop when more rows than that fail in succession with one type of
-        error, since a service may be away or memory full. These rows are not quarantined: the same
-        call resumes with them. None: never.
-      retry_quarantined: recompute the units whose rows earlier calls quarantined.
-      retries: how many times reading and writing are tried again if they fail.
-      resume: "auto": go on where an earlier call ended; "never": refuse if there was one; "extend":
-        as "auto", and if the inputs have more rows at their end since then, compute those, too. A
-        job has to be begun so for inputs that are one file, whose earlier rows are then compared.
-      overwrite: start over: remove the output and the job of an earlier call, and compute all rows
-        again. An output that batchax did not make, or at which another process is at work, is not
-        removed.
-      store_options: how the store writes results, as its library names it. Zarr: ``codecs``,
-        ``chunk_shape`` and ``dimension_names``, as in ``zarr.json``, or a dict of these for an
-        array by its name. Parquet: what ``pyarrow.parquet.ParquetWriter`` takes, and
-        ``row_group_size``. A chunk has rows of one commit only.
-      keep: columns that are passed through to the output, beside the results, of any type: names of
-        columns of the Parquet file that an argument is a column of, or of coordinates of an array
-        of xarray; or a dict of columns: ``{"id": "t.parquet:id", "name": frame["name"]}``. To
-        Parquet files; numbers to Zarr, too.
-      version: names what the function does, where that cannot be seen: if it has a host callback
-        (``jax.pure_callback``), what that does is not in its program.
-      inputs_by: by what a file of input is known to be the same when the call goes on. "file": its
-        path, size and times. "content": a checksum of all that it holds, which takes a reading of
-        it, and lets it lie elsewhere.
-      batched: whether each item of a stream is a batch, with rows along axis 0 of all arrays.
-      stream_id: names the rows of streams. Without it, a call that goes on takes all rows from the
-        first on, and compares those that are done by their checksums. With it, the name stands for
-        them: they are passed over, and are not made if they have numbers (``x[i]``).
-      progress: True shows how far it is, False nothing; or a function of the rows done, and of how
-        many there are (None if a stream does not say).
-
-    Returns:
-      A report, with the attributes `rows`, `reused`, `quarantined`, `outputs`, `reduced`,
-      `seconds`, `bad` and `left`.
-
-    Raises:
-      ArgumentTypeError: an argument has the wrong type.
-      AxisError: an axis is out of range, or numbers of rows differ.
-      RowError: the function fails for a row, or for more than `max_errors`.
-      StorageError: something cannot be read or written.
-      JobError: `out` is there and of another job, or in use.
-      KeyboardInterrupt: Ctrl-C, after what was being computed is kept.
+    """Applies a function of one row to all rows of a dataset, from disk to disk.
 
     Example:
       >>> np.save("x.npy", np.arange(12.0).reshape(4, 3))
@@ -158,6 +78,91 @@ def map(
       (4, 'sums.npy')
       >>> print(np.load("sums.npy"))
       [ 3. 12. 21. 30.]
+
+    Rows are read, computed, and written a batch at a time, so the dataset may be larger than
+    memory. After an interruption, the same call resumes.
+
+    Args:
+      fun: A function of one row, as for `vmap`.
+      *arrays: Pytrees of arrays with rows. Each leaf is one of
+
+        - a NumPy or JAX array, a memory map, a `Ragged`, an Arrow column, or an object with
+          `shape`, `dtype`, and slices (HDF5, Zarr, TensorStore, xarray).
+        - a path: ``"x.npy"``, ``"x.zarr:group/array"``, ``"x.h5:dataset"``, ``"x.parquet:column"``,
+          or a pattern, ``"data/year=*/x.npy"``.
+        - an address in object storage: ``s3://``, ``gs://``, ``az://``, ``memory://``.
+        - a stream, if all mapped arguments are streams, as for `map_batches`.
+      out: The output, on a disk or in object storage (``"s3://bucket/y.zarr"``).
+
+        - None (default): NumPy arrays in memory.
+        - ``"y.zarr"``: a Zarr array, or a group with an array for each leaf of the result.
+        - ``"y.npy"``: one array.
+        - ``"y.parquet"``, ``"y/"``: a folder of Parquet files.
+      in_axes: The axis of the rows, as for `vmap`. None for shared arguments.
+      out_axes: The axis of the rows in results, as for `vmap`. `batchax.Reduce` reduces an output
+        over all rows. Functions that return `batchax.OutputRows` need a Parquet output.
+      batch_size: The number of rows that are computed at a time. "auto" (default): the number that
+        fits `memory_limit`.
+      memory_limit: Bytes, or a string such as "2GiB". Default: the free memory of the device.
+      commit_rows: The number of rows that are committed at once, a multiple of `batch_size`.
+        Default: about half a second of work.
+      executor: What computes the units.
+
+        - None (default): threads of this process.
+        - "processes:4", or an executor of ``concurrent.futures`` with spawned processes.
+        - a Dask client, or "dask:tcp://host:8786".
+        - "shard:3/16": this process computes every sixteenth unit.
+      mesh: The devices of this process that a batch is sharded over, as for `vmap`.
+      key: A random key. Row `i` gets ``jax.random.fold_in(key, i)``, as the argument `key` of the
+        function, or as its first argument if it has no such parameter after the first.
+      divergence: As for `vmap`.
+      small_matrices: As for `vmap`.
+      on_error: What happens if the function fails for a row, because a callback raises.
+
+        - "raise" (default): the call ends and names the row. It can resume.
+        - "quarantine": the row is set aside. Its results are NaN or 0. ``ok.npy`` in the folder of
+          the job marks rows with a result, and ``quarantine.jsonl`` has the errors.
+      on_nonfinite: The same for rows with NaN or infinite results. None (default): nothing.
+      max_errors: The largest number of quarantined rows. More end the call.
+      max_consecutive_errors: The largest number of rows that fail in succession with one type of
+        error. More end the call without quarantine, since a service may be down. None: no limit.
+      retry_quarantined: Whether to recompute the units with rows that earlier calls quarantined.
+      retries: How often a failed read or write is tried again.
+      resume: What happens if an earlier call of this job exists.
+
+        - "auto" (default): the call resumes it.
+        - "never": the call raises.
+        - "extend": as "auto", and rows that were added to the end of the inputs are computed. For
+          inputs that are one file, the job must have begun with it.
+      overwrite: Whether to remove the output and the job of an earlier call first. Only outputs of
+        batchax that no process computes are removed.
+      store_options: Options of the library that writes the output. Zarr: ``codecs``,
+        ``chunk_shape``, and ``dimension_names``, as in ``zarr.json``, or a dict of these by array
+        name. Parquet: those of ``pyarrow.parquet.ParquetWriter``, and ``row_group_size``.
+      keep: Columns that are copied to the output: names of columns of the Parquet file of an
+        argument, or of coordinates of an xarray array; or a dict of columns, ``{"id":
+        "t.parquet:id", "name": frame["name"]}``.
+      version: A version of the function, required if it has a host callback, whose code batchax
+        cannot see.
+      inputs_by: How an input file is identified when a call resumes. "file" (default): by path,
+        size, and times. "content": by a checksum, for which batchax reads all of it.
+      batched: Whether each item of a stream is a batch, with rows along axis 0.
+      stream_id: A name for the rows of streams. Without it, a call that resumes compares finished
+        rows by checksums. With it, the name is compared, and finished rows are skipped.
+      progress: Whether to show the progress; or a function of the finished and the total number of
+        rows (None for streams of unknown size).
+
+    Returns:
+      A report, with the attributes `rows`, `reused`, `quarantined`, `outputs`, `reduced`,
+      `seconds`, `bad`, and `left`.
+
+    Raises:
+      ArgumentTypeError: An argument has the wrong type.
+      AxisError: An axis is out of range, or numbers of rows differ.
+      RowError: The function fails for a row, or for more than `max_errors`.
+      StorageError: A file or object cannot be read or written.
+      JobError: `out` belongs to another job, or is in use.
+      KeyboardInterrupt: Ctrl-C, after the units in flight are committed.
     """
     begun = time.monotonic()
     check_callable("map", "a function of one row", fun)
@@ -184,8 +189,8 @@ def map(
         _check_overwritten(out, place, arrays, function, engine.shard)
     if resume == "extend" and (function.inputs.streams or engine.shard is not None):
         raise UnsupportedError(
-            'resume="extend" adds rows to a job that this call has alone, from arrays: not with a '
-            "stream, whose rows nobody can look at, and not with a shard. Leave one of them out."
+            'resume="extend" does not support streams and shards: it compares the earlier rows of '
+            "arrays, in a job of this process alone. Remove one of them."
         )
     how = How(
         out=place,
@@ -233,9 +238,9 @@ def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None
         )
     if streams and executor is not None:
         raise UnsupportedError(
-            f"executor was given, and {streams[0].name} are rows that come one after another in "
-            "this process, which no other process can read. Leave out executor; or keep the rows, "
-            "bx.map(lambda x: x, ..., out='rows.zarr'), and give the path."
+            f"executor does not support {streams[0].name}, a stream: other processes cannot read "
+            "an iterator of this one. Remove executor; or save the rows, "
+            "bx.map(lambda x: x, ..., out='rows.zarr'), and pass the path."
         )
 
 

@@ -46,44 +46,7 @@ def map_batches(
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     retries: int = 2,
 ) -> Batches:
-    """Applies a function of one row to rows of a dataset, and hands out results batch after batch.
-
-    So a training loop reads what a map makes, and nothing of it needs a disk. While one batch is
-    used, the next ones are read and computed. Row `i` has the result that it has in `map`.
-
-    Args:
-      fun: a function of one row, as for `vmap`.
-      *sources: arrays with rows, or paths, as for `map`; or all that are mapped are streams:
-        whatever Python iterates over, and each item is a row (a tree of arrays, numbers or lists
-        of numbers). Iterators, datasets of Hugging Face and of Grain; with `batched` also loaders
-        (``torch.utils.data.DataLoader``, ``grain.DataLoader``).
-      in_axes: along which axis rows lie, as for `vmap`; None for what all rows share. For
-        streams 0.
-      out_axes: where the rows of results go, as for `vmap`.
-      batch_size: how many rows a batch has; "auto": as many as fit `memory_limit`, and in
-        batches of a stream as many as its first has.
-      memory_limit: bytes, or a string such as "2GiB"; by default what the device has free.
-      batched: whether each item of a stream is a batch, with rows along axis 0 of all arrays. They
-        need not have the size of the batches that are handed out.
-      last: what becomes of the last batch, if it has fewer rows: "short", or "drop".
-      start: how many rows are passed over: what `Batches.rows` said when a loop was ended. Those of
-        datasets with numbers (``x[i]``) and of arrays are not read, others are taken and dropped.
-      ahead: how many batches are read, and as many computed, before they are asked for.
-      mesh: devices to spread a batch over, as for `vmap`.
-      key: a random key; row `i` gets ``jax.random.fold_in(key, i)``, as for `map`.
-      divergence, small_matrices: as for `vmap`.
-      retries: how many times reading an array is tried again if it fails.
-
-    Returns:
-      `Batches`: an iterator of what the function returns, with rows along `out_axes`, on the
-      device. It can be closed, and says how many rows it has handed out.
-
-    Raises:
-      ArgumentTypeError: an argument has the wrong type, or items of a stream are not alike.
-      AxisError: an axis is out of range, or numbers of rows differ.
-      UnsupportedError: an output is to be reduced, or streams and arrays are mapped together.
-      RowError: the function fails for a row; when the batch with it is asked for.
-      StorageError: something cannot be read; likewise. What a stream raises is raised likewise.
+    """Applies a function of one row to a dataset, and iterates over batches of results.
 
     Example:
       >>> def lengths():
@@ -95,6 +58,41 @@ def map_batches(
       [0. 3.]
       [6. 9.]
       [12.]
+
+    For training loops that use results at once. Later batches are read and computed in the
+    background. Row `i` has the same result as in `map`.
+
+    Args:
+      fun: A function of one row, as for `vmap`.
+      *sources: Arrays with rows, or paths, as for `map`. Or all mapped arguments are streams:
+        iterables whose items are rows (pytrees of arrays, numbers, or lists of numbers), such as
+        iterators, datasets of Hugging Face and Grain, and with `batched` loaders of PyTorch and
+        Grain.
+      in_axes: The axis of the rows, as for `vmap`; 0 for streams. None for shared arguments.
+      out_axes: The axis of the rows in results, as for `vmap`.
+      batch_size: The number of rows of a batch. "auto" (default): the number that fits
+        `memory_limit`; for batches of a stream, that of its first.
+      memory_limit: Bytes, or a string such as "2GiB". Default: the free memory of the device.
+      batched: Whether each item of a stream is a batch, of any size, with rows along axis 0.
+      last: Whether a last batch with fewer rows is returned ("short", default) or dropped ("drop").
+      start: The number of rows to skip: `Batches.rows` of an earlier loop. Rows of arrays and of
+        indexable datasets (``x[i]``) are not read; other rows are taken and dropped.
+      ahead: The number of batches that are read, and that are computed, in advance.
+      mesh: The devices that a batch is sharded over, as for `vmap`.
+      key: A random key. Row `i` gets ``jax.random.fold_in(key, i)``, as for `map`.
+      divergence, small_matrices: As for `vmap`.
+      retries: How often a failed read is tried again.
+
+    Returns:
+      `Batches`: an iterator over results, on the device, with rows along `out_axes`. It can be
+      closed, and counts the returned rows.
+
+    Raises:
+      ArgumentTypeError: An argument has the wrong type, or items of a stream differ in type.
+      AxisError: An axis is out of range, or numbers of rows differ.
+      UnsupportedError: An output is to be reduced, or streams and arrays are mapped together.
+      RowError: The function fails for a row; raised at its batch.
+      StorageError: A source cannot be read; raised at its batch, as are exceptions of a stream.
     """
     check_callable("map_batches", "a function of one row", fun)
     check_out_axes(out_axes)

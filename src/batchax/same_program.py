@@ -21,16 +21,15 @@ from batchax.programs.differences import Difference, first_difference, operation
 
 @dataclass(frozen=True)
 class Comparison:
-    """Whether two functions are the same program, and where they first differ if not.
+    """Holds the result of `same_program`: whether two programs are the same, and their difference.
 
-    A comparison is true where they are the same, and its text says what was found.
+    A comparison is true if they are the same. Its text lists the operations or the difference.
 
     Attributes:
-      same: whether they are.
-      operations: for each of the two, the names of its operations in order; of compiled programs,
-        how often each operation occurs.
-      difference: the first difference; None where there is none.
-      compiled: whether the optimised programs were compared, or the staged ones.
+      same: Whether they are the same.
+      operations: The names of the operations of each, in order; of compiled programs, their counts.
+      difference: The first difference, or None.
+      compiled: Whether compiled programs were compared, or jaxprs.
 
     Example:
       >>> comparison = bx.same_program(lambda x: x * x, lambda x: x + x, jnp.ones(3))
@@ -64,34 +63,7 @@ class Comparison:
 def same_program(
     f: Callable[..., Any], g: Callable[..., Any], /, *args: Any, compiled: bool = False
 ) -> Comparison:
-    """Whether `f` and `g` do the same operations, and where they first differ if they do not.
-
-    Both functions are staged for the types of the arguments; nothing is computed. What does not
-    matter is not compared: names, calls (``jit``, ``checkpoint``, custom derivatives), equations
-    that nothing needs or that occur twice, the order of operands that commute, transposes that
-    cancel or that the next operation does away with, axes of size one, operations that change
-    nothing, and whether a type is weak. Constants are compared by value, loops and branches
-    by their bodies, and what ``shard_map`` runs on each device by what it is, where ``vmap`` with
-    `mesh` wrote it, too.
-
-    Functions that are the same program compute the same, up to the order in which a sum adds.
-    Those that are not may still do so: a sum of products is not a contraction, as a program.
-    Custom derivatives are not compared; differentiate both functions for that.
-
-    Args:
-      f: a function.
-      g: the function to compare it with.
-      *args: arguments for both: arrays, ``jax.ShapeDtypeStruct``, and pytrees of them.
-      compiled: compare the programs that the compiler makes of them instead, where two ways to
-        write the same often become one. Names and source lines do not count.
-
-    Returns:
-      The `Comparison`, true where the programs are the same. Printed, it lists their operations,
-      or shows the first difference with the lines of both functions that made it.
-
-    Raises:
-      ArgumentTypeError: if `f` or `g` cannot be called. What a function raises for these
-        arguments is raised as it is.
+    """Compares the operations of two functions, and reports their first difference.
 
     Example:
       >>> def f(M, v):
@@ -101,6 +73,27 @@ def same_program(
       >>> M, vs = jnp.ones((3, 5)), jnp.ones((8, 5))
       >>> print(bx.same_program(bx.vmap(f, (None, 0)), by_hand, M, vs))
       the same program: dot_general, tanh, reduce_sum
+
+    Both functions are traced, and nothing is computed. The comparison ignores names, calls
+    (``jit``, ``checkpoint``, custom derivatives), unused and repeated equations, the order of
+    operands that commute, transposes that cancel or that the next operation absorbs, axes of size
+    one, and weak types. It compares constants by value, and loops, branches, and ``shard_map`` by
+    their bodies.
+
+    Functions with the same program compute the same, up to the order of additions. Functions with
+    different programs may still compute the same.
+
+    Args:
+      f: A function.
+      g: The function to compare it with.
+      *args: Arguments for both: pytrees of arrays or ``jax.ShapeDtypeStruct``.
+      compiled: Whether to compare the compiled programs instead of the jaxprs.
+
+    Returns:
+      A `Comparison`, which is true if the programs are the same.
+
+    Raises:
+      ArgumentTypeError: `f` or `g` is not callable.
     """
     for name, fun in (("f", f), ("g", g)):
         if not callable(fun):

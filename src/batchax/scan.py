@@ -71,72 +71,6 @@ def scan(
 ) -> Batched[Concatenate[Any, P], tuple[Carry, Any], tuple[Carry, Any]]:
     """Loops `fun`, a function of one step, over an axis of its arguments.
 
-    ``lax.scan`` as a transformation in the manner of `vmap`: with ``in_axes=(1, None)`` and
-    ``out_axes=1`` it runs ``carry, ys[:, t] = fun(carry, xs[:, t], params)`` for each `t` in
-    turn. Prefer it to ``lax.scan`` where the axis of the steps is not the first one (the arrays are
-    read and written where they are, without a transposed copy), where some arguments are
-    the same at every step, or are no arrays, or where a step takes several arguments.
-    With everything along axis 0 it is ``lax.scan``.
-
-    Derivatives are those of ``lax.scan`` between transposes: they take its time and its memory. A
-    policy of ``jax.checkpoint`` around the scan does not see into its steps; around what a step
-    does, it does.
-
-    Args:
-      fun: the function of one step: ``(carry, *xs) -> (carry, ys)``. The carry is a
-        pytree of arrays whose structure, shapes and dtypes stay the same from step to
-        step; `ys` is a pytree of arrays, or None.
-      in_axes: where the axis of the steps is in each of the arguments after the carry.
-        An int for all of them; None for "the same at every step" (which may be any
-        Python object, and may be branched on); a tuple or list with an entry for each
-        positional argument after the carry, which may be a tree that is a prefix of the
-        argument; a dict by parameter name, which also reaches keyword arguments (those
-        not named: 0); or, in place of an int, a callable ``leaf -> int | None`` that is
-        asked for each leaf below. Negative axes count from the end of the whole array.
-        Keyword arguments: 0. ``batchax.tiles(size=64)`` gives each step a block, and
-        ``batchax.split_key`` a random key of its own.
-      out_axes: where the axis of the steps goes in each of the `ys`: an int (a negative
-        one counts from the end of the stacked array); None for an output that is the same at
-        every step, which comes back without that axis; or a tree of those that is a prefix
-        of `ys`.
-      length: number of steps; needed only when no argument is mapped.
-      reverse: whether the steps run from the last entry to the first. Each step's `ys`
-        are stored at the same entry that its arguments were read from.
-      unroll: how many steps to write out in each iteration of the compiled loop, or
-        whether to write out all of them; as for ``lax.scan``.
-      until: a function of the carry that says whether to stop: asked before each step, and
-        once it returns true no further step is taken. The carry is then what it was, and the
-        `ys` of steps not taken are zeros. The time, also of derivatives, follows the steps
-        taken; in reverse about ``2 * sqrt(length)`` carries are kept beside the arrays that
-        are scanned, and steps are recomputed from those. Under `vmap` the loop ends with
-        the last lane; others leave it, or are masked.
-      progress: whether to show how many steps are done, at what rate, and the time left, in a
-        terminal or notebook; or a function that is called with the steps done and those there
-        are, from a thread of JAX. About fifty times at most, inside of `jit`, too.
-
-    Returns:
-      A function ``(init, *xs, **kwargs) -> (carry, ys)``, from the first carry and the
-      whole arrays to the last carry and the stacked `ys`. An `x` of shape
-      ``(*before, length, *after)`` mapped over axis ``len(before)`` reaches `fun` with
-      shape ``(*before, *after)``; an output of `fun` of shape ``(*before, *after)`` comes
-      back with shape ``(*before, length, *after)``.
-
-    Raises:
-      AxisError: (a ValueError) sizes that disagree, with each other or with `length`, an
-        axis out of range, a specification that does not fit its argument or output, an
-        unknown parameter name, nothing mapped and no `length`, or an output that may differ
-        between steps where `out_axes` says None.
-      ArgumentTypeError: (a TypeError) `fun` is not callable or does not return a pair,
-        its carry does not keep its structure, shapes and dtypes, an argument to be mapped
-        or an output is not an array, or an option has the wrong type.
-      UnsupportedError: (a NotImplementedError) a reference (``jax.new_ref``) is mapped
-        over another axis than its first, or is used together with `until`; or there are both
-        `until` and `unroll`; or, with `until`, steps that do input or output are
-        differentiated.
-
-    References:
-      With `until`, what reverse mode keeps: as for `bounded_while`.
-
     Example:
       >>> def step(carry, x, w):
       ...     carry = jnp.tanh(w @ carry + x)
@@ -145,6 +79,51 @@ def scan(
       >>> last, ys = bx.scan(step, in_axes=(1, None), out_axes=1)(init, xs, w)
       >>> last.shape, ys.shape
       ((3,), (3, 50))
+
+    A ``lax.scan`` with the interface of `vmap`, and with early exit. Use it where the axis of the
+    steps is not the first (arrays are read and written in place, without a transposed copy), where
+    arguments are shared by all steps, or where a loop ends early. Derivatives take
+    the time and memory of ``lax.scan`` between transposes.
+
+    Args:
+      fun: The function of one step: ``(carry, *xs) -> (carry, ys)``. The carry is a pytree of
+        arrays, whose structure, shapes, and dtypes do not change. `ys` is a pytree of arrays, or
+        None.
+      in_axes: The axis of the steps in each argument after the carry, as for `vmap`: an int, None
+        for a shared argument (any Python object), a tuple, a dict by parameter name, or a callable
+        ``leaf -> int | None``. Keyword arguments have 0. ``batchax.tiles(size=64)`` passes each
+        step a block, and ``batchax.split_key`` its own random key.
+      out_axes: The axis of the steps in each of the `ys`: an int; None for an output that is the
+        same at each step; or a prefix pytree of these.
+      length: The number of steps. Needed only if no argument is mapped.
+      reverse: Whether the steps run from the last entry to the first.
+      unroll: The number of steps in each iteration of the compiled loop, or whether to unroll all;
+        as for ``lax.scan``.
+      until: A function of the carry, evaluated before each step. If it is true, no further step is
+        taken: the carry stays, and the other `ys` are zeros. The time depends on the steps taken.
+        Reverse mode saves about ``2 * sqrt(length)`` carries, and recomputes the other steps. Under
+        `vmap`, finished lanes leave the loop or are masked.
+      progress: Whether to show the number of steps, the rate, and the time left; or a function of
+        the finished and the total number of steps. About fifty calls at most, inside of `jit`, too.
+
+    Returns:
+      A function ``(init, *xs, **kwargs) -> (carry, ys)`` of the first carry and the whole arrays.
+      It returns the last carry and the stacked `ys`. An `x` of shape ``(*before, length, *after)``
+      mapped over axis ``len(before)`` reaches `fun` with shape ``(*before, *after)``.
+
+    Raises:
+      AxisError: (a ValueError) Sizes disagree, an axis is out of range, a specification does not
+        fit its argument or output, a parameter name is unknown, no argument is mapped and `length`
+        is missing, or an output with axis None may differ between steps.
+      ArgumentTypeError: (a TypeError) `fun` is not callable or does not return a pair, the carry
+        changes its structure, shapes, or dtypes, a mapped argument or an output is not an array, or
+        an option has the wrong type.
+      UnsupportedError: (a NotImplementedError) A reference (``jax.new_ref``) is mapped over another
+        axis than its first, or used with `until`; `until` is used with `unroll`; or, with `until`,
+        steps with input or output are differentiated.
+
+    References:
+      Saved carries with `until`: as for `bounded_while`.
     """
     check_callable("scan", "a function of one step", fun)
     check_in_axes(_after_carry(fun, None), in_axes, "scan")
@@ -243,7 +222,7 @@ def _check_arrays(mapped: Sequence[Mapped]) -> None:
             raise ArgumentTypeError(
                 f"{m.path} is a {type(m.value).__name__}, whose rows differ in length; the steps "
                 "of a scan have one shape. To scan over each row use lax.scan in the function of a "
-                "row, under batchax.vmap; to scan over the rows give to_padded()."
+                "row, under batchax.vmap; to scan over the rows, pass to_padded()."
             )
 
 

@@ -22,30 +22,26 @@ R = TypeVar("R")
 def sequential_vmap(fun: Callable[P, R]) -> custom_vmap[P, R]:
     """Makes `fun` run one example at a time wherever it is batched.
 
-    For a function that needs too much memory for several lanes at once, whose lanes are
-    to have their effects in order, or that does less for one lane than for many (a
-    branch not taken, a loop that ends early).
-
-    Under several vmaps the loops are nested. Effects (prints, ``io_callback``) come in
-    order of the lanes. It may be differentiated, in reverse mode too (that of JAX,
-    ``jax.custom_batching.sequential_vmap``, may not): a derivative keeps the arguments of
-    all lanes and computes each lane again.
-
-    Args:
-      fun: a function of one example. Its arguments are as for `custom_vmap`.
-
-    Returns:
-      A `custom_vmap` function whose batching rule is a loop.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) `fun` is not callable.
-
     Example:
       >>> @bx.sequential_vmap
       ... def largest(m):  # one matrix in memory at a time
       ...     return jnp.max(m @ m.T)
       >>> print(bx.vmap(lambda x: largest(jnp.outer(x, x)))(jnp.ones((4, 3))))
       [3. 3. 3. 3.]
+
+    For functions that need too much memory for several lanes, whose effects must run in order, or
+    that do less work for one lane than for many (a branch that is not taken, a loop that ends
+    early). Unlike ``jax.custom_batching.sequential_vmap``, it has a reverse mode, which stores the
+    arguments of all lanes and recomputes each lane. Effects run in the order of the lanes.
+
+    Args:
+      fun: A function of one example, with arguments as for `custom_vmap`.
+
+    Returns:
+      A `custom_vmap` function whose batching rule is a loop.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `fun` is not callable.
     """
     check_callable("sequential_vmap", "a function of one example", fun)
     sequential = custom_vmap(fun)

@@ -20,23 +20,7 @@ from batchax.jaxprs.words import Value
 
 @_compat.api_boundary
 def stack(trees: Sequence[Any]) -> Any:
-    """Trees of one structure as one, whose arrays have one more axis, in front.
-
-    What `vmap` maps over, of an ensemble of models or a list of states.
-
-    Args:
-      trees: pytrees of one structure. Arrays and numbers at one place have one shape and dtype;
-        whatever else there is (a function, a string) is the same in all. A bool of Python's that
-        is the same in all stays one: models say by such how they are to run.
-
-    Returns:
-      A pytree of that structure, whose arrays have shape ``(len(trees), ...)``.
-
-    Raises:
-      AxisError: (a ValueError) there is no tree; or two differ in structure, or in the shape, dtype
-        or value of a leaf: the message names the first such leaf, and the trees.
-      ArgumentTypeError: (a TypeError) a leaf is a `Ragged`, a sparse matrix or another container;
-        or `trees` is no list.
+    """Stacks a list of pytrees along a new leading axis.
 
     Example:
       >>> models = [{"w": jnp.full((3, 2), i), "name": "linear"} for i in range(4)]
@@ -45,6 +29,20 @@ def stack(trees: Sequence[Any]) -> Any:
       >>> apply = lambda w, x: w @ x
       >>> bx.vmap(apply, (0, None))(bx.stack(models)["w"], jnp.ones(2)).shape
       (4, 3)
+
+    Args:
+      trees: Pytrees of one structure, such as models or states. Corresponding arrays and numbers
+        have one shape and dtype. Other leaves (functions, strings), and Python bools, must be the
+        same in all, and are kept.
+
+    Returns:
+      A pytree of that structure, whose arrays have shape ``(len(trees), ...)``.
+
+    Raises:
+      AxisError: (a ValueError) The list is empty; or two pytrees differ in structure, or in the
+        shape, dtype, or value of a leaf, which the message names.
+      ArgumentTypeError: (a TypeError) A leaf is a `Ragged`, a sparse matrix, or another container;
+        or `trees` is not a list.
     """
     trees = checked_list("stack", "trees", trees)
     if not trees:
@@ -69,19 +67,19 @@ def stack(trees: Sequence[Any]) -> Any:
 
 @_compat.api_boundary
 def unstack(tree: Any) -> list[Any]:
-    """The trees that `stack` made one of: arrays without their first axis, rows of a `Ragged`.
+    """Splits a pytree along the leading axis of its arrays: the inverse of `stack`.
 
     Args:
-      tree: a pytree whose arrays have shapes ``(n, ...)``, the same `n` for all; a `Ragged` has
-        `n` rows. What is neither, and a bool of Python's, is in each of the trees.
+      tree: A pytree whose arrays have shapes ``(n, ...)`` with one `n`; a `Ragged` has `n` rows.
+        Other leaves, and Python bools, are copied to each result.
 
     Returns:
-      A list of `n` trees.
+      A list of `n` pytrees.
 
     Raises:
-      AxisError: (a ValueError) there is no array, or first axes are missing or differ in size.
-      ArgumentTypeError: (a TypeError) a leaf is a sparse matrix or another container, or a `Ragged`
-        whose lengths are traced.
+      AxisError: (a ValueError) There is no array, or the first axes are missing or differ in size.
+      ArgumentTypeError: (a TypeError) A leaf is a sparse matrix or another container, or a `Ragged`
+        with traced lengths.
 
     Example:
       >>> models = bx.unstack({"w": jnp.arange(6).reshape(3, 2)})

@@ -50,7 +50,7 @@ class Tiles(AxisSpec):
         parts = self.count if self.size is None else self.size
         if parts is None:
             raise AxisError(
-                f"in_axes gives {self!r} for {path}: give the size of a tile, or count."
+                f"in_axes gives {self!r} for {path}. Pass the size of a tile, or count."
             )
         rest = total % parts
         if rest and self.last == "error":
@@ -101,31 +101,32 @@ def tiles(
     axis: int = 0,
     last: Literal["error", "short"] = "error",
 ) -> Tiles:
-    """In `in_axes`, blocks of an axis as lanes; in `out_axes`, blocks joined along an axis.
-
-    The function sees blocks of `size` elements along `axis`, one after another: as by
-    ``x.reshape(n // size, size, d)``, `vmap` and a reshape back. Nothing is copied.
-
-    Args:
-      size: how many elements along `axis` a block has.
-      count: how many blocks there are, in place of `size`. Neither is needed in `out_axes`.
-      axis: of the whole array in `in_axes`, and of the joined one in `out_axes`; a negative one
-        counts from the end.
-      last: what happens where blocks of `size` leave a rest. "error": an error says so. "short":
-        the last block is shorter. The function then sees rows with a symbolic size, as those of
-        a `Ragged`; give it in `out_axes`, too.
-
-    Returns:
-      What `in_axes` and `out_axes` of `vmap` take in place of an int.
-
-    Raises:
-      ArgumentTypeError: an argument is of the wrong type, or both `size` and `count` are given.
+    """Maps over blocks of an axis (`in_axes`), or joins blocks along an axis (`out_axes`).
 
     Example:
       >>> def attention(x):  # tokens attend to those of their block
       ...     return jax.nn.softmax(x @ x.T) @ x
       >>> bx.vmap(attention, bx.tiles(size=64), bx.tiles())(jnp.ones((256, 8))).shape
       (256, 8)
+
+    The function sees blocks of `size` elements along `axis`, as by ``x.reshape(n // size, size,
+    d)``, `vmap`, and a reshape back, without a copy.
+
+    Args:
+      size: The number of elements of a block along `axis`.
+      count: The number of blocks, in place of `size`. `out_axes` needs neither.
+      axis: The axis of the whole array, or of the joined one. Negative ints count from the end.
+      last: What happens if `size` does not divide the axis.
+
+        - "error" (default): the call raises.
+        - "short": the last block is shorter. The function sees rows with a symbolic size, as those
+          of a `Ragged`. Pass it in `out_axes`, too.
+
+    Returns:
+      A value for `in_axes` and `out_axes` of `vmap`.
+
+    Raises:
+      ArgumentTypeError: An argument has the wrong type, or both `size` and `count` are passed.
     """
     for name, n in (("size", size), ("count", count)):
         if n is not None and not (is_position(n) and n > 0):
@@ -135,7 +136,7 @@ def tiles(
     check_one_of("tiles(): last", last, "error", "short")
     if count is not None and (size is not None or last == "short"):
         other = "size" if size is not None else 'last="short"'
-        raise ArgumentTypeError(f"tiles(): give count or {other}, not both.")
+        raise ArgumentTypeError(f"tiles(): pass count or {other}, not both.")
     return Tiles(size, count, int(axis), last)
 
 
@@ -158,7 +159,7 @@ def _checked(spec: Tiles, what: str, value: Value, path: str) -> tuple[tuple[int
         raise AxisError(f"{what} gives {spec!r} for {path}, which has shape (): it has no axis.")
     if not -len(shape) <= spec.axis < len(shape):
         raise AxisError(
-            f"{what} gives {spec!r} for {path}, which has shape {shape}: give an axis in "
+            f"{what} gives {spec!r} for {path}, which has shape {shape}. Pass an axis in "
             f"[{-len(shape)}, {len(shape)})."
         )
     axis = spec.axis % len(shape)

@@ -101,115 +101,121 @@ def vmap(
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     progress: bool | Callable[[int, int], Any] = False,
 ) -> Batched[P, Out, Any]:
-    """Batches `fun`, a function of one example, over an axis of its arguments.
-
-    A drop-in for ``jax.vmap``: ``vmap(fun)(xs)[i] == fun(xs[i])`` for each lane
-    `i`, computed for all lanes at once.
-
-    Args:
-      fun: the per-example function. Its arguments and results are pytrees of
-        arrays; an argument with axis None may be any Python object.
-      in_axes: where the batch axis of each argument is. An int for all of them;
-        None for "the same for every lane"; a tuple or list with an entry for
-        each positional argument, which may be a tree that is a prefix of the
-        argument; a dict by parameter name, which also reaches keyword arguments
-        (those not named: 0); or, in place of an int, a callable
-        ``leaf -> int | None`` that is asked for each leaf below. Negative axes
-        count from the end of the batched array. An int for a whole tree is for its
-        arrays: objects that are none, such as functions, reach `fun` as they are. An
-        argument given by keyword has the entry of its parameter in a tuple, and 0 if there is
-        none. A `Ragged` is mapped over
-        its rows by 0, or by ``batchax.ragged("n")``, which names the size of a row. Beside a
-        position there may be ``batchax.tiles(size=64)``, blocks of an axis as lanes;
-        ``batchax.split_key``, one random key, of which each lane gets one of its own; and
-        ``batchax.size("n", max_size=16)``, a size for each lane.
-      out_axes: where the batch axis of each output goes: an int, None for an
-        output that does not depend on the batch, ``batchax.AUTO``,
-        ``batchax.Reduce("mean")``, ``batchax.tiles()``, ``batchax.ragged("n")``, a
-        callable that returns one of those for each leaf, or a tree of those that is a
-        prefix of the output. A dict may name some of the keys of a dict, or of the fields
-        of a NamedTuple or dataclass; the others have 0. An object in a tree that is no
-        array comes out as it is, if it is the same each time that `fun` is traced.
-      axis_name: a name for the axis, for collectives such as ``jax.lax.psum``.
-      axis_size: number of lanes; needed only when no argument is mapped.
-      spmd_axis_name: name, or names, of the mesh axis that the batch axis is
-        sharded over: it is added to the sharding annotations inside `fun`.
-      sum_match: whether outputs that depend on the batch are summed over it where `out_axes` says
-        None, and others left alone; if not, the former are an error. For one output
-        ``batchax.Reduce("sum", unmapped="keep")`` says the same.
-      batch_size: how many lanes run at a time. None: all. An int: at most so many,
-        in a loop that needs memory for the intermediate values of one chunk, in
-        reverse mode too. "auto": of those that fit `memory_limit`, by the compiler's account, as
-        many as the cost model predicts to be fastest, for the program as it is used: forward or
-        as a derivative.
-      memory_limit: bytes, or a string such as "2GiB", for "auto"; if not given, what
-        the device has free. `batch_size_choices` says what was chosen and why.
-      residuals: what reverse mode does in chunks. "recompute" computes each chunk
-        again when its cotangents are known; "keep" stores what all chunks computed, which
-        can take less time, and takes at least as much memory as without chunks.
-      divergence: what lanes do that are done with a loop, or do not take a branch. "predicate":
-        they take part until all are done, masked, as in ``jax.vmap``. "compact": lanes that are
-        done leave a loop, others take their places, and a branch runs for the lanes that take
-        it. `Compact` sets how. "auto": so it is where it surely pays, on CPUs: in loops of
-        expensive steps, and expensive branches. All else is masked.
-      small_matrices: how small matrices are decomposed and multiplied, of which each lane has its
-        own. "library": by a call of a library of linear algebra for each. "vectorized": on
-        CPUs, an element of all lanes at a time, for sizes and numbers of lanes for which that
-        takes less time. "auto": as "vectorized", except where the function reads results that
-        are not unique, such as eigenvectors. Those are the library's at any batch size.
-      layout: how rows of `Ragged` arguments are held while they are computed. "packed": one
-        after another, wherever each element of a row is computed by itself, or the row is
-        reduced. "padded": as arrays of one size, in which padding is masked. "grouped": rows of
-        one length together, for which lengths must be known. "auto": packed and padded, for
-        each part of the function what costs less; grouped for a function that cannot be
-        computed exactly otherwise; in a program, padded to several sizes where that costs less:
-        in groups of known lengths, in size buckets, as `buckets` says, of traced ones.
-      buckets: rows of `Ragged` arguments run in groups of similar length, each padded to its
-        longest only: at most so many groups, or those of ``batchax.bucket(x)``. Where lengths are
-        traced, an int: each row is padded to the least that it fits of `max_length`, half of it,
-        a quarter and so on, in at most so many sizes.
-      mesh: the devices to spread lanes over, each of which runs its lanes, `batch_size` of them at
-        a time. "all": every device. A ``jax.sharding.Mesh``: all axes of it; a tuple of one and the
-        name of an axis, or of names: those, and what is sharded over others stays as it is. Types
-        of results tell of it where ``jax.set_mesh`` has set it, or types of arguments do. Where
-        lanes do not come out even the last is repeated, and counts once. On several processes,
-        all of which make the call, arrays of NumPy are the whole batch; ``batchax.local(x)`` is a
-        process's own rows. None: lanes stay where they are. Where arguments tell of a mesh that
-        lanes are spread over, each device runs its own then, too, if that spares exchanges: in
-        loops, Fourier transforms and the like.
-      progress: whether to show how many chunks are done, at what rate, and the time left, in a
-        terminal or notebook; or a function that is called with the chunks done and those there
-        are, from a thread of JAX. It goes with `batch_size`, and is for inside of `jit`, too.
-
-    Returns:
-      A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
-      length of a row are `Ragged`.
-
-    Raises:
-      AxisError: (a ValueError) sizes that disagree, an axis out of range, a
-        specification that does not fit its argument or output, an unknown
-        parameter name, nothing mapped and no `axis_size`, or an output that
-        depends on the batch where `out_axes` says None.
-      ArgumentTypeError: (a TypeError) `fun` is not callable, an argument to be
-        mapped or an output is not an array, or an option has the wrong type, or no effect.
-      MemoryLimitError: (a ValueError) `memory_limit` is too little for one lane.
-      ProcessesError: (a RuntimeError) with `mesh`, outside of `jit`, not all processes make the
-        call, or not the same.
-      UnsupportedError: (a NotImplementedError) the function cannot be batched, or
-        not in chunks: the message says what of it.
-
-    Warns:
-      SmallerChunksWarning: memory ran out, outside of `jit`, with chunks of `batch_size`
-        lanes, and the call continues with fewer.
+    """Maps `fun`, a function of one example, over a batch.
 
     Example:
-      >>> def predict(w, x):  # of one example
+      >>> def predict(w, x):  # one example
       ...     return jnp.tanh(w @ x)
       >>> w, xs = jnp.ones((3, 5)), jnp.ones((8, 5))
       >>> bx.vmap(predict, in_axes=(None, 0))(w, xs).shape
       (8, 3)
       >>> bx.vmap(predict, (None, 0), bx.Reduce("mean"), batch_size=2)(w, xs).shape
       (3,)
+
+    A drop-in for ``jax.vmap``: ``vmap(fun)(xs)[i] == fun(xs[i])`` for each lane (example) `i`.
+
+    Args:
+      fun: The function of one example. Arguments and results are pytrees of arrays. An argument
+        with axis None may be any Python object.
+      in_axes: The batch axis of each argument. Keyword arguments have the entry of their parameter,
+        or 0. One of
+
+        - an int for all arguments; negative ints count from the end. An int for a pytree is for its
+          arrays; other objects in it, such as functions, reach `fun` unchanged.
+        - None: the argument is shared by all lanes.
+        - a tuple or list with an entry for each positional argument, each of which may be a prefix
+          pytree of the argument.
+        - a dict by parameter name; other parameters have 0.
+        - a callable ``leaf -> int | None``.
+        - ``batchax.ragged("n")``: the rows of a `Ragged` (as 0), with a name for their size.
+        - ``batchax.tiles(size=64)``: blocks of an axis as lanes.
+        - ``batchax.split_key``: one random key, from which each lane gets its own.
+        - ``batchax.size("n", max_size=16)``: a size for each lane.
+      out_axes: The batch axis of each output. A prefix pytree of the output, or a dict for some of
+        its keys or fields, of
+
+        - an int.
+        - None: the output does not depend on the batch.
+        - ``batchax.AUTO``: 0 if the output depends on the batch, else None.
+        - ``batchax.Reduce("mean")``: the output is reduced over the batch.
+        - ``batchax.tiles()``: blocks are joined along an axis.
+        - ``batchax.ragged("n")``: the output is a `Ragged`.
+        - a callable that returns one of these for a leaf.
+      axis_name: A name of the axis for collectives such as ``jax.lax.psum``.
+      axis_size: The number of lanes. Needed only if no argument is mapped.
+      spmd_axis_name: The name or names of the mesh axis that the batch axis is sharded over. It is
+        added to the sharding annotations inside `fun`.
+      sum_match: Whether outputs with ``out_axes=None`` are summed over the batch if they depend on
+        it. If False (default), such outputs raise.
+      batch_size: The number of lanes that run at a time. The last chunk may be smaller.
+
+        - None (default): all lanes.
+        - an int: memory holds the intermediate values of one chunk, in reverse mode, too.
+        - "auto": the size that the cost model predicts to be fastest, of those that fit
+          `memory_limit` by XLA's memory analysis.
+      memory_limit: Bytes, or a string such as "2GiB", for "auto". Default: the free memory of the
+        device. `batch_size_choices` lists the choices.
+      residuals: What reverse mode does in chunks.
+
+        - "recompute" (default): recomputes a chunk when the backward pass reaches it.
+        - "keep": stores the residuals of all chunks, which takes less time and more memory.
+      divergence: What lanes do that have finished a loop or do not take a branch.
+
+        - "auto" (default): lanes diverge where the cost model predicts no slowdown, in loops of
+          expensive steps and in expensive branches, on CPUs and GPUs. Elsewhere they are masked.
+        - "compact": finished lanes leave a loop, waiting lanes refill the freed slots, and a branch
+          runs for the lanes that take it. `Compact` has options.
+        - "predicate": all lanes take part, masked, until all are done, as in ``jax.vmap``.
+      small_matrices: How small matrices, one for each lane, are decomposed and multiplied.
+
+        - "auto" (default): as "vectorized", except where the function reads results that are not
+          unique, such as eigenvectors.
+        - "library": by a call of a linear algebra library for each matrix.
+        - "vectorized": on CPUs, an element of all lanes at a time, where that is faster.
+      layout: How rows of `Ragged` arguments are stored while they are computed.
+
+        - "auto" (default): packed or padded, for each part of the function the one with the lower
+          estimated cost; grouped where the function cannot be computed exactly otherwise.
+        - "packed": all elements follow one another, wherever possible.
+        - "padded": arrays of one size, in which padding is masked.
+        - "grouped": rows of one length run together. Lengths must be known.
+      buckets: The number of groups of rows of similar length, or the groups of
+        ``batchax.bucket(x)``. Each group is padded to its longest row. With traced lengths, an int:
+        each row is padded to `max_length`, a half, a quarter, and so on, in at most that many
+        sizes.
+      mesh: The devices that lanes are sharded over. Each runs its lanes, `batch_size` at a time.
+
+        - None (default): lanes stay where they are. If types of arguments carry a mesh that lanes
+          are sharded over, loops, Fourier transforms, and similar operations run on each device's
+          lanes.
+        - "all": every device.
+        - a ``jax.sharding.Mesh``, or a tuple of one and the name or names of its axes.
+
+        If lanes do not divide evenly, the last is repeated, and counts once. With several
+        processes, all make the call with the whole batch, or with their own rows as
+        ``batchax.local(x)``.
+      progress: Whether to show the number of finished chunks, the rate, and the time left; or a
+        function of the finished and the total number of chunks. It needs `batch_size`, and works
+        inside of `jit`.
+
+    Returns:
+      A function of the same parameters as `fun`, over batches. Outputs whose size depends on the
+      length of a row are `Ragged`.
+
+    Raises:
+      AxisError: (a ValueError) Sizes disagree, an axis is out of range, a specification does not
+        fit its argument or output, a parameter name is unknown, no argument is mapped and
+        `axis_size` is missing, or an output with axis None depends on the batch.
+      ArgumentTypeError: (a TypeError) `fun` is not callable, a mapped argument or an output is not
+        an array, or an option has the wrong type or no effect.
+      MemoryLimitError: (a ValueError) `memory_limit` is too small for one lane.
+      ProcessesError: (a RuntimeError) With `mesh`, outside of `jit`, the processes do not all make
+        the same call.
+      UnsupportedError: (a NotImplementedError) The function cannot be batched, or not in chunks.
+
+    Warns:
+      SmallerChunksWarning: Outside of `jit`, memory ran out with `batch_size` lanes, and the call
+        continues with smaller chunks.
     """
     check_callable("vmap", "a function of one example", fun)
     check_in_axes(fun, in_axes)

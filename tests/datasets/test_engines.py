@@ -251,8 +251,8 @@ def test_errors_that_cannot_be_pickled(x, processes):
 
 def test_what_is_no_executor_or_cannot_be_one(x, processes):
     wrong = [
-        ("threads", bx.ArgumentTypeError, 'give "processes:4"'),
-        ("processes:0", bx.ArgumentTypeError, 'give "processes:4"'),
+        ("threads", bx.ArgumentTypeError, 'Pass "processes:4"'),
+        ("processes:0", bx.ArgumentTypeError, 'Pass "processes:4"'),
         ("shard:4/3", bx.ArgumentTypeError, "numbers go from 0 to 2"),
         (3, bx.ArgumentTypeError, "got 3 of type int"),
         (ProcessPoolExecutor(1), bx.UnsupportedError, "forks its processes"),
@@ -265,7 +265,7 @@ def test_what_is_no_executor_or_cannot_be_one(x, processes):
     large = np.broadcast_to(np.float32(0), (2**25, 1))
     with pytest.raises(bx.UnsupportedError, match="rows in the memory of this process"):
         bx.map(jnp.sin, large, out="y.npy", executor=processes, batch_size=2**20, version="1")
-    with open("x.npy") as file, pytest.raises(bx.ArgumentTypeError, match="cannot be handed to"):
+    with open("x.npy") as file, pytest.raises(bx.ArgumentTypeError, match="cannot be pickled"):
         bx.map(lambda x: (file.name, x)[1], "x.npy", out="z.npy", executor=processes)
 
 

@@ -125,10 +125,10 @@ def test_a_description_that_is_damaged_or_gone(out):
     content = path.read_bytes()
     for damaged in (b"", content[:50], content.replace(b"20", b"21", 1)):
         path.write_bytes(damaged)
-        with pytest.raises(JobError, match=r"job\.json is damaged, .* Put a copy back, or delete"):
+        with pytest.raises(JobError, match=r"job\.json is damaged, .* Restore it, or delete"):
             opened(out)
     path.unlink()
-    with pytest.raises(JobError, match=r"has a journal, but job\.json is gone"):
+    with pytest.raises(JobError, match=r"job\.json is missing from"):
         opened(out)
 
 

@@ -317,7 +317,7 @@ MISTAKES = {
     "not an array": (TypeError, "out.*str", lambda x: bx.map(lambda x: "a", x)),
     "tiles": (
         bx.ArgumentTypeError,
-        "along an axis, so give its number",
+        "along an axis, so pass its number",
         lambda x: bx.map(lambda x: x, x, in_axes=bx.tiles(2)),
     ),
 }

@@ -180,14 +180,14 @@ class Fixed(Store):
 
 
 REFUSED = [
-    (lambda: bx.map(jnp.sum, iter([])), bx.ArgumentTypeError, "has no rows, and so nobody knows"),
+    (lambda: bx.map(jnp.sum, iter([])), bx.ArgumentTypeError, "has no rows, so the shapes"),
     (lambda: bx.map(jnp.sum, iter(X), X), bx.UnsupportedError, "some are arrays"),
     (lambda: bx.map(jnp.sum, X, batched=True), bx.ArgumentTypeError, "no argument is one"),
     (lambda: bx.map(jnp.sum, X, stream_id="x"), bx.ArgumentTypeError, "no argument is one"),
     (lambda: bx.map(jnp.sum, iter(X), stream_id=3), bx.ArgumentTypeError, "stream_id must be"),
     (lambda: bx.map(jnp.sum, iter(X), batched=1), bx.ArgumentTypeError, "batched must be"),
     (lambda: bx.map(jnp.sum, iter(X), out="y.npy", executor="processes:1"), bx.UnsupportedError,
-     "no other process can read"),
+     "other processes cannot read"),
     (lambda: bx.map(jnp.sin, iter(X), out="y.npy", out_axes=1, **SIZES), bx.ArgumentTypeError,
      r"rows along axis 1, and a \.npy file that grows .* grows along axis 0"),
     (lambda: Fixed(Path("y.fixed"), [Leaf("", (0,), np.dtype("f4"), grows=True)], 1),

@@ -475,7 +475,7 @@ def test_plans_that_batchax_did_not_make(x, change):
     del content["crc32c"]
     content["plan"] |= change
     path.write_bytes(sealed(content))
-    with pytest.raises(bx.BatchaxError, match=r"job\.json.*(did not write|so somebody changed it)"):
+    with pytest.raises(bx.BatchaxError, match=r"job\.json.*(did not write|was changed)"):
         quiet(same, x, out="y.npy", batch_size=2)
 
 

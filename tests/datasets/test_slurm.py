@@ -83,7 +83,7 @@ def test_units_are_those_that_were_counted(capsys):
     ("more", "says"),
     [
         ("--shards 0", "no number of tasks"),
-        ("--executor processes:2", "give no --executor"),
+        ("--executor processes:2", "Remove --executor"),
         ("--out memory://a/y.zarr", "no other task sees"),
         ("--in none.npy", "no such file"),
         ("--out ftp://a/y.zarr", "ftp:// address"),
@@ -123,7 +123,7 @@ def test_status_follows_a_job_until_it_is_finished(capsys):
         for line in follow("y.zarr", 0.01):
             lines.append(line)
             first.set()
-            if "nobody at work" in line:
+            if "no process at work" in line:
                 half.set()
 
     def stop(done, total):

@@ -151,8 +151,8 @@ def test_other_options_are_another_call():
         ("y.parquet", {"row_group_size": 0}, "row_group_size"),
         ("y.parquet", {"store_schema": False}, "store_options.*other columns"),
         ("y.parquet", {"where": "elsewhere"}, "'where'"),
-        ("y.npy", {"codecs": ZSTD}, r"store_options.*\.npy.*takes none"),
-        (None, {"codecs": ZSTD}, "store_options.*memory.*takes none"),
+        ("y.npy", {"codecs": ZSTD}, r"store_options.*\.npy.*has no options"),
+        (None, {"codecs": ZSTD}, "store_options.*memory.*has no options"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(out, options, match):

@@ -876,7 +876,7 @@ def test_what_has_no_rows_that_jax_has_numbers_for():
 
 @pytest.mark.parametrize("executor", ["processes:²", "processes:0", "shard:²/3"])
 def test_numbers_that_are_none(executor):
-    with pytest.raises(bx.ArgumentTypeError, match='give "processes:4"'):
+    with pytest.raises(bx.ArgumentTypeError, match='Pass "processes:4"'):
         bx.map(double, X, out="y.npy", executor=executor, progress=False)
     with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
         bx.map(double, X, out="y\0.npy", progress=False)

@@ -639,7 +639,7 @@ def test_a_program_that_is_remembered_cannot_be_explained():
     gradient(M, V, B)
     batched(M, V, B)
     jax.grad(batched)(M, V, B)
-    with pytest.raises(bx.ArgumentTypeError, match="Leave jit out, or give explain what vmap"):
+    with pytest.raises(bx.ArgumentTypeError, match="Leave jit out, or pass explain what vmap"):
         bx.explain(gradient)(M, V, B)
 
 

@@ -52,7 +52,7 @@ def kinds(findings):
         ("ragged rows run padded", packs, rows(), {"batch_size": 4}),
         ("ragged rows run grouped by length", groups, rows(), {}),
         ("ragged rows run grouped by length", packs, rows(), {"layout": "grouped"}),
-        ("packed rows have room to spare", packs, rows(spare=200), {}),
+        ("packed rows have spare capacity", packs, rows(spare=200), {}),
     ],
 )
 def test_is_found(kind, fun, x, options):

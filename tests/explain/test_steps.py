@@ -141,7 +141,7 @@ def test_random_programs(seed, options):
 def test_in_chunks_masked_lanes_wait_for_those_of_their_chunk():
     (step,) = steps_of(count_down, NUMBERS, batch_size=2)
     assert (step.needed, step.done, step.masked, step.longest) == (28, 2 * (3 + 7 + 12), 44, 12)
-    assert (step.of_use, step.bound) == (28 / 44, 28 / 44)
+    assert (step.utilization, step.bound) == (28 / 44, 28 / 44)
 
 
 def bounded(n):
@@ -166,7 +166,7 @@ def test_lanes_with_lanes_of_their_own_count_as_one():
     merged = lambda row: bx.vmap(count_down, divergence=FORCED)(row).sum()
     (step,) = steps_of(merged, rows, divergence=FORCED)
     assert step.why == "it runs lanes of an inner vmap, too"
-    assert step.needed is step.done is step.of_use is None
+    assert step.needed is step.done is step.utilization is None
 
 
 def test_what_is_shared_and_what_lanes_meet_in():
@@ -287,7 +287,7 @@ def test_faces_show_counts():
     assert (step.equation, step.needed, step.done) == ("1", 28, 72)
     assert "while  masked  28 of 72, 39%; bound 39%" in str(explanation)
     (data,) = explanation.to_dict()["steps"]
-    assert (data["needed"], data["done"], data["of_use"]) == (28, 72, 28 / 72)
+    assert (data["needed"], data["done"], data["utilization"]) == (28, 72, 28 / 72)
     assert bx.explain(count_down)(NUMBERS).steps == ()
 
 

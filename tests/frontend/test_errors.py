@@ -114,7 +114,7 @@ def test_axis_out_of_range_lists_every_argument_that_has_no_such_axis(axis):
 
 def test_numbers_have_no_axis():
     fails_as_in_jax(
-        lambda vmap: vmap(never)(X, 1.0), bx.AxisError, "args[1]: shape (), axis 0", "give None"
+        lambda vmap: vmap(never)(X, 1.0), bx.AxisError, "args[1]: shape (), axis 0", "Pass None"
     )
 
 
@@ -649,8 +649,8 @@ def test_axes_for_the_arrays_of_a_sparse_matrix():
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("in_dims", "For that of torch.func.vmap give in_axes."),
-        ("chunk_size", "For that of torch.func.vmap give batch_size."),
+        ("in_dims", "For that of torch.func.vmap, pass in_axes."),
+        ("chunk_size", "For that of torch.func.vmap, pass batch_size."),
         ("randomness", "batchax.split_key"),
         ("signature", "batchax.auto_vmap"),
         ("batchsize", "Did you mean 'batch_size'?"),
@@ -745,5 +745,5 @@ def test_arrays_of_xarray_and_pandas():
 
 def test_padding_in_the_words_of_torch():
     rows = bx.Ragged.from_rows([np.ones(2), np.ones(3)])
-    with pytest.raises(bx.ArgumentTypeError, match="give fill_value"):
+    with pytest.raises(bx.ArgumentTypeError, match="pass fill_value"):
         rows.to_padded(padding_value=0)

@@ -296,7 +296,7 @@ def test_moving_and_matching_axes():
     same(match(axis, x, 0, None, sum_match=True), x.sum(0))
     same(match(axis, x[0], None, None, sum_match=True), x[0])
     same(match(axis, 2.0, None, 0), jnp.full(5, 2.0))
-    ranges = "give an int from -2 to 1"
+    ranges = "Pass an int from -2 to 1"
     wrong = [
         (lambda: bx.move_axis(x, 0, 5), f"destination is 5, but x, of shape (5, 3), .*{ranges}"),
         (lambda: bx.move_axis(x, -3, 0), f"source is -3.*{ranges}"),

@@ -319,12 +319,12 @@ MISTAKES = {
     "a call with buckets and traced lengths": (
         lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=BUCKETS))(X),
         bx.UnsupportedError,
-        "buckets was given, but the lengths of rows are traced.*buckets=2",
+        "buckets: the lengths of rows are traced.*buckets=2",
     ),
     "a call with the name of an axis": (
         lambda: bx.vmap(lambda x: x.sum(), buckets=2, axis_name="rows")(X),
         bx.UnsupportedError,
-        "buckets was given, and axis_name 'rows'",
+        "buckets does not support axis_name='rows'",
     ),
     "a call with buckets of other lengths": (
         lambda: bx.vmap(lambda x: x.sum(), buckets=bx.bucket([1, 2]))(X),

@@ -337,7 +337,7 @@ def test_refused_outside_of_vmap(tmp_path):
         bx.compress([True], "a")
     with pytest.raises(AxisError, match="cannot be reduced"):
         bx.vmap(positive, out_axes=bx.Reduce("sum"))(X)
-    with pytest.raises(UnsupportedError, match=r"buckets was given.*finds sizes"):
+    with pytest.raises(UnsupportedError, match=r"buckets: the lengths.*finds sizes"):
         jax.jit(bx.vmap(positive, buckets=2))(ROWS)
 
 

@@ -139,7 +139,7 @@ ANY = jax.export.symbolic_shape("b")
 REFUSED = {
     "floats": (
         lambda: bx.vmap(jnp.arange, N)(np.ones(3)),
-        "give an array of ints of shape (lanes,), the size of each lane",
+        "Pass an array of ints of shape (lanes,), the size of each lane",
     ),
     "a symbolic number": (
         lambda: jax.eval_shape(bx.vmap(jnp.ones, N), jax.ShapeDtypeStruct(ANY, jnp.int32)),

@@ -180,7 +180,7 @@ MISTAKES = {
     "two names for one": (
         lambda: bx.vmap(jnp.sin, bx.ragged("n", "m"))(X),
         bx.AxisError,
-        "whose rows have one ragged axis: give a name for each",
+        "whose rows have one ragged axis. Pass a name for each",
     ),
     "rows that are not square": (
         lambda: bx.vmap(jnp.sin, bx.ragged("n", "n"))(IMAGES),

@@ -102,7 +102,7 @@ MISTAKES = {
             jnp.array([2])
         ),
         bx.ArgumentTypeError,
-        r"lengths along the axes \(0, 1\) are traced: give a bound",
+        r"lengths along the axes \(0, 1\) are traced. Pass a bound",
     ),
     "rows that differ along a third axis": (
         lambda: bx.Ragged.from_rows([np.zeros((1, 2, 3)), np.zeros((2, 1, 4))], axis=(0, 1)),
@@ -177,7 +177,7 @@ MISTAKES = {
     "lists of numbers of different dtypes": (
         lambda: bx.Ragged.from_rows([[1.0, 2], [3]]),
         bx.ArgumentTypeError,
-        r"rows\[1\] has dtype int\d+, .* give np\.asarray\(row, np\.float\d+\)",
+        r"rows\[1\] has dtype int\d+, .* Pass np\.asarray\(row, np\.float\d+\)",
     ),
     "numbers for rows": (
         lambda: bx.Ragged.from_rows([1.0, 2.0]),

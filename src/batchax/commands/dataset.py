@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
         "map",
         help="apply a function of one row to a dataset, from disk to disk",
         description="Applies a function of one row to all rows of a dataset. If it is interrupted, "
-        "or killed, the same command goes on where it was.",
+        "or killed, the same command resumes it.",
         epilog="example: batchax map model:score --in x.npy --in @weights.npz --out scores.zarr. "
         "Exit status: 0 done, 3 done except for quarantined rows, 1 failed, 130 interrupted.",
     )
@@ -51,14 +51,14 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--shard",
         metavar="I/N",
-        help="do every N-th unit only; the same command for each I, from 0 or from 1, does all",
+        help="compute every N-th unit only; run the same command for each I, from 0 or from 1",
     )
     command.set_defaults(run=_map, failed=_FAILED)
 
     command = commands.add_parser(
         "status",
-        help="how far a map is, while it runs and after",
-        description="Says how many rows of a map are done, to do and quarantined, and how fast.",
+        help="print the progress of a map, while it runs and after",
+        description="Prints how many rows of a map are done, to do, and quarantined, and the rate.",
     )
     command.add_argument("out", help="the output of the map")
     command.add_argument(
@@ -67,22 +67,22 @@ def add_to(commands: Any) -> None:
         type=float,
         const=5.0,
         metavar="SECONDS",
-        help="go on saying so until all is done, and look that often (default: 5)",
+        help="print it every so many seconds until all rows are done (default: 5)",
     )
     command.set_defaults(run=_status, failed=_FAILED)
 
     command = commands.add_parser(
         "verify",
-        help="read what a map wrote, and compare it with its checksums",
-        description="Reads all that a map wrote, and compares it with the checksums of when it was "
-        "written. What is damaged the map recomputes, when it is called again.",
+        help="compare the output of a map with its checksums",
+        description="Reads the output of a map and compares it with the checksums of its journal. "
+        "The same map recomputes damaged units.",
     )
     command.add_argument("out", help="the output of the map")
     command.set_defaults(run=_verify, failed=_FAILED)
 
 
 def add_call(command: Any) -> None:
-    """Adds to a parser what says what is computed, of what, and how."""
+    """Adds the arguments that `map` and `slurm` share to a parser."""
     command.add_argument(
         "function", help="the function of one row: module:name, or path/to/file.py:name"
     )
@@ -94,20 +94,20 @@ def add_call(command: Any) -> None:
         metavar="FILE",
         help="an argument of the function, once for each, in order: x.npy, x.zarr:array, "
         "x.h5:name, x.parquet:column, a pattern in quotes, 'year=*/x.npy', or an address, "
-        "s3://bucket/x.npy. With @ in front all rows share it (an .npz file is a dict of its "
+        "s3://bucket/x.npy. @ in front marks a shared argument (an .npz file is a dict of its "
         "arrays)",
     )
     command.add_argument(
         "--out",
         required=True,
         metavar="FILE",
-        help="where results go: y.zarr, y.npy, a folder y.parquet, or an address, s3://bucket/y.zarr",
+        help="the output: y.zarr, y.npy, a folder y.parquet, or an address, s3://bucket/y.zarr",
     )
     command.add_argument(
         "--in-axes",
         nargs="*",
         metavar="AXIS",
-        help="the axis of rows in each argument (default: 0); None: all rows share the argument",
+        help="the axis of rows in each argument (default: 0); None for a shared argument",
     )
     command.add_argument(
         "--out-axes", default="0", metavar="AXIS", help="the axis of rows in results (default: 0)"
@@ -119,79 +119,76 @@ def add_call(command: Any) -> None:
         help='how many rows are computed at a time: a number, or "auto" (the default)',
     )
     command.add_argument(
-        "--memory-limit", metavar="BYTES", help="what a batch may take at most, such as 2GiB"
+        "--memory-limit", metavar="BYTES", help="the memory limit of a batch, such as 2GiB"
     )
     command.add_argument(
         "--commit-rows",
         type=int,
         metavar="ROWS",
-        help="how many rows are written and counted as done at once, a multiple of --batch-size "
+        help="how many rows are committed at once, a multiple of --batch-size "
         "(default: half a second of work)",
     )
     add_ways(command, "rows", default="auto")
     command.add_argument(
         "--executor",
         metavar="WHO",
-        help="who computes: processes:4, or dask:tcp://host:8786 (default: threads of this "
-        "process)",
+        help="processes:4, or dask:tcp://host:8786 (default: threads of this process)",
     )
     command.add_argument(
         "--on-error",
         choices=["raise", "quarantine"],
         default="raise",
-        help="what to do about a row for which the function fails: end (the default), or set it "
-        "aside and go on",
+        help="what happens if the function fails for a row: the map ends (raise, the default), or "
+        "continues without the row (quarantine)",
     )
     command.add_argument(
         "--on-nonfinite",
         choices=["raise", "quarantine"],
-        help="what to do about a row whose results are not finite (default: nothing)",
+        help="the same for a row whose results are not finite (default: nothing)",
     )
     command.add_argument(
-        "--max-errors", type=int, metavar="ROWS", help="end when more rows than these are set aside"
+        "--max-errors", type=int, metavar="ROWS", help="end if more rows than that are quarantined"
     )
     command.add_argument(
         "--max-consecutive-errors",
         type=int,
         default=20,
         metavar="ROWS",
-        help="end when more rows than these fail in succession with one type of error, and set "
-        "none of them aside (default: 20)",
+        help="end if more rows than that fail in succession with one type of error, and "
+        "quarantine none of them (default: 20)",
     )
     command.add_argument(
         "--retry-quarantined",
         action="store_true",
-        help="recompute the rows that earlier calls set aside",
+        help="recompute the rows that earlier calls quarantined",
     )
     command.add_argument(
         "--retries",
         type=int,
         default=2,
         metavar="TIMES",
-        help="how often reading and writing are tried again if they fail (default: 2)",
+        help="how often a failed read or write is tried again (default: 2)",
     )
     command.add_argument(
         "--version",
         metavar="TEXT",
-        help="a version of a function with a host callback: batchax cannot see that it is another "
-        "one, so change this text with it",
+        help="a version of a function with a host callback, whose code batchax cannot see: change "
+        "this text with the code",
     )
     command.add_argument(
         "--inputs-by",
         choices=["file", "content"],
         default="file",
-        help="how a file is known to be the same: by path, size and time (file, the default), or "
-        "by all that it holds (content)",
+        help="how an input file is identified: by path, size and times (file, the default), or by "
+        "a checksum of its content (content)",
     )
     command.add_argument(
         "--seed",
         type=int,
         metavar="NUMBER",
-        help="the seed of a random key, of which the function gets one for each row",
+        help="the seed of a random key, from which each row gets its own",
     )
-    command.add_argument(
-        "--no-progress", action="store_true", help="say nothing while the map runs"
-    )
+    command.add_argument("--no-progress", action="store_true", help="print no progress")
 
 
 def _map(options: argparse.Namespace) -> int:
@@ -199,7 +196,7 @@ def _map(options: argparse.Namespace) -> int:
     executor = options.executor
     if options.shard is not None:
         if executor is not None:
-            raise Mistake("--shard is for a process that computes by itself: give no --executor.")
+            raise Mistake("--shard is for a process that computes by itself. Remove --executor.")
         executor = f"shard:{options.shard}"
     try:
         report = map(

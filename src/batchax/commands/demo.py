@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     command = commands.add_parser(
         "demo",
-        help="run an example on real data, and draw what it says",
+        help="run an example on real data, and draw its result",
         description="Finds which handwritten digits a classifier finds hard, by the gradient of "
         "each, and draws them. It needs matplotlib and scikit-learn: pip install 'batchax[demo]', "
         "or '.[demo]' in a checkout.",

@@ -43,15 +43,15 @@ def add_to(commands: Any) -> None:
         default=[],
         metavar="TYPE",
         help="the type of each argument of the batched function, such as f32[5,3]; a Python "
-        'value, such as 3 or True; or a tree of types: \'{"w": "f32[3]"}\'',
+        'value, such as 3 or True; or a pytree of types: \'{"w": "f32[3]"}\'',
     )
     command.add_argument(
         "--in-axes",
         nargs="*",
         default=["0"],
         metavar="AXIS",
-        help="the batch axis of each argument, or one for all (default: 0); None: all lanes share "
-        "the argument",
+        help="the batch axis of each argument, or one for all (default: 0); None for a shared "
+        "argument",
     )
     command.add_argument(
         "--out-axes", default="0", metavar="AXIS", help="the batch axis of results (default: 0)"
@@ -60,7 +60,7 @@ def add_to(commands: Any) -> None:
         "--axis-name", metavar="NAME", help="the name of the batch axis, for collectives"
     )
     command.add_argument(
-        "--axis-size", type=int, metavar="LANES", help="how many lanes, if no argument says so"
+        "--axis-size", type=int, metavar="LANES", help="how many lanes, if no argument is mapped"
     )
     command.add_argument(
         "--batch-size",
@@ -68,20 +68,20 @@ def add_to(commands: Any) -> None:
         help='how many lanes run at a time: a number, or "auto" (default: all)',
     )
     command.add_argument(
-        "--memory-limit", metavar="BYTES", help='what --batch-size "auto" may take, such as 2GiB'
+        "--memory-limit", metavar="BYTES", help='the limit of --batch-size "auto", such as 2GiB'
     )
     add_ways(command, "lanes", default=None)
     command.add_argument(
         "--layout",
         choices=["auto", "packed", "padded", "grouped"],
-        help="how rows of different lengths are held: one after another (packed), each in an array "
-        "of one size (padded), those of one length together (grouped), or by what costs least",
+        help="the layout of variable-length rows: packed, padded to one size, grouped by length, "
+        "or the one with the least estimated cost (auto, the default)",
     )
     command.add_argument(
         "--buckets",
         type=int,
         metavar="N",
-        help="run rows of similar length together, in so many groups",
+        help="the number of groups of rows of similar length that run together",
     )
     command.add_argument(
         "--html", metavar="FILE", help="also write the explanation to this file, as a page"
@@ -89,14 +89,14 @@ def add_to(commands: Any) -> None:
     command.add_argument(
         "--measure",
         action="store_true",
-        help="also run the function, on random numbers, and time it in several ways",
+        help="also run the function on random numbers, and time several strategies",
     )
     command.add_argument(
         "--time-limit",
         type=float,
         default=60.0,
         metavar="SECONDS",
-        help="how long --measure goes on beginning something new (default: 60)",
+        help="the time after which --measure starts no more runs (default: 60)",
     )
     command.set_defaults(run=_run, failed=2)
 

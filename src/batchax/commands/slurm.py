@@ -42,10 +42,10 @@ def add_to(commands: Any) -> None:
     """Adds the command to the parser's."""
     command = commands.add_parser(
         "slurm",
-        help="print a script that has Slurm do a map",
-        description="Prints a script for sbatch: an array of tasks, each of which does a shard of "
-        "the units of a map. A task that dies, or whose time is over, runs again and goes on. "
-        "Takes what map takes; opens the inputs, to count units, and computes nothing.",
+        help="print a Slurm script that runs a map",
+        description="Prints a script for sbatch: an array of tasks, each of which computes a shard "
+        "of the units of a map. A task that dies, or whose time is over, runs again and resumes. "
+        "It takes the arguments of map, opens the inputs to count units, and computes nothing.",
         epilog="example: batchax slurm model:score --in x.zarr --out y.zarr --shards 64 "
         "--sbatch=--gres=gpu:1 --sbatch=--time=04:00:00 > score.sh",
     )
@@ -54,7 +54,7 @@ def add_to(commands: Any) -> None:
         "--shards",
         type=int,
         metavar="N",
-        help=f"how many tasks; fewer, if as few take as long (default: at most {_SHARDS})",
+        help=f"how many tasks; fewer are created if they take as long (default: at most {_SHARDS})",
     )
     command.add_argument(
         "--sbatch",
@@ -73,7 +73,7 @@ def _slurm(options: argparse.Namespace) -> int:
     if asked < 1:
         raise Mistake(f"--shards: {asked} is no number of tasks.")
     if options.executor is not None:
-        raise Mistake("slurm makes shards, each of which computes by itself: give no --executor.")
+        raise Mistake("slurm makes shards, each of which computes by itself. Remove --executor.")
     if options.out.startswith("memory:"):
         raise Mistake("--out: what is in the memory of one task no other task sees.")
     how = {"divergence": options.divergence, "small_matrices": options.small_matrices, "mesh": None}

@@ -22,21 +22,21 @@ def add_ways(command: Any, what: str, default: str | None) -> None:
         "--divergence",
         choices=["auto", "predicate", "compact"],
         default=default,
-        help=f"what {what} do that are done with a loop: wait for the others (predicate), leave "
-        "(compact), or leave where that surely pays (auto, the default)",
+        help=f"what finished {what} of a loop do: wait for the others (predicate), leave "
+        "(compact), or leave where the cost model predicts no slowdown (auto, the default)",
     )
     command.add_argument(
         "--small-matrices",
         choices=["auto", "library", "vectorized"],
         default=default,
-        help="how small matrices are decomposed: by a library, one after another; together where "
-        "that is faster (vectorized); or together where, in addition, results are unique (auto, "
-        "the default)",
+        help="how small matrices are decomposed: by a library call for each (library), together "
+        "where that is faster (vectorized), or the same except where results are not unique "
+        "(auto, the default)",
     )
 
 
 class Mistake(Exception):
-    """Something in the command line is not as it must be."""
+    """The command line is invalid."""
 
 
 def in_words_of_options(message: str, options: Collection[str]) -> str:

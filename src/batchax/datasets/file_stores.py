@@ -152,8 +152,8 @@ class NpyStore(Store):
         if (shape, layout.dtype, layout.fortran) != expected:
             raise JobError(
                 f"{self.out} holds {layout.dtype}{layout.shape}, and this job's results are "
-                f"{self._leaf.dtype}{self._leaf.shape}: somebody else wrote it. Choose another out="
-                "."
+                f"{self._leaf.dtype}{self._leaf.shape}: another program wrote it. Pass another "
+                "out=."
             )
         return layout
 

@@ -41,9 +41,9 @@ def fingerprint(
     on_host = next(_calls_of_host(program.jaxpr), None)
     if on_host and version is None:
         raise UnsupportedError(
-            f"{getattr(fun, '__name__', fun)} calls Python on the host ({on_host}), and what that "
-            "computes cannot be seen, so nobody could tell whether a job that goes on later is "
-            'still the same. Pass version="1", and another one whenever that code changes.'
+            f"{getattr(fun, '__name__', fun)} calls Python on the host ({on_host}), and batchax "
+            "cannot see what that computes, so a later call could resume with other code. "
+            'Pass version="1", and another version whenever that code changes.'
         )
     described = {
         **_described(program, shapes, jax.default_backend()),

@@ -150,7 +150,7 @@ def find_inputs(
         if not is_position(leaf.spec):
             raise ArgumentTypeError(
                 f"in_axes gives {brief(leaf.spec)} for {leaf.path}: the rows of a dataset are "
-                "taken along an axis, so give its number, or None for what all rows share. For a "
+                "taken along an axis, so pass its number, or None for what all rows share. For a "
                 "random key of each row pass key= to map."
             )
         _refuse_tables(leaf.value, leaf.path)
@@ -179,7 +179,7 @@ def find_inputs(
     if streams and keep != ():
         raise UnsupportedError(
             f"keep passes columns of files and arrays through, and {streams[0].name} is a stream. "
-            "Leave it out, or give arrays."
+            "Leave it out, or pass arrays."
         )
     if keep != ():
         arguments = [(leaf.path, leaf.value) for leaf in leaves if leaf.spec is not None]
@@ -236,8 +236,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
         )
     if streams and all(stream.argument is None for stream in streams):
         raise NoRowsError(
-            f"{streams[0].name} has no rows, and so nobody knows what those would be that the "
-            "function takes."
+            f"{streams[0].name} has no rows, so the shapes and dtypes of its rows are unknown."
         )
     if any(stream.argument is None for stream in streams):
         raise AxisError(
@@ -317,7 +316,7 @@ def _axis(path: str, source: Source, axis: int) -> int:
     if source.lengths is not None and axis % ndim:
         raise AxisError(
             f"in_axes gives axis {axis} for {path}, whose rows have different lengths, and lie "
-            "along axis 0: give 0."
+            "along axis 0. Pass 0."
         )
     return axis % ndim
 

@@ -75,7 +75,7 @@ class Status:
         parts = [self._done_of_all]
         if self.quarantined:
             parts.append(f"{self.quarantined:,} quarantined")
-        parts.append(f"{at_work} at work" if at_work else "nobody at work")
+        parts.append(f"{at_work} at work" if at_work else "no process at work")
         if self.rate and at_work and self.to_do is not None:
             parts.append(f"{duration(self.to_do / self.rate)} left")
         return ", ".join(parts)

@@ -155,9 +155,9 @@ class Job:
             )
         if not self._files.is_described:
             raise JobError(
-                f"job.json in {self._files.folder} was deleted while this process was at work, and "
-                f"so nobody will know how {self._files.out} was made. Put it back, and make the "
-                "call again; or delete both to compute it again."
+                f"job.json in {self._files.folder} was deleted during the call, so the job of "
+                f"{self._files.out} cannot be identified. Restore job.json and call again, or "
+                "delete both to start over."
             )
         self.store.check_held(at_end=True)
         self.store.check()
@@ -259,10 +259,9 @@ class Job:
         if [checksum(x) for x in self.store.read(unit)] not in either:
             raise JobError(
                 f"{self._files.out} does not hold what was written to it: rows {unit.start} to "
-                f"{unit.stop} are others. If somebody put another output in its place, put the "
-                f"right one back, or delete it and {self._files.folder} to compute it again; if "
-                f"it was damaged, `batchax verify {self._files.out}` says what is to be computed "
-                "again."
+                f"{unit.stop} differ. If another output took its place, restore the right "
+                f"one, or delete it and {self._files.folder} to start over. If it was damaged, "
+                f"`batchax verify {self._files.out}` lists the units to recompute."
             )
 
     def _render_quarantine(self) -> None:
@@ -599,8 +598,8 @@ def _checked(files: JobFiles, description: Description, store: Callable[[Plan], 
 def _check_not_foreign(files: JobFiles) -> None:
     if files.place.exists(files.journal):
         raise JobError(
-            f"{files.folder} has a journal, but job.json is gone, and so nobody knows of what. Put "
-            f"it back, or delete {files.here} and {files.folder} to compute it again."
+            f"job.json is missing from {files.folder}, so the job cannot be identified. Restore "
+            f"it, or delete {files.here} and {files.folder} to start over."
         )
     if files.place.exists(files.here) and not files.place.exists(files.preparing):
         raise JobError(

@@ -391,8 +391,8 @@ class JobFiles:
             return None
         if content is None:
             raise JobError(
-                f"{self._description} is damaged, and so nobody knows how {self.out} was made. Put "
-                f"a copy back, or delete {self.here} and {self.folder} to compute it again."
+                f"{self._description} is damaged, so the job of {self.out} cannot be identified. "
+                f"Restore it, or delete {self.here} and {self.folder} to start over."
             )
         if content.get("format") != _FORMAT:
             raise JobError(

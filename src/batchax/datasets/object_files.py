@@ -320,7 +320,7 @@ class Putting:
         except FileExistsError:
             with contextlib.suppress(FileNotFoundError):
                 self._there[path] = objects.meta(path).version
-            raise OvertakenError(f"{path} was written by somebody else.") from None
+            raise OvertakenError(f"{path} was written by another process.") from None
 
     def check(self, out: ObjectPath) -> None:
         there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}

@@ -292,7 +292,8 @@ class Lease:
         try:
             for other in against():
                 if is_leased(other):
-                    raise LockedError(f"{other} is held by {last_holder(other) or 'somebody'}.")
+                    holder = last_holder(other) or "another process"
+                    raise LockedError(f"{other} is held by {holder}.")
         except BaseException:
             self.release()
             raise
@@ -361,13 +362,13 @@ class Lease:
         try:
             there, version = read_version(self._path)
         except FileNotFoundError:
-            raise LockedError(f"{self._path} is being taken by somebody else.") from None
+            raise LockedError(f"{self._path} is being taken by another process.") from None
         if _is_held(self._path, there):
-            raise LockedError(f"{self._path} is held by {_holder(there) or 'somebody'}.")
+            raise LockedError(f"{self._path} is held by {_holder(there) or 'another process'}.")
         try:
             return replace(self._path, content, version)
         except FileExistsError:
-            raise LockedError(f"{self._path} was just taken by somebody else.") from None
+            raise LockedError(f"{self._path} was just taken by another process.") from None
 
     def _content(self) -> bytes:
         return json.dumps({**self._told, "renewed": self._renewed}).encode()
@@ -535,7 +536,7 @@ class Objects(Place):
         try:
             create(path, content)
         except FileExistsError:
-            raise OvertakenError(f"{path} was written by somebody else just now.") from None
+            raise OvertakenError(f"{path} was just written by another process.") from None
         reached(AFTER_WRITE)
 
     def remove(self, path: Any) -> None:
@@ -659,7 +660,7 @@ class _Segments:
         except FileExistsError:
             self._next = -1
             raise OvertakenError(
-                f"{path} was written by somebody else, who took the job over."
+                f"{path} was written by another process, which took the job over."
             ) from None
         self._next += 1
 

@@ -326,8 +326,8 @@ def _run(function: RowFunction, how: How) -> Report:
         if not (function.inputs.streams or job.plan.rows == function.inputs.rows):
             raise JobError(
                 f"job.json of {how.out} has {job.plan.rows:,} rows, and the inputs have "
-                f"{function.inputs.rows:,}, so somebody changed it. Put the right one back, or "
-                "delete the output and the folder of its job to compute it again."
+                f"{function.inputs.rows:,}, so job.json was changed. Restore it, or delete the "
+                "output and the folder of its job to start over."
             )
         if how.retry_quarantined and job.finished is None:
             own = how.engine.units(job.plan)
@@ -573,9 +573,9 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
         job.check()  # if somebody deleted its folder, that is why
         if not stop.asked.is_set():
             raise JobError(
-                f"The journal of the job of {how.out} says no longer what this process wrote down "
-                "in it: somebody deleted or cut it meanwhile. The same call recomputes what "
-                "it does not say."
+                f"The journal of the job of {how.out} no longer has all records of this process: "
+                "it was deleted or cut during the call. The same call recomputes the units that "
+                "are missing in it."
             )
         raise KeyboardInterrupt
     missing = job.plan.rows - _rows_done(job)

@@ -385,7 +385,7 @@ def native(dtype: Any, name: str) -> np.dtype:
     except TypeError:
         raise ArgumentTypeError(
             f"{name}: the dtype {dtype} is none of NumPy's. Convert it with numpy.asarray; of "
-            "random keys, give the numbers: jax.random.key_data(keys)."
+            "random keys, pass the numbers: jax.random.key_data(keys)."
         ) from None
     if own.itemsize > {"f": 8, "c": 16}.get(own.kind, own.itemsize):
         raise ArgumentTypeError(

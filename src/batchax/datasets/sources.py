@@ -212,7 +212,7 @@ class Stream:
             if x.shape[1:] != shape or not np.can_cast(x.dtype, dtype, "same_kind"):
                 raise AxisError(
                     f"{name}{path} has rows of shape {x.shape[1:]} and dtype {x.dtype}, and the "
-                    f"first ones had {shape} and {dtype}: all must be alike. Pad them, or give "
+                    f"first ones had {shape} and {dtype}: all must be alike. Pad them, or pass "
                     "rows of different lengths as a batchax.Ragged."
                 )
 
@@ -301,7 +301,7 @@ def as_source(x: Any, name: str) -> Source:
     if sliced:
         return Sliced(x, name)
     raise ArgumentTypeError(
-        f"{name} is of type {type(x).__name__}, which has no rows that can be read: give an array, "
+        f"{name} is of type {type(x).__name__}, which has no rows that can be read. Pass an array, "
         "a path to one, or what Python iterates over in an order; or make an array of it with "
         "numpy.asarray."
     )

@@ -79,9 +79,8 @@ class Held:
 
 def written_over(out: Any, what: str) -> JobError:
     return JobError(
-        f"{out} does not hold what was written to it: somebody wrote over {what}, or deleted it, "
-        f"while this process was at work. `batchax verify {out}` says what is damaged, and the "
-        "same call computes it again."
+        f"{out} does not hold what was written to it: {what} was overwritten or deleted during the "
+        f"call. `batchax verify {out}` lists the damage, and the same call recomputes it."
     )
 
 
@@ -504,8 +503,8 @@ def _store(
         store_class = _of_objects(kind) if of_objects else STORES.load(kind)
     if options and not store_class.takes_options:
         raise ArgumentTypeError(
-            f"store_options was given, and {'memory' if in_memory else f'.{kind}'} takes none. "
-            'Leave it out, or use out="y.zarr", or a folder of Parquet files (out="y/").'
+            f"store_options: {'memory' if in_memory else f'.{kind}'} has no options. "
+            'Remove it, or use out="y.zarr", or a folder of Parquet files (out="y/").'
         )
     store: Store = store_class(place, leaves, unit_rows, *[options] if options else [])
     store.kind = kind

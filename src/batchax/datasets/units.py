@@ -261,7 +261,7 @@ def failing_rows(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
             f"batch_size={batch.program.batch_size} rows does not fit the memory of the device "
             f'({str(error).splitlines()[0]}). Pass a smaller batch_size, or batch_size="auto" '
-            "with a memory_limit; an out= that was begun keeps its batches, so give another one."
+            "with a memory_limit; an out= that was begun keeps its batches, so pass another one."
         ) from error
     bad: list[Bad] = []
     with _compat.callbacks_fail_silently():  # the same one, again and again

@@ -20,10 +20,10 @@ _lock = threading.Lock()
 class LaneSteps:
     """Counts the steps of lanes in the loops of ``vmap(..., divergence=Compact(steps=...))``.
 
-    A loop that holds `w` lanes runs `w` lane-steps in each iteration; those of lanes that are
-    not done are useful. Steps are counted while programs run, compiled ones too, and are added
-    up until `reset`. Reading waits for what has been dispatched. Of nested loops in which each
-    lane is at a place of its own, the steps of the innermost ones are counted.
+    A loop that holds `w` lanes runs `w` lane-steps in each iteration. Those of lanes that are not
+    done are useful. Steps are counted while programs run, compiled ones too, and added up until
+    `reset`. Of nested loops whose lanes advance independently, the steps of the innermost loops are
+    counted.
 
     Example:
       >>> def count_down(n):
@@ -41,13 +41,13 @@ class LaneSteps:
 
     @property
     def run(self) -> int:
-        """How many lane-steps were computed."""
+        """The number of computed lane-steps."""
         jax.effects_barrier()
         return self._run
 
     @property
     def useful(self) -> int:
-        """How many lane-steps some lane needed."""
+        """The number of lane-steps that a lane needed."""
         jax.effects_barrier()
         return self._useful
 
@@ -57,7 +57,7 @@ class LaneSteps:
         return self.useful / self.run if self.run else 1.0
 
     def reset(self) -> None:
-        """Starts from zero.
+        """Resets both counts to zero.
 
         Example:
           >>> steps = bx.LaneSteps()
@@ -91,19 +91,18 @@ class LaneSteps:
 @_compat.api_boundary
 @dataclass(frozen=True)
 class Compact:
-    """How lanes that diverge are run, for ``vmap(..., divergence=Compact(...))``.
+    """Configures the compaction of diverging lanes, for ``vmap(..., divergence=Compact(...))``.
 
     Attributes:
-      width: how many lanes a loop holds at a time once some are done, and how many of those that
-        take the same branch run together. None: chosen by the cost of the program.
-      threshold: the share of the lanes in a loop that must be done before others take their
-        places, between 0 and 1. Small: lanes seldom wait, and often move. None: when what was
-        lost by waiting is worth the cost of moving.
-      steps: a `LaneSteps`, to which the lane-steps of loops are added; None to count nothing.
+      width: The number of lanes that a loop holds at a time once some are done, and of lanes that
+        take a branch together. None (default): chosen by the cost model.
+      threshold: The share of finished lanes in a loop, between 0 and 1, at which waiting lanes
+        refill their slots. None (default): when the wasted steps cost as much as moving lanes.
+      steps: A `LaneSteps`, which counts the lane-steps of loops, or None.
 
     Raises:
-      ArgumentTypeError: (a TypeError) an attribute has the wrong type.
-      AxisError: (a ValueError) `width` is less than one, or `threshold` not in 0..1.
+      ArgumentTypeError: (a TypeError) An attribute has the wrong type.
+      AxisError: (a ValueError) `width` is less than one, or `threshold` is not between 0 and 1.
 
     Example:
       >>> def steps_to_one(n):
@@ -133,7 +132,7 @@ class Compact:
             )
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise AxisError(
-                f"threshold is {brief(self.threshold)}, but it is a share of lanes: give a number "
+                f"threshold is {brief(self.threshold)}, but it is a share of lanes. Pass a number "
                 "between 0 and 1."
             )
         if self.steps is not None and not isinstance(self.steps, LaneSteps):

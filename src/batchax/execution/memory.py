@@ -77,15 +77,15 @@ class Auto:
 
 @dataclass(frozen=True)
 class BatchSizeChoice:
-    """What ``batch_size="auto"`` chose, and why.
+    """Describes a choice of ``batch_size="auto"``. Its text is a table.
 
     Attributes:
-      program: what it was chosen for, such as "loss" or "cotangents of loss".
-      batch_size: lanes at a time.
-      size: number of lanes.
-      limit: bytes that were allowed.
-      tried: for each batch size that was tried the bytes that the compiled program
-        needs for temporaries, arguments and outputs.
+      program: The name of the program, such as "loss" or "cotangents of loss".
+      batch_size: The chosen number of lanes.
+      size: The number of lanes of the batch.
+      limit: The memory limit in bytes.
+      tried: For each batch size that was tried, the bytes of temporaries, arguments, and outputs of
+        the compiled program.
 
     Example:
       >>> def f(x):
@@ -149,11 +149,10 @@ _chosen = Memo("choices of chunk sizes", most=1024)
 
 
 def batch_size_choices() -> list[BatchSizeChoice]:
-    """What ``batch_size="auto"`` has chosen so far, and why; what was asked for last, last.
+    """Lists the choices of ``batch_size="auto"``, the last one last.
 
-    A choice is made when a program is compiled: one for a function that runs forward,
-    another for its derivative. The same are logged, at level INFO, by the logger
-    "batchax". `str` of a choice is a table for people. The last 1024 choices are known, until
+    A choice is made when a program is compiled: one for the forward program, another for its
+    derivative. The logger "batchax" logs each at level INFO. The last 1024 choices are kept, until
     ``jax.clear_caches()``.
 
     Returns:

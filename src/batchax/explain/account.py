@@ -258,25 +258,31 @@ _MOST = 0.8  # of the lane-steps that are done: the rest costs less than it take
 
 @dataclass(frozen=True)
 class StepCount:
-    """The steps of a loop, or the runs of a branch, when the batched function ran.
+    """Counts the steps of a loop, or the runs of a branch, of a measured function.
 
-    A step that is computed for `w` lanes is `w` lane-steps, whether lanes need it or not.
+    A step that is computed for `w` lanes is `w` lane-steps.
 
     Attributes:
-      equation: the `number` of the equation in the listing.
-      branch: which branch, of a `cond`; None of a loop.
-      way: how lanes ran: "together" if all take the same steps; "masked"; "compact", in windows;
-        "tiles", adjacent ones until the last of them is done; "flat", each at a step of its own;
-        "grouped", a branch for the lanes that take it; "decided", the same, or for all if most of
-        them do; "gathered", for those that take it, for which lanes of a loop around it wait;
-        "once", for all lanes alike.
-      needed: the lane-steps that sequentially would take, alone; None if unknown.
-      done: those that were computed; None if unknown.
-      masked: those that would be if lanes were masked; None if unknown.
-      longest: how many steps the lane takes that takes most.
-      least: how few lane-steps it could do, run in the same way.
-      why: why they are not known; empty if they are.
-      masked_for: why lanes are masked; empty if they are not.
+      equation: The `number` of the equation in the listing.
+      branch: The branch of a `cond`; None for a loop.
+      way: The execution strategy. One of
+
+        - "together": all lanes take the same steps.
+        - "masked": all lanes take part until the last is done.
+        - "compact": lanes run in windows.
+        - "tiles": adjacent lanes run until the last of them is done.
+        - "flat": each lane advances independently.
+        - "grouped": a branch runs for the lanes that take it.
+        - "decided": the same, or for all lanes if most of them take it.
+        - "gathered": the same, and lanes of a loop around it wait for it.
+        - "once": once for all lanes.
+      needed: The lane-steps of a loop over the examples; None if unknown.
+      done: The computed lane-steps; None if unknown.
+      masked: The lane-steps of masked lanes; None if unknown.
+      longest: The steps of the lane with the most steps.
+      least: The smallest number of lane-steps with this strategy.
+      why: The reason why they are not known, or empty.
+      masked_for: The reason why lanes are masked, or empty.
     """
 
     equation: str
@@ -291,24 +297,24 @@ class StepCount:
     masked_for: str = ""
 
     @property
-    def of_use(self) -> float | None:
-        """The share of what was done that lanes needed; None if unknown, or nothing was."""
+    def utilization(self) -> float | None:
+        """The share of computed lane-steps that lanes needed; None if unknown, or without any."""
         return self.needed / self.done if self.needed is not None and self.done else None
 
     @property
     def bound(self) -> float | None:
-        """The least share of the masked lane-steps; None if unknown, or there are none."""
+        """The least share of the masked lane-steps; None if unknown, or without any."""
         return self.least / self.masked if self.least is not None and self.masked else None
 
     @property
     def in_vain(self) -> int:
-        """The lane-steps that were done and that no lane needed; zero if unknown."""
+        """The number of computed lane-steps that no lane needed; zero if unknown."""
         return (self.done or 0) - (self.needed or 0)
 
     @property
     def waits_little(self) -> bool:
-        """Whether so much of what was done was needed that no other way could gain much."""
-        return self.of_use is not None and self.of_use >= _MOST
+        """Whether utilization is so high that no other strategy can be much faster."""
+        return self.utilization is not None and self.utilization >= _MOST
 
 
 @dataclass(frozen=True)
@@ -332,11 +338,11 @@ class Account:
 
     @property
     def work(self) -> Work:
-        """What one call costs, for all lanes, in `flops` and in `bytes` read and written."""
+        """The cost of one call for all lanes: `flops`, and `bytes` read and written."""
         return sum((eqn.work for eqn in self.equations), self.outside)
 
     def walk(self) -> Iterator[Equation]:
-        """All equations, those inside of loops and branches included, in order.
+        """Iterates over all equations, including those inside of loops and branches, in order.
 
         Yields:
           Each `Equation` once, an equation before those inside it.
@@ -351,12 +357,12 @@ class Account:
             yield from eqn.walk()
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns all of it as plain data, which `json.dumps` takes.
+        """Converts the explanation to plain data for `json.dumps`.
 
         Returns:
-          ``"version"``, now 1, which grows when a name in it is renamed or goes; and each attribute
-          by its name. A `Work`, an `Equation` and so on is a dict of its fields and properties, a
-          tuple a list, and what JSON does not have its ``repr``.
+          A dict of ``"version"``, now 1, which grows when a name is renamed or removed, and of each
+          attribute by its name. A `Work`, an `Equation`, and so on are dicts of their fields and
+          properties, tuples are lists, and other objects are their ``repr``.
 
         Example:
           >>> data = bx.explain(jnp.sin)(jnp.ones(8)).to_dict()

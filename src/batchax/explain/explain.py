@@ -36,30 +36,29 @@ from batchax.vmap import MoreOptions, find_vmap, vmap
 
 
 class Explanation(Account):
-    """How a function was batched, and what that costs: what `explain` returns.
+    """Describes how a function was batched and what that costs: the result of `explain`.
 
-    ``str()`` is a listing, which ``rich.print`` prints in colours; `to_html` writes a page, which a
-    notebook shows.
+    ``str()`` is a listing, which ``rich.print`` colors. `to_html` writes a page, which a notebook
+    displays.
 
     Attributes:
-      name: of the per-example function.
-      lanes: the size of the batch.
-      arguments: the function's arguments, under the names a call would use.
-      outputs: its results.
-      equations: the per-example program, an entry for each equation; `Equation.parts` has those
-        of loops and branches.
-      findings: what costs more than it would have to, most expensive first.
-      memory: what the compiled program holds; None where it could not be compiled.
-      outside: what is done beside the equations: to place outputs, to cut chunks.
-      compiled: FLOPs and bytes of the compiled program by XLA's count, in which fused operations
-        write nothing and a loop counts as one step; None where XLA says nothing.
-      options: the options that `vmap` was given.
-      timings: what was measured, if it was asked for.
-      unmeasured: what there was no time to measure: batch sizes, as in a `Timing`, and options
-        that were advised, such as "divergence='compact'".
-      devices: what lanes are spread over, if they are; then `memory` and `compiled` are those of
-        one device.
-      steps: with `measure`, what each loop and branch did: a `StepCount` for each.
+      name: The name of the function.
+      lanes: The size of the batch.
+      arguments: The arguments of the function, by the names of a call.
+      outputs: The results of the function.
+      equations: An entry for each equation of one example. `Equation.parts` has those of loops and
+        branches.
+      findings: Avoidable costs, most expensive first.
+      memory: The memory of the compiled program; None if it could not be compiled.
+      outside: The work besides the equations: placing outputs, slicing chunks.
+      compiled: FLOPs and bytes of the compiled program by XLA's cost analysis, in which fused
+        operations write nothing and a loop counts as one step; or None.
+      options: The options of `vmap`.
+      timings: The measured times, with `measure`.
+      unmeasured: The batch sizes and advised options that `time_limit` left out.
+      devices: The devices that lanes are sharded over, or None. Then `memory` and `compiled` are
+        those of one device.
+      steps: With `measure`, a `StepCount` for each loop and branch.
 
     Example:
       >>> def f(m, x):
@@ -93,10 +92,10 @@ class Explanation(Account):
         return as_embedded_page(self)
 
     def to_html(self, path: Any) -> None:
-        """Writes a page that shows everything, needs nothing else and opens offline.
+        """Writes an HTML page of the explanation, which opens offline.
 
         Args:
-          path: the file to write, a str or a path.
+          path: The file to write, a str or a path.
 
         Example:
           >>> bx.explain(jnp.sin)(jnp.ones(8)).to_html("sin.html")
@@ -122,39 +121,7 @@ def explain(
     time_limit: float = 60.0,
     **vmap_options: Unpack[MoreOptions],
 ) -> Batched[P, Explanation, Explanation]:
-    """Shows how ``batchax.vmap(fun, in_axes, out_axes, **vmap_options)`` batches a function.
-
-    Nothing is run, but with `measure`. The function is staged, batched and compiled as ``jax.jit``
-    would compile it, and each operation of the batched program is traced back to the equation of
-    the per-example function, and so to the line, that it comes from.
-
-    Args:
-      fun: the per-example function; or, without more than that, what `vmap` made of one, or what
-        `jax.jit`, `jax.grad` and the like made of that. What a gradient costs then counts for
-        the lines it is the gradient of, and results are those of the batched function. Lengths of
-        rows are traced inside `jax.jit`, and known outside of it, as when the function is called.
-      in_axes, out_axes: as in `vmap`.
-      compile: whether to compile the batched program, for the peak memory and for findings that
-        depend on what the compiler makes of it. That takes most of the time. A function that meets
-        other lanes over the axis of a `vmap` around this call is not compiled.
-      measure: whether to run the batched function, too, and to time it against a loop over
-        examples, with what findings advise, and in chunks of several sizes. Advice that does not
-        pay is left out. Arguments must then be arrays.
-      time_limit: with `measure`, seconds after which nothing else is tried and nothing is
-        timed again; `Explanation.unmeasured` has what there was no time for. The function as it
-        is runs once however long that takes.
-      **vmap_options: the other options of `vmap`, such as ``batch_size``.
-
-    Returns:
-      A function of the arguments that the batched function takes. An array may be given as a
-      ``jax.ShapeDtypeStruct``, also in a `Ragged`, whose lengths are traced then. It returns an
-      `Explanation`.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) `measure` is asked for and an argument has no values.
-      UnsupportedError: (a NotImplementedError) `measure` is asked for and the function meets other
-        lanes over an axis around this call.
-      BatchaxError: what `vmap` raises, for options and arguments that do not fit.
+    """Explains how ``batchax.vmap`` batches a function, what that costs, and what to change.
 
     Example:
       >>> def f(M, v):
@@ -165,6 +132,33 @@ def explain(
       ...
       >>> [equation.primitive for equation in explanation.equations]
       ['dot_general', 'tanh', 'reduce_sum']
+
+    Without `measure`, nothing runs. The function is traced, batched, and compiled as by
+    ``jax.jit``. Each operation is attributed to the equation of one example, and its line, that it
+    comes from.
+
+    Args:
+      fun: A function of one example. Or, without other arguments, the result of `vmap`, or of
+        `jax.jit`, `jax.grad`, and the like of it. The cost of a gradient counts for the lines of
+        the function.
+      in_axes, out_axes: As for `vmap`.
+      compile: Whether to compile the batched program, for the peak memory and some findings. It
+        takes most of the time.
+      measure: Whether to run the batched function, and to time it next to a loop over examples,
+        with the advice of findings, and in chunks of several sizes. Advice that is not faster is
+        removed. Arguments must be arrays.
+      time_limit: The seconds after which `measure` starts no more runs.
+      **vmap_options: Other options of `vmap`, such as ``batch_size``.
+
+    Returns:
+      A function of the arguments of the batched function, or of ``jax.ShapeDtypeStruct`` in their
+      place, that returns an `Explanation`. The lengths of a `Ragged` of these are traced.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) With `measure`, an argument has no values.
+      UnsupportedError: (a NotImplementedError) With `measure`, the function has a collective over
+        an axis around this call.
+      BatchaxError: An option or argument does not fit, as for `vmap`.
     """
     check_callable("explain", "a function of one example, or what vmap made of one", fun)
     check_in_axes(fun, in_axes, "explain")

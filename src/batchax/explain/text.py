@@ -370,9 +370,9 @@ def _steps(explanation: Account) -> Iterator[str]:
 def _use(counted: StepCount) -> str:
     if counted.why:
         return f"not counted: {counted.why}"
-    if counted.of_use is None:
+    if counted.utilization is None:
         return "nothing was done"
-    told = f"{counted.needed:,} of {counted.done:,}, {counted.of_use:.0%}"
+    told = f"{counted.needed:,} of {counted.done:,}, {counted.utilization:.0%}"
     if counted.bound is None:
         return told
     masked = "" if counted.masked == counted.done else f"; masked lanes do {counted.masked:,}"

@@ -291,7 +291,7 @@ def show_unmeasured(explanation: Account) -> str:
     if not explanation.unmeasured:
         return ""
     ways = ", ".join(map(show_way, explanation.unmeasured))
-    return f"No time was left to measure {ways}: give a longer time_limit."
+    return f"No time was left to measure {ways}. Pass a longer time_limit."
 
 
 def show_seconds(seconds: float) -> str:

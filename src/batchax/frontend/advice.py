@@ -51,7 +51,7 @@ def escaped(name: str, message: str, place: str | None) -> str:
     return (
         f"{name} uses a traced value ({type_of[1]}) of another call, which is over: of "
         f"{traced[1]}{f', made at {made[1]}' if made else ''}. Return it there as an output, and "
-        f"give it to {name} as an argument.\nJAX says: Encountered an unexpected tracer."
+        f"pass it to {name} as an argument.\nJAX says: Encountered an unexpected tracer."
     )
 
 
@@ -186,7 +186,7 @@ def carry_in_errors() -> Iterator[None]:
 
 _SAYS = "\nJAX says: "
 _NO_NAME = (
-    "The function uses the name of an axis that is not mapped here. If it is the batch axis, give "
+    "The function uses the name of an axis that is not mapped here. If it is the batch axis, pass "
     'its name: axis_name="..." of batchax.vmap.'
 )
 NO_SUCH_AXIS = "in_axes names an axis that the argument does not have:"
@@ -198,7 +198,7 @@ def _batched_already(fun: Any, error: Exception) -> str:
     return (
         f"{name_of(fun)} gets its arguments without the axes that "
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
-        "give the function of one example instead, with its in_axes."
+        "pass the function of one example instead, with its in_axes."
     )
 
 
@@ -206,9 +206,9 @@ def _no_reverse(error: Exception) -> str:
     if not str(error).startswith("Reverse-mode differentiation does not work for lax.while_loop"):
         return ""
     return (
-        "A loop of which nobody knows the number of steps has no derivative in reverse. "
-        "batchax.bounded_while(cond_fun, body_fun, init_val, max_steps), which ends after "
-        "max_steps at the latest, has one, and so has batchax.scan(..., until=...)."
+        "A loop with an unknown number of steps has no derivative in reverse mode. "
+        "Use batchax.bounded_while(cond_fun, body_fun, init_val, max_steps), which has one, or "
+        "batchax.scan(..., until=...)."
     )
 
 
@@ -278,7 +278,7 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
     return (
         f"{needs} a value that is known, and this one is traced. It was computed from\n"
         + "\n".join(lines)
-        + f"\nUse {instead}; or give None in in_axes for an argument that is the same {each}."
+        + f"\nUse {instead}; or pass None in in_axes for an argument that is the same {each}."
         + by_name([m.path for m in named])
     )
 

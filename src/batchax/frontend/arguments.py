@@ -201,32 +201,28 @@ class LocalRows:
 
 @_compat.api_boundary
 def local(tree: Any) -> Any:
-    """Says of an argument of `vmap` that its rows are this process's own.
-
-    Where several processes run one program, an array of NumPy given to ``vmap(..., mesh="all")`` is
-    the whole batch on each of them. Of ``local(x)`` each process has its own rows, as many as it
-    happens to have, or none; they run on its own devices, and the batch is those of process 0, then
-    those of process 1, and so on.
-
-    How many rows each has the processes tell each other, so all of them must make the call.
-    With one process it is the whole batch.
-
-    Args:
-      tree: a pytree of arrays, which `in_axes` goes by as if they were given themselves.
-
-    Returns:
-      What to pass to a function of `vmap` with `mesh`, outside of `jit`.
-
-    Raises:
-      ArgumentTypeError: a leaf is no array.
-      UnsupportedError: it is traced (inside of `jit` arrays are those of all processes), or
-        is spread over several processes already.
+    """Marks the rows of an argument of `vmap` as those of this process alone.
 
     Example:
-      >>> rows = np.arange(4.0) + 4 * jax.process_index()  # what this process has read
+      >>> rows = np.arange(4.0) + 4 * jax.process_index()  # rows that this process has read
       >>> mean = bx.vmap(jnp.square, out_axes=bx.Reduce("mean"), mesh="all")
       >>> print(mean(bx.local(rows)))  # over the rows of all processes, here of one
       3.5
+
+    In a program of several processes, a NumPy array passed to ``vmap(..., mesh="all")`` is the
+    whole batch on each of them. With ``local(x)``, each process passes its own rows, any number of
+    them. The batch is the rows of process 0, then those of process 1, and so on. All processes must
+    make the call, because they exchange their numbers of rows.
+
+    Args:
+      tree: A pytree of arrays, to which `in_axes` applies as usual.
+
+    Returns:
+      An argument for a function of `vmap` with `mesh`, outside of `jit`.
+
+    Raises:
+      ArgumentTypeError: A leaf is not an array.
+      UnsupportedError: A leaf is traced, or already sharded over several processes.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_container)
     return structure.unflatten([_local(f"x{jax.tree_util.keystr(k)}", x) for k, x in leaves])
@@ -235,8 +231,8 @@ def local(tree: Any) -> Any:
 def _local(path: str, x: Value) -> LocalRows:
     if isinstance(x, Tracer):
         raise UnsupportedError(
-            f"local: {path} is traced. Inside of jit an array is that of all processes, and nobody "
-            "knows yet how many rows each has. Call the function of vmap outside of jit."
+            f"local: {path} is traced. Inside of jit, an array is that of all processes, and "
+            "the number of rows of each is not known. Call the function of vmap outside of jit."
         )
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         raise UnsupportedError(
@@ -245,7 +241,7 @@ def _local(path: str, x: Value) -> LocalRows:
     if isinstance(x, BatchOfRows):
         raise ArgumentTypeError(
             f"local: {path} is of type {type(x).__name__}. Rows of different lengths are dealt out "
-            "to devices by lengths that all processes must know: give all rows on all processes, "
+            "to devices by lengths that all processes must know. Pass all rows on all processes, "
             "without local, or pad a process's own: local(x.to_padded())."
         )
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -510,7 +506,7 @@ def _check_rows_spec(path: str, spec: Any) -> None:
     """Refuses what cannot be said of a batch of rows."""
     if is_position(spec) and spec != 0:
         raise AxisError(
-            f"in_axes gives {spec} for {path}, whose rows are along axis 0: give 0, or a "
+            f"in_axes gives {spec} for {path}, whose rows are along axis 0. Pass 0, or a "
             'name for their size, batchax.ragged("n").'
         )
     if not is_position(spec) and not getattr(spec, "names_rows", False):
@@ -539,7 +535,7 @@ def array_inside(value: Value, path: str) -> str:
     """Of tables of pandas and arrays of xarray: how to give what is in them."""
     inside = getattr(value, "values", None)
     return (
-        f"{path}.values is an array of NumPy: give that. " if isinstance(inside, np.ndarray) else ""
+        f"{path}.values is an array of NumPy. Pass that. " if isinstance(inside, np.ndarray) else ""
     )
 
 
@@ -585,7 +581,7 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
             f"{NO_SUCH_AXIS}\n"
             + _few_lines([f"  {m.path}: shape {_shape(m.value)}, axis {m.axis}" for m in wrong])
             + _hint_for_numbers(wrong)
-            + "\nAn axis must be in [-ndim, ndim); give None for an argument without a batch axis."
+            + "\nAn axis must be in [-ndim, ndim). Pass None for an argument without a batch axis."
             + by_name([m.path for m in wrong])
             + "".join(advise_split_key(m.path, lanes, terms.each) for m in wrong if is_key(m.value))
         )
@@ -610,22 +606,21 @@ def _shape(x: Value) -> str:
 
 
 class _SplitKey(AxisSpec):
-    """What `in_axes` says for one random key, of which each lane gets a key of its own.
-
-    Lane `i` gets ``jax.random.fold_in(key, i)``, whatever the chunks, the buckets or the mesh that
-    it runs in; in nested vmaps, the key of its outer lane folded with its inner index. It draws
-    what ``fun`` draws alone with that key, also where the key is one of ``impl="rbg"``, of which
-    lanes of ``jax.vmap`` draw other numbers, and take longer.
-
-    A key for which `in_axes` says None is the same in each lane, and so is what is drawn from it:
-    that mistake is the reason to have this. Inside a ``shard_map`` of your own, lanes are counted
-    in each shard: fold ``jax.lax.axis_index`` of the mesh axis into the key before.
+    """Maps one random key in `in_axes`: each lane gets its own key.
 
     Example:
       >>> noisy = lambda key, x: x + jax.random.normal(key)
       >>> ys = bx.vmap(noisy, (bx.split_key, 0))(jax.random.key(0), jnp.zeros(1000))
       >>> 0.9 < ys.std() < 1.1
       Array(True, dtype=bool)
+
+    Lane `i` gets ``jax.random.fold_in(key, i)``, for any chunks, buckets, or mesh. In nested vmaps,
+    it gets the key of its outer lane folded with its inner index. Lanes draw the numbers that `fun`
+    draws alone with that key, also for keys of ``impl="rbg"``.
+
+    A key with axis None is shared: all lanes draw the same numbers. Inside your own ``shard_map``,
+    lanes are counted in each shard, so fold ``jax.lax.axis_index`` of the mesh axis into the key
+    first.
     """
 
     def of_argument(self, value: Value, path: str) -> Parts:

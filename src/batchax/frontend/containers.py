@@ -78,11 +78,11 @@ class AxisSpec:
 
 
 class _LaneIndex:
-    """In the place of an array that a container is made of: the index of each lane.
+    """Stands for the index of each lane among the arrays of a container.
 
-    What `to_arrays` of `register_container` returns may have it, with axis 0. What `to_example` is
-    then given is an int32 scalar: 0 in the first lane, whatever the chunks or the mesh that it runs
-    in. How many lanes there are, arrays say, or ``axis_size``.
+    `to_arrays` of `register_container` may return it with axis 0. `to_example` then gets an int32
+    scalar: 0 in the first lane, for any chunks or mesh. Other arrays, or ``axis_size``, give the
+    number of lanes.
 
     Example:
       >>> class Grid:  # points from `start`, a step apart, which nobody stores
@@ -275,39 +275,35 @@ def register_container(
     batch_axes: Callable[[Any, Any], Sequence[Any]] | None = None,
     spec_type: type = int,
 ) -> None:
-    """Lets `vmap`, and ``jax.vmap``, map over a type whose batch axis is not an array axis.
+    """Registers a type whose batch axis is not an array axis, for `vmap` and ``jax.vmap``.
 
-    In what follows, `spec` is what the user wrote for the container in
-    ``in_axes`` or ``out_axes``: an instance of `spec_type`. Where ``out_axes``
-    says None, `spec` is None, and the arrays have no batch axis.
+    In the functions below, `spec` is the entry of the user for the container in ``in_axes`` or
+    ``out_axes``: an instance of `spec_type`, or None in ``out_axes`` for arrays without a batch
+    axis.
 
     Args:
-      type: the container type. Its instances, batches and examples alike, are
-        treated as leaves, whether or not they are pytrees; those of its
-        subclasses are not.
-      to_arrays: ``(batch, spec) -> (arrays, axes)``: the arrays a batch is made
-        of and the position of the batch axis in each, None where an array is
-        the same for every lane. ``batchax.LANE_INDEX`` in the place of an array, with
-        axis 0, is the index of each lane.
-      to_example: ``(batch, spec, arrays) -> example``: what the per-example
-        function receives; `arrays` are those of `to_arrays` without the axis.
-      from_example: ``(example, spec) -> arrays``: the arrays of an instance that
-        the per-example function returned.
-      to_batch: ``(example, spec, arrays) -> batch``: the batch to return;
-        `arrays` are those of `from_example` with the batch axis first, or where
-        `batch_axes` says. The arrays in `example` have shapes and dtypes, and no values.
-      batch_axes: ``(example, spec) -> axes``: where the batch axis of each array of
-        `from_example` is to be for `to_batch`. There it is written by whatever computes the
-        batch, and nothing needs to be transposed. Default: first.
-      spec_type: the type of specifications, such as a name. Default: int. Not a
-        tuple, list or dict: those describe trees.
+      type: The container type. Its instances are leaves, whether or not they are pytrees. Instances
+        of subclasses are not.
+      to_arrays: ``(batch, spec) -> (arrays, axes)``: the arrays of a batch, and the batch axis of
+        each, or None for a shared array. ``batchax.LANE_INDEX`` with axis 0 is the index of each
+        lane.
+      to_example: ``(batch, spec, arrays) -> example``: the argument of the function of one example,
+        from the arrays of `to_arrays` without the batch axis.
+      from_example: ``(example, spec) -> arrays``: the arrays of an instance that the function
+        returned.
+      to_batch: ``(example, spec, arrays) -> batch``: the batch to return, from the arrays of
+        `from_example` with the batch axis first, or where `batch_axes` places it. The arrays in
+        `example` have shapes and dtypes, and no values.
+      batch_axes: ``(example, spec) -> axes``: the batch axis of each array for `to_batch`. Default:
+        0.
+      spec_type: The type of specifications. Default: int. Tuples, lists, and dicts are not allowed,
+        because they describe pytrees.
 
-    An array may itself be a container, whose axis is then what its own registration takes. Of a
-    type that is a pytree ``jax.vmap`` maps the leaves, as it always did.
+    An array may itself be a container, with the axis of its own registration. If the type is a
+    pytree, ``jax.vmap`` still maps its leaves.
 
     Raises:
-      ArgumentTypeError: `type` or `spec_type` is not a type, or the latter is
-        one that describes trees.
+      ArgumentTypeError: `type` or `spec_type` is not a type, or `spec_type` describes pytrees.
 
     Example:
       An array whose axes have names, of which one counts the batch:
@@ -350,10 +346,10 @@ def register_container(
 
 @_compat.api_boundary
 def unregister_container(type: type) -> None:
-    """Undoes `register_container`: instances of `type` are what they were before.
+    """Removes the registration of a type by `register_container`.
 
     Args:
-      type: a type that was registered.
+      type: A registered type.
 
     Raises:
       ArgumentTypeError: `type` is not registered.

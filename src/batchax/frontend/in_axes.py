@@ -557,7 +557,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
     except (TypeError, ValueError):
         raise ArgumentTypeError(
             "in_axes is a dict by parameter name, but the parameters of "
-            f"{name_of(fun)!r} cannot be read; give a tuple by position."
+            f"{name_of(fun)!r} cannot be read. Pass a tuple by position."
         ) from None
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return

@@ -157,7 +157,7 @@ def _without_function(called: str, options: Iterable[str]) -> str:
 def _told(called: str, names: Sequence[str], option: str) -> str:
     if option in _OTHERS:
         library, ours = _OTHERS[option]
-        return f"{called}() has no option {option!r}. For that of {library} give {ours}."
+        return f"{called}() has no option {option!r}. For that of {library}, pass {ours}."
     near = difflib.get_close_matches(option, names, 1)
     hint = f" Did you mean {near[0]!r}?" if near else f" It has {', '.join(names[1:])}."
     return f"{called}() has no option {option!r}.{hint}"

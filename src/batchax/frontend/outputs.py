@@ -40,9 +40,9 @@ from batchax.kernel.registry import describe_returned
 
 
 class _Auto:
-    """What `out_axes` says for a batch axis at 0 where an output depends on the batch, else none.
+    """Gives an output in `out_axes` batch axis 0 if it depends on the batch, and none otherwise.
 
-    In `batch_jaxpr` the batch axis stays where the program makes it.
+    In `batch_jaxpr`, the batch axis may be at any position.
 
     Example:
       >>> f = lambda w, x: {"w": 2 * w, "y": w * x}
@@ -61,24 +61,25 @@ AUTO = _Auto()
 @_compat.api_boundary
 @dataclass(frozen=True)
 class Reduce:
-    """In `out_axes`: the output is reduced over the batch.
+    """Reduces an output over the batch, in `out_axes`.
 
     Attributes:
-      kind: "sum", "mean", "max", "min", "prod", "logsumexp", "any", "all", "var", "argmax" or
-        "argmin", or a `Reduction` of one's own. Dtypes, NaN and what is there of no lanes follow
-        ``jnp.sum``, ``jax.nn.logsumexp`` and their siblings: small integers and booleans are summed
-        as integers of the default width, a mean of integers is a float, and of nothing there is no
-        max, min, argmax or argmin. "var" divides by the number of lanes; "argmax" and "argmin" are
-        the index of a lane, the first of those that have the value.
-      unmapped: what becomes of an output that does not depend on the batch. "reduce": what would
-        become of as many copies of it as there are lanes. "keep": it is returned as it is.
+      kind: The reduction. Dtypes, NaN, and results for no lanes follow ``jnp.sum``,
+        ``jax.nn.logsumexp``, and so on. One of
+
+        - "sum", "mean", "max", "min", "prod", "logsumexp", "any", "all".
+        - "var": the variance, divided by the number of lanes.
+        - "argmax", "argmin": the index of a lane, the first of equal ones.
+        - a `Reduction`.
+      unmapped: The result for an output that does not depend on the batch. "reduce" (default): that
+        of a copy for each lane. "keep": the output itself.
 
     Raises:
-      AxisError: `kind` or `unmapped` is none of these.
+      AxisError: `kind` or `unmapped` is not one of these.
 
     References:
       T. F. Chan, G. H. Golub and R. J. LeVeque, "Algorithms for computing the sample variance:
-      analysis and recommendations", The American Statistician 37(3), 1983: of parts of "var".
+      analysis and recommendations", The American Statistician 37(3), 1983: for "var" in chunks.
 
     Example:
       >>> loss = lambda w, x: (w * x) ** 2
@@ -100,7 +101,7 @@ class Reduce:
             )
         if not is_word(self.unmapped, "reduce", "keep"):
             raise AxisError(
-                f'Reduce({self.kind!r}, unmapped={brief(self.unmapped)}): give "reduce" or "keep".'
+                f'Reduce({self.kind!r}, unmapped={brief(self.unmapped)}): pass "reduce" or "keep".'
             )
 
     def __repr__(self) -> str:
@@ -283,7 +284,7 @@ def check_array(value: Value, path: str) -> None:
         raise ArgumentTypeError(
             f"the function returned {path}, a batch of rows of its own for each lane, as a vmap in "
             "it makes: batches of such batches there are none. Return them padded, x.to_padded(), "
-            "with x.lengths; or give all rows to one vmap."
+            "with x.lengths; or pass all rows to one vmap."
         )
     if not is_array(value):
         raise ArgumentTypeError(
@@ -317,7 +318,7 @@ def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
     if not -ndim <= spec < ndim:
         raise AxisError(
             f"out_axes gives {spec} for {path}, which has {ndim} axes with the {terms.axis}: "
-            f"give an int in [{-ndim}, {ndim})."
+            f"pass an int in [{-ndim}, {ndim})."
         )
 
 

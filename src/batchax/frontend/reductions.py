@@ -34,43 +34,41 @@ from batchax.memo import memoized
 @_compat.api_boundary
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """What is known of some lanes of an output, and how that becomes one result of all.
-
-    ``bx.Reduce(bx.Reduction(...))`` in `out_axes` reduces an output by it, in every way that lanes
-    run. A state is an array or a pytree of arrays: all that is known of some lanes. Derivatives
-    are those of the operations; give a function its own by ``jax.custom_jvp``.
-
-    Chunks add to one state, in turn. Derivatives keep the state of each chunk, unless `combine` is
-    ``jnp.add``. This, ``jnp.multiply``, ``jnp.maximum`` and ``jnp.minimum`` combine states array by
-    array, and a sum is one exchange between devices. `bx.map` combines the states of batches on the
-    host, in double precision.
-
-    Attributes:
-      combine: a function of two states, of some lanes and of lanes after them, that returns the
-        state of both. It must be associative. The types of states stay.
-      neutral: the state of no lanes: ``combine(neutral, state)`` is ``state``. For each array of a
-        state a number, or a function that returns one for its dtype; one number for all will do.
-      lane: a function of an output of one example that returns the state of that lane; None: the
-        output is its state.
-      finish: a function of the state of all lanes, and of how many these are, that returns the
-        result, an array; None: the state is the result.
-      index: whether `lane` takes the index of the lane, too, an int32.
-      fold: a function of states, along axis 0 of each array, that returns the state of all; faster
-        than to combine two at a time, which is done if this is None.
-      of_lanes: a function ``(x, axis)`` of the outputs of all lanes, along an axis, that returns
-        the result, for lanes that run at once; None: it is computed by the above.
-      of_copies: a function ``(x, n)`` that returns the result of `n` lanes with the same output;
-        None: that of copies.
-      of_nothing: whether there is a result of no lanes.
-
-    Raises:
-      ArgumentTypeError: a parameter is none of these; or, once the function is called, `lane`,
-        `combine`, `neutral` and `finish` do not fit each other or the output.
+    """Defines a reduction over the batch by the states of some lanes.
 
     Example:
       >>> norm = bx.Reduction(jnp.add, 0, lane=jnp.square, finish=lambda total, n: jnp.sqrt(total))
       >>> print(bx.vmap(lambda x: x, out_axes=bx.Reduce(norm), batch_size=1)(jnp.array([3.0, 4.0])))
       5.0
+
+    ``bx.Reduce(bx.Reduction(...))`` in `out_axes` uses it. A state is an array or a pytree of
+    arrays that describes some lanes. Derivatives are those of the operations; ``jax.custom_jvp``
+    can replace them.
+
+    Chunks are combined in order. Derivatives save the state of each chunk, unless `combine` is
+    ``jnp.add``. ``jnp.add``, ``jnp.multiply``, ``jnp.maximum``, and ``jnp.minimum`` combine states
+    array by array. `bx.map` combines the states of batches on the host, in double precision.
+
+    Attributes:
+      combine: A function of two states, of some lanes and of later lanes, that returns the state of
+        both. It must be associative, and keep the types of states.
+      neutral: The state of no lanes: ``combine(neutral, state)`` is ``state``. A number, or a
+        function from a dtype to a number, for each array of a state or for all.
+      lane: A function of the output of one example that returns its state. None: the output itself.
+      finish: A function of the state of all lanes and of their number that returns the result, an
+        array. None: the state itself.
+      index: Whether `lane` also takes the index of the lane, an int32.
+      fold: A function of states, along axis 0 of each array, that returns the state of all. None:
+        `combine` of two at a time.
+      of_lanes: A function ``(x, axis)`` of the outputs of all lanes along an axis that returns the
+        result, for lanes that run at once. None: the functions above.
+      of_copies: A function ``(x, n)`` that returns the result of `n` lanes with the same output.
+        None: the result of copies.
+      of_nothing: Whether no lanes have a result.
+
+    Raises:
+      ArgumentTypeError: A parameter has the wrong type; or, in a call, `lane`, `combine`,
+        `neutral`, and `finish` do not fit each other or the output.
     """
 
     combine: Callable[[Any, Any], Any]
@@ -98,7 +96,7 @@ class Reduction:
                 )
         if self.index and self.lane is None:
             raise ArgumentTypeError(
-                "index of a Reduction is True, but there is no lane: give a function of an output "
+                "index of a Reduction is True, but there is no lane. Pass a function of an output "
                 "and the index of its lane."
             )
         for leaf in jax.tree.leaves(self.neutral, is_leaf=lambda x: x is None):
@@ -266,7 +264,7 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
     except ValueError:
         raise ArgumentTypeError(
             f"neutral of {reduction!r} is {brief(reduction.neutral)}, but a state of {path} is "
-            f"{_shown(state)}: give a number, or one for each array of a state."
+            f"{_shown(state)}. Pass a number, or one for each array of a state."
         ) from None
     for number, x in zip(jax.tree.leaves(numbers), jax.tree.leaves(state), strict=True):
         if jnp.issubdtype(x.dtype, jnp.integer) and not (

@@ -32,26 +32,22 @@ Position = int | None
 
 @dataclass(frozen=True)
 class Axis:
-    """The axis a function is being mapped over.
+    """Describes the axis that a function is mapped over, for batching rules.
 
     Attributes:
-      size: number of lanes.
-      name: the name collectives use, or None.
-      spmd_name: mesh axis names that sharding annotations inside gain, or None.
-      mesh_axis: mesh axis names that the types of batched values say the axis is
-        sharded over (meshes with axes of type Explicit), or None.
-      mesh: the mesh of `mesh_axis`, as types have it, or None.
-      divergence: how lanes that diverge are run (`kernel.divergence`), or None to have
-        them masked.
-      bodies: what runs the programs inside loops and branches in which lanes meet: an object with
-        a method ``run(program, args, axes)``, or None to run all operations for all lanes.
-      small_matrices: "library" if each small matrix is decomposed by a call of the library,
-        "vectorized" if all are together where that takes less time, "auto" if they are so only
-        where the results that are read are unique.
-      in_loop: in how many steps of loops operations run, about, and 0 outside of loops, as far as
-        batchax can know: compilers do less there.
-      columns: whether values keep lanes where they are, last for vectors: a loop hands them on, or
-        the user gives them, so. Otherwise they move to the front where they would in ``jax.vmap``.
+      size: The number of lanes.
+      name: The name for collectives, or None.
+      spmd_name: The mesh axis names that sharding annotations inside gain, or None.
+      mesh_axis: The mesh axis names that types of batched values carry (Explicit meshes), or None.
+      mesh: The mesh of `mesh_axis`, or None.
+      divergence: The execution strategy of diverging lanes (`kernel.divergence`), or None for
+        masked lanes.
+      bodies: An object with a method ``run(program, args, axes)`` that runs the bodies of loops and
+        branches with collectives, or None.
+      small_matrices: The option of `vmap` of that name.
+      in_loop: The estimated number of loop steps in which operations run; 0 outside of loops.
+      columns: Whether values keep their lanes last: a loop or the user passes them so. Otherwise
+        they move to the front where ``jax.vmap`` moves them.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -77,14 +73,14 @@ class Axis:
 
 
 def move_axis(x: Value, source: int, destination: int) -> Any:
-    """`x` with axis `source` at `destination`; both may be negative.
+    """Moves axis `source` of `x` to `destination`.
 
-    Emits nothing when the axis is there already.
+    It emits nothing if the axis is already there.
 
     Args:
-      x: an array.
-      source: the axis to move.
-      destination: where it is in the result.
+      x: An array.
+      source: The axis to move. Negative ints count from the end.
+      destination: Its position in the result. Negative ints count from the end.
 
     Raises:
       AxisError: (a ValueError) `x` has no such axis.
@@ -163,19 +159,19 @@ def match_axis(
     *,
     sum_match: bool = False,
 ) -> Any:
-    """`x` with its batch axis at `destination`, repeated if it had none.
+    """Moves the batch axis of `x` to `destination`, or repeats `x` along it if it has none.
 
     Args:
-      axis: the axis that a rule is called for.
-      x: an array.
-      source: where `x` has the batch axis; None if it does not depend on the batch.
-      destination: where the result has it; None if it is to have none.
-      sum_match: whether an `x` with a batch axis is summed over it where `destination` is None,
-        as the cotangent of what all lanes share is.
+      axis: The axis that a rule is called for.
+      x: An array.
+      source: The batch axis of `x`; None if it does not depend on the batch.
+      destination: The batch axis of the result; None for none.
+      sum_match: Whether an `x` with a batch axis is summed over it if `destination` is None, as the
+        cotangent of a shared argument is.
 
     Raises:
-      AxisError: (a ValueError) there is no such axis; or `destination` is None, `x` has a batch
-        axis, and `sum_match` is false.
+      AxisError: (a ValueError) There is no such axis; or `destination` is None, `x` has a batch
+        axis, and `sum_match` is False.
       ArgumentTypeError: (a TypeError) `source` or `destination` is neither an int nor None.
 
     Example:
@@ -203,12 +199,12 @@ def match_axis(
 
 
 def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
-    """`x` with its batch axis first, repeated if it had none.
+    """Moves the batch axis of `x` to the front, or repeats `x` along it if it has none.
 
     Args:
-      axis: the axis that a rule is called for.
-      x: an array.
-      source: where `x` has the batch axis; None if it does not depend on the batch.
+      axis: The axis that a rule is called for.
+      x: An array.
+      source: The batch axis of `x`; None if it does not depend on the batch.
 
     Raises:
       AxisError: (a ValueError) `x` has no such axis.
@@ -234,7 +230,7 @@ def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
         return int(position) % ndim
     repeated = " once it is repeated for each lane" if ndim > np.ndim(x) else ""
     axes = f"{ndim} ax{'i' if ndim == 1 else 'e'}s" if ndim else "no axis"
-    cure = f": give an int from {-ndim} to {ndim - 1}" if ndim else ""
+    cure = f". Pass an int from {-ndim} to {ndim - 1}" if ndim else ""
     raise AxisError(
         f"{name} is {position}, but x, of shape {np.shape(x)}, has {axes}{repeated}{cure}."
     )

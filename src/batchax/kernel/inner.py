@@ -59,7 +59,7 @@ class _Placement(enum.Enum):
 ANYWHERE: Any = _Placement.ANYWHERE
 ZERO_IF_MAPPED: Any = _Placement.ZERO_IF_MAPPED
 ZERO_IF_MAPPED.__doc__ = """\
-What `out_axes` of `batch_jaxpr` says for a batch axis at 0 where an output has one, else none.
+Gives an output in `out_axes` of `batch_jaxpr` batch axis 0 if it has one, and none otherwise.
 
 Example:
   >>> program = jax.make_jaxpr(lambda w, x: (2 * w, x.sum()))(1.0, jnp.ones(3))

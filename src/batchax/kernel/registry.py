@@ -287,31 +287,7 @@ def register_rule(primitive: _compat.Primitive | str) -> Callable[[R], R]: ...
 def register_rule(primitive: _compat.Primitive | str, rule: R) -> R: ...
 @_compat.api_boundary
 def register_rule(primitive: _compat.Primitive | str, rule: Any = None) -> Any:
-    """Makes a function the batching rule of `primitive`: a decorator, or a call with both.
-
-    Args:
-      primitive: A ``jax.extend.core.Primitive``, or the name of one.
-      rule: The rule. Default: None, which returns a decorator.
-
-    Returns:
-      The rule, unchanged; without `rule`, a decorator that registers its argument and returns
-      it. A later registration for the same primitive replaces an earlier one, and
-      `unregister_rule` removes both.
-
-    The rule serves ``jax.vmap``, too, and what is made of it (``jax.lax.map`` with a
-    ``batch_size``, ``jax.jacfwd``, ``jax.hessian``), if JAX has no rule for the primitive.
-    A rule that JAX has, or gets later, is left to it, and batchax uses this one. Of a
-    primitive known by name only, JAX has to be told the rule in its own way.
-
-    It is called where an operand is batched, or where the primitive's parameters name the
-    axis. What it returns is checked: an exception of batchax's says what is wrong with it.
-
-    Raises:
-      ArgumentTypeError: `primitive` is none, or the rule cannot be called in that form.
-
-    Warns:
-      RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
-      UserWarning: JAX knows no primitive of that name. The rule waits for one.
+    """Registers the batching rule of a primitive: a decorator, or a call with both.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -324,6 +300,25 @@ def register_rule(primitive: _compat.Primitive | str, rule: Any = None) -> Any:
       >>> print(bx.vmap(reverse_p.bind)(jnp.array([[1, 2, 3], [4, 5, 6]])))
       [[3 2 1]
        [6 5 4]]
+
+    The rule is called if an operand is batched, or if the parameters of the primitive name the
+    axis. batchax checks what it returns. ``jax.vmap`` uses the rule, too, if JAX has none for the
+    primitive and `primitive` is not a name. A later registration replaces an earlier one.
+
+    Args:
+      primitive: A ``jax.extend.core.Primitive``, or the name of one.
+      rule: The rule ``(axis, args, axes, **params) -> (result, axis of the result)``, or lists of
+        both. Default: None, which returns a decorator.
+
+    Returns:
+      The rule, unchanged; without `rule`, a decorator.
+
+    Raises:
+      ArgumentTypeError: `primitive` is not a primitive, or the rule has another form.
+
+    Warns:
+      RuleReplacedWarning: batchax has a rule for the primitive, which is replaced.
+      UserWarning: JAX has no primitive of that name. The rule waits for one.
     """
     if not isinstance(primitive, (_compat.Primitive, str)):
         raise ArgumentTypeError(
@@ -360,11 +355,10 @@ def register_rule(primitive: _compat.Primitive | str, rule: Any = None) -> Any:
 
 @_compat.api_boundary
 def unregister_rule(primitive: _compat.Primitive | str) -> None:
-    """Undoes `register_rule`: `primitive` is batched as it was before any call of it.
+    """Removes the rule of a primitive that `register_rule` set.
 
-    A rule of batchax that was replaced serves again. What ``jax.vmap`` got from
-    `register_rule` is taken back, too, and so is what `vectorized`, `broadcasting` or `reducing`
-    said of the primitive.
+    A replaced rule of batchax is used again. The rule that ``jax.vmap`` got is removed, too, and so
+    are registrations by `vectorized`, `broadcasting`, or `reducing`.
 
     Args:
       primitive: The primitive, or its name. Rules registered under either are removed.
@@ -441,7 +435,7 @@ def _warn_of_name(name: str) -> None:
     hint = f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
     warnings.warn_explicit(
         f"register_rule: JAX knows no primitive `{name}`.{hint} The rule waits for one of that "
-        "name. If there will be one, import the module that makes it first, or give the primitive "
+        "name. If there will be one, import the module that makes it first, or pass the primitive "
         "itself: register_rule(primitive).",
         UserWarning,
         *_compat.user_file_and_line(_compat.current_source()),
@@ -589,12 +583,12 @@ def rule_origin(primitive: _compat.Primitive) -> str | None:
 
 
 def vectorized(primitive: Primitive) -> None:
-    """Registers `primitive`, of operands of one shape, as acting on each element alone.
+    """Registers a primitive, of operands of one shape, as elementwise.
 
-    Rows of a `Ragged` are treated so, too: packed or padded, it runs on all of them at once.
+    It then also runs on all rows of a `Ragged` at once, packed or padded.
 
     Args:
-      primitive: a ``jax.extend.core.Primitive``.
+      primitive: A ``jax.extend.core.Primitive``.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -619,14 +613,13 @@ def vectorized(primitive: Primitive) -> None:
 
 
 def broadcasting(primitive: Primitive) -> None:
-    """Registers `primitive`, of several operands, as acting on matching elements.
+    """Registers a primitive of several operands as elementwise with broadcasting.
 
-    The operands of the primitive must allow dimensions of size one and scalars
-    to broadcast, as those of ``jax.lax.add`` do. Rows of a `Ragged` are treated so, too:
-    packed or padded, it runs on all of them at once.
+    Dimensions of size one and scalars must broadcast, as for ``jax.lax.add``. The primitive then
+    also runs on all rows of a `Ragged` at once, packed or padded.
 
     Args:
-      primitive: a ``jax.extend.core.Primitive``.
+      primitive: A ``jax.extend.core.Primitive``.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -645,13 +638,13 @@ def broadcasting(primitive: Primitive) -> None:
 
 
 def reducing(primitive: Primitive, neutral: Any = None) -> None:
-    """Registers `primitive` as removing the dimensions named by its parameter `axes`.
+    """Registers a primitive as one that removes the dimensions in its parameter `axes`.
 
     Args:
-      primitive: a primitive of one operand, or of several of one shape.
-      neutral: a value that changes no result, as zero does for a sum; or a function of the
-        operand's dtype that returns one. Rows of a `Ragged`, padded with it, are then reduced
-        all at once. Without it those of one length are, for as many lengths as there are.
+      primitive: A primitive of one operand, or of several of one shape.
+      neutral: A value that does not change the result, such as zero for a sum; or a function from
+        the dtype of the operand to one. Rows of a `Ragged` are padded with it and reduced at once.
+        Without it, rows are grouped by length.
 
     Example:
       >>> from jax.extend.core import Primitive

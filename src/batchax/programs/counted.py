@@ -291,7 +291,7 @@ class Counted:
             return run(eqn, operands, counts)
         follows = facts_of(eqn.primitive).body or eqn.primitive.name in _CALLS
         if len(bodies) != 1 or not follows:
-            raise UnsupportedError(f"nobody can look into {shown(eqn.primitive)}")
+            raise UnsupportedError(f"the steps inside {shown(eqn.primitive)} cannot be counted")
         program = _compat.close(bodies[0].program)
         given = [operands[i] for i in bodies[0].operands]
         return self._run(program.jaxpr, program.consts, given, counts)

@@ -51,7 +51,7 @@ class RaggedSize(AxisSpec):
     def of_argument(self, value: Value, path: str) -> Parts:
         raise ArgumentTypeError(
             f"in_axes gives {self!r} for {path}, which is {show(value)}: that kind of "
-            "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or give an int."
+            "axis is for a batchax.Ragged. Make one, with Ragged.from_padded, say; or pass an int."
         )
 
     def of_output(self, value: Value, path: str, size: Any) -> Parts:
@@ -84,25 +84,23 @@ def _rows_of(batch: Any, axes: int) -> Ragged:
 
 @_compat.api_boundary
 def ragged(*names: str) -> RaggedSize:
-    """In `in_axes`: the name of the size that the rows of a `Ragged` have, or of each of several.
+    """Names the sizes of the rows of a `Ragged`, in `in_axes` or `out_axes`.
 
-    Arguments with the same name have rows of the same lengths, which the function may add to
-    each other; arguments with different names have sizes of their own. Without names, arguments
-    share a size if their lengths are one array or known to be equal.
+    Arguments with one name have rows of the same lengths, so the function may add them. Without
+    names, arguments share a size if their lengths are one array, or are known to be equal. A
+    `Ragged` with two ragged axes has two names: ``ragged("h", "w")`` for images, ``ragged("n",
+    "n")`` for square matrices.
 
-    A `Ragged` with two ragged axes has two sizes: ``ragged("h", "w")`` for images, ``ragged("n",
-    "n")`` for matrices that are square.
-
-    In `out_axes`: the output is to be a `Ragged`, also if its rows turn out to have one size.
+    In `out_axes`, the output is a `Ragged`, also if its rows have one size.
 
     Args:
-      *names: Python identifiers, such as "n": one for each ragged axis.
+      *names: Python identifiers, such as "n", one for each ragged axis.
 
     Returns:
-      What `in_axes` and `out_axes` of `vmap` take in place of an int.
+      A value for `in_axes` and `out_axes` of `vmap`.
 
     Raises:
-      ArgumentTypeError: one is none, or there are none.
+      ArgumentTypeError: A name is not an identifier, or there is none.
 
     Example:
       >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -170,7 +168,7 @@ class LaneSize(AxisSpec):
             shape, dtype = None, type(value).__name__
         if shape is None or len(shape) != 1 or not jnp.issubdtype(dtype, np.integer):
             raise ArgumentTypeError(
-                f"in_axes gives {self!r} for {path}, of shape {shape} and dtype {dtype}: give an "
+                f"in_axes gives {self!r} for {path}, of shape {shape} and dtype {dtype}. Pass an "
                 "array of ints of shape (lanes,), the size of each lane."
             )
         if not isinstance(shape[0], int):
@@ -182,7 +180,7 @@ class LaneSize(AxisSpec):
         values = known_lengths(sizes)
         if values is None and self.max_size is None:
             raise ArgumentTypeError(
-                f"in_axes gives {self!r} for {path}, whose values are traced here: give a bound "
+                f"in_axes gives {self!r} for {path}, whose values are traced here. Pass a bound "
                 f"for them, batchax.size({self.name!r}, max_size=...)."
             )
         most = np.inf if self.max_size is None else self.max_size
@@ -200,22 +198,22 @@ class LaneSize(AxisSpec):
 
 @_compat.api_boundary
 def size(name: str, max_size: int | None = None) -> LaneSize:
-    """In `in_axes`: an array of ints holds a size for each lane, which the function is given.
+    """Passes the function a size for each lane, from an array of ints, in `in_axes`.
 
-    The function sees a dimension, of which it may make arrays, as those of a row of a `Ragged`.
-    What has that size in every lane comes back as a `Ragged`.
+    The function sees a dimension, and can make arrays of that size. Outputs of that size are
+    `Ragged`.
 
     Args:
-      name: a Python identifier, such as "n". Rows that `in_axes` says ``batchax.ragged(name)`` of
-        have this size.
-      max_size: an int that no size exceeds; needed where sizes are traced, in ``jax.jit`` say.
-        A traced size beyond it counts as `max_size`, and one below zero as zero.
+      name: A Python identifier, such as "n". Rows with ``batchax.ragged(name)`` in `in_axes` have
+        this size.
+      max_size: An upper bound of the sizes, an int. Needed if sizes are traced, as under
+        ``jax.jit``. Traced sizes are clipped to between 0 and `max_size`.
 
     Returns:
-      What `in_axes` of `vmap` takes in place of an int.
+      A value for `in_axes` of `vmap`.
 
     Raises:
-      ArgumentTypeError: `name` is no identifier, or `max_size` no int.
+      ArgumentTypeError: `name` is not an identifier, or `max_size` is not an int.
 
     Example:
       >>> sizes = jnp.array([3, 0, 5])
@@ -409,7 +407,7 @@ def _ragged_axes(mapped: Sequence[Mapped]) -> Iterator[_Along]:
         if len(names) != count:
             axes = "one ragged axis" if count == 1 else f"{count} ragged axes, {m.value.axis}"
             raise AxisError(
-                f"in_axes gives {m.spec!r} for {m.path}, whose rows have {axes}: give a name for "
+                f"in_axes gives {m.spec!r} for {m.path}, whose rows have {axes}. Pass a name for "
                 "each."
             )
         yield from (_Along(i, k, name) for k, name in enumerate(names))

@@ -93,7 +93,7 @@ def of_lists(counts: np.ndarray, lengths: np.ndarray, who: str) -> np.ndarray:
         i = int(row[differs.argmax()])
         raise ArgumentTypeError(
             f"{who}: row {i} has lists of different lengths: a row that is ragged along several "
-            "axes is an array, whose lists have one. Pad them, or give lists of numbers as rows."
+            "axes is an array, whose lists have one. Pad them, or pass lists of numbers as rows."
         )
     return np.concatenate([counts[:, None], of_first], 1)
 

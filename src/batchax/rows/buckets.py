@@ -380,13 +380,13 @@ def groups_of(*lengths: np.ndarray) -> list[np.ndarray]:
 @_compat.api_boundary
 @dataclass(frozen=True, eq=False, repr=False)
 class Buckets(GroupsOfRows):
-    """Rows in groups, each with a size that its rows are padded to.
+    """Holds rows in groups, each with a size that its rows are padded to.
 
     Attributes:
-      lengths: the length of each row; along each axis, where rows are ragged along several.
-      sizes: the size of each bucket, increasing; of several axes, tuples.
-      rows: the indices of the rows in each, increasing. Every row is in one.
-      max_length: what all rows would be padded to without buckets.
+      lengths: The length of each row; along each axis, if rows are ragged along several.
+      sizes: The size of each bucket, increasing; tuples for several axes.
+      rows: The indices of the rows of each bucket, increasing. Every row is in one bucket.
+      max_length: The size that all rows would be padded to without buckets.
 
     Example:
       >>> buckets = bx.bucket([1, 2, 2, 9, 10], max_buckets=2)
@@ -406,14 +406,14 @@ class Buckets(GroupsOfRows):
 
     @property
     def waste(self) -> float:
-        """How many elements the padded rows have for each one that is not padding; 1.0 is best."""
+        """The number of padded elements for each element that is not padding; 1.0 is best."""
         sizes = map(_places, self.sizes)
         padded = sum(size * len(rows) for size, rows in zip(sizes, self.rows, strict=True))
         return self._waste(padded)
 
     @property
     def waste_unbucketed(self) -> float:
-        """The same, if all rows were padded to `max_length`."""
+        """The waste if all rows were padded to `max_length`."""
         return self._waste(_places(self.max_length) * len(self._elements))
 
     @property
@@ -428,18 +428,18 @@ class Buckets(GroupsOfRows):
         return padded / true if true else 1.0 if not padded else float("inf")
 
     def split(self, x: Value, axis: int = 0) -> list[Any]:
-        """The rows of each bucket.
+        """Splits rows into the buckets.
 
         Args:
-          x: a `Ragged` with these lengths, or an array with an entry for each row.
-          axis: of an array: where its rows are.
+          x: A `Ragged` with these lengths, or an array with an entry for each row.
+          axis: The axis of the rows of an array.
 
         Returns:
           A `Ragged` for each bucket, with the size of the bucket as its `max_length`; or arrays.
 
         Raises:
           AxisError: `x` has other rows.
-          ArgumentTypeError: its lengths are traced.
+          ArgumentTypeError: Its lengths are traced.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -459,18 +459,18 @@ class Buckets(GroupsOfRows):
         return split_lanes(x, self.rows, axis) if self.rows else []
 
     def join(self, parts: Sequence[Any], axis: int = 0) -> Any:
-        """What `split` took apart, or what was computed from it: rows in their order.
+        """Joins results of the parts of `split`, in the order of the rows.
 
         Args:
-          parts: for each bucket a `Ragged`, or an array, with an entry for each of its rows.
-          axis: of arrays: where their rows are.
+          parts: For each bucket, a `Ragged` or an array with an entry for each of its rows.
+          axis: The axis of the rows of arrays.
 
         Returns:
           A `Ragged` if the parts are, otherwise an array.
 
         Raises:
-          AxisError: there is not one part for each bucket, or one has another number of rows.
-          ArgumentTypeError: parts are neither all `Ragged` nor all arrays.
+          AxisError: There is not one part for each bucket, or one has another number of rows.
+          ArgumentTypeError: The parts are neither all `Ragged` nor all arrays.
 
         Example:
           >>> buckets = bx.bucket([1, 9, 2], max_buckets=2)
@@ -549,29 +549,7 @@ class Buckets(GroupsOfRows):
 
 @_compat.api_boundary
 def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1) -> Buckets:
-    """Groups rows by length into few sizes, with as little padding as possible.
-
-    Runs on the host. Among all ways to give each row one of at most `max_buckets` sizes no less
-    than its length, it finds the one in which rows have the fewest elements in all, and among
-    those one of the fewest sizes. Rows that are ragged along several axes get a size along each;
-    which rows are together is found by merging the two groups that grow least, again and again.
-
-    Args:
-      ragged_or_lengths: a `Ragged` whose lengths are known, or integers, one for each row; or a
-        tuple of those, along each ragged axis.
-      max_buckets: the most sizes; each is compiled for by itself.
-      multiple_of: sizes are multiples of it.
-
-    Returns:
-      The `Buckets`. They are what `buckets` of `vmap` takes.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) lengths are traced or no integers, or an option is none.
-      AxisError: (a ValueError) a length is negative, or an option is less than 1.
-
-    References:
-      Grouping on a line by a dynamic programme: W. D. Fisher, On grouping for maximum
-      homogeneity, 1958; R. Bellman, 1973.
+    """Groups rows by length into a few sizes with the least padding.
 
     Example:
       >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -579,6 +557,27 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
       >>> parts = [jax.jit(bx.vmap(jnp.sum))(part) for part in buckets.split(x)]
       >>> print(buckets.join(parts))
       [0 6 9]
+
+    It runs on the host. For one ragged axis, no other choice of at most `max_buckets` sizes has
+    fewer padded elements. For several axes, it repeatedly merges the two groups that grow least.
+
+    Args:
+      ragged_or_lengths: A `Ragged` with known lengths, or integers, one for each row; or a tuple of
+        these, one for each ragged axis.
+      max_buckets: The largest number of sizes. Each is compiled separately.
+      multiple_of: A divisor of all sizes.
+
+    Returns:
+      The `Buckets`, a value for the option `buckets` of `vmap`.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) Lengths are traced or not integers, or an option is not an
+        int.
+      AxisError: (a ValueError) A length is negative, or an option is less than 1.
+
+    References:
+      Grouping on a line by dynamic programming: W. D. Fisher, On grouping for maximum
+      homogeneity, 1958; R. Bellman, 1973.
     """
     for name, value in (("max_buckets", max_buckets), ("multiple_of", multiple_of)):
         if not is_position(value):

@@ -347,14 +347,14 @@ class Selecting(RowBatch):
         return iter(self.rows())
 
     def __getitem__(self, i: Any) -> Any:
-        """Row `i` as an array of its own length, for an int; for others a `Ragged` of some rows.
+        """Selects one row as an array (an int), or several as a `Ragged`.
 
         Args:
-          i: an int; a slice; a sequence or array of ints, or of a bool for each row.
+          i: An int; a slice; a sequence or array of ints, or of a bool for each row.
 
         Raises:
-          IndexError: there is no such row.
-          ArgumentTypeError: `i` is nothing of these, or lengths are traced.
+          IndexError: There is no such row.
+          ArgumentTypeError: `i` is none of these, or lengths are traced.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -380,15 +380,15 @@ class Selecting(RowBatch):
 
     @classmethod
     def concatenate(cls: type[S], batches: Sequence[S]) -> S:
-        """The rows of several, one after another.
+        """Concatenates the rows of several batches.
 
         Args:
-          batches: at least one `Ragged`. Rows differ in their length only.
+          batches: At least one `Ragged`. Rows may differ only in their length.
 
         Raises:
-          AxisError: there are none, or their rows differ in dtype, or in another axis than the
+          AxisError: There are none, or their rows differ in dtype, or in another axis than the
             ragged one.
-          ArgumentTypeError: one is no `Ragged`, or lengths are traced.
+          ArgumentTypeError: One is not a `Ragged`, or lengths are traced.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2])
@@ -419,10 +419,10 @@ class Selecting(RowBatch):
         return cls(_one_after_another(parts, first.element_axis), lengths, most, axis=first.axes)
 
     def rows(self) -> list[Any]:
-        """The rows, as a list of arrays.
+        """Lists the rows as arrays.
 
         Raises:
-          ArgumentTypeError: lengths are traced.
+          ArgumentTypeError: Lengths are traced.
 
         Example:
           >>> [row.tolist() for row in bx.Ragged(jnp.arange(6), [1, 3, 2]).rows()]
@@ -557,7 +557,7 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
             remedy = "Convert them to one dtype."
             if any(isinstance(row, (list, tuple)) for row in rows):
                 both = jnp.result_type(x, first)
-                remedy = f"Lists have the dtype of their numbers: give np.asarray(row, np.{both})."
+                remedy = f"Lists have the dtype of their numbers. Pass np.asarray(row, np.{both})."
             raise ArgumentTypeError(
                 f"{_NAME}[{i}]{path} has dtype {x.dtype}, but rows[0]{path} has {first.dtype}. "
                 f"{remedy}"
@@ -722,25 +722,24 @@ class Building(RowBatch):
     ) -> Any: ...
     @classmethod
     def from_rows(cls, rows: Sequence[Any], max_length: Bounds = None, *, axis: Axes = 0) -> Any:
-        """From arrays that differ in their size along `axis` only, or from trees of such arrays.
+        """Builds a batch from arrays of different lengths, or from pytrees of such arrays.
 
         Args:
-          rows: the rows, arrays of one dtype; or trees of one structure, whose leaves are such
-            arrays and have one length in each row: dicts, for several features of each element.
-          max_length: as for `Ragged`.
-          axis: the ragged axis of a row, or of each leaf of one; several, ``(0, 1)``, for images.
+          rows: Arrays of one dtype that differ only in their size along `axis`. Or pytrees of one
+            structure, such as dicts, whose leaves are such arrays of one length in each row.
+          max_length: As for `Ragged`.
+          axis: The ragged axis of a row, or of each leaf; several, ``(0, 1)``, for images.
 
         Returns:
-          A `Ragged` of these rows. Of trees: a tree like them with a `Ragged` for each leaf, all
-          of the same lengths, of which `vmap` takes rows; `unstack` makes the list of rows of it
-          again. Of dicts: a dict whose entries share their lengths under ``jax.jit``, too. It is a
-          subclass of dict, and for JAX a pytree of another type.
+          A `Ragged` of the rows. For pytrees: a pytree with a `Ragged` for each leaf, which
+          `unstack` splits into rows. For dicts: a subclass of dict whose entries share their
+          lengths, also under ``jax.jit``.
 
         Raises:
-          AxisError: there is no row; two differ in structure or in another axis; a leaf has
-            another length than the rest of its row, or is a number.
-          ArgumentTypeError: a row, or a leaf, is no array, or two differ in dtype.
-          OverflowError: an integer does not fit into the dtype that JAX computes with.
+          AxisError: There is no row; two differ in structure or in another axis; or a leaf is a
+            number, or has another length than the rest of its row.
+          ArgumentTypeError: A row or leaf is not an array, or two differ in dtype.
+          OverflowError: An integer does not fit into the dtype of JAX.
 
         Example:
           >>> x = bx.Ragged.from_rows([jnp.arange(3), jnp.arange(1)])
@@ -758,7 +757,7 @@ class Building(RowBatch):
         if not rows:
             raise AxisError(
                 "Ragged.from_rows needs at least one row: without any, neither dtype nor shape "
-                "are known. For a batch of no rows give Ragged(data, lengths) with empty arrays."
+                "are known. For a batch of no rows, pass Ragged(data, lengths) with empty arrays."
             )
         leaves, structure = leaves_of_rows(rows)
         joined = [(path, *join(path, values, axis)) for path, values in leaves]
@@ -775,22 +774,22 @@ class Building(RowBatch):
     def from_padded(
         cls: type[B], padded: Any, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
     ) -> B:
-        """From rows that are padded to one size.
+        """Builds a batch from rows that are padded to one size.
 
         Args:
-          padded: shape ``(B, ..., N, ...)``: a row for each entry of `lengths`, with the ragged
-            axis at `axis` of a row. What lies beyond a row's length is dropped.
-          lengths: shape ``(B,)``; a tuple, for several axes. Where they are traced, `data` of the
-            result has room for ``B * N`` elements (``B * H * W``), and each length is clipped to
-            what a row has room for.
-          max_length: default N.
-          axis: the ragged axis of a row, or several, in order.
+          padded: An array of shape ``(B, ..., N, ...)``, with the ragged axis at `axis` of a row.
+            Padding is dropped.
+          lengths: The lengths, of shape ``(B,)``; a tuple for several axes. If they are traced,
+            `data` of the result has ``B * N`` elements (``B * H * W``), and lengths are clipped
+            to the size of a row.
+          max_length: An upper bound of the lengths. Default: N.
+          axis: The ragged axis of a row, or several, in order.
 
         Returns:
           A `Ragged` of B rows, without the padding.
 
         Raises:
-          AxisError: shapes do not fit, or a known length is more than a row has.
+          AxisError: Shapes do not fit, or a known length exceeds the size of a row.
 
         Example:
           >>> x = bx.Ragged.from_padded(jnp.array([[1, 2, 3], [4, 0, 0]]), lengths=[3, 1])
@@ -836,21 +835,21 @@ class Building(RowBatch):
     def from_offsets(
         cls: type[B], flat: Any, offsets: Any, max_length: int | None = None, *, axis: int = 0
     ) -> B:
-        """From an array and where its rows begin, as TensorFlow, PyTorch and Arrow hold them.
+        """Builds a batch from elements and offsets, as TensorFlow, PyTorch, and Arrow store them.
 
         Args:
-          flat: the elements of all rows along `axis`.
-          offsets: integers of shape ``(B + 1,)`` that do not decrease: row `i` has the elements
-            ``offsets[i]:offsets[i + 1]``. Where they are traced, one that is less than one
-            before it counts as that one, and each is clipped to the elements that `flat` has.
-          max_length: as for `Ragged`.
-          axis: the ragged axis of a row.
+          flat: The elements of all rows along `axis`.
+          offsets: Non-decreasing integers of shape ``(B + 1,)``: row `i` has the elements
+            ``offsets[i]:offsets[i + 1]``. Traced offsets are made non-decreasing, and clipped to
+            the elements of `flat`.
+          max_length: As for `Ragged`.
+          axis: The ragged axis of a row.
 
         Returns:
           A `Ragged` of B rows.
 
         Raises:
-          AxisError: known offsets decrease, or are not within `flat`.
+          AxisError: Known offsets decrease, or are not within `flat`.
 
         Example:
           >>> x = bx.Ragged.from_offsets(jnp.arange(6), [0, 1, 4, 6])

@@ -30,19 +30,18 @@ class Converters(RowBatch):
 
     @classmethod
     def from_torch(cls: type[R], nested: Any, max_length: int | None = None) -> R:
-        """From a nested tensor of PyTorch.
+        """Builds a batch from a nested tensor of PyTorch.
 
-        It has the jagged layout, or the strided one, where rows may be ragged along several axes.
-        Its values are copied from the host's memory, without PyTorch's gradients. Which axes of a
-        strided one are ragged it does not say: those along which rows differ, if any do.
+        The tensor has the jagged or the strided layout. Its values are copied, without gradients.
+        The ragged axes of a strided tensor are those along which its rows differ.
 
         Args:
-          nested: the tensor.
-          max_length: as for `Ragged`.
+          nested: The tensor.
+          max_length: As for `Ragged`.
 
         Raises:
-          ArgumentTypeError: it is of another kind.
-          OverflowError: an integer does not fit into the dtype that JAX computes with.
+          ArgumentTypeError: It is not a nested tensor.
+          OverflowError: An integer does not fit into the dtype of JAX.
 
         Example:
           >>> import torch  # doctest: +SKIP
@@ -62,13 +61,12 @@ class Converters(RowBatch):
         return _from_offsets(cls, values, offsets, max_length, at)
 
     def to_torch(self) -> Any:
-        """A nested tensor of PyTorch, on the CPU.
+        """Converts the rows to a nested tensor of PyTorch, on the CPU.
 
-        It has the jagged layout, or where rows are ragged along several axes, for which that one
-        has no form, the strided one.
+        It has the jagged layout, or the strided one for several ragged axes.
 
         Raises:
-          ArgumentTypeError: values are traced, or random keys.
+          ArgumentTypeError: Values are traced, or random keys.
 
         Example:
           >>> nested = bx.Ragged(jnp.arange(6), [1, 3, 2]).to_torch()  # doctest: +SKIP
@@ -91,17 +89,17 @@ class Converters(RowBatch):
 
     @classmethod
     def from_tensorflow(cls: type[R], ragged: Any, max_length: int | None = None) -> R:
-        """From a ``tf.RaggedTensor``.
+        """Builds a batch from a ``tf.RaggedTensor``.
 
-        With several ragged axes, rows are arrays: lists in a row are of one length.
+        With several ragged axes, the lists in a row must have one length.
 
         Args:
-          ragged: the tensor.
-          max_length: as for `Ragged`.
+          ragged: The tensor.
+          max_length: As for `Ragged`.
 
         Raises:
-          ArgumentTypeError: it is no such tensor, or lists in a row differ in length.
-          OverflowError: an integer does not fit into the dtype that JAX computes with.
+          ArgumentTypeError: It is not such a tensor, or lists in a row differ in length.
+          OverflowError: An integer does not fit into the dtype of JAX.
 
         Example:
           >>> import tensorflow as tf  # doctest: +SKIP
@@ -118,18 +116,18 @@ class Converters(RowBatch):
 
     @classmethod
     def from_arrow(cls: type[R], array: Value, max_length: int | None = None) -> R:
-        """From a ``pyarrow.ListArray``, large or sliced or chunked or a view too.
+        """Builds a batch from a ``pyarrow.ListArray``, also large, sliced, chunked, or a view.
 
         Its values may be lists of a fixed size, which are trailing axes of the rows; or lists of
-        any size, those in a row of one length: then rows are ragged along several axes.
+        one length in each row, for rows with several ragged axes.
 
         Args:
-          array: the array.
-          max_length: as for `Ragged`.
+          array: The array.
+          max_length: As for `Ragged`.
 
         Raises:
-          ArgumentTypeError: it is of another kind, or has nulls or what is no number.
-          OverflowError: an integer does not fit into the dtype that JAX computes with.
+          ArgumentTypeError: It is of another kind, or has nulls or values that are not numbers.
+          OverflowError: An integer does not fit into the dtype of JAX.
 
         Example:
           >>> import pyarrow
@@ -143,14 +141,14 @@ class Converters(RowBatch):
         return _from_lengths(cls, *arrow.rows_of(array, "Ragged.from_arrow"), max_length)
 
     def to_arrow(self) -> Any:
-        """A ``pyarrow.ListArray``; trailing axes of the rows are lists of a fixed size.
+        """Converts the rows to a ``pyarrow.ListArray``.
 
-        Rows that are ragged along several axes are lists of lists. Of a row without lists these do
-        not say how long they would be: one of shape ``(0, 5)`` comes back as one of ``(0, 0)``.
+        Trailing axes become lists of a fixed size, and several ragged axes lists of lists. A row of
+        shape ``(0, 5)`` then has no lists, and is read back as one of shape ``(0, 0)``.
 
         Raises:
-          ArgumentTypeError: values are traced, or have no form in Arrow.
-          AxisError: the ragged axes are not the first of a row.
+          ArgumentTypeError: Values are traced, or Arrow has no type for them.
+          AxisError: The ragged axes are not the first axes of a row.
 
         Example:
           >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_arrow().to_pylist()
@@ -162,17 +160,17 @@ class Converters(RowBatch):
 
     @classmethod
     def from_awkward(cls: type[R], array: Value, max_length: int | None = None) -> R:
-        """From an ``awkward.Array`` whose second axis is of variable size; more of them may be.
+        """Builds a batch from an ``awkward.Array`` with one or more axes of variable size.
 
-        Where several are, rows are arrays: lists in a row are of one length.
+        With several, the lists in a row must have one length.
 
         Args:
-          array: the array.
-          max_length: as for `Ragged`.
+          array: The array.
+          max_length: As for `Ragged`.
 
         Raises:
-          ArgumentTypeError: it is of another kind, such as one with missing values or records.
-          OverflowError: an integer does not fit into the dtype that JAX computes with.
+          ArgumentTypeError: It is of another kind, such as one with missing values or records.
+          OverflowError: An integer does not fit into the dtype of JAX.
 
         Example:
           >>> import awkward
@@ -191,13 +189,13 @@ class Converters(RowBatch):
         return _from_lengths(cls, *_awkward_rows(layout), max_length)
 
     def to_awkward(self) -> Any:
-        """An ``awkward.Array``; trailing axes of the rows are regular.
+        """Converts the rows to an ``awkward.Array`` with regular trailing axes.
 
-        Rows that are ragged along several axes are lists of lists, as for `to_arrow`.
+        Several ragged axes are lists of lists, as for `to_arrow`.
 
         Raises:
-          ArgumentTypeError: values are traced, or have no form in awkward.
-          AxisError: the ragged axes are not the first of a row.
+          ArgumentTypeError: Values are traced, or awkward has no type for them.
+          AxisError: The ragged axes are not the first axes of a row.
 
         Example:
           >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).to_awkward().to_list()

@@ -209,7 +209,7 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     except CannotPad as error:
         raise UnsupportedError(
             f"{error}\nA size that is found is not known before the program runs. Find sizes in a "
-            "call of their own, and give them to a second one: bx.size, in in_axes."
+            "call of their own, and pass them to a second one: bx.size, in in_axes."
         ) from None
     return with_lengths(sizes, rows, replace(outputs, described=described), outputs.rebuild)
 
@@ -288,29 +288,7 @@ def _check_limit(called: str, limit: int, counts: Any) -> None:
 def compress(
     condition: Any, x: Any, axis: int | None = None, *, max_size: int | None = None
 ) -> Any:
-    """The elements of `x` where `condition` is true, as ``numpy.compress``.
-
-    In a function under `vmap` each lane has as many as there are: the result has a size of its own,
-    and may be used as a row of a `Ragged` is. What has that size and is returned comes back as a
-    `Ragged`. Results of one condition, the same array and not one that is recomputed, have one
-    size, and may be added to each other.
-
-    Args:
-      condition: an array of shape ``(n,)``, of bools or what is true unless it is zero.
-      x: an array. Without `axis` its elements are taken one after another.
-      axis: the axis of `x` to choose along, of size `n` or more.
-      max_size: an int that is known to be enough, so that less room is needed than for all `n`.
-
-    Returns:
-      An array as `x`, with as many elements along `axis` as are true. Differentiable with respect
-      to `x`.
-
-    Raises:
-      ArgumentTypeError: `max_size` is no int, or `x` or `condition` no array.
-      AxisError: `condition` has not one axis, or is longer than `x`; or, outside of ``jax.jit``,
-        more is true than `max_size`. Under ``jax.jit``, in loops and branches, and where rows are
-        dealt out to devices, what is beyond that is left out.
-      UnsupportedError: `condition` is traced, outside of `vmap`.
+    """Selects the elements of `x` where `condition` is true, as ``numpy.compress``.
 
     Example:
       >>> x = jnp.array([[3, -1, 2], [-5, -6, 4]])
@@ -319,6 +297,27 @@ def compress(
       [[3, 2], [4]]
       >>> print(bx.vmap(lambda x: bx.compress(x > 0, x).mean())(x))
       [2.5 4. ]
+
+    Under `vmap`, the size differs between lanes. The result behaves like a row of a `Ragged`, and
+    is returned as a `Ragged`. Results of one condition (one array, not a recomputed one) share a
+    size.
+
+    Args:
+      condition: An array of shape ``(n,)``: bools, or numbers that are true unless zero.
+      x: An array. Without `axis`, it is flattened.
+      axis: The axis of `x` to select along, of size `n` or more.
+      max_size: An upper bound of the number of selected elements, which saves memory.
+
+    Returns:
+      An array like `x`, with the selected elements along `axis`. Differentiable with respect to
+      `x`.
+
+    Raises:
+      ArgumentTypeError: `max_size` is not an int, or `x` or `condition` is not an array.
+      AxisError: `condition` does not have one axis, or is longer than `x`; or, outside of
+        ``jax.jit``, more elements are selected than `max_size`. Under ``jax.jit``, in loops and
+        branches, and on several devices, elements beyond it are dropped.
+      UnsupportedError: `condition` is traced, outside of `vmap`.
     """
     called = "batchax.compress"
     given = condition
@@ -349,20 +348,21 @@ def compress(
 
 @_compat.api_boundary
 def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
-    """The indices where `condition` is true, or not zero, as ``numpy.nonzero``.
+    """Finds the indices where `condition` is true, as ``numpy.nonzero``.
 
-    In a function under `vmap` each lane has as many as there are, as with `compress`.
+    Under `vmap`, their number differs between lanes, as for `compress`.
 
     Args:
-      condition: an array of one axis or more.
-      max_size: as for `compress`.
+      condition: An array with at least one axis.
+      max_size: As for `compress`.
 
     Returns:
-      For each axis of `condition` an array of ints, with an entry for each element that is true.
+      An array of ints for each axis of `condition`, with an entry for each true element.
 
     Raises:
-      ArgumentTypeError: `condition` is no array, or `max_size` no int.
-      AxisError: `condition` is a number; or, outside of ``jax.jit``, more is true than `max_size`.
+      ArgumentTypeError: `condition` is not an array, or `max_size` is not an int.
+      AxisError: `condition` is a number; or, outside of ``jax.jit``, more elements are true than
+        `max_size`.
       UnsupportedError: `condition` is traced, outside of `vmap`.
 
     Example:
@@ -387,17 +387,17 @@ def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
 
 @_compat.api_boundary
 def unique(x: Any, *, max_size: int | None = None) -> Any:
-    """The different elements of `x`, in order, as ``numpy.unique``. NaN is there once.
+    """Finds the distinct elements of `x`, sorted, as ``numpy.unique``. NaN occurs once.
 
-    In a function under `vmap` each lane has as many as there are, as with `compress`.
+    Under `vmap`, their number differs between lanes, as for `compress`.
 
     Args:
-      x: an array, whose elements are taken one after another.
-      max_size: as for `compress`.
+      x: An array, which is flattened.
+      max_size: As for `compress`.
 
     Raises:
-      ArgumentTypeError: `x` is no array, or `max_size` no int.
-      AxisError: outside of ``jax.jit`` there are more than `max_size`.
+      ArgumentTypeError: `x` is not an array, or `max_size` is not an int.
+      AxisError: Outside of ``jax.jit``, there are more than `max_size`.
       UnsupportedError: `x` is traced, outside of `vmap`.
 
     Example:
@@ -483,18 +483,17 @@ def _no_array(x: Any, called: str, name: str) -> ArgumentTypeError:
 
 @jax.tree_util.register_pytree_node_class
 class OutputRows:
-    """The rows of output that a function of one row returns for `map`: none, one, or several.
+    """Returns no row, one, or several rows of output from a function of one row, for `map`.
 
-    The output is a folder of Parquet files, which has these rows one after another. Columns that
-    `map` passes through (``keep=``) repeat with them.
+    The output is a folder of Parquet files. Columns that `map` copies (``keep=``) repeat with the
+    rows.
 
     Args:
-      values: an array, or a pytree of arrays, with a row of output for each index of axis 0. All
-        have as many.
-      count: how many of these rows there are, the first ones: an int, or a bool. 0 drops the row.
+      values: An array, or a pytree of arrays, with a row of output for each index of axis 0.
+      count: The number of rows to use, the first ones: an int or a bool. 0 drops the row.
 
     Raises:
-      ArgumentTypeError: arrays have different numbers of rows, or `count` is not an int.
+      ArgumentTypeError: Arrays have different numbers of rows, or `count` is not an int.
 
     Example:
       >>> np.save("x.npy", np.arange(6.0))

@@ -97,39 +97,7 @@ for _name, _operator in _OPERATORS.items():
 @_compat.api_boundary
 @jax.tree_util.register_pytree_with_keys_class
 class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
-    """Rows of different lengths: their elements one after another in one array.
-
-    A pytree with the leaves `data` and `lengths`: it goes through ``jax.jit``, ``jax.grad``,
-    ``jax.device_put`` and libraries that save arrays. As an argument of `vmap` it is a batch of
-    rows, of which the function sees one, as an array that has the row's own length. ``len(x)`` is
-    the number of rows, ``x[i]`` row `i`, and ``x[1:3]``, ``x[[0, 2]]`` or a mask some of them.
-
-    Derivatives are with respect to `data`. ``jax.grad`` refuses the integers in `lengths` unless
-    told otherwise (``allow_int=True``), and what it then returns is a Ragged whose lengths hold
-    nothing (dtype float0). `with_data` makes a Ragged of gradients of it that has lengths.
-
-    Args:
-      data: array of any dtype, random keys included. Along `axis` it has the elements of row 0,
-        then those of row 1, and so on: ``sum(lengths)`` of them, or more, of which the rest
-        belongs to no row. For `explain` and ``jax.eval_shape``, `data` and `lengths` may each be a
-        ``jax.ShapeDtypeStruct``.
-      lengths: integers of shape ``(B,)``: the number of elements of each row.
-      max_length: an int that no length exceeds, known while a program is compiled. If not
-        given: the greatest length; where lengths are traced, all that `data` has room for.
-      axis: the axis of a row that is ragged: the rows of a Ragged with data of shape
-        ``(3, 100)`` and axis 1 have the shapes ``(3, n)``. Or several axes, in order, as images
-        and distance matrices have them: then `lengths` is a tuple with the lengths along each,
-        `max_length` one int or a tuple, and `data` has the ``h * w`` elements of each row, last
-        axis fastest, along the first of the axes, and not the others.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) `data` is no array, or `lengths` are no integers.
-        Or `lengths` are traced along several axes, and no `max_length` is given.
-      AxisError: (a ValueError) `lengths` is not one-dimensional, has a negative entry, or one
-        beyond `max_length`; or they add up to more than `data` has; or `axis` is out of range.
-        Where `lengths` are traced their values are not known, and nothing is raised for those:
-        each is clipped to ``[0, max_length]``, and rows end where `data` ends (along several axes:
-        what would come after it is zero).
+    """Holds variable-length rows: the elements of all rows in one array, and their lengths.
 
     Example:
       >>> x = bx.Ragged(jnp.arange(6.0), lengths=[1, 3, 2])
@@ -141,6 +109,35 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
       >>> print(images[0])
       [[0 1 2]
        [3 4 5]]
+
+    As an argument of `vmap`, it is a batch of rows. The function sees one row, as an array of its
+    own length. ``len(x)`` is the number of rows, ``x[i]`` row `i`, and ``x[1:3]``, ``x[[0, 2]]``,
+    or a mask selects rows. It is a pytree with the leaves `data` and `lengths`, so ``jax.jit``,
+    ``jax.device_put``, and libraries that save arrays accept it.
+
+    Derivatives are with respect to `data`. ``jax.grad`` needs ``allow_int=True`` for the integers
+    in `lengths`. Its result is a Ragged without usable lengths (dtype float0), from which
+    `with_data` makes one with lengths.
+
+    Args:
+      data: An array of any dtype, random keys included. Along `axis`, it has the elements of row 0,
+        then those of row 1, and so on. Elements after the last row belong to no row. `explain` and
+        ``jax.eval_shape`` accept a ``jax.ShapeDtypeStruct`` for `data` and `lengths`.
+      lengths: The number of elements of each row: integers of shape ``(B,)``.
+      max_length: An upper bound of the lengths, an int. Default: the greatest length; for traced
+        lengths, the size of `data`.
+      axis: The ragged axis of a row. The rows of a Ragged with data of shape ``(3, 100)`` and axis
+        1 have the shapes ``(3, n)``. Or several axes, in order: then `lengths` is a tuple with the
+        lengths along each, `max_length` is an int or a tuple, and `data` has the ``h * w`` elements
+        of each row, last axis fastest, along the first of the axes.
+
+    Raises:
+      ArgumentTypeError: (a TypeError) `data` is not an array, or `lengths` are not integers; or
+        `lengths` are traced along several axes, without `max_length`.
+      AxisError: (a ValueError) `lengths` is not one-dimensional, has a negative entry, or one
+        beyond `max_length`; or the lengths add up to more than `data` has; or `axis` is out of
+        range. Traced lengths are not checked: they are clipped to ``[0, max_length]``, and rows end
+        where `data` ends.
     """
 
     shared: tuple[int, ...] | None = (
@@ -174,7 +171,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         values = known_lengths(lengths)
         if bound is None and values is None and len(self.axes) > 1:
             raise ArgumentTypeError(
-                f"Ragged: the lengths along the axes {self.axis} are traced: give a bound for "
+                f"Ragged: the lengths along the axes {self.axis} are traced. Pass a bound for "
                 "each, known while a program is compiled, such as max_length=(64, 64)."
             )
         if bound is not None:
@@ -183,7 +180,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """``(B, ...)`` with the shape of a row, in which None is a ragged size."""
+        """``(B, ...)`` with the shape of a row; ragged sizes are None."""
         return len(self), *self.shape_of_row([None] * len(self.axes))
 
     def shape_of_row(self, sizes: Any) -> tuple[Any, ...]:
@@ -204,7 +201,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
     @property
     def offsets(self) -> Any:
-        """Where each row begins and the last one ends in `data`: int32 of shape ``(B + 1,)``."""
+        """The offsets of the rows in `data`: int32 of shape ``(B + 1,)``."""
         index = self.index
         numpy = np if isinstance(index.starts, np.ndarray) else jnp
         pieces = math.prod(index.before)
@@ -228,16 +225,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
 
     @translate_argument_names
     def to_padded(self, fill_value: Any = 0) -> Any:
-        """An array of shape ``(B, ..., max_length, ...)``, with `fill_value` after each row.
+        """Pads the rows to an array of shape ``(B, ..., max_length, ...)``.
 
-        Several ragged axes have a bound each: images become ``(B, H, W)``.
+        Each ragged axis has its bound: images become ``(B, H, W)``.
 
         Args:
-          fill_value: of the dtype of the elements. What comes after rows of random keys are keys
-            of zeros, whatever this is.
+          fill_value: The padding, a number of the dtype of the elements. Rows of random keys are
+            padded with keys of zeros.
 
         Raises:
-          ArgumentTypeError: (a TypeError) `fill_value` is no number that the dtype has.
+          ArgumentTypeError: (a TypeError) The dtype does not have the number `fill_value`.
 
         Example:
           >>> print(bx.Ragged(jnp.arange(6), [1, 3, 2]).to_padded(-1))
@@ -249,10 +246,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return pad_rows(self.data, self.index, self.axis, fill_value)
 
     def with_data(self, data: Any) -> Ragged:
-        """Rows of the same lengths with other elements, which share the size under `vmap`.
+        """Replaces the elements. The rows share their size with these rows under `vmap`.
 
         Args:
-          data: an array with as many elements along the ragged axis, the first of several.
+          data: An array with the same number of elements along the (first) ragged axis.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6.0), [1, 3, 2])
@@ -268,10 +265,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return other
 
     def astype(self, dtype: Any) -> Ragged:
-        """The same rows with elements of another dtype.
+        """Converts the elements to another dtype.
 
         Args:
-          dtype: as for ``jax.Array.astype``.
+          dtype: As for ``jax.Array.astype``.
 
         Example:
           >>> bx.Ragged(jnp.arange(6), [1, 3, 2]).astype("float32")
@@ -280,17 +277,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return self.with_data(self.data.astype(dtype))
 
     def with_capacity(self, capacity: int) -> Ragged:
-        """The same rows in an array with room for `capacity` elements.
+        """Pads `data` to `capacity` elements.
 
-        A compiled function is compiled once for batches of one capacity, as many rows, and one
-        `max_length`, whatever the lengths.
+        Batches of one capacity, one number of rows, and one `max_length` share a compiled program.
 
         Args:
-          capacity: the size of `data` along the ragged axis, the first of several.
+          capacity: The size of `data` along the (first) ragged axis.
 
         Raises:
-          AxisError: the rows have more elements.
-          ArgumentTypeError: `capacity` is no int.
+          AxisError: The rows have more elements.
+          ArgumentTypeError: `capacity` is not an int.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2]).with_capacity(100)
@@ -319,13 +315,13 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return self.with_data(numpy.concatenate(parts, axis=self.element_axis))
 
     def with_max_length(self, max_length: int | tuple[int | None, ...]) -> Ragged:
-        """The same rows with another bound on their lengths.
+        """Sets another bound of the lengths.
 
         Args:
-          max_length: as for `Ragged`.
+          max_length: As for `Ragged`.
 
         Raises:
-          AxisError: a row is longer.
+          AxisError: A row is longer.
 
         Example:
           >>> x = bx.Ragged(jnp.arange(6), [1, 3, 2]).with_max_length(16)

@@ -415,9 +415,9 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
         return "auto" if auto else None
     if why is not None:
         raise UnsupportedError(
-            "buckets was given, and the lengths of rows are traced here, so that they would be "
-            f"put into buckets while they run; but {why}. Leave buckets out, or call vmap where "
-            "lengths are known, outside of jit."
+            "buckets: the lengths of rows are traced here, so rows would be put into buckets while "
+            f"they run, but {why}. Remove buckets, or call vmap where lengths are known, outside "
+            "of jit."
         )
     assert isinstance(options.buckets, int)  # groups need known lengths, and run one by one
     return options.buckets

@@ -80,15 +80,14 @@ def by_bucket(axis: Axis, mapped: Sequence[Mapped], buckets: int | GroupsOfRows)
     lengths_known = all_known(mapped)
     if not lengths_known and isinstance(buckets, Buckets):
         raise UnsupportedError(
-            "buckets was given, but the lengths of rows are traced here, and these buckets are for "
-            "lengths that are known: call vmap outside of jit, or close over the Ragged so that "
-            "its lengths are known; or give the number of buckets, buckets="
-            f"{max(1, len(buckets.sizes))}, for which rows are looked at while they run."
+            "buckets: the lengths of rows are traced here, and these buckets are for known "
+            "lengths. Call vmap outside of jit, or close over the Ragged. Or pass the number, "
+            f"buckets={max(1, len(buckets.sizes))}, which works for traced lengths."
         )
     if axis.name is not None:
         raise UnsupportedError(
-            f"buckets was given, and axis_name {axis.name!r}, whose lanes are all rows, but those "
-            "of one bucket run at a time. Leave one of them out; to reduce over all rows use "
+            f"buckets does not support axis_name={axis.name!r}: its lanes are all rows, but the "
+            "rows of one bucket run at a time. Remove one of them. To reduce over all rows, use "
             "out_axes=batchax.Reduce(...)."
         )
     return lengths_known
@@ -313,10 +312,9 @@ class RowsOnDevices(Way):
         assert isinstance(call, RowCall)
         if any_uses_axis(call.axis, call.staged):
             raise UnsupportedError(
-                "mesh was given, and the function has a collective over axis_name "
-                f"{call.axis.name!r}, whose lanes are rows of different lengths: a device knows "
-                "only its own. Reduce over the batch with out_axes=batchax.Reduce(...), or leave "
-                "mesh out."
+                f"mesh does not support a collective over axis_name={call.axis.name!r}, whose "
+                "lanes are rows of different lengths: a device has only its own rows. Reduce over "
+                "the batch with out_axes=batchax.Reduce(...), or remove mesh."
             )
         if not call.axis.size:
             return replace(call, way=self.of_each)
@@ -530,8 +528,8 @@ class InRows(Way):
         if self.options.layout == Layout.GROUPED:
             if self.shards is not None:
                 raise UnsupportedError(
-                    'mesh was given, and layout="grouped": which rows have one length is known '
-                    "before they are dealt out to devices. Leave one of them out."
+                    'mesh does not support layout="grouped": rows of one length are grouped '
+                    "before they are sharded over devices. Remove one of them."
                 )
             return group_by_length(call, self.chunking)
         lengths_known = all_known(mapped) and self.shards is None

@@ -1,4 +1,4 @@
-"""Functions with derivative rules of their own: the rules are batched with them."""
+"""Functions with custom derivative rules: the rules are batched with them."""
 
 from __future__ import annotations
 

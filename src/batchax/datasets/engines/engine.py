@@ -161,8 +161,8 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
             distributed = needed("distributed", f"executor={executor!r}")
             return lambda: DaskPool(_client_of(distributed, where), own=True)
         raise ArgumentTypeError(
-            f'executor={masked(brief(executor))}: give "processes:4", "dask:tcp://host:8786" or '
-            '"shard:3/16".'
+            f"executor={masked(brief(executor))} is not an executor. Pass "
+            '"processes:4", "dask:tcp://host:8786" or "shard:3/16".'
         )
     if type(executor).__module__.split(".")[0] == "distributed":
         return functools.partial(DaskPool, executor)
@@ -186,7 +186,7 @@ def _client_of(distributed: Any, where: str) -> Any:
     except (OSError, ValueError) as error:
         told = f'executor="dask:{where}": there is no scheduler of Dask ({error}).'
         raise JobError(
-            f"{masked(told, where)} Start one, `dask scheduler`, and give the address that it "
+            f"{masked(told, where)} Start one, `dask scheduler`, and pass the address that it "
             "prints."
         ) from None
 
@@ -482,13 +482,13 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
         return Threads()
     if out is None:
         raise UnsupportedError(
-            "executor was given, and out=None: results of other processes do not come to the "
+            "executor does not support out=None: results of other processes do not reach the "
             'memory of this one. Pass a path, such as out="y.zarr".'
         )
     shard = _SHARD.fullmatch(executor) if isinstance(executor, str) else None
     if not place_of(out).shared and (shard is None or shard[2] != "1"):
         raise UnsupportedError(
-            f"executor was given, and out={str(out)!r} is in the memory of this process, which no "
+            f"executor does not support out={str(out)!r}, in the memory of this process, which no "
             "other process sees. Write to a disk or to a store of objects."
         )
     if shard is None:

@@ -235,9 +235,9 @@ def saved(work: Work, out: Address) -> Attempts:
         content = cloudpickle.dumps(call)
     except Exception as error:
         raise ArgumentTypeError(
-            f"executor was given, and {function.name} or its arguments cannot be handed to other "
-            f"processes: {type(error).__name__}: {error} Pass paths in place of open files, and "
-            "let the function close over arrays and plain objects only."
+            f"executor: {function.name} or its arguments cannot be pickled for other processes: "
+            f"{type(error).__name__}: {error} Pass paths in place of open files, and let the "
+            "function close over arrays and plain objects only."
         ) from error
     return Attempts.of_new_call(JobFiles(out).folder, content)
 
@@ -262,7 +262,7 @@ def _check_portable(function: RowFunction) -> None:
         if m.source.in_process and size > _MOST_BYTES:
             raise UnsupportedError(
                 f"{m.source.name} has rows in the memory of this process ({size:,} bytes), which "
-                "workers cannot read. Save them, numpy.save('x.npy', x), and give the path."
+                "workers cannot read. Save them, numpy.save('x.npy', x), and pass the path."
             )
 
 

@@ -182,7 +182,7 @@ def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
         return {"remedy": remedy}
     size = max(1, context.each // _CHUNKS)
     remedy = (
-        "Sort the batch by how many steps lanes are likely to take, and give "
+        "Sort the batch by how many steps lanes are likely to take, and pass "
         f"batch_size={size}: the loop of each chunk ends with its own last lane."
     )
     return {"remedy": remedy}
@@ -394,7 +394,7 @@ def spare_room(context: FindingContext) -> Iterator[Finding]:
             continue
         work = sum((e.work for e in context.equations if e.rule == "rows.packed"), Work())
         yield Finding(
-            "packed rows have room to spare",
+            "packed rows have spare capacity",
             f"Packed arrays have {count(places, 'place')} for {count(elements, 'element')}, and "
             f"operations on them go over all of these: {show_work(work)}.",
             f"Cut the array before: batchax.Ragged(x.data[:{elements}], x.lengths).",

@@ -136,7 +136,7 @@ class FindingContext:
         """The lane-steps of a loop, if they were counted and it took any."""
         of_loop = (c for c in self.steps if c.equation == number and c.branch is None)
         count = next(of_loop, None)
-        return None if count is None or count.of_use is None else count
+        return None if count is None or count.utilization is None else count
 
     @cached_property
     def price(self) -> float:
@@ -290,12 +290,12 @@ def _argument_of(context: FindingContext, eqn: Equation) -> tuple[str, str] | No
             continue
         what = f"The batch axis of {value.name}, {marked(value)}, is moved"
         if value.name in names:
-            return what, f"Store {value.name} with the batch axis first, and give in_axes=0 for it."
+            return what, f"Store {value.name} with the batch axis first, and pass in_axes=0 for it."
         sources = [v for v in context.arguments if v.axis]
         if not sources:
             return what, "Compute it so that the batch axis is first."
         listed = " and ".join(v.name for v in sources)
-        return what, f"Store {listed} with the batch axis first, and give in_axes=0."
+        return what, f"Store {listed} with the batch axis first, and pass in_axes=0."
     return None
 
 
@@ -517,7 +517,7 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
     (
         lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"),
         "its vmap_method says so, and Python is called for each.",
-        'If the function takes arrays with a leading batch axis, give vmap_method="broadcast_all" '
+        'If the function takes arrays with a leading batch axis, pass vmap_method="broadcast_all" '
         'or "expand_dims": it is called once then.',
     ),
     (

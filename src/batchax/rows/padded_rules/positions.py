@@ -304,7 +304,7 @@ def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params
     if may_differ(math.prod(x.shape), math.prod(new_sizes)):
         raise op.refuse(
             f"rows of shape {tuple(x.shape)} are reshaped to {tuple(new_sizes)}, which "
-            "for some of them is another number of elements. Pad them first, with jnp.pad, or give "
+            "for some of them is another number of elements. Pad them first, with jnp.pad, or pass "
             "-1 for the size."
         )
     if dimensions is not None:
