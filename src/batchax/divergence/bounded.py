@@ -87,9 +87,10 @@ class TailCompaction:
         n = form.n_carry + len(form.y_axes)
         if self.at_once and form.kept is None and not form.y_axes:
             outs = [*of_lanes(self.axis, loop).carry, np.zeros(self.axis.size, np.int32)]
-            at = [0] * len(outs)
+            placed: PlacedOutputs = outs, [0] * len(outs)
         else:
-            outs, at = run_while(self.axis, loop, self._many)
+            placed = run_while(self.axis, loop, self._many)
+        outs, at = placed
         steps = jnp.asarray(outs[-1])
         last = windows([steps, *outs[:n]])
         apart = self._from(loop, outs[:n], last[0] - steps, lax.reduce_max(steps, (0,)))

@@ -645,7 +645,7 @@ class Lanes:
         count, zero = self._count(first, np.float32), np.float32(0)
         state = alike((first, mine, count, zero, zero, tally), values)
         given = consts, everyone, limit, deadline
-        if self.inside_in_one and all(x.size for x in jax.tree.leaves((given, state))):
+        if self.inside_in_one and all(np.size(x) for x in jax.tree.leaves((given, state))):
             run = functools.partial(_in_one_function, run)
         runs, mine, _, _, spent, tally = run(given, state)
         for k, x in zip(part.slots, mine, strict=True):
