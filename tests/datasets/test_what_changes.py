@@ -571,7 +571,7 @@ def test_a_file_that_goes_while_others_write(out):
 
     with ThreadPoolExecutor(1) as pool:
         how = {**UNIT, "executor": pool, "progress": remove}
-        with pytest.raises(bx.JobError, match=rf"{a_name(out)}, or deleted it"):
+        with pytest.raises(bx.JobError, match=rf"{a_name(out)} was overwritten or deleted"):
             bx.map(double, X, out=out, **how)
     assert bx.map(double, X, out=out, **UNIT).reused == ROWS - 2
     np.testing.assert_array_equal(bx.map(double, source_of(out), progress=False).outputs, X * 4)

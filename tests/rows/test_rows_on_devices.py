@@ -176,7 +176,7 @@ REFUSED = {
     "a collective": (
         lambda x: x - lax.pmean(x.sum(), "rows"),
         {"axis_name": "rows"},
-        "collective over axis_name 'rows'",
+        "collective over axis_name='rows'",
     ),
     "rows of one length": (attend, {"layout": "grouped"}, 'layout="grouped"'),
     "what needs a number": (lambda x: jnp.linalg.svd(x)[1], {}, "leave mesh out"),

@@ -263,7 +263,7 @@ REFUSED = {
         "has a host callback",
     ),
     "chunks": (attend, {"batch_size": 2}, "batch_size was given, too"),
-    "a named axis": (attend, {"axis_name": "rows"}, "axis_name 'rows'"),
+    "a named axis": (attend, {"axis_name": "rows"}, "axis_name='rows'"),
 }
 
 
