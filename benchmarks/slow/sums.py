@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.flatten_util import ravel_pytree
@@ -117,6 +118,118 @@ def clipped_convolutions_by_hand(parameters: Any, x: Any, y: Any) -> Any:
     return [*sums, (a.T @ (delta * scale[:, None]), scale @ delta)]
 
 
+def embedding_loss(parameters: Any, tokens: Any, y: Any) -> Any:
+    table, w, b = parameters
+    return -jax.nn.log_softmax(table[tokens].mean(0) @ w + b)[y]
+
+
+def clipped_embeddings(parameters: Any, tokens: Any, y: Any) -> Any:
+    g = jax.grad(embedding_loss)(parameters, tokens, y)
+    return optax.clip_by_global_norm(MOST).update(g, optax.EmptyState())[0]
+
+
+def clipped_embeddings_by_hand(parameters: Any, tokens: Any, y: Any) -> Any:
+    table, w, b = parameters
+    a = table[tokens].mean(1)
+    delta = jax.nn.softmax(a @ w + b) - jax.nn.one_hot(y, len(b))
+    back = delta @ w.T / tokens.shape[1]  # of each token
+    # A token that an example has n times gets n times the gradient.
+    times = (tokens[:, :, None] == tokens[:, None]).sum((1, 2))
+    norms = jnp.sqrt(((a**2).sum(1) + 1) * (delta**2).sum(1) + times * (back**2).sum(1))
+    scale = jnp.minimum(1.0, MOST / norms)[:, None]
+    rows = jnp.broadcast_to((back * scale)[:, None], (*tokens.shape, table.shape[1]))
+    return jnp.zeros_like(table).at[tokens].add(rows), a.T @ (delta * scale), (delta * scale).sum(0)
+
+
+def _with_table(lanes: int) -> Any:
+    parameters = normal(10_000, 64), normal(64, 10) / 8, normal(10)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 10_000, (lanes, 32)))
+    return parameters, tokens, jnp.arange(lanes) % 10
+
+
+def sequence_loss(parameters: Any, x: Any, y: Any) -> Any:
+    *layers, (w, b) = parameters
+    for v, c in layers:
+        x = jnp.tanh(x @ v + c)
+    return -jax.nn.log_softmax((x @ w + b).mean(0))[y]
+
+
+def clipped_sequences(parameters: Any, x: Any, y: Any) -> Any:
+    g = jax.grad(sequence_loss)(parameters, x, y)
+    return optax.clip_by_global_norm(MOST).update(g, optax.EmptyState())[0]
+
+
+def clipped_sequences_by_hand(parameters: Any, x: Any, y: Any) -> Any:
+    def total(added: Any) -> Any:
+        a, seen = x, []
+        for (w, b), more in zip(parameters, added, strict=True):
+            seen.append(a)
+            out = a @ w + b + more
+            a = jnp.tanh(out)
+        likely = jax.nn.log_softmax(out.mean(1))
+        return -jnp.take_along_axis(likely, y[:, None], 1).sum(), seen
+
+    zeros = [jnp.zeros((*x.shape[:2], len(b))) for _, b in parameters]
+    deltas, seen = jax.grad(total, has_aux=True)(zeros)
+    products = lambda a: jnp.einsum("kti,ksi->kts", a, a)
+    norms = sum(
+        jnp.einsum("kts,kts->k", products(a), products(d)) + (d.sum(1) ** 2).sum(1)
+        for a, d in zip(seen, deltas, strict=True)
+    )
+    scale = jnp.minimum(1.0, MOST / jnp.sqrt(norms))[:, None, None]
+    return [
+        (jnp.tensordot(a, d * scale, ((0, 1), (0, 1))), (d * scale).sum((0, 1)))
+        for a, d in zip(seen, deltas, strict=True)
+    ]
+
+
+def _with_sequences(lanes: int) -> Any:
+    sizes = 256, 256, 256, 256, 10
+    parameters = [(normal(n, m) / n**0.5, normal(m)) for n, m in itertools.pairwise(sizes)]
+    return parameters, normal(lanes, 32, 256, seed=1), jnp.arange(lanes) % 10
+
+
+def recurrent_loss(parameters: Any, x: Any, y: Any) -> Any:
+    w, v, b, out = parameters
+    step = lambda h, x: (jnp.tanh(x @ w + h @ v + b), None)
+    return -jax.nn.log_softmax(lax.scan(step, jnp.zeros(len(v)), x)[0] @ out)[y]
+
+
+def clipped_recurrent(parameters: Any, x: Any, y: Any) -> Any:
+    g = jax.grad(recurrent_loss)(parameters, x, y)
+    return optax.clip_by_global_norm(MOST).update(g, optax.EmptyState())[0]
+
+
+def clipped_recurrent_by_hand(parameters: Any, x: Any, y: Any) -> Any:
+    w, v, b, out = parameters
+    lanes, steps = x.shape[:2]
+
+    def total(added: Any) -> Any:
+        def step(h: Any, given: Any) -> Any:
+            x, more = given
+            return jnp.tanh(x @ w + h @ v + b + more), h
+
+        last, before = lax.scan(step, jnp.zeros((lanes, len(v))), (xs, added[0]))
+        likely = jax.nn.log_softmax(last @ out + added[1])
+        return -jnp.take_along_axis(likely, y[:, None], 1).sum(), (before, last)
+
+    xs = jnp.swapaxes(x, 0, 1)
+    zeros = jnp.zeros((steps, lanes, len(v))), jnp.zeros((lanes, out.shape[1]))
+    (d, e), (before, last) = jax.grad(total, has_aux=True)(zeros)
+    products = lambda a: jnp.einsum("tki,ski->kts", a, a)
+    norms = ((products(xs) + products(before) + 1) * products(d)).sum((1, 2))
+    norms += (last**2).sum(1) * (e**2).sum(1)
+    scale = jnp.minimum(1.0, MOST / jnp.sqrt(norms))[:, None]
+    d, e = d * scale, e * scale
+    summed = lambda a: jnp.tensordot(a, d, ((0, 1), (0, 1)))
+    return summed(xs), summed(before), d.sum((0, 1)), last.T @ e
+
+
+def _with_steps(lanes: int) -> Any:
+    parameters = normal(128, 128) / 12, normal(128, 128) / 12, normal(128), normal(128, 10) / 12
+    return parameters, normal(lanes, 32, 128, seed=1), jnp.arange(lanes) % 10
+
+
 def _with_kernels(lanes: int) -> Any:
     shapes = (8, 1, 3, 3), (16, 8, 3, 3), (7 * 7 * 16, 10)
     widths = 8, 16, 10
@@ -184,6 +297,43 @@ WORKLOADS = [
         for name, options in (
             ("of a convolutional network, by optax", {}),
             ("of it, 32 at a time", {"batch_size": 32}),
+        )
+    ),
+    *(
+        Slow(
+            name,
+            FAMILY,
+            one,
+            by_hand,
+            data,
+            lanes=64,
+            goal=goal,
+            rival=HAND,
+            in_axes=(None, 0, 0),
+            summed=True,
+        )
+        for name, one, by_hand, data, goal in (
+            (
+                "of an embedding table",
+                clipped_embeddings,
+                clipped_embeddings_by_hand,
+                _with_table,
+                2,
+            ),
+            (
+                "of layers at each place",
+                clipped_sequences,
+                clipped_sequences_by_hand,
+                _with_sequences,
+                1.3,
+            ),
+            (
+                "of a recurrent network",
+                clipped_recurrent,
+                clipped_recurrent_by_hand,
+                _with_steps,
+                1.3,
+            ),
         )
     ),
 ]

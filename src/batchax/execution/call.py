@@ -48,7 +48,8 @@ from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
 from batchax.memo import Memo
-from batchax.sums.contracted import DeferredContraction, factored, run_adding
+from batchax.sums.contracted import factored, run_adding
+from batchax.sums.deferred import DeferredContraction
 
 Self = TypeVar("Self", bound="Call")
 

@@ -54,7 +54,8 @@ from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
 from batchax.small.pays import LOOP_STEPS
-from batchax.sums.contracted import DeferredContraction, run_adding
+from batchax.sums.contracted import run_adding
+from batchax.sums.deferred import DeferredContraction
 
 Env = dict[Any, tuple[Any, Position]]
 """Variables whose values for all lanes are known, and where their batch axes are."""

@@ -7,27 +7,20 @@ factors instead, and what made y is then part of no program, unless something el
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
-from batchax.frontend import reductions
-from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.bodies import program_called
+from batchax.jaxprs.bodies import bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
-from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position
@@ -38,44 +31,13 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.cost import is_fused
-from batchax.sums.products import (
-    OPERATIONS,
-    Group,
-    Operand,
-    Product,
-    Terms,
-    aligned,
-    arrays_of,
-    groups_of,
-    sum_of_squares,
-    terms_of,
-)
+from batchax.sums.deferred import DeferredContraction, described, is_deferred
+from batchax.sums.inside import ENTERED, run_inside
+from batchax.sums.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
+from batchax.sums.products import Operand, Product, Terms, arrays_of
+from batchax.sums.squares import sum_of_squares
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
-
-
-class Term(NamedTuple):
-    """A product, of some of the factors of an output: what is known of it before there are values.
-
-    Attributes:
-      factors: the number of each factor, and the labels of its dimensions.
-      labels: the dimensions of the product; None for one along which all elements are the same.
-      sizes: their sizes.
-      shape: the shape of the product in the output, where it is after a reshape, and
-      starts: begins.
-      negative: whether it is subtracted.
-      precision: of a product of matrices that it is already; None if that is not said.
-      exact: whether lanes are all that is summed over.
-    """
-
-    factors: tuple[tuple[int, tuple[int, ...]], ...]
-    labels: tuple[int | None, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    starts: tuple[int, ...]
-    negative: bool
-    precision: Any
-    exact: bool
 
 
 def factored(
@@ -135,10 +97,12 @@ def _mark(jaxpr: Jaxpr, outvars: Sequence[Any], entered: set[int]) -> set[Any]:
         if marked.isdisjoint(eqn.outvars):
             continue
         if eqn.primitive.name in OPERATIONS:
-            marked.update(variables_read(eqn))
-        elif eqn.primitive is jit_p:
+            # The factors of a product of matrices are arrays, unless it is a norm.
+            if eqn.primitive.name not in OF_ARRAYS or not eqn.outvars[0].aval.shape:
+                marked.update(variables_read(eqn))
+        elif eqn.primitive is jit_p or eqn.primitive in ENTERED:
             entered.add(id(eqn))
-            body = program_called(eqn).jaxpr
+            body = bodies_of(eqn)[0].jaxpr
             results = zip(eqn.outvars, body.outvars, strict=True)
             inside = _mark(body, [v for out, v in results if out in marked], entered)
             given = zip(eqn.invars, body.invars, strict=True)
@@ -172,7 +136,7 @@ class _Factoring:
 
     axis, positions: as for `factored`.
     outputs, entered, held: of the program, as there.
-    apart: products of matrices that are left whole, by the ids of their equations.
+    apart: products of matrices, and scattered rows, that are left whole, by the ids of variables.
     """
 
     def __init__(
@@ -225,6 +189,11 @@ class _Factoring:
             id(eqn) in self._entered or any(x.has_arrays for x in operands)
         ):
             return self._evaluated(program_called(eqn), operands)
+        if id(eqn) in self._entered:
+            matrices, self._matrices = self._matrices, {}
+            outs, terms = run_inside(eqn, operands, self._evaluated)
+            self._matrices = matrices
+            return self._known(eqn, outs, terms)
         values = [x.value for x in operands]
         squares = _sum_of_squares(eqn, operands)
         if squares is not None:
@@ -232,20 +201,25 @@ class _Factoring:
         outs = bind_equation(eqn, values)
         if not uses_axis(self._axis, eqn) and all(map(self._is_shared, values)):
             self._shared |= {id(x): x for x in outs}
-        if id(eqn) in self._apart:
-            return list(map(Operand, outs))
-        terms = terms_of(eqn, operands, outs)
-        for x, own in zip(outs, terms, strict=True):
-            if any(t.matrices is eqn for t in own or ()):
-                self._matrices[id(eqn)] = x
         reshaped = operands[0] if eqn.primitive.name == "reshape" else None
         root = _root(eqn, operands)
-        return [Operand(x, own, root, reshaped) for x, own in zip(outs, terms, strict=True)]
+        return self._known(eqn, outs, terms_of(eqn, operands, outs), root, reshaped)
+
+    def _known(
+        self, eqn: Eqn, outs: Sequence[Value], terms: Sequence[Terms | None], *more: Operand | None
+    ) -> list[Operand]:
+        """Results, with the products that they are made of unless they are left whole."""
+        each = []
+        for v, x, own in zip(eqn.outvars, outs, terms, strict=True):
+            if any(t.matrices is v for t in own or ()):
+                self._matrices[id(v)] = x
+            each.append(Operand(x, None if id(v) in self._apart else own, *more))
+        return each
 
     def _told(self, x: Operand) -> Any:
         """An output, which tells of its factors if lanes are better added up so."""
         terms = x.products
-        if not any(map(_is_outer, terms)):
+        if not any(map(is_deferred, terms)):
             # Products of one array and numbers for each lane; a sum of such is one array.
             first = terms[0]
             alone = (
@@ -255,11 +229,11 @@ class _Factoring:
                 and set(first.labels) == first.in_factors
             )
             terms = terms if alone else Operand(x.value).products
-        if not all(_is_outer(t) or self._is_held(t) for t in terms):
+        if not all(is_deferred(t) or self._is_held(t) for t in terms):
             return x.value
         factors = [f.value for t in terms for f in t.factors]
         self._summed.append(factors)
-        return outer_product_sum_p.bind(x.value, *factors, terms=_described(terms))
+        return outer_product_sum_p.bind(x.value, *factors, terms=described(terms))
 
     def _is_shared(self, x: Value) -> bool:
         return not isinstance(x, Tracer) or id(x) in self._shared
@@ -271,11 +245,6 @@ class _Factoring:
         whole = term.in_factors.issubset(term.labels)
         size = math.prod(n.size for n in term.in_factors)
         return len(arrays_of(term)) == 1 and whole and size <= self._held
-
-
-def _is_outer(term: Product) -> bool:
-    """Whether lanes are added up by one product of matrices, without an array for each."""
-    return len(arrays_of(term)) == 2
 
 
 def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
@@ -290,8 +259,7 @@ def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
     out = eqn.outvars[0].aval
     if x is None or out.dtype.name not in ("float32", "float64"):
         return None
-    squares = sum_of_squares(x)
-    return squares if squares is not None and squares.dtype == out.dtype else None
+    return sum_of_squares(x, out.dtype)
 
 
 def _root(eqn: Eqn, operands: Sequence[Operand]) -> Operand | None:
@@ -302,6 +270,8 @@ def _root(eqn: Eqn, operands: Sequence[Operand]) -> Operand | None:
             return operands[operands[0].is_zero].square_of
         case "square":
             return operands[0]
+        case "convert_element_type" if is_wider(eqn):
+            return operands[0].square_of
         case "integer_pow" if eqn.params["y"] == 2:
             return operands[0]
         case "mul":
@@ -317,31 +287,6 @@ def _unshaped(x: Operand) -> Operand:
     while x.reshaped is not None:
         x = x.reshaped
     return x
-
-
-def _described(terms: Terms) -> tuple[Term, ...]:
-    """The terms of an output, whose factors are numbered one after another."""
-    described, count = [], 0
-    for term in terms:
-        each = dict.fromkeys(n for _, own in term.factors for n in own)
-        names = {n: k for k, n in enumerate(each)}
-        factors = tuple(
-            (count + k, tuple(names[n] for n in f.labels)) for k, f in enumerate(term.factors)
-        )
-        count += len(factors)
-        described.append(
-            Term(
-                factors,
-                labels=tuple(map(names.get, term.labels)),
-                sizes=tuple(n.size for n in term.labels),
-                shape=term.shape,
-                starts=term.starts,
-                negative=term.negative,
-                precision=term.precision,
-                exact=term.matrices is None,
-            )
-        )
-    return tuple(described)
 
 
 def _batched(axis: Axis, args: Any, axes: Any, /, *, terms: Any) -> tuple[Any, Position]:
@@ -360,195 +305,6 @@ outer_product_sum_p = own_primitive(
     transpose=OF_OPERATIONS,
     several=False,
 )
-
-
-_LANES = -1
-"""The label of the axis of lanes."""
-
-
-class DeferredContraction(NamedTuple):
-    """What lanes add up to an output: its terms, and their factors for all lanes.
-
-    Attributes:
-      like: the type of the output of one example.
-      lanes: how many there are.
-      terms: the products.
-      factors: arrays of all lanes.
-      positions: where they have the batch axis.
-    """
-
-    like: Any
-    lanes: int
-    terms: tuple[Term, ...]
-    factors: Sequence[Value]
-    positions: Sequence[Position]
-
-    def total(self, real: Any = None) -> Any:
-        """The sum over lanes; floats of less than 32 bits are added up in float32.
-
-        real: which lanes count; None: all.
-        """
-        pieces: dict[_Place, Any] = {}
-        for term in sorted(self.terms, key=lambda term: term.starts):
-            total = self._added(term, real)
-            place = (term.starts, term.shape)
-            pieces[place] = pieces[place] + total if place in pieces else total
-        return _assembled(pieces, self.like.shape)
-
-    def as_output(self, x: Value) -> Any:
-        """An array in the dtype of an output."""
-        return lax.convert_element_type(x, self.like.dtype)
-
-    def of_all(self, reduction: Reduction) -> Any:
-        """A reduction that adds lanes up, of all of them."""
-        result = reductions.finished(reduction, self.state(reduction), self.lanes)
-        return result if reduction.lane is None else self.as_output(result)
-
-    def state(self, reduction: Reduction, real: Any = None) -> Any:
-        """The state of a reduction that adds lanes up, of these; see `total`."""
-        total = self.total(real)
-        return self.as_output(total) if reduction.lane is None else total
-
-    def _added(self, term: Term, real: Any) -> Any:
-        arrays = [
-            _Labelled.of(self.factors[k], labels, self.positions[k]) for k, labels in term.factors
-        ]
-        first, *others = [
-            _of_group(arrays, group, real).converted(self.like.dtype)
-            for group in groups_of(term.factors)
-        ]
-        numbers = others.pop() if others and not others[-1].own else None
-        if not others:
-            total = _weighted(first, numbers, self.lanes, real)
-        else:
-            (second,) = others
-            if numbers is not None:
-                small = min(first, second, key=lambda x: math.prod(np.shape(x.value)))
-                pair = [x.times(numbers) if x is small else x for x in (first, second)]
-                first, second = pair
-            total = _contracted(first, second, term, self.lanes, real)
-        total = lax.reshape(total.placed(term.labels, term.sizes), term.shape)
-        return -total if term.negative else total
-
-
-class _Labelled(NamedTuple):
-    """An array with a label for each dimension, that of lanes among them if it has one."""
-
-    value: Value
-    labels: tuple[int, ...]
-
-    @classmethod
-    def of(cls, x: Value, labels: tuple[int, ...], position: Position) -> _Labelled:
-        """A factor of all lanes."""
-        if position is None:
-            return cls(x, labels)
-        return cls(x, (*labels[:position], _LANES, *labels[position:]))
-
-    @property
-    def own(self) -> tuple[int, ...]:
-        """The labels except for that of lanes."""
-        return tuple(n for n in self.labels if n != _LANES)
-
-    @property
-    def has_lanes(self) -> bool:
-        """Whether it depends on the lane."""
-        return _LANES in self.labels
-
-    def times(self, other: _Labelled) -> _Labelled:
-        """The product with what has none but its labels, and that of lanes."""
-        labels = self.labels if self.has_lanes or not other.has_lanes else (_LANES, *self.labels)
-        x, y = _compat.varying_alike([aligned(self, labels), aligned(other, labels)])
-        return _Labelled(jnp.multiply(x, y), labels)
-
-    def masked(self, real: Any) -> _Labelled:
-        """Zero in lanes that do not count."""
-        if real is None or not self.has_lanes:
-            return self
-        mask = lax.broadcast_in_dim(real, self.value.shape, (self.labels.index(_LANES),))
-        return _Labelled(lax.select(mask, self.value, lax.full_like(self.value, 0)), self.labels)
-
-    def converted(self, dtype: Any) -> _Labelled:
-        """In another dtype."""
-        return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)
-
-    def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> Any:
-        """An array with dimensions of these labels, repeated along one of None."""
-        order = [n for n in labels if n is not None]
-        value = lax.transpose(self.value, [self.labels.index(n) for n in order])
-        dims = [d for d, n in enumerate(labels) if n is not None]
-        return lax.broadcast_in_dim(value, shape, dims)
-
-
-_Place = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where a piece of an array begins, and its shape."""
-
-
-def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
-    """The array of which these are all pieces, in order; they may have elements in common."""
-    if len(pieces) == 1:
-        return next(iter(pieces.values()))
-    for d in range(len(shape)):
-        ends = itertools.accumulate((own[d] for _, own in pieces), initial=0)
-        starts = [tuple(end if k == d else 0 for k in range(len(shape))) for end in ends]
-        if starts == [*(start for start, _ in pieces), starts[-1]] and starts[-1][d] == shape[d]:
-            return lax.concatenate(_compat.varying_alike(list(pieces.values())), d)
-    padded = [
-        lax.pad(x, lax.full_like(x, 0, shape=()), edges)
-        for x, edges in (
-            (x, [(a, n - a - own, 0) for a, own, n in zip(*place, shape, strict=True)])
-            for place, x in pieces.items()
-        )
-    ]
-    return functools.reduce(jnp.add, padded)
-
-
-def _of_group(arrays: Sequence[_Labelled], group: Group, real: Any) -> _Labelled:
-    each = (arrays[k] for k in group.numbers)
-    return functools.reduce(_Labelled.times, each).masked(real)
-
-
-def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) -> _Labelled:
-    """The sum over lanes of one array, times a number for each."""
-    dtype = x.value.dtype
-    if weights is None or not weights.has_lanes:
-        ones = jnp.ones((lanes,), dtype) if real is None else lax.convert_element_type(real, dtype)
-        weights = _Labelled(ones if weights is None else ones * weights.value, (_LANES,))
-    if not x.has_lanes:
-        wide = accumulator(dtype)
-        return _Labelled(x.value.astype(wide) * jnp.sum(weights.value, dtype=wide), x.labels)
-    # Of a library of linear algebra: many times as fast as what XLA makes of a sum on a CPU.
-    # Where it has a better way, on GPUs, it multiplies and adds up by itself.
-    return _dot(weights, x, [_LANES], [], lax.Precision.HIGHEST)
-
-
-def _contracted(x: _Labelled, y: _Labelled, term: Term, lanes: int, real: Any) -> _Labelled:
-    """The sum over lanes of the products of two arrays, and over labels that are not wanted."""
-    if x.has_lanes != y.has_lanes:  # what depends on the lane is added up first
-        x, y = (_weighted(a, None, lanes, real) if a.has_lanes else a for a in (x, y))
-    elif not x.has_lanes:
-        count = jnp.asarray(lanes if real is None else jnp.sum(real), x.value.dtype)
-        x = x.times(_Labelled(count, ()))
-    both = [n for n in x.labels if n in y.labels]
-    summed = [n for n in both if n not in term.labels]
-    paired = [n for n in both if n in term.labels]
-    return _dot(x, y, summed, paired, lax.Precision.HIGHEST if term.exact else term.precision)
-
-
-def _dot(
-    x: _Labelled, y: _Labelled, summed: list[int], paired: list[int], precision: Any
-) -> _Labelled:
-    dtype = jnp.promote_types(x.value.dtype, y.value.dtype)
-    lhs, rhs = _compat.varying_alike([a.value.astype(dtype) for a in (x, y)])
-    place = lambda a, names: tuple(a.labels.index(n) for n in names)
-    value = lax.dot_general(
-        lhs,
-        rhs,
-        ((place(x, summed), place(y, summed)), (place(x, paired), place(y, paired))),
-        precision=precision,
-        preferred_element_type=accumulator(dtype),
-    )
-    left = [n for a in (x, y) for n in a.labels if n not in (*summed, *paired)]
-    return _Labelled(value, (*paired, *left))
 
 
 def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any], list[Position]]:
