@@ -104,7 +104,6 @@ def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:
 
 
 def batch_bounded_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """The results of a bounded loop, or of a sweep, for all lanes."""
     run = _batch_sweep if isinstance(loop.form, SweepSignature) else _batch_loop
     return run(axis, loop)
 
@@ -426,7 +425,6 @@ def _settled(
 
 
 def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
-    """Where the xs of all lanes have the axis of the steps."""
     return steps_axes(loop.form.split(loop.axes).xs, loop.form.x_axes)
 
 

@@ -344,7 +344,6 @@ def moving_inputs(
     carry: Sequence[int],
     xs: Sequence[int],
 ) -> list[int]:
-    """Which inputs of a step these constants, carries and xs are."""
     first_x = form.n_consts + form.n_carry
     return [*consts, *(form.n_consts + i for i in carry), *(first_x + i for i in xs)]
 
@@ -378,7 +377,6 @@ def places(flags: Sequence[bool]) -> list[int]:
 
 
 def parts(items: Sequence[Any], *sizes: int) -> list[list[Any]]:
-    """`items` in lists of these sizes, and the rest."""
     items, groups = list(items), []
     for n in sizes:
         groups.append(items[:n])

@@ -70,7 +70,6 @@ class Operands(NamedTuple):
 
     @property
     def flat(self) -> list[Any]:
-        """All of them, as the primitives have them."""
         count, *groups = self
         return [count, *itertools.chain(*groups)]
 
@@ -126,16 +125,13 @@ class LoopSignature:
 
     @property
     def n_results(self) -> int:
-        """How many results there are."""
         n_kept = 0 if self.kept is None else 1 + len(self.kept)
         return self.n_carry + len(self.y_axes) + n_kept + 1
 
     def split(self, operands: Sequence[Value]) -> Operands:
-        """The operands, by what they are."""
         return _split(operands, self.n_test, self.n_consts, self.n_carry, 0, 0)
 
     def results(self, outs: Sequence[Value]) -> Results:
-        """What the primitive returned, a flat list, as `Results`."""
         a = self.n_carry
         b = a + len(self.y_axes)
         return Results(list(outs[:a]), list(outs[a:b]), list(outs[b:-1]), outs[-1])
@@ -165,11 +161,9 @@ class SweepSignature:
 
     @property
     def n_results(self) -> int:
-        """How many results there are."""
         return self.n_back + len(self.y_axes)
 
     def split(self, operands: Sequence[Value]) -> Operands:
-        """The operands, by what they are."""
         sizes = self.n_consts, self.n_carry, 1 + len(self.kept), self.n_back
         return _split(operands, 0, *sizes)
 
@@ -186,7 +180,6 @@ def n_checkpoints(length: int) -> int:
 
 
 def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Any]:
-    """As these in type, with nothing kept."""
     numbers, *carries = checkpoints
     return [lax.full_like(numbers, UNUSED), *carries]
 
@@ -426,7 +419,6 @@ def settle(
 
 
 def varied(x: Value, like: Sequence[Any]) -> Any:
-    """`x`, cast to vary over the axes of the mesh that values of these types vary over."""
     return functools.reduce(_compat.varying_as, like, x)
 
 
@@ -478,7 +470,6 @@ def zeros(aval: Aval) -> Any:
 
 
 def _typed(x: Value, aval: Aval) -> Any:
-    """`x`, weakly typed if `aval` is."""
     return _compat.weakly(x) if aval.weak_type and not jax.typeof(x).weak_type else x
 
 
@@ -503,7 +494,6 @@ def no_checkpoints(body: Any, form: Any) -> list[Any]:
 
 
 def checkpoint_types(steps: Any, carry: Sequence[Value], form: Any) -> list[Any]:
-    """The types of the checkpoints of a loop, from that of a number of steps and of its carry."""
     if form.kept is None:
         return []
     size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
@@ -704,7 +694,6 @@ def as_while(
 
 
 def _arrays(test: Any, body: Any, form: LoopSignature) -> list[Any]:
-    """The types of the ys."""
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 

@@ -189,17 +189,14 @@ class Call:
 
     @property
     def values(self) -> list[Any]:
-        """The arguments of all lanes."""
         return [m.value for m in self.mapped]
 
     @property
     def positions(self) -> list[Position]:
-        """Where they have the batch axis."""
         return [m.axis for m in self.mapped]
 
     @property
     def shared(self) -> list[Any]:
-        """Those that all lanes have alike."""
         return [m.value for m in self.mapped if m.axis is None]
 
     @property
@@ -209,12 +206,10 @@ class Call:
 
     @property
     def outputs(self) -> FlatOutputs:
-        """How to rebuild what the function returned."""
         return self._program[1]
 
     @property
     def described(self) -> Sequence[OutputArray]:
-        """The arrays that it returned."""
         return self.outputs.described
 
     @property
@@ -241,7 +236,6 @@ class Call:
 
     @property
     def given_traced(self) -> bool:
-        """Whether an argument is traced."""
         return any(isinstance(x, Tracer) for x in self.values)
 
     @property
@@ -250,7 +244,6 @@ class Call:
         return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)
 
     def with_values(self, values: Sequence[Value]) -> Call:
-        """The same call of other arrays."""
         if all(x is m.value for m, x in zip(self.mapped, values, strict=True)):
             return self
         mapped = [m.put(x) for m, x in zip(self.mapped, values, strict=True)]
@@ -281,7 +274,6 @@ Pass = Callable[[Call], Call]
 
 
 def apply_passes(passes: Iterable[Pass], call: Call) -> Call:
-    """A call after these passes, in order."""
     return functools.reduce(lambda call, change: change(call), passes, call)
 
 
@@ -453,7 +445,6 @@ def check_not_shared(shared: Iterable[SpecifiedLeaf]) -> None:
 
 
 def shared_reference(which: str) -> str:
-    """What a message says of a reference that all lanes share."""
     return (
         f"{which} is a reference (jax.new_ref) that all lanes share, and batch_size or mesh was "
         "given: what a lane reads would depend on which lanes have run. Pass the reference an axis "

@@ -197,7 +197,6 @@ def _apart(x: Value, spec: Any, before: Any) -> tuple[Any, Position]:
 
 
 def _together(lanes: Axis, x: Value, position: Position, spec: Any) -> Any:
-    """The reverse of `_apart`, for a result."""
     if isinstance(spec, Sum):
         return match_axis(lanes, x, position, 0)
     return lax.squeeze(match_axis(lanes, x, position, spec.axis), (spec.axis + 1,))

@@ -146,7 +146,6 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
 def is_loss(
     loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Value], operands: Sequence[Value]
 ) -> bool:
-    """Whether `dependent` results are one real scalar, a sum, and the operands are real, too."""
     return (
         len(dependent) == 1
         and isinstance(loop.results[dependent[0]], Sum)
@@ -193,7 +192,6 @@ def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
 
 
 def inner_product(gradient: Sequence[Any], tangents: Sequence[Value]) -> Any:
-    """The inner product of two lists of arrays: the tangent of a loss with this gradient."""
     products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
     return sum(products[1:], start=products[0])
 

@@ -96,11 +96,9 @@ class Combined:
     outer: int = 0
 
     def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-        """The arrays of the state of both."""
         return self._arrays(functools.partial(reductions.combined, self.reduction), 0, one, other)
 
     def folded(self, parts: Sequence[Any]) -> list[Any]:
-        """The arrays of the state of all parts, which are along axis 0."""
         return self._arrays(functools.partial(reductions.folded, self.reduction), 1, parts)
 
     def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
@@ -315,7 +313,6 @@ class ChunkLoop:
         return self.chunk if isinstance(self.chunk, int) else 1
 
     def program(self, avals: Sequence[Aval], width: int) -> ClosedJaxpr:
-        """The program of a chunk of `width` lanes, from the types of the operands."""
         return self.body.staged(width, self.of_chunk(avals, width))
 
     def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Any]:
@@ -393,7 +390,6 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
 
 
 def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
-    """The types of what a chunk loop returns whose chunks do `program`."""
     return [loop.result_aval(a, k) for a, k in zip(program.out_avals, loop.results, strict=True)]
 
 

@@ -189,7 +189,6 @@ class _Chunks:
 
     @classmethod
     def of(cls, loop: ChunkLoop, operands: Sequence[Value]) -> _Chunks:
-        """Those of a loop whose chunk size is known."""
         assert isinstance(loop.chunk, int)
         picked = _picked(operands[0], loop.operands[0], loop.chunk) if loop.gathers else None
         steps = Steps(-(-loop.size // loop.chunk), loop.progress)
@@ -219,7 +218,6 @@ class _Chunks:
     def step(
         self, index: Any, width: int, results: Sequence[Value], start: Any = None
     ) -> list[Any]:
-        """The results so far, with those of one more chunk."""
         outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
 

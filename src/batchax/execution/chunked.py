@@ -263,7 +263,6 @@ class _Refusing:
 
     @property
     def explicit(self) -> bool:
-        """Not asked for."""
         return False
 
     def may_diverge(self, axis: Axis, loop: Any) -> bool:
@@ -274,11 +273,9 @@ class _Refusing:
         """All lanes take each step, unless they diverge in one."""
 
     def run(self, axis: Axis, parting: Any) -> Any:
-        """Raises `LanesPart`."""
         raise LanesPart
 
     def with_max_width(self, width: int) -> _Refusing:
-        """Itself."""
         return self
 
 
@@ -507,7 +504,6 @@ class Chunking:
         return size > 1 if isinstance(self.batch_size, Auto) else size > self.batch_size
 
     def runner(self, call: Call, shards: Shards | None = None) -> SectionRunner:
-        """What runs a call, or that part of it which one of several shards has."""
         how = self.batch_size, self.keep, call.staged, call.values, call.positions
         return SectionRunner(call.axis, *how, call.described, shards, self.progress)
 
@@ -595,6 +591,5 @@ kept_in_chunks = Memo("calls outside of jit, cut into sections and batched", mos
 
 
 def check_no_references(values: Iterable[Value]) -> None:
-    """Refuses references that the function closes over: chunks and devices would share them."""
     if any(map(_compat.is_reference, values)):
         raise UnsupportedError(shared_reference("a value that the function closes over"))

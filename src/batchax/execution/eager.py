@@ -223,7 +223,6 @@ _LIBRARIES = (
 
 
 def _calling_line() -> tuple[str, int]:
-    """File and line of the user's code that is running."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back

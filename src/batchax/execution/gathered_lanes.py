@@ -194,7 +194,6 @@ def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> An
 
 
 def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
-    """`x`, with zeros for the lanes along `axis` that a mask does not pick."""
     return lax.select(lax.broadcast_in_dim(mask, x.shape, (axis,)), x, lax.full_like(x, 0))
 
 

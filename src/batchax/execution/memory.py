@@ -222,7 +222,6 @@ def fitting_chunk(
 
 
 def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:
-    """Of each of the numbers that processes have here the largest."""
     of_all = meetings.of_this_process().meet(f"the choice of batch_size for {program}", "", numbers)
     return list(map(max, *of_all))
 

@@ -195,7 +195,6 @@ def _is_call_with_loop(eqn: Eqn) -> bool:
 
 
 def _is_opened(eqn: Eqn) -> bool:
-    """Whether an equation is a call that may be replaced by the operations of its body."""
     facts = facts_of(eqn.primitive)
     return bool(facts.body) and not facts.marked
 

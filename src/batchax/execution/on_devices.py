@@ -108,7 +108,6 @@ class OnDevices(Way):
 
     @property
     def of_each(self) -> Chunking:
-        """How a device runs its lanes."""
         return self.chunking or Chunking(self.shards.each, keep=True)
 
     @property

@@ -63,7 +63,6 @@ class LoopProgress:
         object.__setattr__(self, "_identity", (id(owner), getattr(self.how, "__name__", None)))
 
     def derivative(self, name: str) -> LoopProgress:
-        """That of a loop which computes a derivative of this one."""
         return replace(self, name=f"{name} of {self.name.removeprefix('tangents of ')}")
 
     def tell(self, done: int, total: int, over: bool) -> None:
@@ -206,7 +205,6 @@ class Steps:
     together: int = 1
 
     def derivative(self, name: str) -> Steps:
-        """Those of a loop that computes a derivative of this one."""
         callback = None if self.callback is None else self.callback.derivative(name)
         return replace(self, callback=callback)
 

@@ -80,7 +80,6 @@ class Section:
         return self
 
     def replace(self, **changes: Any) -> Section:
-        """A section with other equations or outputs."""
         return replace(self, **changes)
 
 
@@ -186,7 +185,6 @@ def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
 
 
 def crossing(eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]) -> list[Any]:
-    """The variables computed by `free` equations that are needed after the `cuts`."""
     computed = {v for eqn in free for v in eqn.outvars}
     before = {id(eqn) for eqn in (*free, *cuts)}
     later = dict.fromkeys(v for eqn in eqns if id(eqn) not in before for v in variables(eqn))
@@ -199,7 +197,6 @@ def variables(eqn: Eqn) -> list[Any]:
 
 
 def bytes_per_lane(vs: Iterable[Any]) -> int:
-    """What the values of some variables take for one lane."""
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in vs)
 
 
@@ -264,7 +261,6 @@ def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: 
 
 
 def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
-    """The type of a reduction of lanes along an axis, done all at once."""
     aval = jax.typeof(x)
     shape = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
     return _result_type(reduction, axis, shape, aval.dtype, aval.weak_type)
@@ -298,7 +294,6 @@ class LanesToRun:
 
     @property
     def are_one_chunk(self) -> bool:
-        """Whether they need no loop."""
         return isinstance(self.batch_size, int) and self.axis.size <= self.batch_size
 
     def may_repeat(self, width: int) -> bool:
@@ -340,7 +335,6 @@ class Target:
 
     @property
     def reduction(self) -> Reduction | None:
-        """How it is reduced; None if it is not."""
         return self.how.reduction if isinstance(self.how, Reduce) else None
 
 
@@ -389,7 +383,6 @@ class SectionBody:
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The specs of all results."""
         return tuple(spec for specs in self.specs.values() for spec in specs)
 
     def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Any]]:
@@ -551,7 +544,6 @@ class Stage:
 
     @property
     def targets(self) -> list[Target]:
-        """All that chunks compute."""
         return list(dict.fromkeys([*self.wanted.values(), *self.inside]))
 
     def left_of(self, eqns: Iterable[Eqn]) -> list[Any]:

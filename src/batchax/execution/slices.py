@@ -29,7 +29,6 @@ from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
-    """So many entries of `x` along an axis, from one on."""
     sizes = list(x.shape)
     sizes[axis] = width
     part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
@@ -37,18 +36,15 @@ def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
 
 
 def put_part(array: Value, part: Value, start: Any, axis: int = 0) -> Any:
-    """`array` with other entries along an axis, from one on."""
     places = _places(array, start, axis)
     return lax.dynamic_update_slice(array, part, places, allow_negative_indices=False)
 
 
 def entry_of(x: Value, t: Any, axis: int = 0) -> Any:
-    """Entry `t` along an axis."""
     return lax.squeeze(part_of(x, t, axis, 1), [axis])
 
 
 def put_entry(array: Value, entry: Any, t: Any, axis: int = 0) -> Any:
-    """`array` with another entry `t` along an axis."""
     return put_part(array, lax.expand_dims(entry, [axis]), t, axis)
 
 
@@ -184,7 +180,6 @@ def put(array: Value, part: Value, start: Any, axis: int) -> Any:
 
 
 def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
-    """The slices of `x`, stacked."""
     if width is not None:
         x = lax.slice_in_dim(x, 0, width * count, axis=axis)
         x = x.reshape(*x.shape[:axis], count, width, *x.shape[axis + 1 :])

@@ -91,7 +91,6 @@ class ScanProgram:
     def run(
         self, consts: Sequence[Value], carry: Sequence[Value], xs: Sequence[Value]
     ) -> list[Any]:
-        """The last carry and the stacked ys."""
         run = jitted(self, functools.partial(run_steps, self), inline=True)
         return run(list(consts), list(carry), list(xs))
 
@@ -219,7 +218,6 @@ class _State(NamedTuple):
     ways: dict[int, Any]
 
     def copy(self) -> _State:
-        """One to change."""
         return _State(self.carry, dict(self.handed), dict(self.arrays), dict(self.ways))
 
     def without(self, xs: Sequence[int], ys: Sequence[int]) -> _State:
@@ -232,7 +230,6 @@ class _State(NamedTuple):
         )
 
     def with_rest(self, other: _State) -> _State:
-        """With what `other` has besides."""
         return _State(
             self.carry,
             {**other.handed, **self.handed},
@@ -313,7 +310,6 @@ def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) 
 
 
 def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) -> list[Any]:
-    """The last carry and the stacked ys."""
     operands = [*consts, *carry, *xs]
     in_place = _is_in_place(program, operands)
     return _bind(program, operands) if in_place else program.run(consts, carry, xs)
@@ -343,7 +339,6 @@ def _bind(program: ScanProgram, operands: Values) -> list[Any]:
 
 
 def _split(program: ScanProgram, operands: Values) -> list[list[Any]]:
-    """Constants, carries and xs."""
     n_consts = len(operands) - program.n_carry - len(program.in_axes)
     return parts(operands, n_consts, program.n_carry)
 

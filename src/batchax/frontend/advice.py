@@ -114,7 +114,6 @@ def advise_split_key(path: str, lanes: Any, each: str, sure: bool = True) -> str
 
 
 def is_key(x: Value) -> bool:
-    """Whether `x` is one random key of the typed kind."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not x.shape
 
 

@@ -187,12 +187,10 @@ class LocalRows:
 
     @property
     def ndim(self) -> int:
-        """As of an array."""
         return len(self.shape)
 
     @property
     def dtype(self) -> Any:
-        """As of an array."""
         return self.array.dtype
 
     def __jax_array__(self) -> NoReturn:
@@ -425,7 +423,6 @@ def check_untraced(purpose: str, arguments: Any) -> None:
 
 
 def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
-    """Refuses a number of lanes that is no non-negative int."""
     if not (_is_size(axis_size) or (axis_size is None and not required)):
         raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 

@@ -484,7 +484,6 @@ def _lend_to_jax(container: Container) -> None:
 
 
 def arrays_inside(tree: Any) -> list[Any]:
-    """The arrays in a tree, and those that containers in it are made of."""
     arrays = []
     for x in jax.tree.leaves(tree, is_leaf=is_container):
         parts = parts_of_output(x, None, "out", None)
@@ -502,7 +501,6 @@ def is_container(value: Value) -> bool:
 
 
 def is_container_spec(spec: Any) -> bool:
-    """Whether `spec` is of a type that some registered container takes as its axis."""
     types = {container.spec_type for container in list(_containers.values())}
     return _type(spec) in types or _type(spec) in _compat.types_of_batch_axes()
 

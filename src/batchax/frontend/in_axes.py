@@ -209,7 +209,6 @@ def is_object(value: Value, path: str = "") -> bool:
 
 
 def looks_like_array(value: Value) -> bool:
-    """Whether `value` is an array or a number to JAX, or an array or table of another library."""
     if callable(value) or isinstance(value, np.dtype):  # ``jnp.float32`` has a dtype
         return False
     return is_array(value) or any(hasattr(value, name) for name in _OF_ARRAYS)
@@ -220,7 +219,6 @@ _FIELD = re.compile(r"\w*(\[[^\]]*\])*\.")  # a dot that is not in a key
 
 
 def is_array(value: Value) -> bool:
-    """Whether `value` is an array to JAX, or a number."""
     try:
         jax.typeof(value)
     except (TypeError, ValueError):  # of what has a `__jax_array__`, as a batch of rows does
@@ -360,7 +358,6 @@ def _is_rule(spec: Any) -> bool:
 
 
 def is_position(spec: Any) -> TypeGuard[int]:
-    """Whether `spec` is an int, of Python or NumPy, and not a bool."""
     return isinstance(spec, (int, np.integer)) and not isinstance(spec, bool)
 
 

@@ -29,13 +29,11 @@ def check_one_of(name: str, given: Any, *choices: str | None) -> None:
 
 
 def check_callable(where: str, what: str, fun: Any) -> None:
-    """Refuses what is no function."""
     if not callable(fun):
         raise ArgumentTypeError(f"{where} expects {what}, got {show(fun)}.")
 
 
 def checked_list(where: str, what: str, given: Any) -> list[Any]:
-    """`given` as a list; refuses what has no order, or nothing in it."""
     if isinstance(given, (str, bytes, Mapping)) or not hasattr(type(given), "__iter__"):
         raise ArgumentTypeError(f"{where} expects a list of {what}, got {show(given)}.")
     return list(given)

@@ -165,7 +165,6 @@ def _got(spec: Any) -> str:
 
 
 def is_output_spec(spec: Any) -> bool:
-    """Whether `spec` places one output by itself."""
     return is_position(spec) or isinstance(spec, (_Auto, Reduce, AxisSpec)) or _is_rule(spec)
 
 
@@ -428,7 +427,6 @@ def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[An
 
 
 def carry_keys(init: Any) -> list[str]:
-    """Where each leaf is in the carry."""
     leaves = jax.tree_util.tree_flatten_with_path(init)[0]
     return [jax.tree_util.keystr(keys) for keys, _ in leaves]
 

@@ -176,7 +176,6 @@ def _lane_types(reduction: Reduction, output: Any) -> list[Any]:
 
 
 def neutral_like(reduction: Reduction, state: Any) -> Any:
-    """The number for each array of a state that `neutral` has for it."""
     numbers = jax.tree.broadcast(reduction.neutral, state)
     return jax.tree.map(lambda n, x: n(x.dtype) if callable(n) else n, numbers, state)
 
@@ -215,12 +214,10 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
 
 
 def finished(reduction: Reduction, state: Any, lanes: Any) -> Any:
-    """The result, of the state of so many lanes."""
     return state if reduction.finish is None else reduction.finish(state, lanes)
 
 
 def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
-    """The result, of the outputs of all lanes, which are along an axis."""
     if reduction.of_lanes is not None:
         return reduction.of_lanes(x, axis=axis)
     lanes = x.shape[axis]
@@ -229,14 +226,12 @@ def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
 
 
 def of_shared(reduction: Reduction, x: Value, lanes: Any) -> Any:
-    """The result, of so many lanes with the same output."""
     if reduction.of_copies is not None:
         return reduction.of_copies(x, lanes)
     return of_all(reduction, jnp.broadcast_to(x, (lanes, *x.shape)), 0)
 
 
 def state_type(reduction: Reduction, output: Any) -> Any:
-    """The type of a state, from that of an output of one example."""
     if reduction.lane is None:
         return jax.ShapeDtypeStruct(output.shape, output.dtype)
     return jax.eval_shape(functools.partial(_of_lane, reduction), *_lane_types(reduction, output))
@@ -299,7 +294,6 @@ def in_two_parts(reduction: Reduction, one: Any, other: Any) -> Any:
 
 
 def combined(reduction: Reduction, one: Any, other: Any) -> Any:
-    """The state of both."""
     if operation_of(reduction) is not None:
         return jax.tree.map(reduction.combine, one, other)
     return reduction.combine(one, other)
@@ -337,7 +331,6 @@ def _combined_on_host(reduction: Reduction, one: Any, other: Any) -> Any:
 
 
 def finished_on_host(reduction: Reduction, state: Any, lanes: int, dtype: Any) -> np.ndarray:
-    """The result, of a state in arrays of NumPy."""
     with np.errstate(all="ignore"), in_double_precision():
         return np.asarray(finished(reduction, state, lanes)).astype(dtype)
 
@@ -376,7 +369,6 @@ def _is_array(tree: Any) -> bool:
 
 
 def _shown(tree: Any) -> str:
-    """Types of arrays, in words."""
     text = str(jax.tree.map(lambda x: _Words(f"{x.dtype}{list(x.shape)}"), tree))
     return text if text != "()" else "empty"
 

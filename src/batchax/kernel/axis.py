@@ -291,7 +291,6 @@ def is_in_types(sharding: Any, entry: Any) -> bool:
 
 
 def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ...]:
-    """A per-dimension parameter of one example, with an entry for the batch axis."""
     return (*entries[:position], entry, *entries[position:])
 
 

@@ -136,7 +136,6 @@ class MappedProgram:
         return not self.computes and any(isinstance(x, Tracer) for x in values)
 
     def run(self) -> tuple[list[Any], list[Position]]:
-        """Its outputs for all lanes, and where they carry the batch axis."""
         jaxpr, consts = self.staged.jaxpr, self.staged.consts
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
 
@@ -164,7 +163,6 @@ class MappedProgram:
         return [x for x, _ in pairs], [a for _, a in pairs]
 
     def resolves(self, x: Tracer) -> bool:
-        """Whether `x` is a placeholder of this program."""
         variable = _compat.staged_variable(x)
         return variable is not None and variable in self._variables
 
@@ -226,7 +224,6 @@ _RULES = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule", "_prim")
 
 
 def rules_of(eqn: Eqn) -> list[Any]:
-    """The functions that `eqn` holds and that are traced later."""
     return [rule for name, rule in eqn.params.items() if name in _RULES]
 
 

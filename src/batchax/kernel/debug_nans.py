@@ -31,7 +31,6 @@ WHOLE = "batchax.vmap"
 
 
 def jax_looks() -> bool:
-    """Whether JAX looks for NaN, or infinity, in what it computes."""
     config: Any = jax.config
     return config.jax_debug_nans or config.jax_debug_infs
 

@@ -125,7 +125,6 @@ def inline_jaxpr(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
 def interpret_again(
     axis: Axis, body: ClosedJaxpr, operands: Sequence[Value], axes: Sequence[Position]
 ) -> tuple[list[Any], list[Position]]:
-    """As `interpret`, of a program that `batch_inner` is asked for, too: it is batched once."""
     types = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, axes, strict=True)]
     here = _compat.staging() and not _compat.checked_axes() and not recording.is_on()
     if not here or body.effects or types != list(map(jax.typeof, operands)):

@@ -154,7 +154,6 @@ Placed = tuple[Any, Position]
 
 
 def in_order(jaxpr: Jaxpr) -> bool:
-    """Whether a program has effects that come in order."""
     return any(eqn.effects and _compat.in_order(eqn.effects) for eqn in jaxpr.eqns)
 
 

@@ -42,12 +42,10 @@ ANY_NAME = object()
 
 
 def as_names(axis_name: Any) -> tuple[Hashable, ...]:
-    """The names a collective was given, which may be one or several."""
     return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def uses_name(eqn: Eqn, name: Hashable) -> bool:
-    """Whether `eqn`, or an equation inside it, is a collective over `name`."""
     if eqn.effects and name in _compat.named_axes(eqn.effects):
         return True
     unmarked = _unmarked(eqn)
@@ -55,12 +53,10 @@ def uses_name(eqn: Eqn, name: Hashable) -> bool:
 
 
 def uses_axis(axis: Axis, eqn: Eqn) -> bool:
-    """Whether `eqn` uses the name of `axis`, if that has one."""
     return axis.name is not None and uses_name(eqn, axis.name)
 
 
 def any_uses_axis(axis: Axis, *programs: Any) -> bool:
-    """Whether an equation of these programs uses the name of `axis`."""
     return any(uses_axis(axis, eqn) for program in programs for eqn in program.jaxpr.eqns)
 
 
@@ -82,7 +78,6 @@ def gives_index(eqn: Eqn, name: Hashable) -> bool:
 
 
 def has_rules(eqn: Eqn) -> bool:
-    """Whether `eqn` calls a function with a derivative rule."""
     operation = eqn.params.get("_prim")  # of a `call_hi_primitive`, with parameters of its own
     inside = not _HIGH_RULES.isdisjoint(getattr(operation, "params", ()))
     return inside or not _RULES.isdisjoint(eqn.params)
@@ -251,12 +246,10 @@ def varying_of(values: Sequence[Value]) -> Varying:
 
 
 def types_varying(types: Sequence[Aval]) -> Varying:
-    """Over which axes of a mesh values of these types vary."""
     return tuple(map(_compat.varying_axes, types))
 
 
 def vary_over(values: Sequence[Value], varying: Varying) -> list[Any]:
-    """`values`, cast to vary over these axes, too."""
     return [_compat.varying_over(x, v) if v else x for x, v in zip(values, varying, strict=True)]
 
 

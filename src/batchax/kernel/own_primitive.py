@@ -39,7 +39,6 @@ Flat = Callable[..., list[Any]]
 
 
 def with_values(xs: Sequence[Value], places: Sequence[int], values: Sequence[Value]) -> list[Any]:
-    """`xs` with `values` at `places`."""
     full = list(xs)
     for i, x in zip(places, values, strict=True):
         full[i] = x
@@ -452,7 +451,6 @@ def jvp_of(operations: Callable[..., Any], primitive: _compat.Primitive) -> Deri
 
 
 def _flat(operations: Callable[..., Any], several: bool) -> Callable[..., list[Any]]:
-    """`operations` as a function that returns a list."""
     return lambda *xs, **how: list(operations(*xs, **how)) if several else [operations(*xs, **how)]
 
 

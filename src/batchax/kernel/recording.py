@@ -165,7 +165,6 @@ def _active() -> _Place | None:
 
 
 def is_on() -> bool:
-    """Whether notes are taken."""
     place = _place.get()  # as `_active`, which to call takes time at each equation
     return place is not None and not place.paused
 

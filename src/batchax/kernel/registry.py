@@ -238,7 +238,6 @@ def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
 
 @contextmanager
 def noting(text: str) -> Iterator[None]:
-    """Adds a note to an exception."""
     try:
         yield
     except Exception as error:
@@ -566,12 +565,10 @@ def is_foreign(primitive: _compat.Primitive) -> bool:
 
 
 def registrations() -> int:
-    """How many rules have been registered: what was built with fewer may be out of date."""
     return _count
 
 
 def find_rule(primitive: _compat.Primitive) -> Rule | None:
-    """The rule registered for `primitive`, or None."""
     entry = find(primitive)
     return None if entry is None else entry.rule
 
@@ -763,7 +760,6 @@ def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
 
 
 def example_shape(x: Value, position: Position) -> tuple[int, ...]:
-    """The shape of one example of an operand."""
     shape = np.shape(x)
     return shape if position is None else shape[:position] + shape[position + 1 :]
 

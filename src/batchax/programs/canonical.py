@@ -194,7 +194,6 @@ class CanonicalProgram:
     def leaf(
         self, name: str, params: Hashable, reads: Sequence[int], shape: Sequence[Any], dtype: Any
     ) -> int:
-        """A node that is no operation."""
         return self.node(None, name, params, [(r,) for r in reads], shape, dtype)
 
     def entry(

@@ -529,7 +529,6 @@ rules.update(reshard=_reshard)
 
 
 def canonical(table: Table, program: ClosedJaxpr) -> CanonicalProgram:
-    """A program, read into a table."""
     return CanonicalProgram(table, _compat.without_dead(program))
 
 

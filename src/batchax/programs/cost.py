@@ -68,12 +68,10 @@ def number_of(size: Any) -> int:
 
 
 def size_of(aval: Aval) -> int:
-    """Number of elements of an array of this type."""
     return _product(getattr(aval, "shape", ()))
 
 
 def bytes_of(avals: Iterable[Aval]) -> Bytes:
-    """The memory that arrays of these types take."""
     return Bytes(sum(size_of(a) * a.dtype.itemsize for a in avals if hasattr(a, "dtype")))
 
 
@@ -133,7 +131,6 @@ def _pairs_of_window(
 
 
 def size_of_window(eqn: Eqn) -> int:
-    """Elements of the window of a `reduce_window` or an operation like it."""
     return _product(eqn.params["window_dimensions"])
 
 
@@ -144,7 +141,6 @@ def matrices_of(aval: Aval) -> tuple[int, int, int]:
 
 
 def length_along(aval: Aval, dimension: int) -> int:
-    """The size of one dimension."""
     return number_of(aval.shape[dimension]) if aval.shape else 1
 
 

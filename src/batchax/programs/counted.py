@@ -144,7 +144,6 @@ def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
 
 
 def put_mark(what: Mark) -> None:
-    """Stages a mark."""
     branch = "" if what.branch is None else what.branch
     with jax.named_scope(f"{_RUN}{what.loop}_{branch}_{what.lanes}"):
         jax.debug.callback(_nothing)

@@ -121,7 +121,6 @@ class Difference:
 
 
 def operations(table: Table, program: CanonicalProgram) -> tuple[str, ...]:
-    """The names of the operations that a program needs, in its order."""
     return tuple(table.nodes[n].name for n in _needed(table, program))
 
 

@@ -88,7 +88,6 @@ def _open(program: Any) -> Any:
 
 
 def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict[Any, int]:
-    """The integers that the first inputs of a program are known to be."""
     inside = integers_in(program)
     for var, operand in zip(_open(program).invars, operands, strict=False):
         value = _integer(operand, integers)
@@ -196,7 +195,6 @@ def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> i
 
 
 def _maker(jaxpr: Jaxpr, variable: Any) -> Any:
-    """The equation that a variable is a result of."""
     return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
 
 

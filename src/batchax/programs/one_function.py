@@ -27,14 +27,12 @@ _TERMS = 8
 
 
 def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
-    """`program`, with what has another form in that."""
     if not _is_other_form.in_program(program):
         return program
     return _programs.get("for lanes", lambda: rewritten(program, _change), owner=program.jaxpr)
 
 
 def can_be_written(eqn: Eqn) -> bool:
-    """Whether an equation has another form."""
     form = _FORMS.get(eqn.primitive.name)
     return form is not None and form.serves(eqn)
 
@@ -127,7 +125,6 @@ _OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum
 
 
 def fits_single_kernel(jaxpr: Jaxpr) -> bool:
-    """Whether all of a program can be in one function."""
     return _may_be(jaxpr) and not _others.in_program(jaxpr)
 
 

@@ -196,7 +196,6 @@ ANY_MACHINE = "cpu"
 
 
 def device_kind() -> str:
-    """The kind of the device that programs run on by default: a CPU has three, by its cores."""
     kind = jax.default_backend()
     if kind != "cpu":
         return kind

@@ -267,12 +267,10 @@ class RowSize:
 
     @property
     def rows(self) -> int:
-        """How many rows there are."""
         return self.lengths.shape[0]
 
     @cached_property
     def index(self) -> RowIndex:
-        """Where rows are in packed arrays."""
         return RowIndex.of(self.lengths, self.capacity, self.bound)
 
     @cached_property
@@ -286,7 +284,6 @@ SizesOf = tuple[RowSize, ...]
 
 
 def index_in(batch: Ragged, sizes: SizesOf) -> RowIndex:
-    """Where the rows of an argument of these sizes are."""
     if len(sizes) == 1:
         (size,) = sizes
         if batch.lengths is size.lengths and capacity_of(batch) == size.capacity:
@@ -295,7 +292,6 @@ def index_in(batch: Ragged, sizes: SizesOf) -> RowIndex:
 
 
 def all_known(mapped: Sequence[Mapped]) -> bool:
-    """Whether the lengths of all ragged arguments are known."""
     ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
     return all(elements_of(x.lengths) is not None for x in ragged)
 
@@ -414,7 +410,6 @@ def _ragged_axes(mapped: Sequence[Mapped]) -> Iterator[_Along]:
 
 
 def capacity_for(batches: Sequence[Ragged], lengths: Any, bound: int) -> int:
-    """The room of packed arrays whose rows have such lengths, as these arguments do."""
     packed = next((x for x in batches if len(x.axes) == 1), None)
     if packed is not None:
         return capacity_of(packed)
@@ -525,7 +520,6 @@ def _shown(size: RowSize) -> str:
 
 
 def capacity_of(batch: Ragged) -> int:
-    """How many elements its data has room for."""
     return batch.data.shape[batch.element_axis]
 
 

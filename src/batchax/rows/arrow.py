@@ -109,7 +109,6 @@ def together(each: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def is_lists(kind: Any) -> bool:
-    """Whether elements of this type are lists of any size."""
     return hasattr(kind, "value_field") and getattr(kind, "list_size", None) is None
 
 

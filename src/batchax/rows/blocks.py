@@ -358,7 +358,6 @@ class SizeClasses:
         return cls(halved, tuple(rows << k for k in range(number)), blocks)
 
     def sizes(self, k: int, values: Mapping[str, Any]) -> Sizes:
-        """What symbols stand for in class `k`."""
         return Sizes(self.bounds[k], values)
 
     def widths(self, dim: Any) -> np.ndarray:
@@ -366,7 +365,6 @@ class SizeClasses:
         return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
 
     def elements(self, dims: Dims) -> int:
-        """The elements of a block along dimensions of the sizes `dims`."""
         each = np.array([self.widths(dim) for dim in dims], np.int64)
         return int((each.prod(0) * np.array(self.rows)).max())
 
@@ -428,7 +426,6 @@ class Blocks:
         return moved(x, 0, there, at).reshape(self.classes.blocks, -1, *x.shape[1:])
 
     def put(self, x: Value) -> Any:
-        """What `take` made."""
         at, _, back = self._slots
         return moved(lax.collapse(x, 0, 2), 0, at, back)
 
@@ -443,7 +440,6 @@ class Blocks:
         return out.reshape(self.classes.blocks, self.classes.elements(dims), *x.shape[1:])
 
     def join(self, x: Value, dims: Dims, elements: Elements) -> Any:
-        """What `split` made."""
         places = self._places(dims, elements)
         return moved(lax.collapse(x, 0, 2), 0, places.at, places.back)
 

@@ -327,18 +327,15 @@ def join_elements(
 
 
 def split_lanes(x: Value, groups: Sequence[np.ndarray], axis: int) -> list[Any]:
-    """The lanes of each group, along `axis` of an array."""
     return _regroup([x], np.concatenate(groups), [len(rows) for rows in groups], axis)
 
 
 def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0) -> Any:
-    """What `split_lanes` took apart."""
     index = np.concatenate(groups)
     return _regroup(parts, _inverse(index, len(index)), [len(index)], axis)[0]
 
 
 def _known(x: Ragged) -> np.ndarray:
-    """How many elements each row has."""
     elements = elements_of(x.lengths)
     assert elements is not None, "checked by those who make groups"
     return elements
@@ -606,7 +603,6 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
 
 
 def _places(size: Any) -> int:
-    """How many elements a row of that size has."""
     return math.prod(as_tuple(size))
 
 

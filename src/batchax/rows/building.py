@@ -29,7 +29,6 @@ def known_lengths(lengths: Any) -> np.ndarray | None:
 
 
 def same_lengths(a: Any, b: Any) -> bool:
-    """Whether lengths are one array, or known to be equal."""
     if a is b:
         return True
     x, y = known_lengths(a), known_lengths(b)
@@ -246,7 +245,6 @@ def check_lengths(
 
 
 def length_name(k: int, count: int) -> str:
-    """What messages call the lengths along the ragged axis `k` of so many."""
     return "lengths" if count == 1 else f"lengths[{k}]"
 
 

@@ -173,28 +173,23 @@ class RowCall(Call):
 
     @classmethod
     def of(cls, call: Call) -> RowCall:
-        """A call some of whose arguments are `Ragged`."""
         sizes_of, sizes = find_sizes(call.mapped)
         return cls(call.axis, call.function, call.mapped, call.way, sizes_of=sizes_of, sizes=sizes)
 
     @property
     def shapes(self) -> list[tuple[Any, ...]]:
-        """The shapes of the outputs for one row."""
         return [getattr(aval, "shape", ()) for aval in self.staged.out_avals]
 
     @property
     def bounds(self) -> dict[str, int]:
-        """The greatest value of each size."""
         return {size.name: size.bound for size in self.sizes}
 
     @property
     def lengths(self) -> list[Any]:
-        """The lengths of rows, for each size."""
         return [size.lengths for size in self.sizes]
 
     @property
     def arrays(self) -> list[Any]:
-        """The arrays of the arguments."""
         return [m.value.data if isinstance(m.value, Ragged) else m.value for m in self.mapped]
 
     @property
@@ -208,7 +203,6 @@ class RowCall(Call):
 
     @property
     def arguments(self) -> list[tuple[Mapped, SizesOf]]:
-        """The arguments, each with its sizes if it is ragged."""
         return list(zip(self.mapped, self.sizes_of, strict=True))
 
     def _stage(self) -> tuple[ClosedJaxpr, FlatOutputs]:
@@ -218,7 +212,6 @@ class RowCall(Call):
         return staged, replace(outputs, described=described)
 
     def staged_for(self, dims: Sequence[Any]) -> tuple[ClosedJaxpr, FlatOutputs]:
-        """The function staged for a row whose sizes are these, and what describes its outputs."""
         given, sizes_of = self.mapped[self.constants :], self.sizes_of[self.constants :]
         avals = row_avals(self.axis, given, sizes_of, self.sizes, dims)
         with sizes_in_errors(given, sizes_of, self.sizes):
@@ -399,7 +392,6 @@ def _words(sizes: Sequence[RowSize]) -> _Words:
 
 
 def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exception:
-    """What to raise where padding cannot be exact, and lengths are not known."""
     words = _words(sizes)
     return UnsupportedError(
         f"{error}\n{words.row.capitalize()}s of one {words.length} could run together, but the "

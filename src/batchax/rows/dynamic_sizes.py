@@ -508,12 +508,10 @@ class OutputRows:
         self.values, self.count = values, count
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        """For JAX."""
         return (self.values, self.count), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> OutputRows:
-        """For JAX."""
         return cls(*children)
 
 

@@ -52,12 +52,10 @@ class Merged:
     ctx: Any
 
     def replace(self, **changes: Any) -> Merged:
-        """Another one, as equations have it."""
         return replace(self, **changes)
 
 
 def has_several(eqn: Eqn) -> bool:
-    """Whether a value of an equation is ragged along several axes."""
     atoms = (*eqn.invars, *eqn.outvars)
     return any(len(ragged_axes(getattr(v.aval, "shape", ()))) > 1 for v in atoms)
 
@@ -98,7 +96,6 @@ _sizes = Memo("sizes of rows along several axes together", most=64)
 
 
 def merged_size(names: Names) -> Any:
-    """The symbolic size of rows along axes of these sizes together."""
     own = Lengths({"_".join(("of", *names)): np.arange(2)}, False)
     made = lambda: _compat.row_symbols(SizeOfRow, list(own.values), own)[0]
     return _sizes.get(names, made)

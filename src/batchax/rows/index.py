@@ -196,7 +196,6 @@ class RowIndex:
 
     @classmethod
     def of(cls, lengths: Any, capacity: int, bound: int) -> RowIndex:
-        """For rows of these lengths in an array with room for `capacity` elements."""
         if not isinstance(lengths, Tracer):  # checked when the Ragged was made
             sizes = np.asarray(lengths).astype(np.int32)
             starts = (np.cumsum(sizes) - sizes).astype(np.int32)
@@ -226,7 +225,6 @@ class RowIndex:
 
     @property
     def total(self) -> Any:
-        """How many elements all rows have."""
         return self.starts[-1] + self.lengths[-1] if self.starts.shape[0] else np.int32(0)
 
     def row_of(self, capacity: int) -> Any:
@@ -255,7 +253,6 @@ class RowIndex:
         return np.cumsum(marks[:capacity], dtype=np.int32)
 
     def mask(self) -> Any:
-        """Which elements of padded rows belong to the row: shape (B, bound)."""
         return _mask(self.lengths, self.bound)
 
 

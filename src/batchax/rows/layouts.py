@@ -67,7 +67,6 @@ class RowStep:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """The numbers of the values it uses."""
         return tuple(i for i in self.inputs if not isinstance(i, Constant))
 
 
@@ -375,7 +374,6 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
 
 
 def _closes_over_rows(eqn: Eqn, batched: Sequence[bool]) -> bool:
-    """Whether what a function with a rule closes over differs between rows."""
     closed = len(eqn.params["rule"].closed)
     return any(batched[:closed]) or any(has_symbols(v.aval.shape) for v in eqn.invars[:closed])
 
@@ -399,7 +397,6 @@ def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
 
 
 def other_layout(layout: Layout) -> Layout:
-    """The one of the two that `layout` is not."""
     return Layout.PADDED if layout == Layout.PACKED else Layout.PACKED
 
 
@@ -463,7 +460,6 @@ class Costs:
 
     @property
     def alone(self) -> set[str]:
-        """The sizes of rows along one axis."""
         return set(self.packed.bounds).difference(*self.room)
 
     def move(self, shape: Sequence[Any]) -> float:

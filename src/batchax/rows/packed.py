@@ -79,12 +79,10 @@ class Segments:
 
     @cached_property
     def rows(self) -> Any:
-        """The row of each element."""
         return self.index.row_of(self.capacity)
 
     @cached_property
     def places(self) -> Any:
-        """The place of each element in its row."""
         return self.index.place_of(self.capacity)
 
 

@@ -93,7 +93,6 @@ class Operation:
 
     @property
     def out_shape(self) -> tuple[Any, ...]:
-        """The shape of the first result."""
         return self.eqn.outvars[0].aval.shape
 
     def bind(self, *values: Any, **changes: Any) -> Any:
@@ -137,7 +136,6 @@ class Operation:
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
     def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
-        """A result, whose padding is known to hold `fill`."""
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
     def refuse(self, why: str) -> CannotPad:
@@ -194,7 +192,6 @@ def run_padded(
 
 
 def run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
-    """The results of one equation on padded rows."""
     with recording.meant(eqn) as record:
         outs = _run_equation(sizes, eqn, rows)
         if record is not None:

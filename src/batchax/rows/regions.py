@@ -148,7 +148,6 @@ def _constants(program: RowProgram) -> list[tuple[int, Packed]]:
 
 
 def _last_uses(program: RowProgram, regions: Sequence[Region]) -> dict[int, int]:
-    """The last region that uses each value; beyond the last for what is returned."""
     last = {v: k for k, region in enumerate(regions) for step in region.steps for v in step.used}
     last.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
     return last

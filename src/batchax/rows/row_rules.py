@@ -235,7 +235,6 @@ def call_later(function: Callable[..., list[Any]], types: Sequence[Any], *xs: Va
 
 
 def _of_bounds(sizes: Sizes, step: DerivativeStep) -> DerivativeStep:
-    """A step of differentiation, of padded rows."""
     if not isinstance(step, Cotangents):
         return step
     types = tuple(t.update(shape=sizes.bounds_of(t.shape)) for t in step.linear_types)

@@ -217,7 +217,6 @@ class Dealt:
         return moved(x, 0, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
 
     def collected(self, x: Value) -> Any:
-        """What `dealt` was given."""
         back = jnp.where(self.real, self.row, -1).reshape(-1)
         return moved(lax.collapse(x, 0, 2), 0, self.slot, back)
 
@@ -260,7 +259,6 @@ class _Elements:
         return moved(x, 0, self._there, self._back).reshape(*self._shape, *x.shape[1:])
 
     def packed(self, x: Value) -> Any:
-        """What `spread` was given, one row after another."""
         return moved(lax.collapse(x, 0, 2), 0, self._back, self._real)
 
 
@@ -406,7 +404,6 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
 
 
 def _elements_of(lengths: Sequence[Any]) -> Any:
-    """How many elements rows of these lengths along each ragged axis have."""
     return functools.reduce(operator.mul, lengths)
 
 

@@ -350,7 +350,6 @@ def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
 
 
 def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> Any:
-    """The reverse of `_collapsed`; `sizes` are the number of rows and the bounds."""
     x = x.reshape(*sizes, *x.shape[1:])
     return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
 
@@ -404,7 +403,6 @@ _LEAST_BLOCKS = 16  # that rows of one length should make
 def find_classes(
     program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
 ) -> SizeClasses:
-    """At most so many classes for the rows of a program."""
     room, rows = costs.packed.bounds, rows_in_block(program, batched, costs)
     return SizeClasses.of(costs.padded.bounds, room, costs.rows, most, rows)
 

@@ -171,11 +171,9 @@ class Sizes:
         return not is_symbolic(dim) or _compat.symbols(dim) <= self.exact
 
     def bounds_of(self, shape: Sequence[Any]) -> tuple[int, ...]:
-        """The shape of the array that holds a value of shape `shape`."""
         return tuple(map(self.bound, shape))
 
     def padded_axes(self, shape: Sequence[Any]) -> tuple[int, ...]:
-        """The axes along which such an array may have padding."""
         return tuple(i for i, dim in enumerate(shape) if not self.is_exact(dim))
 
     def mask(self, shape: Sequence[Any], axes: Sequence[int]) -> Any:
@@ -213,17 +211,14 @@ depends_on_sizes = Anywhere(_speaks_of_sizes).in_equation
 
 
 def has_symbols(shape: Sequence[Any]) -> bool:
-    """Whether a shape has a symbolic size."""
     return any(map(is_symbolic, shape))
 
 
 def ragged_axis(shape: Sequence[Any]) -> int | None:
-    """Where a shape has its ragged size; it must have one at most."""
     return next((i for i, dim in enumerate(shape) if is_symbolic(dim)), None)
 
 
 def ragged_axes(shape: Sequence[Any]) -> list[int]:
-    """Where a shape has ragged sizes."""
     return [i for i, dim in enumerate(shape) if is_symbolic(dim)]
 
 
@@ -498,7 +493,6 @@ def _is_always(size: Any, other: Any) -> bool:
 
 
 def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:
-    """What all rows there may be agree on."""
     answer = agreed(size, other, ask)
     if answer is None:
         question = f"`{question}` may be true of one row and false of another"

@@ -179,7 +179,6 @@ def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Out
 def stage_at(
     call: Call, sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize], at: Lengths
 ) -> tuple[ClosedJaxpr, FlatOutputs]:
-    """The function of a row staged for rows of such lengths, and what describes its outputs."""
     axis, mapped = call.axis, call.mapped
     avals = row_avals(axis, mapped, sizes_of, sizes, at)
     with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
@@ -197,7 +196,6 @@ def _check_known(mapped: Sequence[Mapped]) -> None:
 def _groups_and_lengths(
     axis: Axis, sizes: Sequence[RowSize]
 ) -> tuple[list[np.ndarray], list[Lengths]]:
-    """The rows of each group, and how long they are."""
     if not axis.size:  # a group of no rows, for what the outputs are
         return [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
     lengths = [np.asarray(size.lengths) for size in sizes]
@@ -218,7 +216,6 @@ def _shapes(program: ClosedJaxpr) -> list[tuple[int, ...]]:
 
 
 def kinds(program: ClosedJaxpr) -> list[Any]:
-    """What must be the same for rows of all lengths."""
     return [
         (getattr(aval, "dtype", None), len(shape))
         for aval, shape in zip(program.out_avals, _shapes(program), strict=True)
@@ -430,15 +427,12 @@ class AllLengths:
         self.along = np.indices(self._each, np.int32).reshape(len(sizes), -1)
 
     def of(self, k: int) -> tuple[int, ...]:
-        """The lengths of that number."""
         return tuple(self.along[:, k].tolist())
 
     def named(self, k: int) -> dict[str, int]:
-        """Those lengths by the names of sizes."""
         return {size.name: n for size, n in zip(self.sizes, self.of(k), strict=True)}
 
     def place(self, own: Sequence[Any]) -> Any:
-        """The number of such lengths."""
         k = own[0]
         for count, n in zip(self._each[1:], own[1:], strict=True):
             k = k * count + n

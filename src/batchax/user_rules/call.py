@@ -226,8 +226,6 @@ custom_call_p = declare("custom_batched_call")
 
 
 def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
-    """What a call computes for one example."""
-
     def program(*xs: Any) -> list[Any]:
         return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *xs)
 
@@ -240,7 +238,6 @@ def after(steps: Sequence[DerivativeStep], function: Flat) -> Flat:
 
 
 def result_types(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> list[Any]:
-    """The types of what a call computes for one example."""
     return functools.reduce(lambda before, step: step.types(before), steps, list(jaxpr.out_avals))
 
 
@@ -287,7 +284,6 @@ def with_captured(
 
 
 def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """A program with the equations only that its results need."""
     needed = plan(jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars, keeps=lambda _: False)
     return Rewriter(jaxpr, [step.eqn for step in needed]).program()
 
@@ -516,7 +512,6 @@ def with_pullback_of_one(
 
 
 def to_front(axis: Axis, x: Value, position: Position) -> Any:
-    """A value with the batch axis first, if it has it."""
     return x if position is None else axis_to_front(axis, x, position)
 
 

@@ -54,7 +54,6 @@ class Arguments:
     constants_key: Hashable
 
     def rebuild(self, operands: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these operands."""
         filled = list(self.constants)
         for i, x in zip(self.operand_leaves, operands, strict=True):
             filled[i] = x

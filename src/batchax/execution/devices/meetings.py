@@ -135,7 +135,6 @@ class Meetings:
                 raise
 
     def _under(self, key: str) -> dict[int, str]:
-        """What processes said under a key."""
         return {
             int(key.rsplit("/", 1)[1]): value for key, value in self.store.key_value_dir_get(key)
         }
@@ -173,7 +172,6 @@ class Meetings:
 
 
 def _place(number: int) -> str:
-    """The key of a meeting."""
     return f"batchax/{number // _KEPT}/{number}"
 
 

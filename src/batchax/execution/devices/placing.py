@@ -112,7 +112,6 @@ def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
         shape[position] = len(shards.slots)
 
     def held(index: Any) -> Any:
-        """What one device holds."""
         if position is not None:
             lanes = shards.slots[index[position]] - first
             together = lanes.size and lanes[-1] - lanes[0] + 1 == lanes.size

@@ -23,7 +23,6 @@ from batchax.memo import memoized
 
 
 def of_several_processes(mesh: Any) -> bool:
-    """Whether a mesh has devices of several processes."""
     return jax.process_count() > 1 and (isinstance(mesh, AbstractMesh) or mesh.is_multi_process)
 
 
@@ -76,7 +75,6 @@ def _by_process() -> tuple[NamedSharding, NamedSharding]:
 
 
 def put_by_program(x: Value, sharding: Any) -> Any:
-    """An array sharded otherwise, by a program that all processes run."""
     return jax.jit(_same, out_shardings=sharding)(x)
 
 

@@ -52,7 +52,6 @@ class Shards:
 
     @property
     def count(self) -> int:
-        """Number of shards."""
         return math.prod(self.mesh.shape[name] for name in self.names)
 
     @property
@@ -62,7 +61,6 @@ class Shards:
 
     @functools.cached_property
     def of_each(self) -> tuple[range, ...]:
-        """The lanes of each shard."""
         starts = (min(i * self.each, self.lanes) for i in range(self.count))
         return self.given or tuple(range(i, min(i + self.each, self.lanes)) for i in starts)
 
@@ -78,7 +76,6 @@ class Shards:
 
     @property
     def repeated(self) -> int:
-        """Number of lanes that repeat another."""
         return self.each * self.count - self.lanes
 
     @property
@@ -96,7 +93,6 @@ class Shards:
         return _taken(x, self.slots, axis)
 
     def without_repeated(self, x: Value, axis: int) -> Any:
-        """What `filled_up` was given."""
         if self.repeated and is_sharded(x, axis):  # such types allow shards of one size only
             x = with_whole_axis(x, axis)
         places = np.empty(self.lanes, int)
@@ -193,13 +189,11 @@ def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
 
 
 def is_sharded(x: Value, axis: int) -> bool:
-    """Whether an array is sharded along an axis by its type."""
     spec = jax.typeof(x).sharding.spec
     return axis < len(spec) and spec[axis] is not None
 
 
 def with_whole_axis(x: Value, position: int) -> Any:
-    """An array that is sharded by its type, but not along that axis."""
     sharding: Any = jax.typeof(x).sharding
     spec = [None if d == position else entry for d, entry in enumerate(sharding.spec)]
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*spec)))
@@ -315,7 +309,6 @@ def _needs_all_devices(jaxpr: Jaxpr, names: Collection[Any]) -> bool:
 
 
 def _shard_maps(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of ``shard_map`` in a program, and in programs inside it."""
     is_one = lambda eqn: eqn.primitive.name == "shard_map"
     return filter(is_one, with_inside(jaxpr.eqns, lambda eqn: not is_one(eqn)))
 
@@ -341,7 +334,6 @@ def lanes_for_all(
 
 
 def typed_mesh(x: Value) -> Any:
-    """The mesh that the type of an argument tells of, if it does."""
     mesh = getattr(sharding_of(x), "mesh", None)
     return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
 

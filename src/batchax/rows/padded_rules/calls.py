@@ -30,7 +30,6 @@ Flat = Callable[..., list[Any]]
 
 
 def run_inside(sizes: Sizes, body: Any, rows: Sequence[Row]) -> list[Row]:
-    """The results of a program, on rows of a function that is being staged inside another."""
     body = _compat.close(body)
     return run_padded(sizes.inside(), body.jaxpr, body.consts, rows)
 
@@ -49,7 +48,6 @@ def _array(x: Value, dtype: Any) -> Any:
 
 
 def typed_rows(values: Sequence[Value], avals: Sequence[Aval]) -> list[Row]:
-    """Rows of which nothing but the type is known."""
     return [Row(x, aval.shape) for x, aval in zip(values, avals, strict=True)]
 
 
@@ -65,7 +63,6 @@ class Moving:
 
     @property
     def values(self) -> list[Any]:
-        """The arrays that are not known."""
         return [self.rows[i].value for i in self.places]
 
     def emptied(self) -> Moving:
@@ -75,7 +72,6 @@ class Moving:
         return empty
 
     def filled_in(self, values: Sequence[Value]) -> list[Row]:
-        """All operands, with `values` for those that are not known."""
         rows = list(self.rows)
         for i, x in zip(self.places, values, strict=True):
             rows[i] = replace(rows[i], value=x)
@@ -120,7 +116,6 @@ def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
 
 
 def staged(fun: Flat, values: Sequence[Value]) -> tuple[ClosedJaxpr, list[Any]]:
-    """A program without constants that computes `fun`, and all of its operands."""
     (program,), consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
     return program, [*consts, *values]
 
@@ -457,7 +452,6 @@ class _Call(SizedCall):
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
     def run(self, body: Any, *values: Any) -> list[Any]:
-        """The results of the function `body`, where the call has these `values`."""
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 

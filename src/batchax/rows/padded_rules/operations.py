@@ -470,7 +470,6 @@ def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
 
 
 def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:
-    """Whether an array of that shape has padding between its elements."""
     return any(axis > 0 for axis in op.sizes.padded_axes(shape))
 
 
