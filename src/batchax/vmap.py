@@ -250,20 +250,20 @@ def vmap(
         flat = flatten_arguments(
             fun, in_axes, args, kwargs, on_mesh=some_at_a_time or spread, spread=spread
         )
-        if on_mesh is None:
-            try:
-                return batch(flat)
-            except jax.errors.JaxRuntimeError as failed:
-                if is_out_of_memory(failed):
-                    raise
-                values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
-                error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
-                if error is None:
-                    raise
-                raise error from None
         given = {"args": args, "kwargs": kwargs}
-        with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as (mapped, own):
-            return batch(replace(flat, mapped=mapped), own)
+        try:
+            if on_mesh is None:
+                return batch(flat)
+            with call_of_all(on_mesh.devices[0], fun, given, flat.mapped, said) as (mapped, own):
+                return batch(replace(flat, mapped=mapped), own)
+        except jax.errors.JaxRuntimeError as failed:
+            if is_out_of_memory(failed):
+                raise
+            values, axes = [m.value for m in flat.mapped], [m.axis for m in flat.mapped]
+            error = error_of_a_lane(lambda xs: _called(fun, *flat.rebuild(xs)), values, axes)
+            if error is None:
+                raise
+            raise error from None
 
     def batch(flat: FlatArguments, own: Sequence[range] = ()) -> Any:
         size = find_axis_size(flat.mapped, axis_size)

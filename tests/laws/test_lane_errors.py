@@ -26,7 +26,9 @@ def error_of(vmap, fun, xs):
 
 
 @pytest.mark.parametrize("fun", [checked, solved])
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_size": 2}, {"divergence": "compact"}, {"mesh": "all"}]
+)
 def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     monkeypatch.setenv("EQX_ON_ERROR", "raise")
     xs = jnp.arange(4.0)

@@ -56,12 +56,12 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
         return None
-    if any(isinstance(x, Tracer) for x in values):
+    if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in values):
         return None
     pairs = list(zip(values, axes, strict=True))
     one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
     try:
-        if not _calls_host.in_program(jax.make_jaxpr(run)(one_lane(0))):
+        if not calls_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
             return None
         for lane in range(min([_LANES, *(x.shape[a] for x, a in pairs if a is not None)])):
             run(one_lane(lane))
@@ -77,14 +77,14 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
 _LANES = 256
 
 
-def _calls_python(eqn: Eqn) -> bool:
+def _is_python(eqn: Eqn) -> bool:
     if eqn.primitive.name == "call_hi_primitive":
         types = [v.aval for v in eqn.invars]
-        return _calls_host.in_program(expanded(eqn.params["_prim"], types))
+        return calls_python.in_program(expanded(eqn.params["_prim"], types))
     return eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
 
 
-_calls_host = Anywhere(_calls_python)
+calls_python = Anywhere(_is_python)
 
 
 @whatever_jit
