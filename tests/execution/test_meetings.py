@@ -97,6 +97,7 @@ def test_a_process_does_not_come(processes, monkeypatch):
     fails(found, *[expected] * len(others))
     # It comes too late: for this meeting the others have given up, and so must it.
     fails(meet([last], "loss"), f"waited for this one, process {last.process}, .* to was the first")
+    passing.clear()
     assert meet(processes, "the next") == [[[]] * len(processes)] * len(processes)
 
 
