@@ -293,7 +293,6 @@ NO_CACHES = {
         "_writer": "the name of this process",
     },
     "datasets/disk.py": {"_held": "locks that are held, to release"},
-    "datasets/files.py": {"limited_context": "the one context, of no jaxpr"},
     "datasets/job.py": {"functools.cache": "the plan and fingerprint of one call"},
     "datasets/objects.py": {
         "_held": "leases that are held, to renew and to release",

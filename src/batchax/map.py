@@ -13,8 +13,8 @@ import numpy as np
 
 from batchax import _compat
 from batchax.datasets.addresses import Address, address
+from batchax.datasets.arrays import Sliced
 from batchax.datasets.engines.engine import find_engine
-from batchax.datasets.files import Sliced
 from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import How, Report, check_batch_size, check_key, of_this_process, run
 from batchax.datasets.store import kind_of

@@ -18,7 +18,7 @@ import pytest
 import batchax as bx
 from batchax.command import main
 from batchax.datasets import pipeline
-from batchax.datasets.files import Mapped
+from batchax.datasets.arrays import Mapped
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.store import Store
 

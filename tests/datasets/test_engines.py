@@ -305,7 +305,7 @@ class DyingPool(Pool):
             return future
         return super().submit(name, fun, *args)
 
-    def make_anew(self):
+    def restart(self):
         self._left, self._made = max(0, self._left - 1), self._made + 1
 
 
@@ -384,10 +384,11 @@ def test_attempts(tmp_path):
         with pytest.raises(Exception, match="its worker ended"), attempts.running(3, 0):
             pass
     assert not attempts.is_running(3, 0)
-    assert attempts.is_there
+    attempts.check()
     other = Attempts.of_new_call(tmp_path, b"")
     attempts.end_all()
-    assert not attempts.is_there
+    with pytest.raises(bx.JobError, match="the call is over"):
+        attempts.check()
     with attempts.running(4, 0):
         pass
     other.end_all()

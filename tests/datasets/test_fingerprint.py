@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets.files import in_memory
+from batchax.datasets.arrays import in_memory
 from batchax.datasets.fingerprint import (
     as_seen_here,
     but_for_platform,

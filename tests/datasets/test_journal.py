@@ -190,10 +190,10 @@ def test_parts_of_reductions_that_are_damaged(folder):
     content = path.read_bytes()
     for damaged in (content[:-1], b"\1" + content[1:]):
         path.write_bytes(damaged)
-        with pytest.raises(StorageError, match=rf"{path.name} is damaged.*batchax verify"):
+        with pytest.raises(StorageError, match=rf"{path.name} is .* damaged.*batchax verify"):
             found[""]
     path.unlink()
-    with pytest.raises(StorageError, match="could not be read: No such file"):
+    with pytest.raises(StorageError, match="is missing or damaged"):
         found[""]
 
 

@@ -174,6 +174,7 @@ MISTAKES = {
     "map model:double --out y.npy": (2, "map needs a dataset"),
     "map model:nothing --in x.npy --out y.npy": (2, "model has no 'nothing'"),
     "map model:double --in x.npy --out y.npy --batch-size some": (2, "--batch-size"),
+    "map model:double --in x.npy --out y.npy --store-options zstd": (2, "--store-options"),
     "map model:double --in none.npy --out y.npy": (1, "there is no such file"),
     "map model:double --in x.npy --out y.h5": (1, "HDF5 is read but not written"),
     "map model:fragile --in x.npy --out y.npy": (1, "version="),
@@ -214,3 +215,11 @@ def test_interrupted(x):
     assert again.returncode == 0, again.stderr
     assert " reused" in again.stdout
     np.testing.assert_array_equal(np.load("y.npy"), x * 2)
+
+
+def test_options_of_the_store(x):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    command = "map model:double --in x.npy --out y.parquet --no-progress --store-options".split()
+    assert main([*command, "{'compression': 'zstd'}"]) == 0
+    column = parquet.ParquetFile("y.parquet/part-00000000.parquet").metadata.row_group(0).column(0)
+    assert column.compression == "ZSTD"

@@ -12,9 +12,7 @@ import pytest
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import disk
-from batchax.datasets.disk import Place
-from batchax.datasets.objects import Objects
+from batchax.datasets import disk, objects
 
 X = np.arange(40, dtype=np.float32)
 OUTS = ["y.zarr", "y.npy", "y.parquet", "memory://overwrite/y.zarr", "memory://overwrite/y.parquet"]
@@ -76,7 +74,7 @@ def test_killed_while_it_removes_nothing_is_mixed(out, monkeypatch):
         if left[0] == 0:
             raise Killed
 
-    for name, place in itertools.product(["remove", "remove_all", "discard"], [Place, Objects]):
+    for name, place in itertools.product(["remove", "remove_all", "discard"], [disk, objects]):
         whole = getattr(place, name)
         monkeypatch.setattr(place, name, lambda *args, f=whole: (at_step(), f(*args), at_step())[1])
     found = set()

@@ -187,7 +187,8 @@ def test_results_of_zeros_are_written(place):
 def test_a_chunk_that_a_killed_writer_left_half_written(place):
     store, unit = written(place("x.zarr"), [leaf()]), PLAN.unit(1)
     before = files(place("x.zarr"))
-    (place("x.zarr") / "c.1.0.__lock").write_bytes(b"x" * 50)
+    (place("x.zarr") / ".c.1.0.0a1b2c3d.unfinished").write_bytes(b"x" * 50)
+    store.clean()
     store.write(unit, [rows_of(leaf(), unit)])
     assert files(place("x.zarr")) == before
 

@@ -493,14 +493,14 @@ def deleted(out):
 def test_an_output_that_somebody_changes_in_mid_run(out, change, late, before_write, monkeypatch):
     """Before the last unit is written, and after it."""
     if late:
-        check = Store.check_held
+        check = Store.verify_unchanged
 
         def changed(self, at_end=False):
             if at_end:
                 change(out)
             check(self, at_end)
 
-        monkeypatch.setattr(Store, "check_held", changed)
+        monkeypatch.setattr(Store, "verify_unchanged", changed)
     else:
         before_write(4, lambda: change(out))
     told = "(replaced|does not hold|is missing|is truncated|cannot be read)"

@@ -21,12 +21,12 @@ class TinyStore:
     def clean(self):
         pass
 
-    hold = let_go = clean
+    guard = release = clean
 
     def missing(self, units):
         return {}
 
-    def check_held(self, at_end=False):
+    def verify_unchanged(self, at_end=False):
         pass
 
     def check(self):

@@ -147,6 +147,12 @@ def add_call(command: Any) -> None:
         help="the same for a row whose results are not finite (default: nothing)",
     )
     command.add_argument(
+        "--store-options",
+        default="None",
+        metavar="DICT",
+        help="options of the format of the output, such as {'compression': 'zstd'} for Parquet",
+    )
+    command.add_argument(
         "--max-errors", type=int, metavar="ROWS", help="end if more rows than that are quarantined"
     )
     command.add_argument(
@@ -218,6 +224,7 @@ def _map(options: argparse.Namespace) -> int:
             max_consecutive_errors=options.max_consecutive_errors,
             retry_quarantined=options.retry_quarantined,
             retries=options.retries,
+            store_options=literal(options.store_options, "--store-options"),
             resume="extend" if options.extend else "auto",
             keep=options.keep,
             overwrite=options.overwrite,

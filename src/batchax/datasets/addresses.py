@@ -54,7 +54,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
 
 @dataclass(frozen=True, order=True)
 class ObjectPath:
-    """The name of an object, or of all whose names begin with it and a slash."""
+    """The name of an object, or of all objects whose names begin with it and a slash."""
 
     scheme: str  # of the kind of store
     bucket: str  # the bucket, or container
@@ -64,8 +64,7 @@ class ObjectPath:
         return f"{self.scheme}://{self.bucket}/{self.key}"
 
     def __truediv__(self, more: str | PurePosixPath) -> ObjectPath:
-        key = PurePosixPath(self.key) / more
-        return ObjectPath(self.scheme, self.bucket, "" if str(key) == "." else str(key))
+        return self._with(PurePosixPath(self.key) / more)
 
     @property
     def name(self) -> str:
@@ -77,7 +76,6 @@ class ObjectPath:
 
     @property
     def parent(self) -> ObjectPath:
-        """What it is in; of a whole bucket itself."""
         return self / ".." if not self.key else self._with(PurePosixPath(self.key).parent)
 
     @property
@@ -100,7 +98,6 @@ def is_url(x: Any) -> bool:
 
 
 def address(x: str | os.PathLike[str] | ObjectPath, name: str) -> Address:
-    """What a path or a URL names."""
     if isinstance(x, ObjectPath):
         return x
     text = at_home(os.fspath(x), name)
@@ -146,7 +143,7 @@ def at_home(path: str, name: str) -> str:
 
 
 def _match(text: str) -> re.Match[str] | None:
-    """Of one slash only, if the scheme is ours: `Path("s3://x")` has lost the other."""
+    """The parts of a URL. One slash is enough for our schemes, as `Path("s3://x")` has lost one."""
     match = _URL.fullmatch(text)
     if match is None or (not match[2] and match[1] not in SCHEMES):
         return None
@@ -175,10 +172,7 @@ def needed(module: str, what: str) -> Any:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Whatever fails in this block becomes a StorageError that begins with `what`.
-
-    Libraries raise errors of many types for a file that they cannot read.
-    """
+    """Turns any error in this block into a StorageError that begins with `what`."""
     try:
         yield
     except (BatchaxError, ImportError, MemoryError):
@@ -196,16 +190,7 @@ T = TypeVar("T")
 
 
 class Kinds(Generic[T]):
-    """Classes by name, each imported when it is asked for, and no earlier.
-
-    Of our own names nobody else's are looked for: what is installed beside batchax changes nothing
-    that it can do by itself, and costs it nothing.
-
-    Args:
-      group: of the entry points by which other packages add theirs.
-      base: of which all are subclasses.
-      own: ``"module:Class"`` for each of our own.
-    """
+    """Classes by name. `own` has ours; other packages add theirs to the entry points of `group`."""
 
     def __init__(self, group: str, base: type[T], own: Mapping[str, str]) -> None:
         self._group, self._base = group, base
@@ -220,18 +205,12 @@ class Kinds(Generic[T]):
         return f"{', '.join(most)} and {last}"
 
     def load(self, name: str) -> type[T]:
-        """The class with this name."""
         entries = [self._own[name]] if name in self._own else self._added(name)
-        if not entries:
+        if len(entries) != 1:
+            who = f"packages {' and '.join(sorted(map(_package, entries)))} each add"
             raise ImportError(
-                f"{self._base.__name__} {name!r}: no package that is installed adds an entry point "
-                f"with this name to the group {self._group}. Install the one that did."
-            )
-        if len(entries) > 1:
-            packages = " and ".join(sorted(map(_package, entries)))
-            raise ImportError(
-                f"{self._base.__name__} {name!r}: the packages {packages} each add an entry point "
-                f"with this name to the group {self._group}. Uninstall all but one."
+                f"{self._base.__name__} {name!r}: {who if entries else 'no package adds'} an entry "
+                f"point with this name to the group {self._group}. Install exactly one that does."
             )
         (entry,) = entries
         where = f"{_package(entry)}: the entry point {name} = {entry.value} of {self._group}"

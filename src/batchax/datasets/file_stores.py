@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import inspect
 import io
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, needed, reading, reason
 from batchax.datasets.disk import (
     AFTER_WRITE,
@@ -23,19 +23,10 @@ from batchax.datasets.disk import (
     IN_WRITE,
     make_folder,
     reached,
-    remove_unfinished,
-    replace_file,
     replacing,
     writing,
 )
-from batchax.datasets.files import (
-    SHAPES,
-    KeyValuesInMemory,
-    Layout,
-    in_folder,
-    limited_context,
-    told_shapes,
-)
+from batchax.datasets.files import BEGUN, SHAPES, KeyValuesInMemory, Layout, in_folder, told_shapes
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import ALONE, ENDLESS, Leaf, Rows, Unit
 from batchax.datasets.store import (
@@ -95,14 +86,13 @@ class NpyStore(Store):
 
     def end(self, rows: int) -> None:
         if self._leaf.grows:
-            self._end_growing(rows)
+            self._write_header(self._leaf.of_rows(rows))
         super().end(rows)
 
-    def _end_growing(self, rows: int) -> None:
-        header, shape = self._header(self._leaf.of_rows(rows)), self._leaf.of_rows(rows)
-        offset, at = self._layout().offset, self.at
+    def _write_header(self, shape: tuple[int, ...]) -> None:
+        header, offset, at = self._header(shape), self._layout().offset, self.at
         if len(header) != offset:
-            raise StorageError(f"{at} has no room in its header for {rows} rows.")
+            raise StorageError(f"{at} has no room in its header for the shape {shape}.")
         with writing(at), open(at, "r+b", buffering=0) as file:
             os.ftruncate(file.fileno(), Layout(shape, self._leaf.dtype, offset).size)
             os.fsync(file.fileno())
@@ -144,7 +134,7 @@ class NpyStore(Store):
     def _layout(self) -> Layout:
         if not self.at.exists():
             raise StorageError(f"{self.out} is missing.")
-        with reading(str(self.out)), open(self.at, "rb") as file:
+        with reading(str(self.out)), open(self.at, "rb", buffering=0) as file:
             layout = Layout.of(file)
         expected = self._leaf.shape, self._leaf.dtype, False
         # Of one that grows, any number of rows will do: none, or all that there were in the end.
@@ -175,8 +165,7 @@ def _write_at(file: int, piece: memoryview, offset: int) -> None:
         piece, offset = piece[count:], offset + count
 
 
-_ANYWHERE = ObjectPath("memory", "any", "array")
-_OWN = re.compile(r"zarr\.json|.*\.(unfinished|__lock)")  # or what killed writers left of them
+_MEMORY = ObjectPath("memory", "any", "array")  # where an array is encoded and decoded
 GROUP = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}).encode()
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _OPTIONS = "codecs", "chunk_shape", "dimension_names"
@@ -185,26 +174,30 @@ _OPTIONS = "codecs", "chunk_shape", "dimension_names"
 class ZarrStore(Store):
     """An array, or a group of them. A chunk is what one unit has of an array, with its crc32c.
 
-    The documents that say what is where (``zarr.json``) are written last, so nobody takes a part of
-    an array for one. TensorStore writes a chunk beside the one that it is to be, syncs it, renames
-    it and syncs the folder. A chunk that is not there was not written: those of zeros are, too.
+    TensorStore encodes chunks in memory. The metadata (``zarr.json``) is written last, so nobody
+    takes a part of an array for a whole one. A missing chunk was not written, as chunks of zeros
+    are written, too.
     """
 
     can_grow = stays = takes_options = True
 
-    def __init__(
-        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
-    ) -> None:
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
         super().__init__(out, leaves, unit_rows, options)
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
+        in_folder("zarr3", out)  # which raises for a path that TensorStore could not read
         refuse_ragged(self.leaves, "Zarr")
         self._check_names()
         self._given = self._options_of_arrays()
         self._chunk_shapes = {leaf.name: self._chunk_shape(leaf) for leaf in self.leaves}
         self._paths: list[Any] = [out / leaf.name for leaf in self.leaves]
-        self._chunked = [self._open_chunks(*x) for x in zip(self._paths, self.leaves, strict=True)]
+        self._encoders = []  # of each leaf: where TensorStore writes its chunks, and the array
+        for leaf in self.leaves:
+            memory = KeyValuesInMemory()
+            self._encoders.append((memory, self._open_chunks(leaf, memory)))
 
     def prepare(self) -> None:
+        if self._puts is not None:
+            return  # there are no folders, and the metadata comes last
         make_place(self.out, self.leaves)
         with replacing(self.out) as beside:
             for folder in (*self._groups(), *(leaf.name for leaf in self.leaves)):
@@ -212,7 +205,7 @@ class ZarrStore(Store):
 
     def check(self) -> None:
         for path in (self.out, *self._paths):
-            if not path.is_dir():
+            if isinstance(path, Path) and not path.is_dir():
                 raise StorageError(f"{path} is missing.")
         self._check_documents(ended=False)
 
@@ -220,8 +213,8 @@ class ZarrStore(Store):
         self._check_documents(ended=True)
 
     def _check_documents(self, ended: bool) -> None:
-        for path in self._groups():
-            self._read_document(self.out / str(path), ended)
+        for path in self._group_paths:
+            self._read_document(path, ended)
         for path, leaf in zip(self._paths, self.leaves, strict=True):
             document = self._read_document(path, ended)
             if document is not None:
@@ -229,21 +222,16 @@ class ZarrStore(Store):
 
     def _read_document(self, folder: Any, ended: bool) -> bytes | None:
         path = folder / "zarr.json"
-        try:
-            return place_of(path).read(path)
-        except FileNotFoundError:
-            if ended:
-                raise StorageError(f"{path} is missing.") from None
-            return None
+        return self._read_file(path) if ended or place_of(path).exists(path) else None
 
     def _check_array(self, path: Any, leaf: Leaf, document: bytes) -> None:
         memory = KeyValuesInMemory()
-        memory.put(f"{_ANYWHERE.key}/zarr.json", document)
+        memory.put(f"{_MEMORY.key}/zarr.json", document)
         try:
             shape = None
-            if leaf.grows:  # whatever there were in the end
+            if leaf.grows:  # any number of rows
                 shape = leaf.of_rows(json.loads(document)["shape"][leaf.axis])
-            self._open(_ANYWHERE, leaf, shape, memory.context, open=True)
+            self._open(leaf, shape, memory, open=True)
         except Exception as error:
             raise JobError(
                 f"{path} is not the array that this job made: {reason(error)} Choose another out=."
@@ -251,26 +239,19 @@ class ZarrStore(Store):
 
     def end(self, rows: int) -> None:
         for path, leaf in zip(self._paths, self.leaves, strict=True):
-            self._put_document(path / "zarr.json", self._document(leaf, rows))
-        for group in reversed(self._groups()):  # the outermost last
-            self._put_document(self.out / str(group) / "zarr.json", GROUP)
+            memory = KeyValuesInMemory()
+            self._open(leaf, leaf.of_rows(rows), memory, create=True)
+            self._put_file(path / "zarr.json", memory.take(f"{_MEMORY.key}/zarr.json"))
+        for group in reversed(self._group_paths):  # the outermost last
+            self._put_file(group / "zarr.json", GROUP)
 
     def reopen(self) -> None:
-        for path in (*(self.out / str(group) for group in self._groups()), *self._paths):
+        for path in (*self._group_paths, *self._paths):
             place_of(path).remove(path / "zarr.json")
 
     def clean(self) -> None:
-        for path in (*self._paths, *(self.out / group for group in self._groups())):
-            remove_unfinished(path)  # of a document
-
-    def _document(self, leaf: Leaf, rows: int) -> bytes:
-        memory = KeyValuesInMemory()
-        self._open(_ANYWHERE, leaf, leaf.of_rows(rows), memory.context, create=True)
-        (document,) = memory.all().values()
-        return document
-
-    def _put_document(self, path: Any, document: bytes) -> None:
-        replace_file(path, document)
+        for path in (*self._paths, *self._group_paths):
+            place_of(path).clean(path)
 
     def files_of(self, unit: Unit) -> list[Path]:
         return [
@@ -282,11 +263,12 @@ class ZarrStore(Store):
     def _is_own(self, path: Any) -> bool:
         if path.parent in self._paths and re.fullmatch(r"c(\.\d+)*", path.name):
             return True
-        folders = [*self._paths, *(self.out / str(group) for group in self._groups())]
-        return path.parent in folders and _OWN.fullmatch(path.name) is not None
+        left = r"zarr\.json|.*\.unfinished"  # or what killed writers left of it
+        folders = [*self._paths, *self._group_paths]
+        return path.parent in folders and re.fullmatch(left, path.name) is not None
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
-        """The names of the chunks that hold a unit; of rows without elements there are none."""
+        """The names of the chunks that hold a unit. Rows without elements have none."""
         chunk = self._chunk_shapes[leaf.name]
         along = [range(-(-n // size)) for n, size in zip(leaf.shape, chunk, strict=True)]
         rows = chunk[leaf.axis]
@@ -298,42 +280,39 @@ class ZarrStore(Store):
         return self.each([str(path) for path in self._paths])
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
-            parts = zip(self.leaves, self._chunked, strict=True)
-            return [_read_part(chunked, leaf, unit) for leaf, chunked in parts]
+        results: list[np.ndarray | Rows] = []
+        for path, leaf in zip(self._paths, self.leaves, strict=True):
+            memory = KeyValuesInMemory()
+            with reading(f"{self.out}: rows {unit.start} to {unit.stop}"):
+                for chunk in self._chunks(leaf, unit):
+                    memory.put(f"{_MEMORY.key}/{chunk}", self._read_file(path / chunk))
+                rest = [slice(0, n) for n in leaf.shape[leaf.axis + 1 :]]
+                chunked = self._open_chunks(leaf, memory)
+                results.append(chunked[(*part_of(leaf, unit), *rest)].read().result())
+        return results
 
     def put(self, unit: Unit, results: Results) -> None:
-        reached(BEFORE_WRITE)
-        with _writing(self.out):
-            futures = []
-            for leaf, chunked, result in zip(self.leaves, self._chunked, results, strict=True):
-                future = self._begin_to_write(chunked, leaf, unit, result)
-                future.commit.force()
-                futures.append(future)
-            reached(IN_WRITE)
-            for future in futures:
-                future.result()
-        reached(AFTER_WRITE)
+        parts = zip(self._paths, self.leaves, self._encoders, results, strict=True)
+        for path, leaf, (memory, encoder), result in parts:
+            x = np.asarray(result)
+            sizes = _whole_chunks(x.shape, self._chunk_shapes[leaf.name])
+            index = [slice(0, size) for size in sizes]
+            index[leaf.axis] = slice(unit.start, unit.start + sizes[leaf.axis])
+            if list(x.shape) != sizes:  # the last chunk is filled in part only
+                x = np.pad(x, [(0, n - m) for n, m in zip(sizes, x.shape, strict=True)])
+            encoder[tuple(index)].write(x).result()
+            for chunk in self._chunks(leaf, unit):
+                self._put_file(path / chunk, memory.take(f"{_MEMORY.key}/{chunk}"))
 
-    def _begin_to_write(self, chunked: Any, leaf: Leaf, unit: Unit, result: Any) -> Any:
-        result, chunk = np.asarray(result), self._chunk_shapes[leaf.name]
-        sizes = _whole_chunks(result.shape, chunk)
-        index = [slice(0, size) for size in sizes]
-        index[leaf.axis] = slice(unit.start, unit.start + sizes[leaf.axis])
-        return chunked[tuple(index)].write(
-            _padded(result, sizes), can_reference_source_data_indefinitely=True
-        )
+    def _open_chunks(self, leaf: Leaf, memory: KeyValuesInMemory) -> Any:
+        """The array with all chunks whole, before its metadata exists.
 
-    def _open_chunks(self, path: Any, leaf: Leaf, context: Any = None) -> Any:
-        """The array with all chunks whole, before it is there.
-
-        A chunk that sticks out of the array is else read before it is written, and cannot be
-        written if it is damaged.
+        TensorStore would read a chunk that sticks out of the array before it writes it.
         """
         shape = leaf.of_rows(ENDLESS if leaf.grows else leaf.shape[leaf.axis])
         shape, given = _whole_chunks(shape, self._chunk_shapes[leaf.name]), self._given[leaf.name]
         try:
-            return self._open(path, leaf, shape, context, assume_metadata=True)
+            return self._open(leaf, shape, memory, assume_metadata=True)
         except Exception as error:
             chunk = self._chunk_shapes[leaf.name]
             how = f" in chunks of shape {chunk} with store_options={given}" if given else ""
@@ -376,9 +355,7 @@ class ZarrStore(Store):
             )
         return chunk
 
-    def _open(
-        self, path: Any, leaf: Leaf, shape: Any = None, context: Any = None, **how: bool
-    ) -> Any:
+    def _open(self, leaf: Leaf, shape: Any, memory: KeyValuesInMemory, **how: bool) -> Any:
         chunk, given = self._chunk_shapes[leaf.name], self._given[leaf.name]
         names = given.get("dimension_names", leaf.dimension_names if leaf.rows_name else None)
         metadata = {
@@ -392,14 +369,18 @@ class ZarrStore(Store):
             **({} if names is None else {"dimension_names": names}),
         }
         missing = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
-        spec = in_folder("zarr3", path, metadata=metadata, **missing, **how)
-        return self._tensorstore.open(spec, context=context or limited_context()).result()
+        spec = in_folder("zarr3", _MEMORY, metadata=metadata, **missing, **how)
+        return self._tensorstore.open(spec, context=memory.context).result()
 
     def _groups(self) -> list[PurePosixPath]:
         if [leaf.name for leaf in self.leaves] == [""]:
             return []
         above = (parent for leaf in self.leaves for parent in PurePosixPath(leaf.name).parents)
         return sorted({PurePosixPath("."), *above})
+
+    @property
+    def _group_paths(self) -> list[Any]:
+        return [self.out / str(group) for group in self._groups()]
 
     def _check_names(self) -> None:
         """Raises an ArgumentTypeError if a name cannot be a path in a group of Zarr's."""
@@ -422,30 +403,6 @@ def _whole_chunks(shape: Sequence[int], chunk: Sequence[int]) -> list[int]:
     return [-(-n // size) * size for n, size in zip(shape, chunk, strict=True)]
 
 
-def _padded(result: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Whole chunks, the last of which results fill in part only."""
-    if list(result.shape) == sizes:
-        return result
-    return np.pad(result, [(0, n - m) for n, m in zip(sizes, result.shape, strict=True)])
-
-
-def _read_part(chunked: Any, leaf: Leaf, unit: Unit) -> np.ndarray:
-    rest = [slice(0, n) for n in leaf.shape[leaf.axis + 1 :]]
-    return chunked[(*part_of(leaf, unit), *rest)].read().result()
-
-
-@contextlib.contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Errors of TensorStore become what `writing` knows: it tells of the system's in words only."""
-    codes = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM
-    with writing(out):
-        try:
-            yield
-        except ValueError as error:
-            code = next((code for code in codes if os.strerror(code) in str(error)), errno.EIO)
-            raise OSError(code, os.strerror(code) if code in codes else reason(error)) from error
-
-
 class ParquetStore(Store):
     """A column for each leaf, with a list for each row where a result is no number.
 
@@ -453,13 +410,14 @@ class ParquetStore(Store):
     size, with the axis along which these differ as the outermost, or lists of lists, of those axes.
     Where lists do not tell the shape of a row, the schema's metadata does. Pages carry checksums.
     The same results make the same bytes.
+
+    In object storage there are no folders, and no names that change: an object marks the output,
+    and is not empty until the output is whole.
     """
 
     can_grow = can_flatten = stays = renamed = takes_options = True
 
-    def __init__(
-        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
-    ) -> None:
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
         super().__init__(out, leaves, unit_rows, options)
         self._parquet = needed("pyarrow.parquet", f"{out}: Parquet")
         self._arrow = needed("pyarrow", f"{out}: Parquet")
@@ -477,7 +435,7 @@ class ParquetStore(Store):
             self._try_options()
 
     def _zeros(self, leaf: Leaf, rows: int) -> Any:
-        """So many rows, of which only the shapes and types matter."""
+        """A result with so many rows, of which only the shape and type matter."""
         if leaf.passed:
             return self._arrow.nulls(rows, leaf.passed)
         empty = np.zeros(leaf.of_rows(rows), leaf.dtype)
@@ -505,22 +463,36 @@ class ParquetStore(Store):
             )
 
     def prepare(self) -> None:
+        if self._puts is not None:
+            try:
+                objects.put_new(self.out / BEGUN, _NOT_ALL)
+            except FileExistsError:
+                raise JobError(
+                    f"{self.out / BEGUN} is there already, and nothing is ever written over. "
+                    "Choose another out=, or delete it."
+                ) from None
+            return
         make_place(self.out)
         make_place(self.partial)
         make_folder(self.partial)
 
     def end(self, rows: int) -> None:
-        self._put_columns()
-        super().end(rows)
-
-    def _put_columns(self) -> None:
-        """Of no rows, a file that has the columns."""
         if not any(leaf.shape[leaf.axis] or leaf.grows for leaf in self.leaves):
             # A table without rows has columns.
             self.put(Unit(0, 0, 0), [self._zeros(leaf, 0) for leaf in self.leaves])
+        if self._puts is not None:
+            self._put_file(self.out / BEGUN, b"")
+        super().end(rows)
+
+    def reopen(self) -> None:
+        if self._puts is not None:
+            self._put_file(self.out / BEGUN, _NOT_ALL)
+        super().reopen()
 
     def check(self) -> None:
-        if not self.at.is_dir():
+        if self._puts is not None:
+            self._read_file(self.out / BEGUN)
+        elif not self.at.is_dir():
             raise StorageError(f"{self.out} is missing.")
 
     def files_of(self, unit: Unit) -> list[Path]:
@@ -531,20 +503,17 @@ class ParquetStore(Store):
         return path.parent == self.at and re.fullmatch(own, path.name) is not None
 
     def clean(self) -> None:
-        remove_unfinished(self.at)
+        place_of(self.at).clean(self.at)
 
     def result(self) -> Any:
         return self.each([f"{self.out}:{column}" for column in self._columns])
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
         part = self._part(unit)
-        with (
-            reading(str(part)),
-            self._parquet.ParquetFile(
-                self._readable(part), page_checksum_verification=True
-            ) as file,
-        ):
-            table = file.read(use_threads=False)
+        with reading(str(part)):
+            content = io.BytesIO(self._read_file(part))
+            with self._parquet.ParquetFile(content, page_checksum_verification=True) as file:
+                table = file.read(use_threads=False)
             rows = table.num_rows if any(x.flat for x in self.leaves) else unit.rows
             if table.num_rows != rows or table.column_names != self._columns:
                 raise StorageError(
@@ -560,7 +529,7 @@ class ParquetStore(Store):
                 raise StorageError(f"{part} is damaged: {error}") from error
 
     def put(self, unit: Unit, results: Results) -> None:
-        self._replace(self._part(unit), self._encoded(self._table(results)))
+        self._put_file(self._part(unit), self._encoded(self._table(results)))
 
     def _table(self, results: Results) -> Any:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
@@ -576,16 +545,11 @@ class ParquetStore(Store):
         self._parquet.write_table(table, file, **how)
         return file.getvalue()
 
-    def _replace(self, part: Any, content: bytes) -> None:
-        replace_file(part, content)
-
-    def _readable(self, part: Any) -> Any:
-        return part
-
     def _part(self, unit: Unit) -> Any:
         return self.at / f"part-{unit.number:08d}.parquet"
 
 
+_NOT_ALL = b"not all of these rows are done\n"
 _WRITTEN = {"use_dictionary": False, "write_page_checksum": True, "compression": "none"}
 
 

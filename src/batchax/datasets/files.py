@@ -1,40 +1,34 @@
-"""Sources in memory and in local files: .npy, .npz, HDF5, Zarr, and Parquet."""
+"""Sources in files and objects: .npy, .npz, HDF5, Zarr, and Parquet."""
 
 from __future__ import annotations
 
-import functools
+import io
+import itertools
 import json
-import mmap
 import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchax.datasets.addresses import Address, ObjectPath, needed, reading
-from batchax.datasets.plan import Rows, checksum, elements_in, kept
-from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
+from batchax.datasets.plan import Rows, checksum
+from batchax.datasets.source import (
+    Files,
+    Index,
+    ObjectFile,
+    ObjectFiles,
+    Source,
+    check_shape,
+    files_of,
+)
 from batchax.errors import ArgumentTypeError, StorageError
 from batchax.rows.arrow import dense, is_lists, rows_of
-from batchax.rows.building import elements_of
-
-
-class InParts(RawIOBase):
-    """A file that is no file of the system's, of which parts are read."""
-
-    size: int  # in bytes
-
-    def read_at(self, out: memoryview, offset: int) -> None:
-        raise NotImplementedError
-
-
-File = BufferedIOBase | RawIOBase
 
 _ALIGNED = 64  # bytes
 _GAP = 4096  # bytes; the system reads whole pages, so what lies between closer runs costs nothing
@@ -51,19 +45,18 @@ class Layout:
     fortran: bool = False  # whether the first axis is the one along which neighbors lie
 
     @classmethod
-    def of(cls, file: File) -> Layout:
-        """What the header of a file says."""
+    def of(cls, raw: Any) -> Layout:
+        """The array that the header of a file describes. The file is closed."""
         formats = np.lib.format
-        version = formats.read_magic(file)
-        older = version == (1, 0)
-        header = formats.read_array_header_1_0 if older else formats.read_array_header_2_0
-        shape, fortran, dtype = header(file)
-        layout = cls(shape, dtype, file.tell(), fortran)
-        raw = getattr(file, "raw", file)
-        size = raw.size if isinstance(raw, InParts) else os.fstat(file.fileno()).st_size
+        size = raw.size if isinstance(raw, ObjectFile) else os.fstat(raw.fileno()).st_size
+        with io.BufferedReader(raw, 2**16) as file:  # one read
+            older = formats.read_magic(file) == (1, 0)
+            header = formats.read_array_header_1_0 if older else formats.read_array_header_2_0
+            shape, fortran, dtype = header(file)
+            layout = cls(shape, dtype, file.tell(), fortran)
         if size < layout.size:
             raise StorageError(
-                f"{getattr(file, 'name', 'the file')} is truncated: by its header it has "
+                f"{getattr(raw, 'name', 'the file')} is truncated: by its header it has "
                 f"{layout.size} bytes, and {size} are there. Make it again, or copy it again."
             )
         return layout
@@ -72,7 +65,7 @@ class Layout:
     def size(self) -> int:
         return self.offset + self.dtype.itemsize * _product(self.shape)
 
-    def read(self, file: File, axis: int, picked: slice) -> np.ndarray:
+    def read(self, file: Any, axis: int, picked: slice) -> np.ndarray:
         """The indices that a slice picks along an axis; of an array without axes, the whole."""
         if not self.shape:
             return Layout((1,), self.dtype, self.offset).read(file, 0, slice(0, 1)).reshape(())
@@ -112,7 +105,7 @@ def _aligned(size: int) -> np.ndarray:
     return room[start : start + size]
 
 
-def _fill(file: File, out: np.ndarray, first: int, stride: int) -> None:
+def _fill(file: Any, out: np.ndarray, first: int, stride: int) -> None:
     """Fills each row of `out` with bytes of a file, `stride` apart."""
     outer, run = out.shape
     if outer == 1 or run == stride:
@@ -129,8 +122,8 @@ def _fill(file: File, out: np.ndarray, first: int, stride: int) -> None:
             out[i : i + count] = span.reshape(count, stride)[:, :run]
 
 
-def _read_at(file: File, out: np.ndarray, offset: int) -> None:
-    if isinstance(file, InParts):
+def _read_at(file: Any, out: np.ndarray, offset: int) -> None:
+    if isinstance(file, ObjectFile):
         return file.read_at(out.data, offset)
     view = out.data
     while view:
@@ -209,13 +202,7 @@ def _there(file: Any, path: str, name: str) -> Path:
     return there.resolve()
 
 
-@functools.cache
-def limited_context() -> Any:
-    """Nothing is cached, and few chunks are copied at a time: memory holds the units in flight."""
-    tensorstore = needed("tensorstore", "Zarr")
-    return tensorstore.Context(_LITTLE)
-
-
+# Nothing is cached, and few chunks are copied at a time: memory holds the units in flight.
 _LITTLE = {
     "cache_pool": {"total_bytes_limit": 0},
     "data_copy_concurrency": {"limit": 2},
@@ -224,11 +211,7 @@ _LITTLE = {
 
 
 class KeyValuesInMemory:
-    """Files of an array in memory, by their names there: to encode chunks, and to decode them.
-
-    Attributes:
-      context: of TensorStore, in which these are what its memory holds.
-    """
+    """Files of an array in the memory of a TensorStore context, to encode and decode chunks."""
 
     def __init__(self) -> None:
         tensorstore = needed("tensorstore", "Zarr")
@@ -238,16 +221,14 @@ class KeyValuesInMemory:
     def put(self, name: str, content: bytes) -> None:
         self._files.write(name, content).result()
 
-    def all(self) -> dict[str, bytes]:
-        names = self._files.list().result()
-        return {name.decode(): self._files.read(name).result().value for name in sorted(names)}
+    def take(self, name: str) -> bytes:
+        content = self._files.read(name).result().value
+        self._files.write(name, None).result()  # which deletes it
+        return content
 
 
 def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
-    """What TensorStore is told to open. Its files are synced before they get their names.
-
-    Of a store of objects, whose bytes it does not move itself, that is a folder in memory.
-    """
+    """A spec for TensorStore. For objects, which it does not read itself, a folder in memory."""
     # A folder's name must end in a slash.
     if isinstance(folder, ObjectPath):
         return {"driver": driver, "kvstore": {"driver": "memory", "path": f"{folder.key}/"}, **more}
@@ -256,7 +237,7 @@ def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
             f"{folder} has a backslash in its path, which TensorStore takes for a slash, so the "
             "array would lie in another folder. Use a path without one."
         )
-    store = {"driver": "file", "path": f"{folder.absolute()}/", "file_io_sync": True}
+    store = {"driver": "file", "path": f"{folder.absolute()}/"}
     return {"driver": driver, "kvstore": store, **more}
 
 
@@ -265,195 +246,6 @@ def zarr_format(folder: Path) -> str | None:
     if (folder / "zarr.json").exists():
         return "zarr3"
     return "zarr" if any((folder / name).exists() for name in (".zarray", ".zgroup")) else None
-
-
-class InMemory(Source):
-    """An array of NumPy, or what becomes one.
-
-    Its identity is a checksum of what it holds, unless `origin` says where that came from.
-    """
-
-    in_process = True
-    lends = True
-
-    def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
-        self._array, self._origin = np.asarray(x), origin
-        super().__init__(name, self._array.shape, self._array.dtype)
-
-    def origin(self) -> dict[str, Any] | None:
-        return self._origin
-
-    def get(self, index: Index) -> Any:
-        return self._array[index]
-
-
-class Mapped(Source):
-    """An array that maps a file, of which parts are read, or copied where they do not lie one after
-    another. What was read does not stay in this process's memory.
-
-    Its identity is the file with size and time, and where in it the array lies.
-    """
-
-    gives_fresh = True
-    in_process = True  # who pickles it, pickles what is mapped
-
-    def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
-        if whole.mode != "r":
-            whole.flush()  # the file's time changes now, not when the system gets to it
-        self._array, self._mapping = np.asarray(x), whole.base
-        self._at = x.ctypes.data - whole.ctypes.data + whole.offset
-        self.files = Files(Path(str(x.filename)), name)
-        fortran = x.flags.f_contiguous and not x.flags.c_contiguous
-        self._layout = None
-        if fortran or x.flags.c_contiguous:
-            self._layout = Layout(x.shape, x.dtype, self._at, fortran)
-        super().__init__(name, x.shape, x.dtype)
-
-    def origin(self) -> dict[str, Any]:
-        place = {"at": self._at, "strides": list(self._array.strides)}
-        return {**self.files.identity(), **place}
-
-    def get(self, index: Index) -> np.ndarray:
-        self.files.check()
-        if self._layout is not None:
-            # Whoever reads through a mapping what the file does not have any more is killed, and
-            # it may be cut short at any moment.
-            with open(self.files.path, "rb", buffering=0) as file:
-                got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
-            return np.asarray(got, self.dtype, order="C")
-        got = np.array(self._array[index], self.dtype, order="C")
-        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            # Pages of the file count as this process's memory until they are given back.
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-        return got
-
-
-def refuse_masked(x: Any, name: str) -> None:
-    if isinstance(x, np.ma.MaskedArray):
-        raise ArgumentTypeError(
-            f"{name} is a masked array, and what is masked would count as numbers. Fill it "
-            "(x.filled), or drop those rows."
-        )
-
-
-def in_memory(x: Any, name: str) -> Source:
-    refuse_masked(x, name)
-    whole = x
-    while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    # Of mode "c", what was written is in memory alone, and results of arithmetic map nothing.
-    if isinstance(whole, np.memmap) and whole.mode in ("r", "r+", "w+"):
-        return Mapped(x, whole, name)
-    return InMemory(x, name)
-
-
-class InRagged(Source):
-    """A `Ragged` whose values are known."""
-
-    ragged = True
-    in_process = True
-    lends = True
-
-    def __init__(self, x: Any, name: str) -> None:
-        if elements_of(x.lengths) is None:
-            raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
-        dtype = native(x.dtype, name)  # which refuses random keys before they are converted
-        self._data, self._lengths = kept(x, len(x))
-        self._offsets = np.concatenate([[0], np.cumsum(elements_in(self._lengths))])
-        self.axes = x.axis
-        super().__init__(name, (len(x), *self._data.shape[1:]), dtype)
-
-    @cached_property
-    def lengths(self) -> np.ndarray | None:
-        return self._lengths
-
-    def get(self, index: Index) -> Rows:
-        start, stop = index[0].start, index[0].stop
-        elements = slice(self._offsets[start], self._offsets[stop])
-        return Rows(self._data[elements], self._lengths[start:stop])
-
-
-class Sliced(Source):
-    """An array of another library, of which slices are taken one at a time.
-
-    Its identity is, of a dataset of h5py, the file with size and time, and its name; of an array of
-    zarr-python or TensorStore in a local folder, all files in that folder, and for TensorStore the
-    spec, which says what part it is; of any other array of TensorStore but one in memory, the spec
-    alone. Of everything else (xarray, which does not tell what part of a file an array is) it is a
-    checksum of what it holds, for which all of it is read once.
-    """
-
-    def __init__(self, x: Any, name: str) -> None:
-        library = type(x).__module__.split(".")[0]
-        self._tensorstore = library == "tensorstore"
-        with reading(name):  # it may have been closed
-            shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
-            path, self._told = _PLACES.get(library, lambda x: (None, None))(x)
-            in_hdf5 = library == "h5py" and path is not None
-            linked = linked_files(x.file, x.name, name) if in_hdf5 else []
-        check_shape(shape, name)
-        super().__init__(name, shape, dtype)
-        self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
-        self.files = None if path is None else Files(path, name, linked)
-        self.gives_fresh = self._tensorstore
-        self._array = _from_zero(x) if self._tensorstore else _from_anywhere(x)
-
-    def labels(self, axis: int) -> Labels | None:
-        return labels_of(self._array, axis)
-
-    def origin(self) -> dict[str, Any] | None:
-        return self._told if self.files is None else {**self.files.identity(), **self._told}
-
-    def get(self, index: Index) -> Any:
-        if self._tensorstore:
-            return self._array[index].read().result()
-        with self._lock:
-            return np.asarray(self._array[index])
-
-
-def _from_zero(x: Any) -> Any:
-    """An array of TensorStore whose rows are counted from 0: theirs may begin anywhere."""
-    import tensorstore
-
-    return x[tensorstore.d[:].translate_to[0]] if x.rank else x
-
-
-def _from_anywhere(x: Any) -> Any:
-    """An array that does not depend on the folder which this process is in, as zarr-python's do:
-    where one is not, its chunks are not, and hold fill values.
-    """
-    root = getattr(getattr(x, "store", None), "root", None)
-    if not isinstance(root, Path) or root.is_absolute():
-        return x
-    import zarr
-
-    return zarr.open_array(type(x.store)(root.absolute()), path=x.path, mode="r")
-
-
-_Place = tuple[Path | None, Any]
-"""The file or folder of an array, and what else it is known by; by nothing, if that is None."""
-
-
-def _in_hdf5(x: Any) -> _Place:
-    path = Path(x.file.filename)
-    return (path, {"member": x.name}) if path.is_file() else (None, None)
-
-
-def _in_zarr(x: Any) -> _Place:
-    root = getattr(x.store, "root", None)
-    return (None, None) if root is None else (Path(root) / x.path, {})
-
-
-def _in_tensorstore(x: Any) -> _Place:
-    spec = x.spec().to_json()
-    store = spec.get("kvstore", {"driver": "memory"})
-    if not isinstance(store, dict) or store.get("driver") == "memory":
-        return None, None
-    told = {"spec": json.dumps(spec, sort_keys=True)}
-    return (Path(store["path"]) if store.get("driver") == "file" else None), told
-
-
-_PLACES = {"h5py": _in_hdf5, "zarr": _in_zarr, "tensorstore": _in_tensorstore}
 
 
 _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
@@ -550,29 +342,6 @@ def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
     return views.get(str(kind), kind)
 
 
-class ArrowColumn(Column):
-    """An array of Arrow, chunked or not, in memory or mapped: it is converted a part at a time."""
-
-    def __init__(self, array: Any, name: str, of_any_type: bool = False) -> None:
-        super().__init__(name, len(array), array.type, of_any_type)
-        self._array = array
-
-    @cached_property
-    def lengths(self) -> np.ndarray | None:
-        return self._lengths(self._array) if self.ragged else None
-
-    def _rows(self, start: int, stop: int) -> Any:
-        return self._array.slice(start, stop - start)
-
-
-def refuse_begun(size: int, path: Any, name: str) -> None:
-    if size:
-        raise StorageError(
-            f"{name}: {path} is the output of a job that had not finished when it was copied. "
-            "Copy it again once the job has."
-        )
-
-
 class ParquetColumn(Column):
     """A column of a Parquet file, or of all such files in a folder, by name one after another.
 
@@ -584,14 +353,11 @@ class ParquetColumn(Column):
     def __init__(self, path: Any, column: str, name: str, of_any_type: bool = False) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
-        paths, self._files = self._parts(path, name)
-        self._path = path.resolve() if isinstance(path, Path) else path
-        if not paths:
-            raise StorageError(f"{name}: there are no .parquet files in {path}.")
+        self._find_parts(path, name)
         self._groups: list[tuple[int, int]] = []  # file, and row group in it
         self._shapes: dict[int, list[int]] = {}  # of rows that lists do not tell the shape of
         starts, kind = [0], None
-        for i, part in enumerate(paths):
+        for i, part in enumerate(self._paths):
             with (
                 reading(f"{name}: {part}"),
                 self._parquet.ParquetFile(self._readable(i)) as file,
@@ -618,22 +384,36 @@ class ParquetColumn(Column):
         self._kept: dict[int, Any] = {}
         super().__init__(name, starts[-1], kind, of_any_type)
 
-    def _parts(self, path: Any, name: str) -> tuple[list[Any], list[Any]]:
-        begun = path / BEGUN
-        if begun.is_file():
-            refuse_begun(begun.stat().st_size, path, name)
-        paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-        files = [Files(part, name) for part in paths]
-        for one in files:
-            one.count = len(files)
-        return paths, files
+    def _find_parts(self, path: Any, name: str) -> None:
+        """Finds the files or objects that have the rows, and what is known of each."""
+        if isinstance(path, ObjectFiles):
+            seen, self._path = path.seen, path.path
+            unfinished = self._path / BEGUN in seen and seen[self._path / BEGUN].size
+            self._paths = sorted(p for p in seen if p.suffix == ".parquet" or p == path.path)
+            self._files: list[Any] = [path] * len(self._paths)
+        else:
+            unfinished = (path / BEGUN).is_file() and (path / BEGUN).stat().st_size
+            self._paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+            self._files, self._path = [Files(part, name) for part in self._paths], path.resolve()
+            for one in self._files:
+                one.count = len(self._files)
+        if unfinished:
+            raise StorageError(
+                f"{name}: {self._path} is the output of a job that had not finished when it was "
+                "copied. Copy it again once the job has."
+            )
+        if not self._paths:
+            raise StorageError(f"{name}: there are no .parquet files in {self._path}.")
 
     def would_hold(self, path: Any) -> bool:
         # Of a folder all: a new file in it, or a new folder that is named like one, would be read.
         return path == self._path or self._path in path.parents
 
     def _readable(self, i: int) -> Any:
-        return self._files[i].path
+        files, path = self._files[i], self._paths[i]
+        if isinstance(files, Files):
+            return files.path
+        return io.BufferedReader(ObjectFile(files, path), 2**20)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
@@ -656,6 +436,8 @@ class ParquetColumn(Column):
         return self._files
 
     def origin(self) -> dict[str, Any]:
+        if isinstance(self._path, ObjectPath):
+            return {**self._files[0].identity(), "column": self._column}
         files = [part.identity() for part in self._files]
         return {"files": files, "column": self._column}
 
@@ -692,23 +474,40 @@ class ParquetColumn(Column):
 
 
 class NpyFile(Source):
-    """A .npy file, of which parts are read: whoever maps it is killed if somebody cuts it short."""
+    """A .npy file or object, of which parts are read.
+
+    A process that maps a file to memory is killed if another one cuts it short.
+    """
 
     gives_fresh = True
 
-    def __init__(self, path: Path, member: str, name: str) -> None:
-        self.files = Files(path, name)
-        with reading(name), open(path, "rb") as file:
+    def __init__(self, path: Any, member: str, name: str) -> None:
+        self.files = files_of(path, name)
+        with reading(name), self.files.opened() as file:
             self._layout = Layout.of(file)
         super().__init__(name, self._layout.shape, self._layout.dtype)
 
-    def origin(self) -> dict[str, Any]:
-        return self.files.identity()
-
     def get(self, index: Index) -> np.ndarray:
         axis, picked = len(index) - 1, index[-1] if index else slice(0, 1)
-        with open(self.files.path, "rb", buffering=0) as file:
+        with self.files.opened() as file:
             return self._layout.read(file, axis, picked)
+
+
+class InMemory(Source):
+    """An array of NumPy, identified by a checksum, unless `origin` says where it came from."""
+
+    in_process = True
+    lends = True
+
+    def __init__(self, x: Any, name: str, origin: dict[str, Any] | None = None) -> None:
+        self._array, self._origin = np.asarray(x), origin
+        super().__init__(name, self._array.shape, self._array.dtype)
+
+    def origin(self) -> dict[str, Any] | None:
+        return self._origin
+
+    def get(self, index: Index) -> Any:
+        return self._array[index]
 
 
 class NpzArray(InMemory):
@@ -780,12 +579,9 @@ class ZarrFolder(Source):
         self.files = Files(path, name)
         with reading(name):
             self._array = tensorstore.open(
-                in_folder(driver, path), context=limited_context(), open=True, read=True
+                in_folder(driver, path), context=tensorstore.Context(_LITTLE), open=True, read=True
             ).result()
         super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
-
-    def origin(self) -> dict[str, Any]:
-        return self.files.identity()
 
     def get(self, index: Index) -> Any:
         return self._array[index].read().result()
@@ -812,3 +608,84 @@ def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
         f"there is no {member!r}; there are" if member else "say which array is meant, after ':'"
     )
     return ArgumentTypeError(f"{name}: {asked}: {listed}.")
+
+
+_DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
+_GROUPS = (".zgroup", "zarr.json")
+
+
+class ZarrObjects(Source):
+    """An array of Zarr, of version 2 or 3. Chunks are read whole, and so are shards."""
+
+    gives_fresh = True
+
+    def __init__(self, files: ObjectFiles, name: str) -> None:
+        needed("tensorstore", f"{name}: Zarr")
+        self.files, path, here = files, files.path, set(files.seen)
+        documents = [d for d in _DOCUMENTS if path / d in here]
+        arrays = _arrays(files)
+        if not documents or _is_group(files, path / documents[0]):
+            listed = ", ".join(f"{path}/{array}" for array in arrays)
+            if not any(path / d in here for d in _GROUPS) and not arrays:
+                raise StorageError(
+                    f"{name}: of what kind this is is not known. In a store of objects, .npy, "
+                    ".zarr and .parquet are read."
+                )
+            raise StorageError(
+                f"{name} is a group of Zarr arrays. Name one of them: {listed or 'it has none'}."
+            )
+        self._path, self._driver = path, _DOCUMENTS[documents[0]]
+        self._document = documents[0], files.read(path / documents[0])
+        told = json.loads(self._document[1])
+        with reading(name):
+            array = self._opened(KeyValuesInMemory())
+            self._name_of = _names(told, self._driver)
+            self._chunk = array.chunk_layout.write_chunk.shape
+        super().__init__(name, array.shape, array.dtype.numpy_dtype)
+
+    def get(self, index: Index) -> Any:
+        memory = KeyValuesInMemory()
+        picked = [*index, *(slice(0, n) for n in self.shape[len(index) :])]
+        along = [
+            range(part.start // size, -(-part.stop // size))
+            for part, size in zip(picked, self._chunk, strict=True)
+        ]
+        for place in itertools.product(*along):
+            chunk = self._path / self._name_of(place)
+            if chunk in self.files.seen:  # those that hold the fill value may be left out
+                memory.put(chunk.key, self.files.read(chunk))
+        return self._opened(memory)[index].read().result()
+
+    def _opened(self, memory: KeyValuesInMemory) -> Any:
+        tensorstore = needed("tensorstore", "Zarr")
+        document, content = self._document
+        memory.put((self._path / document).key, content)
+        spec = in_folder(self._driver, self._path)
+        return tensorstore.open(spec, context=memory.context, open=True, read=True).result()
+
+
+def _names(told: dict[str, Any], driver: str) -> Any:
+    """What the object of a chunk is called, from its place in the grid."""
+    if driver == "zarr":
+        between = told.get("dimension_separator", ".")
+        return lambda place: between.join(map(str, place)) or "0"
+    encoding = told["chunk_key_encoding"]
+    default = encoding["name"] == "default"
+    if not default and encoding["name"] != "v2":
+        raise ArgumentTypeError(f"its chunks are named by {encoding['name']!r}, which is not known")
+    between = encoding.get("configuration", {}).get("separator", "/" if default else ".")
+    if default:
+        return lambda place: between.join(["c", *map(str, place)])
+    return lambda place: between.join(map(str, place)) or "0"
+
+
+def _is_group(files: ObjectFiles, document: ObjectPath) -> bool:
+    if document.name != "zarr.json":
+        return False
+    return json.loads(files.read(document)).get("node_type") == "group"
+
+
+def _arrays(files: ObjectFiles) -> list[str]:
+    documents = [p for p in files.seen if p.name in _DOCUMENTS and p.parent != files.path]
+    arrays = [p.parent for p in documents if not _is_group(files, p)]
+    return sorted(array.key[len(files.path.key) + 1 :] for array in arrays)

@@ -30,13 +30,7 @@ def fingerprint(
     options: dict[str, Any],
     version: str | None = None,
 ) -> dict[str, Any]:
-    """What tells a call from others with other results, as JSON.
-
-    Args:
-      staged: the program of a batch, and the types of what the function returns.
-      sources: of the rows, and of what they share.
-      version: what the user says of what cannot be seen here.
-    """
+    """Identifies a call and its results, as JSON. `version` is the user's, for code on the host."""
     program, shapes = staged
     on_host = next(_calls_of_host(program.jaxpr), None)
     if on_host and version is None:
@@ -62,15 +56,7 @@ def as_seen_here(
     shared: Sequence[Source],
     platform: str,
 ) -> dict[str, Any]:
-    """What a call computes, and of what, as this process sees it: a worker may see something else,
-    if a module was edited, or a file written again.
-
-    Files of rows are looked at, and not read; of rows in memory, there is a copy in the call. On
-    another platform the same function has another program of a batch: `but_for_platform`.
-
-    Args:
-      shared: sources of what they share, which is read.
-    """
+    """Identifies a call in this process: a worker may find an edited module or a changed file."""
     program, shapes = staged
     each = [(s, s.origin() or {}) for s in rows] + [(s, s.content()) for s in shared]
     inputs = [
@@ -170,7 +156,7 @@ def _numbers(constant: Any) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What is not the same in two calls: a sentence for each thing, without a full stop."""
+    """The differences between two calls, as sentences without a full stop."""
     told = [
         *_changed(old.get("options", {}), new.get("options", {})),
         *_inputs(old.get("inputs", []), new.get("inputs", [])),
@@ -188,12 +174,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """What is not the same in two calls except for rows at the end of inputs.
-
-    Returns:
-      What `differences` would say; and which inputs have got rows in such a way that only a look at
-      their rows tells whether the earlier ones are the same.
-    """
+    """The differences except for rows that were added; and the inputs whose rows to compare."""
     inputs, grown = [*old.get("inputs", [])], list[int]()
     options = new.get("options", {})
     axes = [*options.get("in_axes", []), *[0 for _ in options.get("keep", [])]]
@@ -208,7 +189,7 @@ def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[in
 
 
 def _same_parts(was: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether the files of an input are those that it had, and more after these."""
+    """Whether an input has the files that it had, and more after them."""
     for each in ("parts", "files"):
         if isinstance(was.get(each), list):
             pairs = [*zip(was[each], now.get(each, []), strict=False)]

@@ -35,8 +35,6 @@ from batchax.rows.arrow import by_axis
 
 @dataclass(frozen=True)
 class Input:
-    """A mapped leaf of the arguments."""
-
     path: str  # where it is among the arguments
     source: Source  # its rows
     axis: int  # along which they lie
@@ -61,12 +59,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a map.
-
-    Attributes:
-      arguments: from what stands for the mapped leaves and the shared arrays to arguments of the
-        batched function, and keyword arguments.
-    """
+    """The arguments of a map. `arguments` makes those of the batched function."""
 
     mapped: Sequence[Input]  # the leaves that have rows
     rows: int  # how many rows they have
@@ -81,12 +74,11 @@ class Inputs:
 
     @property
     def sources(self) -> list[Source]:
-        """All from which rows are read."""
         return [*(m.source for m in self.mapped), *self.passed.values()]
 
     @property
     def labels(self) -> Labels | None:
-        """What rows are called in the first argument that says so."""
+        """The labels of rows of the first argument that has some."""
         labels = (m.source.labels(m.axis) for m in self.mapped)
         return next((x for x in labels if x is not None), None)
 
@@ -96,7 +88,7 @@ class Inputs:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Has errors of the function's that come from a number that is too large name that."""
+        """Names the argument if a number is too large for JAX."""
         try:
             yield
         except OverflowError as error:
@@ -112,7 +104,7 @@ class Inputs:
 
 
 class NoRowsError(ArgumentTypeError):
-    """All streams are empty, and nobody knows what their rows would have been."""
+    """All streams are empty, so the types of their rows are unknown."""
 
 
 def find_inputs(
@@ -123,13 +115,7 @@ def find_inputs(
     start: int = 0,
     keep: Any = (),
 ) -> Inputs:
-    """Finds out what is mapped, opens what is on disk, and counts rows.
-
-    Args:
-      batched: whether each item of a stream is a batch.
-      start: how many rows of a stream are passed over.
-      keep: columns that are passed through.
-    """
+    """Finds the mapped arguments, opens files, and counts rows."""
     check_in_axes(fun, in_axes)
     is_leaf = lambda x: is_container(x) or is_one_by_one(x)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False, is_leaf=is_leaf)
@@ -159,10 +145,9 @@ def find_inputs(
         if one_by_one:
             streams.append(Stream(leaf.value, leaf.path, batched, start))
             each, structure = jax.tree.flatten(streams[-1].argument)
-            makers.append(functools.partial(_rows, len(mapped), structure))
         else:
-            each = [as_source(leaf.value, leaf.path)]
-            makers.append(functools.partial(_row, len(mapped)))
+            each, structure = jax.tree.flatten(as_source(leaf.value, leaf.path))
+        makers.append(functools.partial(_rows, len(mapped), structure))
         for source in each:
             mapped.append(Input(leaf.path, source, _axis(leaf.path, source, int(leaf.spec))))
     _check_streams(streams, mapped, batched)
@@ -198,7 +183,7 @@ _GROUPS = ("GroupBy", "Resampler", "Resample", "Rolling", "Expanding", "Coarsen"
 
 
 def _refuse_tables(x: Any, path: str) -> None:
-    """Refuses tables of pandas, polars, xarray and Arrow: each column is an array of its own."""
+    """Raises for tables of pandas, polars, xarray and Arrow: each column is an array of its own."""
     library, kind = type(x).__module__.split(".")[0], type(x).__name__
     if library not in ("pandas", "polars", "xarray", "pyarrow"):
         return
@@ -220,16 +205,11 @@ def _refuse_tables(x: Any, path: str) -> None:
     )
 
 
-def _row(index: int, rows: Sequence[Any], _: Sequence[Any]) -> Any:
-    return rows[index]
-
-
 def _rows(first: int, structure: Any, rows: Sequence[Any], _: Sequence[Any]) -> Any:
     return structure.unflatten(rows[first : first + structure.num_leaves])
 
 
 def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: bool) -> None:
-    """Rows of streams are counted as they come, so nobody could compare numbers of rows before."""
     if batched and not streams:
         raise ArgumentTypeError(
             "batched=True says what each item of a stream is, and no argument is one: leave it out."
@@ -257,10 +237,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
 def _shared(
     value: Any, path: str, shared: dict[str, Any], large: dict[str, int]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Adds the arrays of an argument that all rows share; returns how to make it of these.
-
-    What is no array reaches the function as it is. Of that, what is a `large` integer is noted.
-    """
+    """Adds the arrays of a shared argument; returns the function that makes it of them."""
     named, structure = jax.tree_util.tree_flatten_with_path(value)
     leaves, places = [x for _, x in named], {}
     for i, (keys, x) in enumerate(named):

@@ -22,13 +22,7 @@ _SHOWN = 20  # units, or writers, that are listed one by one
 
 
 class Writer(NamedTuple):
-    """One of several that have committed units.
-
-    Attributes:
-      name: of its journal.
-      rows: how many of them are its.
-      holder: who that is, if it has a shard and is at work.
-    """
+    """One of several that have committed units."""
 
     name: str
     rows: int
@@ -41,36 +35,23 @@ class Writer(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """How far a job is.
+    """How far a job is."""
 
-    Attributes:
-      out: its output.
-      rows: of the dataset; None of a stream that has not ended.
-      done: rows that are committed, those in quarantine among them.
-      quarantined: rows that have no result.
-      finished: whether all is done, and that was said.
-      holder: who is at work on it; of those who have shards, who has been for longest.
-      rate: rows a second, of the units that were committed last by who is, or was last, at work.
-      writers: workers and shards, if there are any.
-    """
-
-    out: Address
-    rows: int | None
-    done: int
-    quarantined: int
+    out: Address  # its output
+    rows: int | None  # of the dataset; None of a stream that has not ended
+    done: int  # rows that are committed, with those in quarantine
+    quarantined: int  # rows without a result
     finished: bool
-    holder: Holder | None
-    rate: float | None
-    writers: Sequence[Writer] = ()
+    holder: Holder | None  # the process that runs it; of several shards the first
+    rate: float | None  # rows a second, of the units that this process committed last
+    writers: Sequence[Writer] = ()  # workers and shards, if there are any
 
     @property
     def to_do(self) -> int | None:
-        """Rows that are not committed; None of a stream that has not ended."""
         return None if self.rows is None else self.rows - self.done
 
     @property
     def short(self) -> str:
-        """In one line."""
         at_work = sum(w.holder is not None for w in self.writers) or int(self.holder is not None)
         parts = [self._done_of_all]
         if self.quarantined:
@@ -157,11 +138,7 @@ def _rate(done: Iterable[Record], since: float) -> float | None:
 
 
 def follow(out: str | Address, seconds: float) -> Iterator[str]:
-    """How far a job is, in a line whenever that has changed, and whole once it is finished.
-
-    Args:
-      out: its output. The job need not have begun.
-    """
+    """Yields the state of a job as a line when it changes, and in full once it is finished."""
     files, before = JobFiles(address(out, "out")), ""
     while True:
         now = status(files.out) if files.read() is not None else None
@@ -177,12 +154,7 @@ def follow(out: str | Address, seconds: float) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A unit that is not what was written.
-
-    Attributes:
-      unit: its rows.
-      reason: what is wrong with it.
-    """
+    """A unit that is not what was written."""
 
     unit: Unit
     reason: str
@@ -193,14 +165,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of reading an output back.
-
-    Attributes:
-      out: the output.
-      rows: those that were read.
-      damaged: units that are not what was written.
-      withdrawn: whether these count as not done from now on.
-    """
+    """The result of reading an output back."""
 
     out: Address
     rows: int

@@ -8,7 +8,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,13 +33,7 @@ from batchax.jaxprs.spoken import brief
 
 
 class Job:
-    """What is known of an output, beside it in a folder: what it is, and which units it has.
-
-    Attributes:
-      plan: which rows are committed at once: that of who began the job.
-      store: where the results go.
-      finished: what was said when all was done; None as long as it is not.
-    """
+    """The job of an output, whose files are in a folder beside it."""
 
     kept = "are done and kept; the same call goes on from there."
 
@@ -63,16 +57,12 @@ class Job:
         self._journal = Journal(files.journal, writer)
 
     def begin(self, alone: bool) -> None:
-        """Makes this the writer: what others left is fixed, and what was kept is looked at.
-
-        Args:
-          alone: whether nobody else has a shard of it.
-        """
+        """Makes this process the writer, which has the job `alone`, or a shard of it."""
         self._journal.begin()
         if alone:
             self._files.place.remove(self._files.preparing)
             self.store.clean()
-        self.store.hold()
+        self.store.guard()
         # Several attempts at a unit may have left as many records of it.
         while lost := self.store.missing(r.unit for r in self.done.values()):
             self._journal.withdraw([self.done[k] for k in lost], "a file of it is missing")
@@ -85,7 +75,6 @@ class Job:
         return self._done
 
     def _told(self) -> dict[int, Record]:
-        """The units that all journals say are done."""
         done, self._differ = read_attempts(self._files.journal)
         for number, record in done.items():
             if record.unit.number != number or not self.plan.has(record.unit):
@@ -98,7 +87,7 @@ class Job:
         return done
 
     def record(self, records: Sequence[Record]) -> None:
-        """Says that units are done, whose results are durable. So is this when it returns."""
+        """Writes down that units are done, whose results are durable."""
         while True:
             self.check()
             try:
@@ -113,7 +102,7 @@ class Job:
             self.done.setdefault(record.unit.number, record)
 
     def look_again(self) -> None:
-        """Sees what others, who have journals of their own, have done since."""
+        """Reads what other processes, which have journals of their own, have done since."""
         self._done = self._told()
 
     def settle(self) -> None:
@@ -135,7 +124,6 @@ class Job:
             self.look_again()
 
     def withdraw(self, numbers: Iterable[int], reason: str) -> None:
-        """Says that these units are not done: they are recomputed."""
         records = [self.done[number] for number in numbers if number in self.done]
         if records:
             self.check()
@@ -143,10 +131,7 @@ class Job:
             self.look_again()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Says that all is done, and this of it, which is `finished` from now on.
-
-        That is what `JobFiles.write_end` takes: `bad` rows, `reduced` arrays, and JSON.
-        """
+        """Writes down that all is done; `summary` is for `JobFiles.write_end`."""
         self.check()
         missing = len(self.plan) - len(self.done)
         if missing:
@@ -159,7 +144,7 @@ class Job:
                 f"{self._files.out} cannot be identified. Restore job.json and call again, or "
                 "delete both to start over."
             )
-        self.store.check_held(at_end=True)
+        self.store.verify_unchanged(at_end=True)
         self.store.check()
         for file in self.store.missing(r.unit for r in self.done.values()).values():
             raise written_over(self._files.out, file)
@@ -194,7 +179,6 @@ class Job:
                 continue
 
     def close(self) -> None:
-        """Leaves the job to others. What is not done yet, the same call continues with."""
         if self._held:
             ended, shared = self.finished is not None, len(self._locks) > 1
             if not ended and not shared:
@@ -204,7 +188,7 @@ class Job:
             if not ended and shared:
                 self._render_as_last()
         self._journal.close()
-        self.store.let_go()
+        self.store.release()
 
     def _render_as_last(self) -> None:
         """For a shard: who goes before others may not know what these say."""
@@ -225,7 +209,7 @@ class Job:
         return bool(self._locks) and all(lock.held for lock in self._locks)
 
     def check(self) -> None:
-        """Whether this process may write, now."""
+        """Raises a JobError if this process must not write."""
         if not self._held:
             raise JobError(
                 f"The job of {self._files.out} is not open for writing: it is finished, was "
@@ -237,7 +221,7 @@ class Job:
                 f"may write to {self._files.out}, and so nothing more is written to it. If you "
                 "deleted the folder of the job to begin again, end this process first."
             )
-        self.store.check_held()
+        self.store.verify_unchanged()
 
     @property
     def _with_sums(self) -> list[Record]:
@@ -319,317 +303,276 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
         seen.add(b.traceback)
 
 
-Fingerprint = Callable[[Plan], dict[str, Any]]
 RESUME = ("auto", "must", "never")
 
 
 class Extend(NamedTuple):
-    """What is known of inputs that may have more rows than when the job was begun.
-
-    Attributes:
-      rows: how many they have.
-      compare: of the fingerprint of the call before, its records, and the numbers of inputs that
-        have got rows: raises a JobError if their earlier rows are not what they were.
-    """
+    """Inputs that may have more rows than when the job was begun."""
 
     rows: int
+    # of the fingerprint of the call before, its records, and the numbers of inputs that have more
+    # rows: raises a JobError if their earlier rows are not what they were
     compare: Callable[[dict[str, Any], Mapping[int, Record], Sequence[int]], None]
 
 
 _PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
-def open_job(
-    out: Address,
-    fingerprint: Fingerprint,
-    plan: Callable[[], Plan],
-    store: Callable[[Plan], Store],
-    resume: str = "auto",
-    shard: str | None = None,
-    retry_quarantined: bool = False,
-    overwrite: bool = False,
-    extend: Extend | None = None,
-) -> Job:
-    """The job that computes `out`: a new one, or the one that is there.
+def open_job(out: Address, *args: Any, **kwargs: Any) -> Job:
+    """The job that computes `out`, a new one or the one that is there: see `_Opening`.
 
-    A job that is finished is only read, and by anyone; any other is this process's alone, until
-    it is closed, or of those who each have a shard of it.
-
-    Args:
-      fingerprint: of the call with such a plan, see `fingerprint`.
-      store: makes a store for a plan; nothing is on disk before its `prepare`.
-      resume: "auto"; "must" refuses to begin a job, "never" to go on with one.
-      shard: a name for this process's part of the job, if others have the other parts.
-      retry_quarantined: whether a job that is finished without some rows is not.
-      overwrite: whether the output and the job that are there are removed first.
-      extend: has rows added to the job that is there, if the inputs have more.
+    Any process may read a finished job. Any other job is this process's alone until it is closed,
+    or of the processes that have its shards.
     """
-    if not is_word(resume, *RESUME):
-        raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(resume)}.")
-    files = JobFiles(out)
-    if overwrite and files.read() is not None:
-        plan, fingerprint = functools.cache(plan), functools.cache(fingerprint)
-        store(plan())  # before anything is removed, since arguments may be wrong
-        fingerprint(plan())
-        _remove(files, begin=True)
-    end = time.monotonic() + (_PATIENCE if shard else 0)
-    while True:
-        try:
-            if files.place.exists(files.removing):  # by a call that was killed
-                _remove(files)
-            if files.read() is None:
-                job = _begun(files, fingerprint, plan, store, resume)
-                if shard is None:
-                    return job
-                job.close()  # which has it alone
-            elif extend is not None:
-                _extend(files, fingerprint, store, extend)
-            how = "auto" if shard else resume
-            return _opened(files, fingerprint, store, how, shard, retry_quarantined)
-        except LockedError:  # by another shard, which begins it
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)
+    return _Opening(JobFiles(out), *args, **kwargs).job()
 
 
-def _extend(
-    files: JobFiles,
-    fingerprint: Fingerprint,
-    store: Callable[[Plan], Store],
-    extend: Extend,
-) -> None:
-    """Adds rows to the job that is there, if the inputs have more than when it was begun."""
-    has_more = lambda x: x is not None and not x.plan.open and x.plan.rows < extend.rows
-    if not has_more(files.read()):
-        return
-    with contextlib.ExitStack() as on_error:
-        locks = _locked(files, on_error)
-        description, end = files.read(), files.read_end()
-        if not has_more(description):  # somebody else has added them
+@dataclass
+class _Opening:
+    files: JobFiles
+    fingerprint: Callable[[Plan], dict[str, Any]]  # of the call with such a plan
+    plan: Callable[[], Plan]  # makes that of a new job
+    store: Callable[[Plan], Store]  # nothing is on disk before its `prepare`
+    resume: str = "auto"
+    shard: str | None = None  # the name of this process's part, if others have the other parts
+    retry_quarantined: bool = False  # whether a job that finished without some rows is unfinished
+    overwrite: bool = False  # whether the output and its job are removed first
+    extend: Extend | None = None  # adds rows to the job, if the inputs have more
+
+    def job(self) -> Job:
+        if not is_word(self.resume, *RESUME):
+            raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(self.resume)}.")
+        files = self.files
+        if self.overwrite and files.read() is not None:
+            self.plan = functools.cache(self.plan)
+            self.fingerprint = functools.cache(self.fingerprint)
+            self.store(self.plan())  # before anything is removed, since arguments may be wrong
+            self.fingerprint(self.plan())
+            self._remove(begin=True)
+        end = time.monotonic() + (_PATIENCE if self.shard else 0)
+        while True:
+            try:
+                if files.place.exists(files.removing):  # by a call that was killed
+                    self._remove()
+                if files.read() is None:
+                    job = self._begun()
+                    if self.shard is None:
+                        return job
+                    job.close()  # which has it alone
+                elif self.extend is not None:
+                    self._extend(self.extend)
+                return self._opened("auto" if self.shard else self.resume, self.shard)
+            except LockedError:  # by another shard, which begins it
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    def _extend(self, extend: Extend) -> None:
+        files = self.files
+        has_more = lambda x: x is not None and not x.plan.open and x.plan.rows < extend.rows
+        if not has_more(files.read()):
             return
-        assert description is not None
-        plan = replace(description.plan, rows=extend.rows, extended=True)
-        call = fingerprint(plan)
-        changed, grown = growth(description.call, call)
-        if plan.ends is not None:
-            changed.append("rows of different lengths, which are committed by elements, were added")
-        if changed:
-            raise _other_call(files, changed)
-        described = store(plan).describe()  # which refuses an output that cannot grow
-        kept = _checked(files, description, lambda _: reopen_store(files.out, description.store))
-        with Job(files, description.plan, kept, "main", locks, end) as job:
-            job.check_kept()
-            job.finished = None
-            job.begin(alone=True)
-            whole = {k: r for k, r in job.done.items() if plan.has(r.unit)}
-            extend.compare(description.call, whole, grown)
-            job.extend(Description(plan, described, call))
+        with contextlib.ExitStack() as on_error:
+            locks = self._locked(on_error)
+            description, end = files.read(), files.read_end()
+            if description is None or not has_more(description):  # another process added them
+                return
+            plan = replace(description.plan, rows=extend.rows, extended=True)
+            call = self.fingerprint(plan)
+            changed, grown = growth(description.call, call)
+            if plan.ends is not None:
+                changed.append(
+                    "rows of different lengths, which are committed by elements, were added"
+                )
+            if changed:
+                raise self._other_call(changed)
+            described = self.store(plan).describe()  # which refuses an output that cannot grow
+            kept = self._checked(description, reopen_store(files.out, description.store))
+            with Job(files, description.plan, kept, "main", locks, end) as job:
+                job.check_kept()
+                job.finished = None
+                job.begin(alone=True)
+                whole = {k: r for k, r in job.done.items() if plan.has(r.unit)}
+                extend.compare(description.call, whole, grown)
+                job.extend(Description(plan, described, call))
 
-
-def _opened(
-    files: JobFiles,
-    fingerprint: Fingerprint,
-    store: Callable[[Plan], Store],
-    resume: str,
-    shard: str | None,
-    retry_quarantined: bool = False,
-) -> Job:
-    description = files.read()
-    assert description is not None
-    _check(files, description, fingerprint, resume)
-    with contextlib.ExitStack() as on_error:
-        kept, locks = _checked(files, description, store), []
-        end, plan = _end(files, description, kept, retry_quarantined)
-        if end is None:
-            locks = _locked(files, on_error, shard)
-            end, plan = _end(files, description, kept, retry_quarantined)
-            if end is None and files.read_end() is not None:
-                files.withdraw_end()
-        if end is not None:  # perhaps by who had the lock
-            on_error.close()
-            locks = []
-        job = Job(files, plan, kept, shard or "main", locks, end)
-        if locks:
-            on_error.callback(kept.let_go)
-            job.begin(alone=shard is None)
-        job.check_kept()
-        on_error.pop_all()
-        return job
-
-
-def _remove(files: JobFiles, begin: bool = False) -> None:
-    """Removes the output and its job.
-
-    Args:
-      begin: whether this call begins with that; else it ends what a killed call has begun.
-    """
-    with contextlib.ExitStack() as stack:
-        _locked(files, stack)
+    def _opened(self, resume: str, shard: str | None) -> Job:
+        files = self.files
         description = files.read()
-        if begin and description is not None:
-            _check_own(files, description)
-            files.place.replace(files.removing, b"")
-        if files.place.exists(files.removing):
-            files.remove()
-
-
-def _check_own(files: JobFiles, description: Description) -> None:
-    """Whether the output is what its job made, and nothing else is in it."""
-    if files.here != files.out and files.place.exists(files.out):
-        raise JobError(
-            f"overwrite=True removes what batchax made, and {files.out} is something else: the "
-            f"results are in {files.here}. Move {files.out} away, or use another out=."
-        )
-    if not files.place.exists(files.here):
-        return
-    if isinstance(files.here, Path):
-        own_folder(files.here)
-    store, end = reopen_store(files.out, description.store), files.read_end()
-    (store.check if end is None else store.check_ended)()
-    plan = description.plan if end is None else description.plan_at_end(end)
-    with Job(files, plan, store, "main", finished=end) as job:
-        job.check_kept()
-    if (foreign := store.foreign()) is not None:
-        raise JobError(
-            f"overwrite=True removes what batchax made, and batchax did not make {foreign}. Move "
-            "it out of the output, or use another out=."
-        )
-
-
-def _begun(
-    files: JobFiles,
-    fingerprint: Fingerprint,
-    plan: Callable[[], Plan],
-    store: Callable[[Plan], Store],
-    resume: str,
-) -> Job:
-    if resume == "must":
-        raise JobError(
-            f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
-            "one is begun."
-        )
-    _check_not_foreign(files)
-    new_plan = plan()  # before anything is on disk, since arguments may be wrong
-    kept, call = store(new_plan), fingerprint(new_plan)
-    if not files.place.exists(files.folder):  # which may be a link, as those in it may not
-        files.place.make_folder(files.folder)
-    with contextlib.ExitStack() as on_error:
-        locks = _locked(files, on_error)
-        if files.read() is not None:  # somebody else was faster
-            on_error.close()
-            return _opened(files, fingerprint, store, resume, None)
-        _check_not_foreign(files)
-        _prepare(files, kept)
-        files.write(Description(new_plan, kept.describe(), call))
-        on_error.callback(kept.let_go)
-        job = Job(files, new_plan, kept, "main", locks)
-        job.begin(alone=True)
-        on_error.pop_all()
-        return job
-
-
-def _locked(files: JobFiles, on_error: contextlib.ExitStack, shard: str | None = None) -> list[Any]:
-    """Takes the job's lock alone, or with others who have other shards."""
-    locks: list[Any] = []
-    main = [(files.lock, shard is not None)]
-    for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
-        try:
-            locks.append(files.place.lock(path, shared))
-        except LockedError as error:
-            on_error.close()
-            raise LockedError(
-                f"Another call is at work on {files.out}: {error} Wait for it, or end it: the same "
-                "call continues with what it has committed."
-            ) from None
-        on_error.callback(locks[-1].release)
-    files.remove_calls()
-    if shard is None:
-        for path in files.locks_of_shards:
-            files.place.remove(path)
-        files.place.clean(files.folder, files.partials)
-    return locks
-
-
-def _check(
-    files: JobFiles, description: Description, fingerprint: Fingerprint, resume: str
-) -> None:
-    if resume == "never":
-        raise JobError(
-            f'{files.folder} holds a job already, and resume="never" says not to go on with one. '
-            f"Use another out=, or delete {files.here} and {files.folder} to begin again."
-        )
-    changed = differences(description.call, fingerprint(description.plan))
-    if changed:
-        raise _other_call(files, changed)
-
-
-def _other_call(files: JobFiles, changed: Sequence[str]) -> JobError:
-    return JobError(
-        f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
-        f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
-        "it again."
-    )
-
-
-def _end(
-    files: JobFiles, description: Description, kept: Store, retry_quarantined: bool
-) -> tuple[dict[str, Any] | None, Plan]:
-    """What was said at the end, if nothing is to be recomputed; and the plan, then."""
-    end = files.read_end()
-    if end is None or (retry_quarantined and end["bad"]):
-        return None, description.plan
-    plan = description.plan_at_end(end)
-    return (None, description.plan) if kept.missing(plan.units) else (end, plan)
-
-
-def _checked(files: JobFiles, description: Description, store: Callable[[Plan], Store]) -> Store:
-    ended = files.read_end() is not None
-    # In a store of objects there is no folder, so until something is written there is nothing.
-    if (ended or isinstance(files.out, Path)) and not files.place.exists(files.here):
-        raise JobError(
-            f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or delete "
-            "that folder, too, to compute it again."
-        )
-    kept = store(description.plan)
-    (kept.check_ended if ended else kept.check)()
-    return kept
-
-
-def _check_not_foreign(files: JobFiles) -> None:
-    if files.place.exists(files.journal):
-        raise JobError(
-            f"job.json is missing from {files.folder}, so the job cannot be identified. Restore "
-            f"it, or delete {files.here} and {files.folder} to start over."
-        )
-    if files.place.exists(files.here) and not files.place.exists(files.preparing):
-        raise JobError(
-            f"{files.here} is there already, and is the output of something else: there is no job "
-            f"in {files.folder}. Use another out=, or delete it."
-        )
-    out = files.out.resolve() if isinstance(files.out, Path) else files.out
-    for folder in out.parents:
-        name = folder.name.removesuffix(JOB)
-        if name and JobFiles(folder.with_name(name)).is_described:
+        assert description is not None
+        if resume == "never":
             raise JobError(
-                f"{files.out} lies in {folder}, which is of another call of map, and holds what "
-                "that one writes alone. Pass an out= beside it."
+                f'{files.folder} holds a job already, and resume="never" says not to go on with '
+                f"one. Use another out=, or delete {files.here} and {files.folder} to begin again."
+            )
+        changed = differences(description.call, self.fingerprint(description.plan))
+        if changed:
+            raise self._other_call(changed)
+        with contextlib.ExitStack() as on_error:
+            kept, locks = self._checked(description, self.store(description.plan)), []
+            end, plan = self._end(description, kept)
+            if end is None:
+                locks = self._locked(on_error, shard)
+                end, plan = self._end(description, kept)
+                if end is None and files.read_end() is not None:
+                    files.withdraw_end()
+            if end is not None:  # perhaps by the last holder of the lock
+                on_error.close()
+                locks = []
+            job = Job(files, plan, kept, shard or "main", locks, end)
+            if locks:
+                on_error.callback(kept.release)
+                job.begin(alone=shard is None)
+            job.check_kept()
+            on_error.pop_all()
+            return job
+
+    def _remove(self, begin: bool = False) -> None:
+        """Removes the output and its job. A call that was killed may have done the `begin`."""
+        files = self.files
+        with contextlib.ExitStack() as stack:
+            self._locked(stack)
+            description = files.read()
+            if begin and description is not None:
+                self._check_own(description)
+                files.place.replace(files.removing, b"")
+            if files.place.exists(files.removing):
+                files.remove()
+
+    def _check_own(self, description: Description) -> None:
+        """Raises a JobError if the output is not what its job made, or something else is in it."""
+        files = self.files
+        why = "overwrite=True removes what batchax made, and"
+        if files.here != files.out and files.place.exists(files.out):
+            raise JobError(
+                f"{why} {files.out} is something else: the results are in {files.here}. Move "
+                f"{files.out} away, or use another out=."
+            )
+        if not files.place.exists(files.here):
+            return
+        if isinstance(files.here, Path):
+            own_folder(files.here)
+        store, end = reopen_store(files.out, description.store), files.read_end()
+        (store.check if end is None else store.check_ended)()
+        plan = description.plan if end is None else description.plan_at_end(end)
+        with Job(files, plan, store, "main", finished=end) as job:
+            job.check_kept()
+        if (foreign := store.foreign()) is not None:
+            raise JobError(
+                f"{why} batchax did not make {foreign}. Move it out of the output, or use another "
+                "out=."
             )
 
+    def _begun(self) -> Job:
+        files = self.files
+        if self.resume == "must":
+            raise JobError(
+                f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
+                "one is begun."
+            )
+        self._check_not_foreign()
+        plan = self.plan()  # before anything is on disk, since arguments may be wrong
+        kept, call = self.store(plan), self.fingerprint(plan)
+        if not files.place.exists(files.folder):  # which may be a link, as those in it may not
+            files.place.make_own_folder(files.folder)
+        with contextlib.ExitStack() as on_error:
+            locks = self._locked(on_error)
+            if files.read() is not None:  # another process was faster
+                on_error.close()
+                return self._opened(self.resume, None)
+            self._check_not_foreign()
+            self._prepare(kept)
+            files.write(Description(plan, kept.describe(), call))
+            on_error.callback(kept.release)
+            job = Job(files, plan, kept, "main", locks)
+            job.begin(alone=True)
+            on_error.pop_all()
+            return job
 
-def _prepare(files: JobFiles, store: Store) -> None:
-    """Makes the output. Who was killed in the middle of it may have left a part."""
-    files.place.replace(files.preparing, b"")
-    if files.place.exists(files.here):
+    def _locked(self, on_error: contextlib.ExitStack, shard: str | None = None) -> list[Any]:
+        files, locks = self.files, list[Any]()
+        main = [(files.lock, shard is not None)]
+        for path, shared in [*main, *([(files.lock_of(shard), False)] if shard else [])]:
+            try:
+                locks.append(files.place.lock(path, shared))
+            except LockedError as error:
+                on_error.close()
+                raise LockedError(
+                    f"Another call is at work on {files.out}: {error} Wait for it, or end it: the "
+                    "same call continues with what it has committed."
+                ) from None
+            on_error.callback(locks[-1].release)
+        files.remove_calls()
+        if shard is None:
+            for path in files.locks_of_shards:
+                files.place.remove(path)
+            files.place.clean(files.folder, files.partials)
+        return locks
+
+    def _other_call(self, changed: Sequence[str]) -> JobError:
+        files = self.files
+        return JobError(
+            f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
+            f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
+            "it again."
+        )
+
+    def _end(self, description: Description, kept: Store) -> tuple[dict[str, Any] | None, Plan]:
+        """What the job says at its end, if no unit is to be recomputed; and its plan."""
+        end = self.files.read_end()
+        if end is None or (self.retry_quarantined and end["bad"]):
+            return None, description.plan
+        plan = description.plan_at_end(end)
+        return (None, description.plan) if kept.missing(plan.units) else (end, plan)
+
+    def _checked(self, description: Description, kept: Store) -> Store:
+        files = self.files
+        ended = files.read_end() is not None
+        # In object storage there is no folder, so until something is written there is nothing.
+        if (ended or isinstance(files.out, Path)) and not files.place.exists(files.here):
+            raise JobError(
+                f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or "
+                "delete that folder, too, to compute it again."
+            )
+        (kept.check_ended if ended else kept.check)()
+        return kept
+
+    def _check_not_foreign(self) -> None:
+        files = self.files
+        if files.place.exists(files.journal):
+            raise JobError(
+                f"job.json is missing from {files.folder}, so the job cannot be identified. "
+                f"Restore it, or delete {files.here} and {files.folder} to start over."
+            )
+        if files.place.exists(files.here) and not files.place.exists(files.preparing):
+            raise JobError(
+                f"{files.here} is there already, and is the output of something else: there is no "
+                f"job in {files.folder}. Use another out=, or delete it."
+            )
+        out = files.out.resolve() if isinstance(files.out, Path) else files.out
+        for folder in out.parents:
+            name = folder.name.removesuffix(JOB)
+            if name and JobFiles(folder.with_name(name)).is_described:
+                raise JobError(
+                    f"{files.out} lies in {folder}, which is of another call of map, and holds "
+                    "what that one writes alone. Pass an out= beside it."
+                )
+
+    def _prepare(self, store: Store) -> None:
+        """Makes the output. A process that was killed here may have left a part."""
+        files = self.files
+        files.place.replace(files.preparing, b"")
+        if files.place.exists(files.here):
+            try:
+                return store.check()
+            except UnreachableError:
+                raise
+            except (JobError, StorageError):
+                # The part is not deleted: its user may want it.
+                files.place.set_aside(files.here, files.folder)
         try:
-            return store.check()
-        except UnreachableError:
+            store.prepare()
+        except BaseException:
+            if not files.place.exists(files.here):
+                files.place.remove(files.preparing)
             raise
-        except (JobError, StorageError):
-            # Nothing is ever deleted: whoever has a use for it finds it here.
-            files.place.set_aside(files.here, files.folder)
-    try:
-        store.prepare()
-    except BaseException:
-        if not files.place.exists(files.here):
-            files.place.remove(files.preparing)
-        raise

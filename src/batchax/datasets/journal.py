@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import os
 import secrets
 import time
 import warnings
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath
-from batchax.datasets.disk import UnreachableError, is_torn, open_own, own_folder
+from batchax.datasets.disk import TORN, UnreachableError, own_folder
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import (
     Bad,
@@ -60,7 +59,7 @@ def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
             entries[name]["data"] = base64.b64encode(data).decode()
         return entries
     place = place_of(path)
-    place.make_folder(path.parent)
+    place.make_own_folder(path.parent)
     place.replace(path, b"".join(content.values()))
     start = 0
     for name, data in content.items():
@@ -70,7 +69,7 @@ def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
 
 
 class Reduced(Mapping[str, np.ndarray]):
-    """The arrays that `written` wrote, each read when it is asked for."""
+    """The arrays that `written_arrays` wrote, each read when it is used."""
 
     def __init__(self, entries: Mapping[str, Any], folder: Address):
         self._entries = entries
@@ -78,49 +77,30 @@ class Reduced(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        dtype = _dtype(entry["dtype"])
-        size = dtype.itemsize * int(np.prod(entry["shape"]))
-        data = (
-            _read_array(self._folder / entry["file"], entry["start"], size)
-            if "file" in entry
-            else None
-        )
-        if data is None:
+        dtype, shape, path = _dtype(entry["dtype"]), entry["shape"], self._folder
+        if "data" in entry:
             data = base64.b64decode(entry["data"])
-        array = np.frombuffer(data, dtype)
-        if crc32c(array) != entry["crc32c"]:
-            raise _damaged_array(self._folder / entry["file"])
-        return array.reshape(entry["shape"])
+        else:
+            path, start = path / entry["file"], entry["start"]
+            stop = start + dtype.itemsize * int(np.prod(shape))
+            if isinstance(self._folder, Path):
+                own_folder(self._folder)
+            try:
+                data = place_of(path).read(path, (start, stop)) if start < stop else b""
+            except FileNotFoundError:
+                data = b""
+        if crc32c(data) != entry["crc32c"]:
+            raise StorageError(
+                f"{path} is missing or damaged: it holds a part of a reduction. Run `batchax "
+                "verify` on the output, and then the same call again, which recomputes its rows."
+            )
+        return np.frombuffer(data, dtype).reshape(shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _read_array(path: Address, start: int, size: int) -> bytes:
-    try:
-        if isinstance(path, ObjectPath):
-            data = place_of(path).read(path)[start : start + size]
-        else:
-            with open(open_own(own_folder(path.parent) / path.name, os.O_RDONLY), "rb") as file:
-                file.seek(start)
-                data = file.read(size)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"{path} could not be read: {error.strerror or error}.") from error
-    if len(data) != size:
-        raise _damaged_array(path)
-    return data
-
-
-def _damaged_array(path: Address) -> StorageError:
-    return StorageError(
-        f"{path} is damaged: it holds a part of a reduction. Run `batchax verify` on the "
-        "output, and then the same call again, which computes the rows of that part again."
-    )
 
 
 def _dtype(name: str) -> np.dtype:
@@ -149,11 +129,10 @@ class Journal:
         self._log.begin()
 
     def append(self, record: Record) -> Record:
-        """Says that a unit is done. Durable when it returns; see `append_many`."""
         return self.append_many([record])[0]
 
     def append_many(self, records: Sequence[Record]) -> list[Record]:
-        """Says that units are done, by one sync for all; returns them with the time of that."""
+        """Writes down that units are done, with one sync; returns them with the time."""
         now = time.time()
         new = lambda r: dataclasses.replace(r, ended=r.ended or now, ids=[secrets.token_hex(8)])
         records = [r if r.ids else new(r) for r in records]
@@ -168,7 +147,6 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Closes it; what is appended later opens it again."""
         self._log.close()
 
     def _entry(self, record: Record) -> dict[str, Any]:
@@ -220,7 +198,7 @@ def _done(
     differ: dict[int, list[Record]] = {}
     for entry, writer in entries:
         number = entry["unit"]
-        if "withdrawn" in entry or (number, _id(entry)) in withdrawn:
+        if "withdrawn" in entry or (number, entry["id"]) in withdrawn:
             continue
         record = _record(entry, folder, writer)
         first = done.setdefault(number, record)
@@ -244,7 +222,9 @@ def sizes(folder: Address) -> dict[str, int]:
 def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
     lines = text.split(b"\n")[:-1]  # what has no end of a line is torn
     whole = [is_whole(line) for line in lines]
-    damaged = list(_damaged(lines, whole))
+    both = zip(lines, whole, strict=True)
+    torn = TORN.rstrip(b"\n")
+    damaged = [n for n, (line, good) in enumerate(both, 1) if not (good or line.endswith(torn))]
     if damaged:
         warnings.warn(
             f"{name} is damaged in {'line' if len(damaged) == 1 else 'lines'} "
@@ -257,17 +237,6 @@ def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
         return unsealed(line for line, good in zip(lines, whole, strict=True) if good)
 
 
-def _damaged(lines: Sequence[bytes], whole: Sequence[bool]) -> Iterator[int]:
-    for number, (line, good) in enumerate(zip(lines, whole, strict=True), 1):
-        if not good and not is_torn(line):
-            yield number
-
-
-def _id(entry: dict[str, Any]) -> Any:
-    """By what a record is withdrawn: of versions before 0.2 the time, which may come again."""
-    return entry.get("id", entry["ended"])
-
-
 def _record(entry: dict[str, Any], folder: Address, writer: str) -> Record:
     reduced = entry.get("reduced")
     return Record(
@@ -278,7 +247,7 @@ def _record(entry: dict[str, Any], folder: Address, writer: str) -> Record:
         tuple(unpacked(entry["quarantined"])) if "quarantined" in entry else (),
         Reduced(reduced, folder.parent / PARTIALS) if reduced else {},
         entry["ended"],
-        [_id(entry)],
+        [entry["id"]],
         writer,
         entry.get("read", ()),
     )
@@ -345,7 +314,6 @@ class JobFiles:
         return [self.folder / name for name in self.place.sizes(self.folder, _SHARD)]
 
     def remove_calls(self) -> None:
-        """Removes what calls that were killed left for their workers. None may be at work now."""
         for folder in self.place.folders(self.folder, CALLS):
             self.place.remove_all(folder)
 
@@ -355,7 +323,6 @@ class JobFiles:
 
     @property
     def partials(self) -> Address:
-        """The folder of large arrays: parts of reductions, and these."""
         return self._own / PARTIALS
 
     def remove(self) -> None:
@@ -384,7 +351,6 @@ class JobFiles:
         return self.place.exists(self._description)
 
     def read(self) -> Description | None:
-        """What is computed; None if no job was begun."""
         try:
             content = _read(self._description)
         except FileNotFoundError:
@@ -405,7 +371,7 @@ class JobFiles:
             return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
 
     def write(self, description: Description, again: bool = False) -> None:
-        """Begins the job: from now on it can be resumed; or says `again` what it computes."""
+        """Begins the job, which can be resumed from now on; or changes it `again`."""
         plan, store, call = description.plan.to_json(), description.store, description.call
         content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
         if isinstance(self.out, ObjectPath):
@@ -437,18 +403,12 @@ class JobFiles:
             return None
 
     def withdraw_end(self) -> None:
-        """The job has not ended, since something that was done is so no longer."""
         self.place.remove(self._end)
 
     def write_end(
         self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
-        """Says that all is done.
-
-        Args:
-          reduced: for each reduction over the rows, an array.
-          more: what is to be known besides, for JSON.
-        """
+        """Writes down that all is done, with arrays of reductions and `more` for JSON."""
         arrays = written_arrays(reduced or {}, self.partials / "all.bin")
         content = {"bad": packed(bad), "reduced": arrays, "more": more}
         self.place.replace(self._end, sealed({"journal": sizes(self.journal), **content}))
@@ -456,8 +416,6 @@ class JobFiles:
 
 @dataclass(frozen=True)
 class Description:
-    """What a job computes."""
-
     plan: Plan  # which rows are committed at once
     store: dict[str, Any]  # what the store says of itself
     call: dict[str, Any]  # the fingerprint of the call
@@ -468,12 +426,7 @@ class Description:
 
 def _read(path: Address) -> dict[str, Any] | None:
     """What a sealed file says; None if it is damaged."""
-    try:
-        line = place_of(path).read(path).rstrip(b"\n")
-    except (FileNotFoundError, StorageError):
-        raise
-    except OSError as error:
-        raise StorageError(f"{path} could not be read: {error.strerror or error}.") from error
+    line = place_of(path).read(path).rstrip(b"\n")
     if not is_whole(line):
         return None
     with foreign(path):

@@ -1,4 +1,8 @@
-"""Files of a job in object storage: requests, leases, and logs of objects."""
+"""Files of a job in object storage: requests, leases, and logs of objects.
+
+An object's name may have slashes, but there are no folders. An object is put whole, so `clean` and
+`make_own_folder` have nothing to do. Functions with names as in `disk` do the same here.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -16,21 +21,21 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from batchax.datasets import disk
 from batchax.datasets.addresses import Address, ObjectPath, masked, needed
 from batchax.datasets.disk import (
     AFTER_WRITE,
     BEFORE_RENAME,
     BEFORE_WRITE,
-    DISK,
     IN_JOURNAL,
     IN_WRITE,
     TORN,
     Holder,
     LockedError,
     OvertakenError,
-    Place,
     UnreachableError,
     reached,
 )
@@ -59,47 +64,32 @@ _ENDPOINTS = (  # variables of the environment
 
 
 class Version(NamedTuple):
-    """What tells an object from what was, or will be, under its name."""
+    """Identifies an object among all that had, or will have, its name."""
 
     e_tag: str | None
     version: str | None
 
     @property
     def name(self) -> str:
-        """The same for each answer: not all say the version, nor have quotes around the tag."""
+        """The same for each answer: not all have the version, nor quotes around the tag."""
         return (self.e_tag or self.version or "").strip('"')
-
-    def condition(self) -> dict[str, str]:
-        """For obstore: put only if it is this one."""
-        return {name: x for name, x in self._asdict().items() if x is not None}
 
 
 class Meta(NamedTuple):
-    """What is known of an object without its content."""
-
     size: int  # in bytes
-    version: Version  # which one it is
+    version: Version
     modified: float  # when it was put, by the clock of the store, in seconds since 1970
 
 
-def read(path: ObjectPath) -> bytes:
-    return read_version(path)[0]
+def read(path: ObjectPath, part: tuple[int, int] | None = None) -> bytes:
+    return read_version(path, part)[0]
 
 
-def read_version(path: ObjectPath) -> tuple[bytes, Version]:
-
-    def get() -> tuple[bytes, Version]:
-        got = _obstore().get(_bucket(path), path.key)
-        return bytes(got.bytes()), _version(got.meta)
-
-    return _asked(path, "read", get)
-
-
-def read_part(path: ObjectPath, start: int, length: int) -> tuple[bytes, Version]:
-    """A part of an object, and which version it is of."""
+def read_version(path: ObjectPath, part: tuple[int, int] | None = None) -> tuple[bytes, Version]:
+    """The content of an object, or the bytes of a part, and its version."""
 
     def get() -> tuple[bytes, Version]:
-        options = {"range": (start, start + length)}
+        options: Any = None if part is None else {"range": part}
         got = _obstore().get(_bucket(path), path.key, options=options)
         return bytes(got.bytes()), _version(got.meta)
 
@@ -110,21 +100,27 @@ def meta(path: ObjectPath) -> Meta:
     return _meta(_asked(path, "looked at", lambda: _obstore().head(_bucket(path), path.key)))
 
 
-def put(path: ObjectPath, content: bytes) -> Version:
-    return _put(path, content, "overwrite")
+def put(path: ObjectPath, content: bytes, mode: Any = "overwrite") -> Version:
+    def ask() -> Version:
+        return _version(
+            _obstore().put(_bucket(path), path.key, content, mode=mode, use_multipart=False)
+        )
+
+    return _asked(path, "written", ask)
 
 
-def create(path: ObjectPath, content: bytes) -> Version:
-    """Puts an object where there is none."""
+def put_new(path: ObjectPath, content: bytes) -> Version:
+    """Puts an object where there is none; raises FileExistsError if there is another one."""
     return _unless_lost(path, content, "create")
 
 
-def replace(path: ObjectPath, content: bytes, unless: Version) -> Version:
-    return _unless_lost(path, content, unless.condition())
+def put_over(path: ObjectPath, content: bytes, before: Version) -> Version:
+    """Replaces this version of an object; raises FileExistsError if it is another version."""
+    condition = {name: x for name, x in before._asdict().items() if x is not None}
+    return _unless_lost(path, content, condition)
 
 
 def remove(path: ObjectPath) -> None:
-    """Removes an object; that there is none is no error."""
     with contextlib.suppress(FileNotFoundError):
         _asked(path, "removed", lambda: _obstore().delete(_bucket(path), path.key))
 
@@ -141,7 +137,7 @@ def below(path: ObjectPath) -> Iterator[tuple[ObjectPath, Meta]]:
 
 
 def exists(path: ObjectPath) -> bool:
-    """Whether there is an object of this name, or one below it."""
+    """Whether there is an object with this name, or one below it."""
     try:
         meta(path)
         return True
@@ -151,18 +147,10 @@ def exists(path: ObjectPath) -> bool:
     return bool(len(_asked(path, "listed", some)))
 
 
-def _put(path: ObjectPath, content: bytes, mode: Any) -> Version:
-    def ask() -> Version:
-        return _version(
-            _obstore().put(_bucket(path), path.key, content, mode=mode, use_multipart=False)
-        )
-
-    return _asked(path, "written", ask)
-
-
 def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
+    """Puts an object. The answer to a request may be lost, so equal content is ours."""
     try:
-        return _put(path, content, mode)
+        return put(path, content, mode)
     except (FileExistsError, FileNotFoundError):
         try:
             there, version = read_version(path)
@@ -286,14 +274,22 @@ class Lease:
 
     def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._told = {**_this_process(), "since": time.time(), "token": secrets.token_hex(8)}
+        self._told = {
+            "pid": (pid := os.getpid()),
+            "host": socket.gethostname(),
+            "machine": _machine(),
+            "started": _started(pid),
+            "since": time.time(),
+            "token": secrets.token_hex(8),
+        }
         self._renewed = 0
         self._version: Version | None = self._taken()
         try:
             for other in against():
-                if is_leased(other):
-                    holder = last_holder(other) or "another process"
-                    raise LockedError(f"{other} is held by {holder}.")
+                if is_held(other):
+                    raise LockedError(
+                        f"{other} is held by {last_holder(other) or 'another process'}."
+                    )
         except BaseException:
             self.release()
             raise
@@ -314,14 +310,11 @@ class Lease:
                 return False
             try:
                 content, version = read_version(self._path)
+                own = _read(content).get("token") == self._told["token"]
             except FileNotFoundError:
-                self._version = None
-                return False
-            if not self._is_own(content):
-                self._version = None
-                return False
-            self._version = version  # of a renewal whose answer was lost
-            return True
+                own, version = False, None
+            self._version = version if own else None  # that of a renewal whose answer was lost
+            return own
 
     def renew(self) -> bool:
         """Says that the holder is still there; False if it does not hold it any more."""
@@ -330,14 +323,13 @@ class Lease:
                 return False
             self._renewed += 1
             try:
-                self._version = replace(self._path, self._content(), self._version)
+                self._version = put_over(self._path, self._content(), self._version)
                 return True
             except FileExistsError:
                 pass
         return self.holds  # it may have been our own, of a request whose answer was lost
 
     def release(self) -> None:
-        """Lets go of it, if it is held."""
         _held.discard(self)
         if hasattr(self, "_stop"):
             self._stop.set()
@@ -347,16 +339,12 @@ class Lease:
                 return
             self._told["released"] = True
             with contextlib.suppress(FileExistsError, StorageError):  # it is another's, or will be
-                replace(self._path, self._content(), version)
-
-    def forget(self) -> None:
-        """Without letting go of it: a child that was forked does not have it."""
-        self._version = None
+                put_over(self._path, self._content(), version)
 
     def _taken(self) -> Version:
         content = self._content()
         try:
-            return create(self._path, content)
+            return put_new(self._path, content)
         except FileExistsError:
             pass
         try:
@@ -366,15 +354,12 @@ class Lease:
         if _is_held(self._path, there):
             raise LockedError(f"{self._path} is held by {_holder(there) or 'another process'}.")
         try:
-            return replace(self._path, content, version)
+            return put_over(self._path, content, version)
         except FileExistsError:
             raise LockedError(f"{self._path} was just taken by another process.") from None
 
     def _content(self) -> bytes:
         return json.dumps({**self._told, "renewed": self._renewed}).encode()
-
-    def _is_own(self, content: bytes) -> bool:
-        return _read(content).get("token") == self._told["token"]
 
 
 def _renew(lease: weakref.ref[Lease], stop: threading.Event, pause: float) -> None:
@@ -391,13 +376,13 @@ def _renew(lease: weakref.ref[Lease], stop: threading.Event, pause: float) -> No
 _held: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
-def _not_in_children() -> None:
+def _forget_in_child() -> None:
     for lease in list(_held):
-        lease.forget()
+        lease._version = None  # the parent holds it
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_not_in_children)
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class NoLease:
@@ -409,7 +394,7 @@ class NoLease:
         self.held = self.holds = False
 
 
-def is_leased(path: ObjectPath) -> bool:
+def is_held(path: ObjectPath) -> bool:
     try:
         return _is_held(path, read(path))
     except FileNotFoundError:
@@ -417,7 +402,6 @@ def is_leased(path: ObjectPath) -> bool:
 
 
 def last_holder(path: ObjectPath) -> Holder | None:
-    """Who took it last; who has it, if it is held."""
     try:
         return _holder(read(path))
     except (OSError, StorageError):
@@ -462,16 +446,6 @@ def _read(content: bytes) -> dict[str, Any]:
     return told if isinstance(told, dict) else {}
 
 
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {
-        "pid": pid,
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "started": _started(pid),
-    }
-
-
 def _machine() -> str:
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
@@ -494,7 +468,6 @@ def _started(pid: int) -> str | None:
 
 
 def _runs(pid: Any, started: Any) -> bool:
-    """Whether a process of this machine may still run."""
     if not isinstance(pid, int) or pid <= 0:
         return False
     if started is not None:
@@ -513,116 +486,100 @@ def _runs(pid: Any, started: Any) -> bool:
 _AT_A_TIME = 16  # requests, where many objects are read
 
 
-class Objects(Place):
-    """Objects of a bucket, under names with slashes.
+def replace(path: ObjectPath, content: bytes) -> None:
+    for step in (BEFORE_WRITE, IN_WRITE, BEFORE_RENAME):  # those of a disk, before the one put
+        reached(step)
+    put(path, content)
+    reached(AFTER_WRITE)
 
-    There are no folders, and what is put is whole, so nothing is ever unfinished.
-    """
 
-    def __init__(self, shared: bool) -> None:
-        self.shared = shared
+def create(path: ObjectPath, content: bytes) -> None:
+    """Puts an object where there is none; raises OvertakenError if another writer put one."""
+    reached(BEFORE_WRITE)
+    try:
+        put_new(path, content)
+    except FileExistsError:
+        raise OvertakenError(f"{path} was just written by another process.") from None
+    reached(AFTER_WRITE)
 
-    def read(self, path: Any) -> bytes:
-        return read(path)
 
-    def replace(self, path: Any, content: bytes) -> None:
-        for step in (BEFORE_WRITE, IN_WRITE, BEFORE_RENAME):  # those of a disk, before the one put
-            reached(step)
-        put(path, content)
-        reached(AFTER_WRITE)
-
-    def create(self, path: Any, content: bytes) -> None:
-        reached(BEFORE_WRITE)
-        try:
-            create(path, content)
-        except FileExistsError:
-            raise OvertakenError(f"{path} was just written by another process.") from None
-        reached(AFTER_WRITE)
-
-    def remove(self, path: Any) -> None:
+def remove_all(folder: ObjectPath) -> None:
+    for path, _ in below(folder):
         remove(path)
 
-    def remove_all(self, folder: Any) -> None:
-        for path, _ in below(folder):
-            remove(path)
 
-    def discard(self, path: Any) -> None:
-        self.remove_all(path)
-
-    def mark(self, path: Any) -> None:
-        create(path, secrets.token_hex(8).encode())  # which nobody else's has
-
-    unmark = remove
-
-    def put_first(self, path: Any, content: bytes) -> None:
-        put(path, content)
-
-    def folders(self, folder: Any, prefix: str) -> list[Any]:
-        names = {path.key[len(folder.key) + 1 :].split("/")[0] for path, _ in below(folder)}
-        return [folder / name for name in sorted(names) if name.startswith(prefix)]
-
-    def set_aside(self, path: Any, folder: Any) -> None:
-        to = folder / f"half-made-{secrets.token_hex(4)}"
-        for part, _ in list(below(path)):
-            put(to / part.key[len(path.key) + 1 :], read(part))
-            remove(part)
-
-    def exists(self, path: Any) -> bool:
-        return exists(path)
-
-    def sizes(self, folder: Any, prefix: str = "", suffix: str = "") -> dict[str, int]:
-        return {
-            path.name: meta.size
-            for path, meta in sorted(below(folder))
-            if path.parent == folder and path.name.startswith(prefix) and path.name.endswith(suffix)
-        }
-
-    def make_folder(self, folder: Any) -> None:
-        """There are none."""
-
-    def clean(self, folder: Any, *inside: Any) -> None:
-        """Nothing is unfinished."""
-
-    def log(self, folder: Any, writer: str) -> Any:
-        return _Segments(folder / writer)
-
-    def logs(self, folder: Any) -> Iterator[tuple[str, str, bytes]]:
-        paths = [path for path, _ in sorted(below(folder))]
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
-            for path, content in zip(paths, pool.map(read, paths), strict=True):
-                yield path.parent.name, str(path), content
-
-    def log_sizes(self, folder: Any) -> dict[str, int]:
-        sizes: dict[str, int] = {}
-        for path, meta in below(folder):
-            sizes[path.parent.name] = sizes.get(path.parent.name, 0) + meta.size
-        return sizes
-
-    def lock(self, path: Any, shared: bool = False) -> Any:
-        """The lock of a job, or of a shard of it: these exclude the job's, and it excludes them."""
-        if shared:
-            return NoLease()
-        main = path.with_name("lock")
-        if path != main:
-            return Lease(path, against=lambda: [main])
-        folder = path.parent
-        return Lease(path, against=lambda: [folder / x for x in self.sizes(folder, "lock-")])
-
-    def is_held(self, path: Any) -> bool:
-        return is_leased(path)
-
-    def last_holder(self, path: Any) -> Holder | None:
-        return last_holder(path)
+discard = remove_all
 
 
-OBJECTS, IN_MEMORY = Objects(shared=True), Objects(shared=False)
+def mark(path: ObjectPath) -> None:
+    put_new(path, secrets.token_hex(8).encode())  # which no other process has
+
+
+unmark = remove
+put_first = put
+
+
+def folders(folder: ObjectPath, prefix: str) -> list[ObjectPath]:
+    names = {path.key[len(folder.key) + 1 :].split("/")[0] for path, _ in below(folder)}
+    return [folder / name for name in sorted(names) if name.startswith(prefix)]
+
+
+def set_aside(path: ObjectPath, folder: ObjectPath) -> None:
+    to = folder / f"half-made-{secrets.token_hex(4)}"
+    for part, _ in list(below(path)):
+        put(to / part.key[len(path.key) + 1 :], read(part))
+        remove(part)
+
+
+def sizes(folder: ObjectPath, prefix: str = "", suffix: str = "") -> dict[str, int]:
+    return {
+        path.name: meta.size
+        for path, meta in sorted(below(folder))
+        if path.parent == folder and path.name.startswith(prefix) and path.name.endswith(suffix)
+    }
+
+
+def clean(*_: ObjectPath) -> None:
+    """Does nothing."""
+
+
+make_own_folder = clean
+
+
+def logs(folder: ObjectPath) -> Iterator[tuple[str, str, bytes]]:
+    paths = [path for path, _ in sorted(below(folder))]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        for path, content in zip(paths, pool.map(read, paths), strict=True):
+            yield path.parent.name, str(path), content
+
+
+def log_sizes(folder: ObjectPath) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for path, meta in below(folder):
+        sizes[path.parent.name] = sizes.get(path.parent.name, 0) + meta.size
+    return sizes
+
+
+def lock(path: ObjectPath, shared: bool = False) -> Any:
+    """The lock of a job, or of a shard of it: a shard's excludes the job's, and vice versa."""
+    if shared:
+        return NoLease()
+    main = path.with_name("lock")
+    if path != main:
+        return Lease(path, against=lambda: [main])
+    folder = path.parent
+    return Lease(path, against=lambda: [folder / x for x in sizes(folder, "lock-")])
+
+
+def log(folder: ObjectPath, writer: str) -> _Segments:
+    return _Segments(folder / writer)
 
 
 class _Segments:
-    """A log as objects with numbers, each put where there is none.
+    """A log as numbered objects, each put where there is none.
 
-    So who appends finds out if somebody else has appended since it looked: who takes over a log
-    puts a segment first that says nothing, and so takes the number of a writer that was stopped and
+    So a writer finds out if another one has appended since it looked. A process that takes over a
+    log first puts an empty segment, and so takes the next number of a writer that was stopped and
     goes on.
     """
 
@@ -634,7 +591,7 @@ class _Segments:
             while True:
                 self._look()
                 try:
-                    self._put(secrets.token_hex(8).encode() + TORN)  # a line that says nothing
+                    self._put(secrets.token_hex(8).encode() + TORN)
                     return
                 except OvertakenError:
                     continue
@@ -647,7 +604,7 @@ class _Segments:
             self._put(lines)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
     def _look(self) -> None:
         numbers = [int(path.name.partition(".")[0]) for path, _ in below(self._folder)]
@@ -656,7 +613,7 @@ class _Segments:
     def _put(self, content: bytes) -> None:
         path = self._folder / f"{self._next:08d}.jsonl"
         try:
-            create(path, content)
+            put_new(path, content)
         except FileExistsError:
             self._next = -1
             raise OvertakenError(
@@ -665,8 +622,6 @@ class _Segments:
         self._next += 1
 
 
-def place_of(path: Address) -> Place:
-    """What can be done where that is."""
-    if isinstance(path, ObjectPath):
-        return IN_MEMORY if path.scheme == "memory" else OBJECTS
-    return DISK
+def place_of(path: Address) -> ModuleType:
+    """The module, this one or `disk`, that reads and writes files there."""
+    return sys.modules[__name__] if isinstance(path, ObjectPath) else disk

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,7 +35,7 @@ _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long aft
 
 @dataclass
 class Stop:
-    """Whether work is to end before all of it is done, and why."""
+    """Whether work is to end early, and why."""
 
     error: BaseException | None = None  # what went wrong first
     asked: threading.Event = field(default_factory=threading.Event)  # whether somebody asked for it
@@ -45,7 +45,7 @@ class Stop:
         return self.error is not None or self.asked.is_set()
 
     def because(self, error: BaseException) -> None:
-        """Ends work; the first reason stands."""
+        """Ends work; the first error counts."""
         self.error = self.error or error
 
 
@@ -58,30 +58,15 @@ def run_units(
     stop: Stop,
     lasting: bool = True,
 ) -> None:
-    """Runs units until there are none left, something fails, or somebody asks to stop.
-
-    What was begun is finished and recorded in any case.
+    """Runs units until none is left, one fails, or `stop` is set. Finishes those that it began.
 
     Args:
-      units: which, in the order in which they are read.
-      begin: begins to compute it, and returns what waits until it is computed; by then the next
-        one was begun. In the caller's thread.
-      write: keeps it, and returns what the journal is to say of it.
-      lasting: whether to write is to wait for a disk, so that threads of their own do that.
+      begin: starts the computation in this thread, and returns a function that waits for it.
+      lasting: whether writes wait for a disk, so that threads of their own do them.
     """
-    ready: queue.Queue[tuple[Unit, T] | None] = queue.Queue(AHEAD)
+    ready: queue.Queue[Any] = queue.Queue(AHEAD)
     written: queue.Queue[Record | None] = queue.Queue()
     room = threading.Semaphore(WRITERS + 1)
-
-    def read_ahead() -> None:
-        try:
-            for unit in units:
-                if stop.now:
-                    break
-                put(ready, (unit, read(unit)), stop)
-        except BaseException as error:
-            stop.because(error)
-        put(ready, None, stop)
 
     def keep(computed: Any) -> None:
         if lasting:
@@ -100,7 +85,7 @@ def run_units(
 
     def keep_journal() -> None:
         while True:
-            records = _all_there(written)
+            records = drained(written)
             try:
                 if real := [r for r in records if r is not None]:
                     record(real)
@@ -109,9 +94,8 @@ def run_units(
             if None in records:
                 return
 
-    reader = threading.Thread(target=read_ahead, name="batchax-read", daemon=True)
+    reader = _reading_thread(((unit, read(unit)) for unit in units), ready, stop)
     journal = threading.Thread(target=keep_journal, name="batchax-journal", daemon=True)
-    reader.start()
     journal.start()
     with ThreadPoolExecutor(WRITERS, "batchax-write") as writers:
         waiting: Callable[[], Any] | None = None
@@ -131,8 +115,10 @@ def run_units(
                 except queue.Empty:
                     finish()
                     continue
-                if item is None:
+                if isinstance(item, StopIteration):
                     break
+                if isinstance(item, BaseException):
+                    raise item
                 begun = begin(*item)
                 item = None
                 finish()
@@ -151,6 +137,34 @@ def run_units(
         raise stop.error
 
 
+def _reading_thread(
+    read: Iterator[tuple[Unit, Any]], ready: queue.Queue[Any], stop: Stop
+) -> threading.Thread:
+    """Puts the items of an iterator into a queue, and last the error with which it ends.
+
+    The thread holds no reference to its caller, so a caller that is collected ends it.
+    """
+
+    def read_ahead() -> None:
+        end: BaseException = StopIteration()
+        try:
+            for item in read:
+                put(ready, item, stop)
+                del item  # no other reference may hold it
+                if stop.now:
+                    break
+        except BaseException as error:
+            end = error
+        finally:
+            if (close := getattr(read, "close", None)) is not None:
+                close()
+            put(ready, end, stop)
+
+    thread = threading.Thread(target=read_ahead, name="batchax-read", daemon=True)
+    thread.start()
+    return thread
+
+
 def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
     while not stop.now:
         try:
@@ -160,14 +174,15 @@ def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
             continue
 
 
-def _all_there(of: queue.Queue[T]) -> list[T]:
-    """What is in a queue; waits for the first."""
-    items = [of.get()]
-    while True:
-        try:
+def drained(of: Any, timeout: float | None = None) -> list[Any]:
+    """The items of a queue. Waits for the first; at its timeout there are none."""
+    items = []
+    try:
+        items.append(of.get(timeout=timeout))
+        while True:
             items.append(of.get_nowait())
-        except queue.Empty:
-            return items
+    except queue.Empty:
+        return items
 
 
 def trying(work: Callable[[], T], retries: int, stop: Stop) -> T:
@@ -184,7 +199,7 @@ def trying(work: Callable[[], T], retries: int, stop: Stop) -> T:
 
 @contextmanager
 def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C asks to stop; a second one ends work at once."""
+    """Ctrl-C sets `stop`; a second one ends work at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -202,9 +217,20 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def read_mapped(
+    function: RowFunction, unit: Unit, retries: int, stop: Stop, fresh: bool = True
+) -> list[Any]:
+    """The rows of a unit, of each mapped argument."""
+    parts = []
+    for m in function.inputs.mapped:
+        read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh)
+        parts.append(trying(read, retries, stop))
+    return parts
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What there is to do for each unit of a plan."""
+    """The work for each unit of a plan."""
 
     function: RowFunction  # of a row
     plan: Plan  # which rows are a unit
@@ -214,6 +240,7 @@ class Work:
     stop: Stop = field(default_factory=Stop)  # may say that nothing is to be tried again
     check: Callable[[], None] = lambda: None  # raises an error if nothing may be written
     keeps_sums: bool = False  # whether the journal gets checksums of the rows that are read
+    taken: StreamUnits | None = None  # the units, if they are of streams
     _compiling: threading.Lock = field(default_factory=threading.Lock)
     _sums: dict[int, list[int]] = field(default_factory=dict)  # of units that are computed
 
@@ -224,11 +251,11 @@ class Work:
             _ = program.compiled
             return program
 
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        parts = []
-        for m in self.function.inputs.mapped:
-            read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh=False)
-            parts.append(trying(read, self.retries, self.stop))
+    def read(self, unit: Unit) -> list[Any]:
+        if self.taken is not None:
+            parts = self.taken.read(unit)
+        else:
+            parts = read_mapped(self.function, unit, self.retries, self.stop, fresh=False)
         if self.keeps_sums:
             self._sums[unit.number] = list(map(checksum, parts))
         return parts
@@ -244,11 +271,9 @@ class Work:
         return parts
 
     def begin(self, unit: Unit, data: Sequence[np.ndarray | Rows]) -> Callable[[], Computed]:
-        """Begins to compute them; returns what waits for the results."""
         return begin_unit(self.program, unit, data, self.policy)
 
     def write(self, computed: Computed) -> Record:
-        """Keeps results; says of them what the journal is to say."""
         passed: list[Any] = self._passed(computed.unit)
         results: list[Any] = list(computed.results)
         read = self._sums.pop(computed.unit.number, [])
@@ -269,7 +294,6 @@ class Work:
         )
 
     def _write(self, unit: Unit, results: Sequence[Any]) -> None:
-        """Looks before each attempt whether it may write: who was overtaken looks once more."""
         while True:
             self.check()
             try:
@@ -283,17 +307,11 @@ _Taken = tuple[Unit, list[np.ndarray]]
 
 
 class StreamUnits:
-    """The units of the streams of a call that are not done.
+    """The units of streams that are not done. `rows` is their number of rows, once all were read.
 
     Args:
-      function: whose arguments they are.
-      plan: of the job, with as many rows as there may be.
-      done: the records of units that are done.
       named: whether the user has named the rows.
       out: the output, for messages.
-
-    Attributes:
-      rows: how many there are, once all were taken.
     """
 
     def __init__(
@@ -308,9 +326,7 @@ class StreamUnits:
         self._streams = function.inputs.streams
         self._leaves = [m.source for m in function.inputs.mapped]
         self._plan, self._done, self._named, self._out = plan, dict(done), named, out
-        self._ready: dict[int, list[np.ndarray]] = {}
-        self._sums: dict[int, list[int]] = {}
-        self._lock = threading.Lock()
+        self._ready: dict[int, list[np.ndarray]] = {}  # of units that were handed out
 
     @property
     def total(self) -> int | None:
@@ -327,22 +343,15 @@ class StreamUnits:
         for each in held:
             yield self._handed_out(*each)
 
-    def read(self, unit: Unit) -> list[np.ndarray]:
-        with self._lock:
-            return self._ready.pop(unit.number)
-
-    def sums(self, unit: Unit) -> list[int]:
-        with self._lock:
-            return self._sums.pop(unit.number)
-
     def _handed_out(self, unit: Unit, rows: list[np.ndarray]) -> Unit:
-        sums = list(map(checksum, rows))
-        with self._lock:
-            self._ready[unit.number], self._sums[unit.number] = rows, sums
+        self._ready[unit.number] = rows
         return unit
 
+    def read(self, unit: Unit) -> list[np.ndarray]:
+        return self._ready.pop(unit.number)
+
     def _all(self) -> Iterator[_Taken]:
-        """The units that are not done, with their rows. Of the others it is seen that they are."""
+        """The units that are not done, with their rows; compares the rows of the others."""
         size, first, last = self._plan.unit_rows, 0, max(self._done, default=-1)
         for number in range(max(1, ENDLESS // size)):
             record = self._done.get(number)
@@ -395,20 +404,6 @@ class StreamUnits:
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StreamWork(Work):
-    """The work of units of streams."""
-
-    taken: StreamUnits  # the units
-
-    def read(self, unit: Unit) -> list[Any]:
-        return list(self.taken.read(unit))
-
-    def write(self, computed: Computed) -> Record:
-        """Keeps results; the journal is to say of which rows."""
-        return replace(super().write(computed), read=self.taken.sums(computed.unit))
-
-
 _Read = tuple[Unit, Sequence[Any]]
 _JOIN_READER = 5.0  # seconds that a thread may take to end, if what it reads from lets it wait
 
@@ -443,14 +438,8 @@ class Batches(Iterator[Any]):
         self._ready: queue.Queue[Any] = queue.Queue(max(1, ahead))
         self._begun: deque[tuple[Unit, Callable[[], list[Any]]]] = deque()
         self._end: BaseException | None = None
-        self._thread = threading.Thread(
-            target=_read_ahead,
-            args=(read, self._ready, self._stop),
-            name="batchax-read",
-            daemon=True,
-        )
         weakref.finalize(self, self._stop.asked.set)
-        self._thread.start()
+        self._thread = _reading_thread(read, self._ready, self._stop)
 
     def __next__(self) -> Any:
         try:
@@ -508,42 +497,18 @@ class Batches(Iterator[Any]):
             self._begun.append((unit, begin_batch(program, unit, data)))
 
 
-def _read_ahead(read: Iterator[_Read], ready: queue.Queue[Any], stop: Stop) -> None:
-    """Reads, in a thread that does not hold the iterator which it reads for."""
-    end: BaseException = StopIteration()
-    try:
-        for item in read:
-            put(ready, item, stop)
-            del item  # nobody else is to hold it
-            if stop.now:
-                break
-    except BaseException as error:
-        end = error
-    finally:
-        close = getattr(read, "close", None)
-        if close is not None:
-            close()
-        put(ready, end, stop)
-
-
 def of_sources(
     function: RowFunction, batch_size: int, start: int, last: str, retries: int
 ) -> Iterator[_Read]:
-    """Batches of rows that can be read in any order."""
     rows, stop = function.inputs.rows, Stop()
     for number, first in enumerate(range(start, rows, batch_size)):
         unit = Unit(number, first, min(first + batch_size, rows))
         if unit.rows < batch_size and last == "drop":
             return
-        parts: list[np.ndarray | Rows] = []
-        for m in function.inputs.mapped:
-            one = lambda m=m: m.source.read(m.axis, unit.start, unit.stop)
-            parts.append(trying(one, retries, stop))
-        yield unit, parts
+        yield unit, read_mapped(function, unit, retries, stop)
 
 
 def of_streams(function: RowFunction, batch_size: int, start: int, last: str) -> Iterator[_Read]:
-    """Batches of rows that come one after another."""
     streams, leaves = function.inputs.streams, [m.source for m in function.inputs.mapped]
     try:
         for number, first in enumerate(range(start, 2**62, batch_size)):

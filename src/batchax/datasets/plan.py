@@ -25,50 +25,30 @@ ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
 
 
 class Unit(NamedTuple):
-    """Rows that are committed at once.
+    """Rows that are committed at once."""
 
-    Attributes:
-      number: its place in the plan.
-      start: its first row.
-      stop: the row after its last.
-    """
-
-    number: int
-    start: int
-    stop: int
+    number: int  # its place in the plan
+    start: int  # its first row
+    stop: int  # the row after its last
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of results, for all rows.
+    """An array of results, for all rows."""
 
-    Attributes:
-      name: its path in what the function returns: "" if it returns one array, else "y", "0", "a/b".
-      shape: of all rows; of rows of different lengths, without the axis along which these differ.
-      dtype: of its elements.
-      axis: along which the rows lie.
-      ragged: the axis of a row along which rows have different lengths, or several; None if they do
-        not.
-      grows: whether rows are counted as they come. By `shape` there are none.
-      rows_name: the name of the axis of rows, in arrays of xarray.
-      passed: the type that Arrow gives a column of the inputs that is passed through.
-      flat: whether rows of the inputs have any number of rows here.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # its path in what the function returns: "" if it is alone, else "y", "0", "a/b"
+    shape: tuple[int, ...]  # of all rows, without the axis along which lengths of rows differ
     dtype: np.dtype
-    axis: int = 0
-    ragged: int | tuple[int, ...] | None = None
-    grows: bool = False
-    rows_name: str = ""
-    passed: Any = None
-    flat: bool = False
+    axis: int = 0  # along which the rows lie
+    ragged: int | tuple[int, ...] | None = None  # the axis of a row along which lengths differ
+    grows: bool = False  # whether rows are counted as they come; by `shape` there are none
+    rows_name: str = ""  # the name of the axis of rows, in arrays of xarray
+    passed: Any = None  # the Arrow type of a column of the inputs that is passed through
+    flat: bool = False  # whether rows of the inputs have any number of rows here
 
     @property
     def dimension_names(self) -> list[str]:
@@ -79,30 +59,21 @@ class Leaf:
         return names
 
     def of_rows(self, rows: int) -> tuple[int, ...]:
-        """The shape if there are so many rows."""
         return *self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]
 
     def without_elements(self, rows: int) -> Rows:
-        """So many rows, of those that have different lengths, without elements."""
         axes = (len(self.ragged),) if isinstance(self.ragged, tuple) else ()
         return Rows(np.zeros((0, *self.shape[1:]), self.dtype), np.zeros((rows, *axes), np.int64))
 
 
 class Rows(NamedTuple):
-    """Rows of different lengths.
+    """Rows of different lengths."""
 
-    Attributes:
-      data: the elements of one row after another along axis 0, shape (elements, ...).
-      lengths: of each row, shape (rows,). Along several axes, the last of which is the fastest:
-        shape (rows, axes).
-    """
-
-    data: np.ndarray
-    lengths: np.ndarray
+    data: np.ndarray  # the elements of one row after another along axis 0
+    lengths: np.ndarray  # of each row, (rows,); along several axes of a row, (rows, axes)
 
     @property
     def elements(self) -> np.ndarray:
-        """How many elements each row has."""
         return elements_in(self.lengths)
 
 
@@ -112,13 +83,7 @@ def elements_in(lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)  # there may be millions
 class Bad:
-    """A row whose result could not be had.
-
-    Attributes:
-      row: its index in the dataset.
-      error: what went wrong, in a line.
-      traceback: where, if that is known.
-    """
+    """A row without a result."""
 
     row: int
     error: str
@@ -126,20 +91,15 @@ class Bad:
 
     @property
     def kind(self) -> str:
-        """The name of the type of its error."""
         return self.error.partition(":")[0]
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether it has results that are not finite."""
         return self.error.endswith(NOT_FINITE) and not self.traceback
 
 
 def alike(bad: Iterable[Bad]) -> list[Bad]:
-    """The same rows; those that fail in one way have one traceback, that of the first of them.
-
-    A traceback takes kilobytes, and ends with what is told of its own row.
-    """
+    """Rows that fail in one way share one traceback, which takes kilobytes."""
     first: dict[str, str] = {}
     rows = []
     for b in bad:
@@ -162,7 +122,7 @@ def unpacked(entry: dict[str, list[Any]]) -> list[Bad]:
 
 @dataclass(frozen=True)
 class Record:
-    """What the journal says of a unit that is done."""
+    """A unit that is done, as the journal has it."""
 
     unit: Unit  # its rows
     checksums: Sequence[int]  # crc32c of the results, one for each leaf
@@ -180,7 +140,7 @@ class Record:
 
 
 def kept(x: Ragged, rows: int) -> Rows:
-    """The first rows of a batch, so many, on the host."""
+    """The first rows of a batch, on the host."""
     each = [np.asarray(n)[:rows].astype(np.int64) for n in x.each_length]
     got = Rows(np.asarray(x.data), together(each))
     data = np.moveaxis(got.data, x.element_axis, 0)
@@ -190,11 +150,7 @@ def kept(x: Ragged, rows: int) -> Rows:
 def as_ragged(
     x: Rows, axes: int | tuple[int, ...], bounds: tuple[int, ...] | None = None, dtype: Any = None
 ) -> Ragged:
-    """Rows as a batch.
-
-    Args:
-      bounds: of the lengths along each; None: the greatest ones.
-    """
+    """Rows as a batch; `bounds` of lengths are by default the greatest ones."""
     each = by_axis(x.lengths).astype(dtype or x.lengths.dtype)
     data = np.moveaxis(x.data, 0, as_tuple(axes)[0])
     return Ragged(data, list(each.T), bounds, axis=as_tuple(axes))
@@ -250,15 +206,13 @@ def is_whole(line: bytes) -> bool:
 
 
 def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """What lines say that are whole. All at once: a parser is begun once for all of them."""
+    """The content of whole lines, by one call of the parser."""
     return json.loads(b"[" + b",".join(lines) + b"]")
 
 
 @contextlib.contextmanager
 def foreign(path: object) -> Iterator[None]:
-    """For what is read of lines that are whole: if they say something else than ours do, somebody
-    else wrote them.
-    """
+    """Names `path` if whole lines do not hold what batchax writes."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -301,7 +255,7 @@ class Plan:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that stores may keep together: units are whole numbers of those, but the last."""
+        """Rows that stores may keep together: units are multiples, except for the last."""
         return self.unit_rows if self.ends is None else self.batch_size
 
     def unit(self, number: int) -> Unit:
@@ -322,7 +276,7 @@ class Plan:
         return replace(self, rows=rows, open=False)
 
     def by_elements(self, elements: np.ndarray) -> Plan:
-        """As many units, about, of as many elements each, of rows that have so many."""
+        """About as many units, of about equally many elements."""
         if len(self) < 2:
             return self
         ends = np.append(np.arange(self.batch_size, self.rows, self.batch_size), self.rows)
@@ -341,14 +295,7 @@ class Plan:
         row_seconds: float,
         commit_rows: int | None = None,
     ) -> Plan:
-        """A plan of units that are worth committing, and of which several fit memory.
-
-        Args:
-          batch_size: rows that the program computes at a time.
-          row_seconds: how long a row takes, estimated from the program: if it was measured, another
-            machine would make another plan.
-          commit_rows: the rows of a unit, if the user said so.
-        """
+        """A plan of units that are worth committing, and of which several fit memory."""
         if commit_rows is not None:
             return cls(rows, batch_size, whole_batches(commit_rows, batch_size))
         batches = _SECONDS / (row_seconds * batch_size) if row_seconds > 0 else math.inf
@@ -362,7 +309,6 @@ class Plan:
 
     @classmethod
     def from_json(cls, plan: dict[str, Any]) -> Plan:
-        """The plan that `to_json` described."""
         ends = plan.get("ends")
         made = cls(**{**plan, "ends": None if ends is None else tuple(ends)})
         rows, sizes = made.rows, [made.batch_size, made.unit_rows]
@@ -376,7 +322,7 @@ class Plan:
 
 
 def whole_batches(commit_rows: Any, batch_size: int) -> int:
-    """The rows of a unit, as the user asked for."""
+    """The rows of a unit, from the user's option."""
     try:
         asked = index(commit_rows)
     except TypeError:

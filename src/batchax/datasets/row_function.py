@@ -90,17 +90,38 @@ class Output:
     row: Any = None  # the type of what one row has, if it is reduced
 
     @property
-    def reduces(self) -> Reduction | None:
+    def reduces(self) -> Any:
         return None if self.spec is None else self.spec.reduction
 
     @functools.cached_property
     def state(self) -> Any:
-        assert self.spec is not None
-        return reductions.state_type(self.spec.reduction, self.row)
+        return reductions.state_type(self.reduces, self.row)
+
+    def combined(self, parts: Sequence[Any]) -> Any:
+        return reductions.on_host(self.reduces, [jax.tree.map(_wide, part) for part in parts])
+
+    def of_no_rows(self) -> Any:
+        neutral = reductions.neutral_like(self.reduces, self.state)
+        return jax.tree.map(lambda x, none: np.full(x.shape, none, x.dtype), self.state, neutral)
+
+    def finished(self, whole: Any, rows: int) -> np.ndarray:
+        return reductions.finished_on_host(self.reduces, whole, rows, self.leaf.dtype)
+
+    def named_parts(self, state: Any) -> dict[str, np.ndarray]:
+        arrays = jax.tree.leaves(state)
+        return dict(zip(self._part_names(len(arrays)), arrays, strict=True))
+
+    def state_of(self, named: Mapping[str, np.ndarray]) -> Any:
+        structure = jax.tree.structure(self.state)
+        return structure.unflatten([named[name] for name in self._part_names(structure.num_leaves)])
+
+    def _part_names(self, count: int) -> list[str]:
+        name = self.leaf.name
+        return [name] if count == 1 else [f"{name}#{i}" for i in range(count)]
 
     @property
     def described(self) -> int | str:
-        """For JSON: where it has the rows, or which reduction it is."""
+        """For JSON: the axis of the rows, or the reduction."""
         if self.spec is None:
             return self.leaf.axis
         if isinstance(self.spec.kind, str):
@@ -110,13 +131,13 @@ class Output:
 
     @property
     def of_row(self) -> Any:
-        """The type of what one row has; of rows of different lengths of an element."""
+        """The type of a row; where rows have different lengths, of an element."""
         shape = [n for i, n in enumerate(self.leaf.shape) if i != self.leaf.axis]
         return self.row if self.reduces else jax.ShapeDtypeStruct(shape, self.leaf.dtype)
 
     @property
     def row_bytes(self) -> int:
-        """What a row of it takes; of rows of different lengths an element."""
+        """The size of a row; where rows have different lengths, of an element."""
         shape = [n for i, n in enumerate(self.leaf.shape) if self.reduces or i != self.leaf.axis]
         return int(np.prod(shape)) * self.leaf.dtype.itemsize
 
@@ -124,13 +145,7 @@ class Output:
 def find_outputs(
     types: Any, out_axes: Any, rows: int, grows: bool = False, rows_name: str = ""
 ) -> list[Output]:
-    """The outputs for all rows.
-
-    Args:
-      types: of the outputs of one batch, as `lanes_of` has them.
-      grows: whether that is only how many there are at most.
-      rows_name: what the axis of rows is called.
-    """
+    """The outputs for all rows. Their number `grows` for streams."""
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
     outputs, size = [], 0 if grows else rows  # of arrays, to begin with
@@ -193,10 +208,7 @@ def find_outputs(
 
 
 def lanes_of(out_axes: Any, added: bool = False) -> Any:
-    """`out_axes` for the lanes of everything: of what is reduced or left to us, too.
-
-    added: what `states_to_add` made is added up.
-    """
+    """`out_axes` that keep all rows, except for what `states_to_add` made, if it is `added`."""
 
     def of_one(x: Any) -> Any:
         if added and is_added(x):
@@ -211,12 +223,9 @@ _TOTAL = Reduce(Reduction(jnp.add, 0))
 
 
 def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
-    """What a row returned, with the states of what rows add up in the place of that.
+    """Replaces outputs that rows add up by their states, so that `vmap` adds them (`sums/`).
 
-    So lanes are added up by `vmap`, which needs no array for each of them (`sums/`).
-
-    Args:
-      counts: whether the row is not left out of sums; None: it is not.
+    `counts` is whether the row is not left out of sums; None: it is not.
     """
     leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
 
@@ -230,12 +239,7 @@ def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
 
 
 def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
-    """Inside a program: what the lanes of a batch come to.
-
-    Args:
-      out: what the function of a batch returned: lanes, except for what it added up.
-      numbers: of the rows of the batch in the dataset.
-    """
+    """Inside a program: reduces the outputs of a batch, except for what `vmap` added up."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
     for output, x in zip(outputs, leaves, strict=True):
@@ -247,43 +251,8 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
     return arrays
 
 
-def combined(output: Output, parts: Sequence[Any]) -> Any:
-    assert output.reduces is not None
-    return reductions.on_host(output.reduces, [jax.tree.map(_wide, part) for part in parts])
-
-
-def of_no_rows(output: Output) -> Any:
-    assert output.reduces is not None
-    return jax.tree.map(
-        lambda x, none: np.full(x.shape, none, x.dtype),
-        output.state,
-        reductions.neutral_like(output.reduces, output.state),
-    )
-
-
-def finished(output: Output, whole: Any, rows: int) -> np.ndarray:
-    assert output.reduces is not None
-    return reductions.finished_on_host(output.reduces, whole, rows, output.leaf.dtype)
-
-
-def named_parts(output: Output, state: Any) -> dict[str, np.ndarray]:
-    arrays = jax.tree.leaves(state)
-    return dict(zip(_part_names(output, len(arrays)), arrays, strict=True))
-
-
-def state_of(output: Output, named: Mapping[str, np.ndarray]) -> Any:
-    structure = jax.tree.structure(output.state)
-    names = _part_names(output, structure.num_leaves)
-    return structure.unflatten([named[name] for name in names])
-
-
-def _part_names(output: Output, count: int) -> list[str]:
-    name = output.leaf.name
-    return [name] if count == 1 else [f"{name}#{i}" for i in range(count)]
-
-
 def _wide(x: np.ndarray) -> np.ndarray:
-    """In the widest dtype of its kind: so that parts of many rows add up."""
+    """Converts to the widest dtype of its kind, so that parts of many rows add up."""
     if x.dtype == np.bool_:
         return x
     for kind, wide in (
@@ -297,7 +266,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def nothing(dtype: np.dtype) -> Any:
-    """What stands where a row has no result: NaN, or zero where there is none."""
+    """The value of a row without a result: NaN, or zero where there is none."""
     has_nan = jnp.issubdtype(dtype, jnp.inexact)
     return np.array(np.nan if has_nan else 0).astype(dtype)
 
@@ -308,7 +277,7 @@ _COUNTS = "counts in sums"  # no name that an argument may have
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """The user's function, and how it is to be run."""
+    """The user's function, and its options."""
 
     fun: Callable[..., Any]  # the function of one row
     arrays: tuple[Any, ...]  # its arguments, as the user gave them
@@ -346,12 +315,11 @@ class RowFunction:
 
     @property
     def flat(self) -> bool:
-        """Whether it returns any number of rows, as `OutputRows`."""
         return bool(self.outputs) and self._returns == [OutputRows]
 
     @functools.cached_property
     def _unpacked(self) -> Callable[..., Any]:
-        """The function; in place of `OutputRows` it returns as many of them as there are."""
+        """The function, with `OutputRows` replaced by as many rows as there are."""
 
         @functools.wraps(self.fun)
         def unpacked(*args: Any, **kwargs: Any) -> Any:
@@ -364,11 +332,7 @@ class RowFunction:
     def batched(
         self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
     ) -> Any:
-        """The outputs of a batch, of which what rows add up is the sum, and the rest is of rows.
-
-        Args:
-          real: which of the rows are added up; None: all.
-        """
+        """The outputs of a batch; `real` is which rows are added up, if not all."""
 
         @functools.wraps(self.fun)
         def adding(*args: Any, **kwargs: Any) -> Any:
@@ -388,7 +352,7 @@ class RowFunction:
         shared: Sequence[Any],
         more: dict[str, Any],
     ) -> Any:
-        """What `vmap` makes of the function, or one like it; `more` it takes by names."""
+        """Applies `vmap` to the function; `more` is passed by name."""
         args, kwargs = self.inputs.arguments(self._with_same_lengths(rows), shared)
         in_axes = self.in_axes
         if self.key is not None:
@@ -406,7 +370,7 @@ class RowFunction:
         return outs
 
     def _with_same_lengths(self, rows: Sequence[Any]) -> list[Any]:
-        """Mapped arguments, with one array for lengths that are the same: `vmap` cannot see."""
+        """Mapped arguments that share an array of lengths if these are equal."""
         first = lambda i, k: rows[i].each_length[k]
         return [
             Ragged(x.data, [first(*at) for at in places], x.each_bound, axis=x.axes)
@@ -417,9 +381,7 @@ class RowFunction:
 
     @functools.cached_property
     def _same_lengths(self) -> list[list[tuple[int, int]]]:
-        """For each ragged axis of each mapped argument the first one, of any argument, along which
-        all rows have the same lengths.
-        """
+        """For each ragged axis of each mapped argument the first axis with the same lengths."""
         lengths = [m.source.lengths for m in self.inputs.mapped]
         along: dict[tuple[int, int], np.ndarray] = {}
         places = []
@@ -437,7 +399,7 @@ class RowFunction:
         return numbers, rows, shared
 
     def of_one_row(self) -> tuple[Callable[..., Any], list[Any]]:
-        """The function of one row, and the types of what it takes."""
+        """The function of one row, and the types of its arguments."""
         rows = [type_of_row(m) for m in self.inputs.mapped]
         shared = self.types(1)[2]
         keys = [] if self.key is None else [jax.eval_shape(lambda: self.key)]
@@ -455,9 +417,7 @@ class RowFunction:
 
     @property
     def staged_row(self) -> Any:
-        """The program of one row, or where the function finds sizes, and so no row by itself has
-        a program, of a few.
-        """
+        """The jaxpr of one row, or of a few rows where sizes depend on data."""
         call, types = self.of_one_row()
         try:
             return jax.make_jaxpr(call)(*types)
@@ -529,16 +489,7 @@ _WORTH = 2**29  # elements that need not be padded, for which compiling all of t
 
 
 class Program:
-    """A function of `batch_size` rows, compiled.
-
-    Units have about as many elements each, and batches as many rows. Where lengths
-    differ much, there are several programs: for the largest batch, and for half as many elements,
-    and so on.
-
-    Attributes:
-      function: of a row.
-      batch_size: how many rows.
-    """
+    """A compiled function of `batch_size` rows, in several sizes if lengths of rows differ much."""
 
     def __init__(
         self, function: RowFunction, batch_size: int, shared: Sequence[Any] | None = None
@@ -565,19 +516,15 @@ class Program:
 
     @functools.cached_property
     def smaller(self) -> Program:
-        """A program of fewer rows, which looks for those that fail.
-
-        Batches of it divide the batches of this one, so each has elements of rows as it expects.
-        """
+        """A program of fewer rows, to find those that fail. Its batch sizes divide these."""
         most = max(1, self.batch_size // _PARTS)
         size = max(n for n in range(1, most + 1) if self.batch_size % n == 0)
         return Program(self.function, size, self._shared)
 
     def room_for(self, elements: Sequence[int]) -> int:
-        """Which program has room for so many elements of the rows of each argument.
+        """The smallest program with room for a batch: number `k` is halved `k` times.
 
-        The one of number `k` has room for the largest batch, halved `k` times: rows of different
-        lengths are padded to that. So it depends on nothing but the rows of a batch.
+        It depends on the rows of the batch alone.
         """
         rows = [x for x in zip(self._types[1], elements, strict=True) if isinstance(x[0], Ragged)]
         fits = lambda room: all(n <= _capacity(type, room) for type, n in rows)
@@ -659,7 +606,6 @@ def staged_batch(function: RowFunction, batch_size: int) -> Any:
 
 
 def fitting(function: RowFunction, memory_limit: Any) -> int:
-    """How many rows fit the memory at a time: `batch_size="auto"`."""
     room = _MOST_BYTES if jax.default_backend() == "cpu" else _MOST_ELSEWHERE
     most = max(1, min(function.inputs.rows, room // max(function.row_bytes, 1)))
     auto = Auto(parse_limit(memory_limit), function.name)
@@ -690,7 +636,7 @@ def _as_typed(x: Any, type: Any) -> Any:
 
 
 def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list[Any]:
-    """What `Program.start` began, on the host: of each output the first `rows` of the batch."""
+    """The results of `Program.start` on the host: the first `rows` of each output."""
     results = []
     for output, x in zip(outputs, arrays, strict=True):
         if isinstance(x, Ragged):

@@ -18,7 +18,7 @@ from batchax.datasets.addresses import Address, needed
 from batchax.datasets.engines.engine import Threads
 from batchax.datasets.fingerprint import fingerprint
 from batchax.datasets.job import AnyJob, Extend, JobInMemory, open_job
-from batchax.datasets.pipeline import Stop, StreamUnits, StreamWork, Work, interruptible
+from batchax.datasets.pipeline import Stop, StreamUnits, Work, interruptible
 from batchax.datasets.plan import (
     ALONE,
     Bad,
@@ -33,15 +33,7 @@ from batchax.datasets.plan import (
     one_row,
     whole_batches,
 )
-from batchax.datasets.row_function import (
-    RowFunction,
-    combined,
-    finished,
-    fitting,
-    of_no_rows,
-    staged_batch,
-    state_of,
-)
+from batchax.datasets.row_function import RowFunction, fitting, staged_batch
 from batchax.datasets.source import ByContent, Labels
 from batchax.datasets.sources import as_source
 from batchax.datasets.store import open_store
@@ -80,7 +72,6 @@ def of_this_process(mesh: Any) -> Any:
 
 
 def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
-    """Refuses a `key` that is not one random key, or that the function has no parameter for."""
     if key is None:
         return
     try:
@@ -103,70 +94,6 @@ def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Results:
-    """Results that have rows.
-
-    Attributes:
-      names: of each array, by its path in what the function returns: "" if it is alone.
-      values: the array, or the path of it, or None of what was reduced.
-      axes: along which rows lie.
-      labels: of the rows.
-    """
-
-    names: Sequence[str]
-    values: Sequence[Any]
-    axes: Sequence[int]
-    labels: Labels
-
-    def columns(self) -> dict[str, np.ndarray | Rows]:
-        """Each with rows along axis 0; what is on a disk is read."""
-        return {
-            name or "result": x if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
-            for name, x, axis in self._read()
-        }
-
-    def to_arrow(self) -> Any:
-        """A table of Arrow."""
-        arrow = needed("pyarrow", "to_arrow")
-        made = {name: _in_arrow(name, x) for name, x in self.columns().items()}
-        if not made:
-            raise ArgumentTypeError("all results are reduced, so there are no rows for a table.")
-        return arrow.table(made)
-
-    def to_pandas(self) -> Any:
-        """A data frame of pandas, with the rows' coordinate as its index."""
-        pandas = needed("pandas", "to_pandas")
-        made = {name: _in_pandas(x) for name, x in self.columns().items()}
-        index = self.labels.coordinates.get(self.labels.dimension)
-        frame = pandas.DataFrame(made, index=None if index is None else index.to_index())
-        for name, coordinate in self.labels.coordinates.items():
-            if name != self.labels.dimension and name not in frame and coordinate.dims:
-                frame[name] = np.asarray(coordinate)
-        return frame
-
-    def to_xarray(self) -> Any:
-        """An array of xarray, or a dataset of such."""
-        xarray = needed("xarray", "to_xarray")
-        arrays = {name: self._in_xarray(xarray, name, *rest) for name, *rest in self._read()}
-        if set(arrays) == {""}:
-            return arrays[""].assign_coords(self.labels.coordinates)
-        return xarray.Dataset(arrays, coords=self.labels.coordinates)
-
-    def _read(self) -> list[tuple[str, Any, int]]:
-        triples = zip(self.names, self.values, self.axes, strict=True)
-        return [(name, _whole(x), axis) for name, x, axis in triples if x is not None]
-
-    def _in_xarray(self, xarray: Any, name: str, x: Any, axis: int) -> Any:
-        if isinstance(x, Rows):
-            raise ArgumentTypeError(
-                "a result has rows of different lengths, for which xarray has no array. Use "
-                "to_arrow."
-            )
-        leaf = Leaf(name, x.shape, x.dtype, axis, rows_name=self.labels.dimension)
-        return xarray.DataArray(x, dims=leaf.dimension_names)
-
-
 def _whole(x: Any) -> Any:
     if isinstance(x, Ragged):
         return kept(x, len(x))
@@ -183,7 +110,6 @@ def _in_arrow(name: str, x: np.ndarray | Rows) -> Any:
 
 
 def _in_pandas(x: np.ndarray | Rows) -> Any:
-    """A column: numbers, or an array for each row."""
     if isinstance(x, Rows):
         parts = np.split(x.data, np.cumsum(x.elements)[:-1]) if len(x.lengths) else []
         return list(map(one_row, parts, x.lengths))
@@ -223,7 +149,9 @@ class Report:
     seconds: float
     bad: Sequence[Bad] = field(default=(), repr=False)
     left: int = 0
-    _results: Results | None = field(default=None, repr=False, compare=False)
+    # of each result: its path in what the function returns, what is in `outputs`, its axis of rows
+    _results: Sequence[tuple[str, Any, int]] = field(default=(), repr=False, compare=False)
+    _labels: Labels = field(default_factory=Labels, repr=False, compare=False)
 
     def to_arrow(self) -> Any:
         """The results as a table of Arrow, with a column for each.
@@ -235,7 +163,11 @@ class Report:
           >>> bx.map(jnp.sum, np.ones((2, 3)), progress=False).to_arrow().to_pydict()
           {'result': [3.0, 3.0]}
         """
-        return self._table.to_arrow()
+        arrow = needed("pyarrow", "to_arrow")
+        made = {name: _in_arrow(name, x) for name, x in self._columns().items()}
+        if not made:
+            raise ArgumentTypeError("all results are reduced, so there are no rows for a table.")
+        return arrow.table(made)
 
     def to_pandas(self) -> Any:
         """The same as a data frame of pandas.
@@ -248,7 +180,14 @@ class Report:
           >>> frame["result"].tolist()
           [3.0, 3.0]
         """
-        return self._table.to_pandas()
+        pandas, labels = needed("pandas", "to_pandas"), self._labels
+        made = {name: _in_pandas(x) for name, x in self._columns().items()}
+        index = labels.coordinates.get(labels.dimension)
+        frame = pandas.DataFrame(made, index=None if index is None else index.to_index())
+        for name, coordinate in labels.coordinates.items():
+            if name != labels.dimension and name not in frame and coordinate.dims:
+                frame[name] = np.asarray(coordinate)
+        return frame
 
     def to_xarray(self) -> Any:
         """The same as an array of xarray, or a dataset with a variable for each result.
@@ -263,13 +202,30 @@ class Report:
           >>> float(sums.sel(day=4)), sums.dims
           (3.0, ('day',))
         """
-        return self._table.to_xarray()
+        xarray, arrays = needed("xarray", "to_xarray"), {}
+        for name, x, axis in self._read():
+            if isinstance(x, Rows):
+                raise ArgumentTypeError(
+                    "a result has rows of different lengths, for which xarray has no array. Use "
+                    "to_arrow."
+                )
+            leaf = Leaf(name, x.shape, x.dtype, axis, rows_name=self._labels.dimension)
+            arrays[name] = xarray.DataArray(x, dims=leaf.dimension_names)
+        if set(arrays) == {""}:
+            return arrays[""].assign_coords(self._labels.coordinates)
+        return xarray.Dataset(arrays, coords=self._labels.coordinates)
 
-    @property
-    def _table(self) -> Results:
-        if self._results is None or self.left:
+    def _columns(self) -> dict[str, np.ndarray | Rows]:
+        """Each result with rows along axis 0."""
+        return {
+            name or ALONE: x if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
+            for name, x, axis in self._read()
+        }
+
+    def _read(self) -> list[tuple[str, Any, int]]:
+        if self.left:
             raise StorageError("some rows are left to other shards, so there is no table of all.")
-        return self._results
+        return [(name, _whole(x), axis) for name, x, axis in self._results if x is not None]
 
     def __str__(self) -> str:
         new = self.rows - self.reused - self.left
@@ -289,7 +245,7 @@ class Report:
 
 @dataclass(frozen=True)
 class How:
-    """The options of `batchax.map` that say how it is done, not what."""
+    """The options of `batchax.map` that do not change results."""
 
     out: Address | None  # where it is, from any folder
     named: Address | None  # what the user calls that
@@ -356,7 +312,7 @@ def _run(function: RowFunction, how: How) -> Report:
 
 
 def _check_quarantined(function: RowFunction, how: How, job: AnyJob) -> None:
-    """Whether the rows that earlier calls quarantined are what this one lets pass."""
+    """Raises if earlier calls quarantined rows for which this one raises."""
     bad = _bad_rows(job)
     _check_how_many(how, len(bad))
     nonfinite = next((b for b in bad if b.is_nonfinite), None)
@@ -432,17 +388,7 @@ def _kept_leaves(function: RowFunction, how: How) -> list[Leaf]:
 def _compare_rows(
     function: RowFunction, call: dict[str, Any], done: Mapping[int, Record], grown: Sequence[int]
 ) -> None:
-    """Whether inputs that have got rows at their end have the earlier ones that they had.
-
-    Args:
-      function: of a row.
-      call: the fingerprint of the call before.
-      done: the units that are done.
-      grown: the numbers of the inputs.
-
-    Raises:
-      JobError: they have others, or nobody knows.
-    """
+    """Raises a JobError if the `grown` inputs do not begin with the rows that they had."""
     for i in grown:
         known_by, source, read = call["inputs"][i], function.inputs.sources[i], None
         mapped = function.inputs.mapped
@@ -469,7 +415,6 @@ def _compare_rows(
 
 
 def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
-    """What tells this call from others with other results."""
     inputs = function.inputs
     outputs = {o.path: o.described for o in function.outputs}
     key, labels = function.key, inputs.labels
@@ -498,14 +443,13 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
 
 
 def _described_key(key: Any) -> str:
-    """Of what kind it is counts, too: the same numbers give rows other keys."""
+    """The kind counts, too: the same numbers give rows other keys."""
     return f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
 
 
 def plan_of(
     function: RowFunction, batch_size: Any, memory_limit: Any, commit_rows: int | None
 ) -> Plan:
-    """The plan of a new job; see the options of `batchax.map`."""
     rows, size, asked = function.inputs.rows, batch_size, commit_rows
     if size == "auto":
         size = fitting(function, memory_limit)
@@ -527,17 +471,17 @@ def plan_of(
 
 
 def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None:
-    """Runs the units that are not done."""
     stop = Stop()
-    sums = how.resume == "extend"
-    work = Work(function, job.plan, job.store, how.policy, how.retries, stop, job.check, sums)
     taken = _taken(function, how, job) if function.inputs.streams else None
+    sums = how.resume == "extend" or taken is not None
+    plan, store, policy = job.plan, job.store, how.policy
+    work = Work(function, plan, store, policy, how.retries, stop, job.check, sums, taken)
     left: Iterable[int] = ()
     if taken is None:
         left = [k for k in how.engine.units(job.plan) if k not in job.done]
         units, total = map(job.plan.unit, left), job.plan.rows
     else:
-        work, units, total = StreamWork(**vars(work), taken=taken), taken, taken.total
+        units, total = taken, taken.total
     quarantined, before = len(_bad_rows(job)), set(job.done)
     progress = Progress(how.progress, function.name, total, reused)
     if reused:
@@ -606,9 +550,8 @@ def _summary(function: RowFunction, job: AnyJob) -> dict[str, Any]:
     reduced = {}
     for output in function.outputs:
         if output.reduces:
-            parts = [state_of(output, r.reduced) for r in records] or [of_no_rows(output)]
-            whole = combined(output, parts)
-            reduced[output.leaf.name] = finished(output, whole, rows)
+            parts = [output.state_of(r.reduced) for r in records] or [output.of_no_rows()]
+            reduced[output.leaf.name] = output.finished(output.combined(parts), rows)
     return {"bad": bad, "reduced": reduced}
 
 
@@ -623,9 +566,6 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
     ]
     leaves = [o.leaf for o in function.outputs]
     labels = None if function.flat else function.inputs.labels
-    results = Results(
-        [leaf.name for leaf in leaves], outputs, [leaf.axis for leaf in leaves], labels or Labels()
-    )
     wholes = [reduced.get(o.leaf.name) for o in function.outputs]
     return Report(
         rows=job.plan.rows,
@@ -636,7 +576,8 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
         seconds=time.monotonic() - how.begun,
         bad=bad,
         left=0 if job.finished else job.plan.rows - _rows_done(job),
-        _results=results,
+        _results=[(x.name, out, x.axis) for x, out in zip(leaves, outputs, strict=True)],
+        _labels=labels or Labels(),
     )
 
 

@@ -7,6 +7,7 @@ import ctypes
 import fnmatch
 import glob
 import hashlib
+import io
 import itertools
 import os
 import sys
@@ -23,6 +24,7 @@ from batchax.datasets import objects
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath, needed, reading
 from batchax.datasets.journal import JOB, JobFiles
 from batchax.datasets.plan import Rows, crc32c
+from batchax.datasets.store import reopen_store
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
 from batchax.rows.arrow import from_dense
 
@@ -37,7 +39,6 @@ class Labels:
 
 
 def labels_of(x: Any, axis: int) -> Labels | None:
-    """Those of an array of xarray's; None of any other."""
     if type(x).__module__.split(".")[0] != "xarray":
         return None
     dimension = x.dims[axis]
@@ -56,25 +57,18 @@ writes may set the first of these times to what it was, and nobody the second.""
 
 
 class Files:
-    """What is known of files without reading them: that they are what they were when opened.
+    """Files of an input, with their sizes and times when they were opened.
 
     Args:
       path: a file, or a folder of which all files count.
       name: of the argument, for messages.
-      linked: files elsewhere that it is read from, too.
-
-    Attributes:
-      path: the same, absolute and without links.
-      count: of how many inputs these are one.
-
-    Raises:
-      StorageError: it cannot be looked at; or it is the output of a job that is not finished.
+      linked: files elsewhere from which it is read, too.
     """
 
     def __init__(self, path: Path, name: str, linked: Sequence[Path] = ()) -> None:
         # One file has one path, from whatever folder and through whatever links it is named.
         self.path, self._name = path.resolve(), name
-        self.count = 1
+        self.count = 1  # of how many inputs these are one
         self._linked = linked
         refuse_unfinished(self.path, name)
         for file in (self.path, *linked):
@@ -82,8 +76,10 @@ class Files:
                 _write_out(file)
         self._seen = self._look()
 
+    def opened(self) -> Any:
+        return open(self.path, "rb", buffering=0)
+
     def check(self) -> None:
-        """Raises a StorageError if they were changed since they were opened."""
         try:
             same = self._look() == self._seen
         except StorageError:  # some of it is gone
@@ -92,9 +88,9 @@ class Files:
             raise self._changed()
 
     def check_content(self) -> None:
-        """The same, and what is small holds what it did when `identity` was asked for.
+        """The same; compares the content of small files, too, if `identity` was called.
 
-        Of what another process has mapped to write to it, a file system in memory moves no time.
+        On a file system in memory, a write through a memory map moves no time.
         """
         self.check()
         if "_content" in vars(self) and self._digest() != self._content:
@@ -107,11 +103,7 @@ class Files:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Where they are, how large all are together, when the latest was changed, and more.
-
-        Of a folder, a digest of the names, sizes and times of all files. What is small is also
-        known by what it holds: so that is the same which was written again, and holds the same.
-        """
+        """For JSON: path, size, times, and digests of names in a folder and of small content."""
         seen = self._seen
         told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
         told["modified_ns"] = max((file[2] for file in seen), default=0)
@@ -150,8 +142,6 @@ class Files:
 
 def refuse_unfinished(address: Address, name: str) -> None:
     """Refuses what a job has not computed yet, or what was lost since: it would count as zeros."""
-    from batchax.datasets.store import reopen_store  # which imports sources
-
     for path in (address, *address.parents):
         if path.name.endswith(PARTIAL) and path in (address, address.parent):
             raise StorageError(
@@ -197,41 +187,113 @@ def _write_out(path: Path) -> None:
 
 Index = tuple[slice, ...]
 
+
+class ObjectFiles:
+    """Objects of an input, with their versions when they were opened: an object, or all below it.
+
+    Each read compares versions, so `check` and `check_content` have nothing to do.
+    """
+
+    count = 1  # as `Files` has it
+
+    def __init__(self, path: ObjectPath, name: str) -> None:
+        self.path, self._name = path, name
+        refuse_unfinished(path, name)
+        with reading(name):
+            try:
+                self.seen = {path: objects.meta(path)}
+            except FileNotFoundError:
+                self.seen = dict(objects.below(path))
+        if not self.seen:
+            raise StorageError(f"{name}: there is no such object, and none below that name.")
+
+    def check(self) -> None:
+        """Does nothing."""
+
+    check_content = check
+
+    def identity(self) -> dict[str, Any]:
+        told = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
+        digest = hashlib.sha256(repr(told).encode()).hexdigest()
+        size = sum(m.size for m in self.seen.values())
+        return {"path": str(self.path), "size": size, "versions": digest}
+
+    def opened(self) -> ObjectFile:
+        if self.path not in self.seen:
+            raise StorageError(f"{self._name}: there is no such object.")
+        return ObjectFile(self, self.path)
+
+    def read(self, path: ObjectPath, part: tuple[int, int] | None = None) -> bytes:
+        try:
+            content, version = objects.read_version(path, part)
+        except FileNotFoundError:
+            content, version = b"", None
+        if version is None or version.name != self.seen[path].version.name:
+            raise StorageError(
+                f"{self._name}: {path} was changed since it was opened. Let nothing write to it, "
+                "and make the call again."
+            )
+        return content
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file that is read."""
+
+    def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
+        self._files, self._path, self._at = files, path, 0
+        self.size = files.seen[path].size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self.size - self._at))
+        self.read_at(memoryview(buffer)[:count], self._at)
+        self._at += count
+        return count
+
+    def read_at(self, out: memoryview, offset: int) -> None:
+        if len(out):
+            out[:] = self._files.read(self._path, (offset, offset + len(out)))
+
+
+def files_of(path: Any, name: str) -> Any:
+    return ObjectFiles(path, name) if isinstance(path, ObjectPath) else Files(path, name)
+
+
 _BLOCK = 2**24  # bytes that are read at a time, where all rows are: they need not fit memory
 
 
 class Source:
-    """One input, of which rows are read. Several threads may read at once.
+    """One input, of which several threads read rows.
 
-    A kind of source says what `get` returns, and what it is known by: `origin`. Where rows have
-    different lengths, `lengths` says which. If it is found by the suffix of a file, it is made as
-    ``Kind(path, member, name)``, with what came after a colon as the member.
+    A kind of source defines `get` and `origin`; and `lengths`, where these differ. A kind for a
+    suffix is made as ``Kind(path, member, name)``, with what came after a colon as `member`.
 
     Args:
       name: for messages, such as "args[0]['w'] (x.npy)".
       shape: of all rows. Where rows have different lengths, without the axes along which they do.
-      dtype: of the elements: numbers of NumPy's, or of ml_dtypes.
-
-    Attributes:
-      name, shape: as given.
-      dtype: the same in this machine's byte order.
-      ragged: whether rows have different lengths.
-      axes: the axis of a row along which they do, or several, in order.
-      has_members: whether a file holds several arrays, one of which is named after a colon.
-      gives_fresh: whether `get` returns arrays that nobody else has, although NumPy cannot tell.
-      lends: whether what `get` returned stays as it is, so that who only looks at it needs no copy.
-      in_process: whether its rows are handed to another process by a copy of them all.
-      files: what it reads, if that is known. After each reading it is looked whether these are what
-        they were.
+      dtype: of the elements, of NumPy or ml_dtypes; the attribute has this machine's byte order.
     """
 
-    ragged = False
-    axes: int | tuple[int, ...] = 0
-    has_members = False
-    gives_fresh = False
-    lends = False
-    in_process = False
-    files: Any = None  # `Files`, or none: a subclass that has some need not ask
+    ragged = False  # whether rows have different lengths
+    axes: int | tuple[int, ...] = 0  # of a row along which they do
+    has_members = False  # whether a file holds several arrays
+    gives_fresh = False  # whether `get` returns new arrays, although NumPy cannot tell
+    lends = False  # whether what `get` returned stays as it is, and needs no copy
+    in_process = False  # whether another process needs a copy of all rows
+    files: Any = None  # `Files`, or None: they are checked after each read
 
     def __init__(self, name: str, shape: Any, dtype: Any) -> None:
         self.name = name
@@ -253,19 +315,10 @@ class Source:
         return None
 
     def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Any:
-        """The rows `start` to `stop` along `axis`, which stays where it is.
+        """The rows `start` to `stop` along `axis`: a contiguous array, or `Rows`.
 
         Args:
-          axis: along which the rows lie.
-          start, stop: which.
-          fresh: whether nobody else may have the array. If not, it is not to be written to, and may
-            be a part of what is in memory.
-
-        Returns:
-          a contiguous array, or `Rows` where rows have different lengths.
-
-        Raises:
-          StorageError: they cannot be read.
+          fresh: whether the caller may write to it. If not, it may be a part of the input.
         """
         if axis and self.ragged:
             raise AxisError(
@@ -276,7 +329,6 @@ class Source:
         return self._read(index, part, fresh)
 
     def arrow(self, start: int, stop: int) -> Any:
-        """The rows `start` to `stop` along axis 0, as an array of Arrow."""
         return from_dense(self.read(0, start, stop))
 
     def whole(self) -> Any:
@@ -284,26 +336,21 @@ class Source:
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
 
     def get(self, index: Index) -> Any:
-        """The part that the index picks: slices of leading axes, without steps and in range.
+        """The part that slices of leading axes pick: an array, or `Rows`.
 
-        Returns:
-          an array, or `Rows` where rows have different lengths. Any exception becomes a
-          StorageError that names the rows.
+        Any exception becomes a StorageError that names the rows.
         """
         raise NotImplementedError
 
     def origin(self) -> dict[str, Any] | None:
-        """Where the rows lie, and what changes when they do, for JSON: such as `Files.identity`.
+        """Identifies the rows, for JSON. None: a checksum of all rows does."""
+        return None if self.files is None else self.files.identity()
 
-        None: nothing says so, and the source is known by a checksum of all that it holds.
-        """
-        return None
-
-    def labels(self, axis: int) -> Any:
-        """What rows along the axis are called, if that is known (`tables.Labels`)."""
+    def labels(self, axis: int) -> Labels | None:
+        """The labels of the rows along the axis, if there are some."""
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from another one, for JSON."""
+        """Identifies its rows, shape and dtype, for JSON."""
         origin = self.origin()
         return {
             **(self.content() if origin is None else origin),
@@ -313,8 +360,11 @@ class Source:
 
     def content(self, rows: int | None = None) -> dict[str, Any]:
         """A checksum of all that it holds, or of its first rows, for which it is read."""
-        crc = 0
-        for start, stop in self._blocks(rows):
+        count = (self.shape[0] if self.shape else 1) if rows is None else rows
+        row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        crc, step = 0, max(1, _BLOCK // max(1, row))
+        for start in range(0, count, step):
+            stop = min(start + step, count)
             got = self.read(0, start, stop) if self.shape else self.whole()
             for part in got if isinstance(got, Rows) else (got,):
                 crc = crc32c(part, crc)
@@ -345,21 +395,9 @@ class Source:
             return x
         return np.array(x, self.dtype, order="C")
 
-    def _blocks(self, rows: int | None = None) -> Iterator[tuple[int, int]]:
-        """Rows that are read at a time, where all rows are, one after another."""
-        count = (self.shape[0] if self.shape else 1) if rows is None else rows
-        row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-        step = max(1, _BLOCK // max(1, row))
-        for start in range(0, count, step):
-            yield start, min(start + step, count)
-
 
 class ByContent(Source):
-    """A source that is known by what it holds, wherever that is.
-
-    Args:
-      source: the source.
-    """
+    """A source that is identified by its content, wherever that is."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.name.split(" (")[0], source.shape, source.dtype)
@@ -402,31 +440,35 @@ def native(dtype: Any, name: str) -> np.dtype:
 Fits = Callable[[Any], bool]
 
 
-def is_pattern(path: str) -> bool:
-    return glob.has_magic(path) and not os.path.exists(path)
+def is_pattern(path: Address) -> bool:
+    text = path.key if isinstance(path, ObjectPath) else str(path)
+    return glob.has_magic(text) and not (isinstance(path, Path) and path.exists())
 
 
-def matching(pattern: str) -> list[Path]:
-    """What a pattern names, by name, except for the folders of jobs; ``**`` is folders in
-    folders.
+def matching(pattern: Address) -> list[Any]:
+    """The paths that match a pattern, in order, except for the folders of jobs.
+
+    ``**`` is any folders. In object storage, these are objects and the names above them.
     """
-    named = map(Path, glob.glob(pattern, recursive=True))
-    return sorted(path for path in named if _no_job(path.parts, Path(pattern).parts))
+    if isinstance(pattern, Path):
+        named = map(Path, glob.glob(str(pattern), recursive=True))
+        return sorted(path for path in named if _no_job(path.parts, pattern.parts))
+    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.key.split("/"))
+    seen: set[ObjectPath] = set()
+    for path, _ in objects.below(ObjectPath(pattern.scheme, pattern.bucket, "/".join(fixed))):
+        seen.update((path, *path.parents))
+    return sorted(filter(fits(pattern), seen))
 
 
-def fits_files(pattern: str) -> Fits:
-    resolved = Path(pattern).resolve()
-    return lambda path: isinstance(path, Path) and _fits(path, resolved)
+def fits(pattern: Address) -> Fits:
+    """Whether `matching` would return a path."""
+    parts = _parts(pattern.resolve() if isinstance(pattern, Path) else pattern)
+    return lambda path: _fit_parts(_parts(path), parts) and _no_job(_parts(path), parts)
 
 
-def fits_objects(pattern: ObjectPath) -> Fits:
-    place, parts = (pattern.scheme, pattern.bucket), pattern.key.split("/")
-    return lambda path: (
-        isinstance(path, ObjectPath)
-        and (path.scheme, path.bucket) == place
-        and _fit_parts(path.key.split("/"), parts)
-        and _no_job(path.key.split("/"), parts)
-    )
+def _parts(path: Address) -> Sequence[str]:
+    whole = isinstance(path, ObjectPath)
+    return (path.scheme, path.bucket, *path.key.split("/")) if whole else path.parts
 
 
 def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -446,31 +488,8 @@ def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return shown and fnmatch.fnmatchcase(name, pattern) and _fit_parts(more, rest)
 
 
-def matching_objects(pattern: ObjectPath) -> list[ObjectPath]:
-    """What a pattern names in a store, by name: objects, and what these are in."""
-    fixed = itertools.takewhile(lambda part: not glob.has_magic(part), pattern.key.split("/"))
-    root = ObjectPath(pattern.scheme, pattern.bucket, "/".join(fixed))
-    seen: set[ObjectPath] = set()
-    for path, _ in objects.below(root):
-        seen.update((path, *path.parents))
-    return sorted(filter(fits_objects(pattern), seen))
-
-
-def _fits(path: Path, pattern: Path) -> bool:
-    if "**" in pattern.parts:  # any folders may stand for that
-        return fnmatch.fnmatch(str(path), str(pattern).replace("**/", "*"))
-    each = zip(path.parts, pattern.parts, strict=False)
-    return len(path.parts) == len(pattern.parts) and all(fnmatch.fnmatch(*x) for x in each)
-
-
-class Joined(Source):
-    """Rows of several sources, one after another, along axis 0.
-
-    Args:
-      parts: the sources.
-      fits: whether what is written to a path would be one of them.
-      name: for messages.
-    """
+class ConcatenatedSource(Source):
+    """Rows of several sources along axis 0; `fits` is whether a path would be one of them."""
 
     lends = True
 
@@ -539,7 +558,7 @@ class Joined(Source):
             return arrow.concat_arrays(got or [self._parts[-1].arrow(0, 0)])
 
     def _parts_of(self, picked_start: int, picked_stop: int) -> Iterator[tuple[Source, int, int]]:
-        """The parts that hold rows, at least one, and which of theirs."""
+        """The parts that hold rows, at least one, with the first row and the one after the last."""
         first = bisect_right(self._ends, picked_start)
         for i in range(first, len(self._parts)):
             begin = self._ends[i] - self._parts[i].shape[0]

@@ -13,23 +13,26 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from batchax.datasets.addresses import Kinds, ObjectPath, at_home, is_url, masked, needed, reading
-from batchax.datasets.files import (
-    ArrowColumn,
-    InMemory,
-    InRagged,
-    Sliced,
-    in_memory,
-    refuse_masked,
-    zarr_format,
+from batchax.datasets.addresses import (
+    Kinds,
+    ObjectPath,
+    address,
+    at_home,
+    is_url,
+    masked,
+    needed,
+    reading,
 )
+from batchax.datasets.arrays import ArrowColumn, InRagged, Sliced, in_memory, refuse_masked
+from batchax.datasets.files import InMemory, NpyFile, ParquetColumn, ZarrObjects, zarr_format
 from batchax.datasets.plan import ENDLESS
 from batchax.datasets.source import (
+    ConcatenatedSource,
     Index,
-    Joined,
     Labels,
+    ObjectFiles,
     Source,
-    fits_files,
+    fits,
     is_pattern,
     matching,
     native,
@@ -64,12 +67,7 @@ def _has_numbers(x: Any) -> bool:
 
 
 class StreamLeaf(Source):
-    """An array of each row of a stream, which is read in order and by `Stream.take` alone.
-
-    Args:
-      stream: the stream.
-      leaf: number of the array among those of a row.
-    """
+    """An array of each row of a stream, which `Stream.take` alone reads, in order."""
 
     def __init__(self, stream: Stream, leaf: int, name: str, shape: Any, dtype: Any) -> None:
         super().__init__(name, (ENDLESS, *shape), dtype)
@@ -79,7 +77,7 @@ class StreamLeaf(Source):
         raise UnsupportedError(f"{self.name} are rows that come one after another, and in order.")
 
     def origin(self) -> dict[str, Any]:
-        """That it is one: which rows those were that are done, the journal says."""
+        """That it is a stream: the journal has its rows."""
         return {"stream": self.stream.name}
 
     def content(self, rows: int | None = None) -> dict[str, Any]:
@@ -92,16 +90,8 @@ class StreamLeaf(Source):
 class Stream:
     """The rows of an argument, in order.
 
-    Args:
-      x: what `is_stream` takes.
-      name: of the argument, for messages.
-      batched: whether each item is a batch, with rows along axis 0, and not a row.
-      start: how many rows are passed over.
-
     Attributes:
-      name: as given.
-      argument: what stands for it: a tree with a `StreamLeaf` for each array of a row; None if
-        there are no rows.
+      argument: a pytree with a `StreamLeaf` for each array of a row; None if there are no rows.
       size: rows of the first item.
     """
 
@@ -128,7 +118,7 @@ class Stream:
                 self.skip(start)
 
     def take(self, rows: int) -> list[np.ndarray]:
-        """The next rows of each array, so many or as many as there are: shape (rows, ...)."""
+        """The next rows of each array, at most so many."""
         parts, count = [self._left], len(self._left[0])
         while count < rows:
             item = self._item()
@@ -151,7 +141,7 @@ class Stream:
         return None if self._by_number is None else len(self._by_number)
 
     def skip(self, rows: int) -> int:
-        """Passes over rows, which are not made if they have numbers; returns how many."""
+        """Skips rows, without making those that have numbers; returns how many."""
         passed = 0
         while passed < rows:
             if not len(self._left[0]):
@@ -318,14 +308,21 @@ def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
         name one after another.
       of_any_type: whether a column of Parquet need not have numbers: it is passed through.
     """
-    if is_url(path):
-        from batchax.datasets.object_files import open_object
-
-        return open_object(path, name, of_any_type)
-    file, member = _split(path)
-    if is_pattern(str(file)):
-        return _joined(str(file), member, name, path, of_any_type)
-    name = f"{name} ({path})"
+    file, member = _split_url(path, name) if is_url(path) else _split(path)
+    shown = f"{name} ({path})"
+    if is_pattern(file):
+        paths = matching(file)
+        if not paths:
+            kind, where = "object", ""
+            if isinstance(file, Path):
+                kind, where = "file", f", from the folder {Path.cwd()}"
+            raise StorageError(f"{shown}: no {kind} fits the pattern{where}.")
+        of = f":{member}" if member else ""
+        parts = [open_path(f"{each}{of}", name, of_any_type) for each in paths]
+        return ConcatenatedSource(parts, fits(file), shown)
+    name = shown
+    if isinstance(file, ObjectPath):
+        return _open_objects(file, member, name, of_any_type)
     if not file.exists():
         full = f"{name}: there is no such file. Its path in full: {file.absolute()}."
         raise StorageError(masked(full))
@@ -342,31 +339,25 @@ def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
     return source(file, member, name)
 
 
-def _joined(pattern: str, member: str, name: str, path: str, of_any_type: bool) -> Source:
-    paths = matching(pattern)
-    if not paths:
-        raise StorageError(
-            f"{name} ({path}): no file fits the pattern, from the folder {Path.cwd()}."
+def _open_objects(path: ObjectPath, member: str, name: str, of_any_type: bool) -> Source:
+    kind = "" if ".zarr/" in path.key else path.suffix[1:]
+    if kind in ("npz", "h5", "hdf5", "he5"):
+        raise UnsupportedError(
+            f"{name}: in a store of objects, .npy, .zarr and .parquet are read. Copy it to a local "
+            "disk, or write it again as one of these."
         )
-    of = f":{member}" if member else ""
-    parts = [open_path(f"{each}{of}", name, of_any_type) for each in paths]
-    return Joined(parts, fits_files(pattern), f"{name} ({path})")
+    if kind == "npy":
+        return NpyFile(path, member, name)
+    there: Any = ObjectFiles(path, name)
+    if kind == "parquet" or any(part.suffix == ".parquet" for part in there.seen):
+        return ParquetColumn(there, member, name, of_any_type)
+    return ZarrObjects(there, name)
 
 
 def passed_columns(
     keep: Any, arguments: Iterable[tuple[str, Any]], labels: Labels | None
 ) -> dict[str, Source]:
-    """Sources of the columns that are passed through, by name.
-
-    Args:
-      keep: names of columns, of the Parquet files that arguments are columns of, or coordinates of
-        an array of xarray; or a dict of columns, as arrays or paths.
-      arguments: those that are mapped, each with its name.
-      labels: of the rows.
-
-    Raises:
-      ArgumentTypeError: there is no such column, or it cannot be passed through.
-    """
+    """Sources of the columns that are passed through, by name. `arguments` are names and values."""
     if not isinstance(keep, dict):
         if not (isinstance(keep, (list, tuple)) and all(isinstance(x, str) for x in keep)):
             raise ArgumentTypeError(
@@ -423,10 +414,20 @@ def _kind_of(file: Path) -> str | None:
     return "zarr" if zarr_format(file) else None
 
 
+def _split_url(url: str, name: str) -> tuple[ObjectPath, str]:
+    path: Any = address(url, name)
+    group, _, array = path.key.partition(".zarr:")
+    if array:  # a path in a group
+        return ObjectPath(path.scheme, path.bucket, f"{group}.zarr/{array.strip('/')}"), ""
+    member = path.name.partition(":")[2]
+    whole: Any = address(url[: len(url) - len(member) - 1], name) if member else path
+    return whole, member
+
+
 def _split(path: str) -> tuple[Path, str]:
     ends = [i for i, letter in enumerate(path) if letter == ":"]
     for end in [len(path), *reversed(ends)]:
         part = path[:end]
-        if part and (Path(part).exists() or (is_pattern(part) and matching(part))):
+        if part and (Path(part).exists() or (is_pattern(Path(part)) and matching(Path(part)))):
             return Path(path[:end]), path[end + 1 :]
     return Path(path[: ends[-1]] if ends else path), ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -15,22 +15,32 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as bfloat16)
 import numpy as np
 
+from batchax.datasets import objects
 from batchax.datasets.addresses import PARTIAL, Address, Kinds, ObjectPath, address, needed
-from batchax.datasets.disk import give_name, make_folder, remove_unfinished
+from batchax.datasets.disk import (
+    AFTER_WRITE,
+    BEFORE_WRITE,
+    IN_WRITE,
+    OvertakenError,
+    give_name,
+    make_folder,
+    reached,
+    remove_unfinished,
+    replace_file,
+)
 from batchax.datasets.plan import Leaf, Plan, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 from batchax.jaxprs.spoken import brief
 
 
-class Held:
-    """A file or folder that is to stay the one that it is.
+class OutputGuard:
+    """Checks that a file or folder stays the same one, and its files as they were written.
 
-    As long as it is open here, the system gives its number to no other. Of files in a folder, each
-    of which is written once, what they were then is compared in the end.
+    While it is open here, the system gives its inode to no other file.
 
     Args:
       path: of it, for messages.
-      at: returns where it is now: others may give it its name.
+      at: returns where it is now, since another process may give it its name.
     """
 
     def __init__(self, path: Path, at: Callable[[], Path]) -> None:
@@ -85,7 +95,7 @@ def written_over(out: Any, what: str) -> JobError:
 
 
 def _stamp(at: Path, names: Sequence[str]) -> int | None:
-    """What tells files from what they are once somebody wrote to them; None if one is gone."""
+    """Changes when another process writes to one of the files; None if one is gone."""
     try:
         told = [os.stat(at / name) for name in names]
     except OSError:
@@ -93,48 +103,69 @@ def _stamp(at: Path, names: Sequence[str]) -> int | None:
     return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in told))
 
 
+class ConditionalPuts:
+    """Puts objects, each on the condition that no other process has put one there."""
+
+    def __init__(self) -> None:
+        self._there: dict[ObjectPath, objects.Version] = {}  # objects that were in the way
+        self._put: dict[int, int] = {}  # what was put, by numbers: there may be millions
+        self._lock = threading.Lock()
+
+    def put(self, path: ObjectPath, content: bytes) -> None:
+        reached(BEFORE_WRITE)
+        before = self._there.pop(path, None)
+        try:
+            if before is None:
+                version = objects.put_new(path, content)
+            else:
+                version = objects.put_over(path, content, before)
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):
+                self._there[path] = objects.meta(path).version
+            raise OvertakenError(f"{path} was written by somebody else.") from None
+        with self._lock:
+            self._put[hash(path)] = hash(version.name)
+        reached(IN_WRITE)  # another object of the unit may follow
+        reached(AFTER_WRITE)
+
+    def check(self, out: ObjectPath) -> None:
+        there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}
+        if not self._put.items() <= there.items():
+            raise written_over(out, "an object of it")
+
+
 Results = Sequence[np.ndarray | Rows]
 
 
 class Store:
-    """Where results are kept. Different units may be written from several threads.
+    """Where results are kept. Several threads may write different units.
 
-    A kind of store says what `prepare`, `check`, `put`, `read` and `result` do, and `clean` if
-    writers leave things behind. Making one writes nothing, and raises an ArgumentTypeError if there
-    is no form for one of the leaves. Whoever calls `prepare` or `clean` has the job's lock for
-    itself: these remove what was left unfinished.
+    A kind of store defines `prepare`, `check`, `put`, `read` and `result`. Making one writes
+    nothing, and raises an ArgumentTypeError for unsupported leaves. The caller of `prepare` and
+    `clean`, which remove unfinished files, holds the job's lock.
 
     Args:
-      out: what the user gave.
+      out: the output.
       leaves: the arrays of results.
       unit_rows: rows of a chunk: of a unit, or of a batch, if units differ.
-
-    Attributes:
-      out, leaves, unit_rows: as given.
-      kind: under which it was found.
       options: the `store_options` of the call.
-      takes_options: whether it has any.
-      lasts: whether what it keeps outlives the process, and so has checksums in the journal.
-      can_grow: whether results may have rows that are counted as they come.
-      can_flatten: whether a unit may have more rows, or fewer, than rows of the inputs.
-      stays: whether it is one file or folder from `prepare` on, on a disk.
-      renamed: whether that is called `partial` until it is whole.
     """
 
-    kind = ""
+    kind = ""  # under which it was found
     takes_options = False
-    lasts = True
-    can_grow = False
-    can_flatten = False
-    stays = False
-    renamed = False
-    _held: Held | None = None
+    lasts = True  # whether results outlive the process, and so have checksums in the journal
+    can_grow = False  # whether results may have rows that are counted as they come
+    can_flatten = False  # whether a unit may have more rows, or fewer, than rows of the inputs
+    stays = False  # whether it is one file or folder from `prepare` on, on a disk
+    renamed = False  # whether that is called `partial` until it is whole
+    _guard: OutputGuard | None = None
 
-    def __init__(
-        self, out: Path, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
-    ) -> None:
+    def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
         self.out, self.leaves, self.unit_rows = out, tuple(leaves), unit_rows
         self.options: dict[str, Any] = options or {}
+        self._puts = ConditionalPuts() if isinstance(out, ObjectPath) else None
+        if self._puts is not None:
+            self.stays = self.renamed = False
         names = [leaf.name for leaf in self.leaves]
         if self.grows and not self.can_grow:
             raise ArgumentTypeError(
@@ -166,26 +197,16 @@ class Store:
         return self.out.with_name(f"{self.out.name}{PARTIAL}")
 
     @property
-    def at(self) -> Path:
+    def at(self) -> Any:
         """Where it is now."""
         return self.partial if self.renamed and os.path.lexists(self.partial) else self.out
 
     def prepare(self) -> None:
-        """Of a new job: makes what units are written to, all of it or, if killed, nothing.
-
-        Raises:
-          JobError: something is there already.
-          StorageError: it cannot be made, or there is no room for it.
-        """
+        """Makes the output of a new job, or, if killed, nothing; a JobError if there is one."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Of a job that goes on: makes sure that what `prepare` made is there.
-
-        Raises:
-          JobError: something else is there.
-          StorageError: it is missing or damaged.
-        """
+        """Raises a StorageError if what `prepare` made is missing, a JobError if it is another."""
         raise NotImplementedError
 
     def check_ended(self) -> None:
@@ -195,29 +216,23 @@ class Store:
     def clean(self) -> None:
         """Removes what writers that were killed left unfinished."""
 
-    def hold(self) -> None:
-        """Of who writes: from now on it is to be what it is."""
+    def guard(self) -> None:
+        """Has `verify_unchanged` compare what is there from now on."""
         if self.stays:
-            self._held = Held(self.out, lambda: self.at)
+            self._guard = OutputGuard(self.out, lambda: self.at)
 
-    def check_held(self, at_end: bool = False) -> None:
-        """Whether it is what it was, as far as that can be told at once.
-
-        Args:
-          at_end: whether all was written, and looking may take longer.
-
-        Raises:
-          JobError: somebody put something else in its place.
-        """
-        if self._held is not None:
-            self._held.check()
+    def verify_unchanged(self, at_end: bool = False) -> None:
+        """Raises a JobError if another process changed the output; `at_end` of all files."""
+        if self._guard is not None:
+            self._guard.check()
             if at_end:
-                self._held.check_written()
+                self._guard.check_written()
+        if self._puts is not None and at_end:
+            self._puts.check(self.out)
 
-    def let_go(self) -> None:
-        """It may be anything again."""
-        if self._held is not None:
-            self._held.close()
+    def release(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
 
     @property
     def grows(self) -> bool:
@@ -225,32 +240,21 @@ class Store:
         return any(leaf.grows for leaf in self.leaves)
 
     def end(self, rows: int) -> None:
-        """All rows were written, and are so many: from now on it is a whole output for everyone.
-
-        Until then nobody takes it, or a copy, for one. This may be called again, if it was killed.
-        """
+        """Makes the output whole for other programs, with so many rows. It may be called again."""
         if self.renamed:
             give_name(self.partial, self.out)
 
     def reopen(self) -> None:
-        """Undoes `end`, since rows are to be added. This may be called again, if it was killed."""
+        """Undoes `end`, since rows are to be added. It may be called again."""
         if self.renamed:
             give_name(self.out, self.partial)
 
     def put(self, unit: Unit, results: Results) -> None:
-        """Writes the results of a unit over whatever is there, which may be damaged or half a one.
-
-        They are durable when this returns: on the disk, under their names. `results` has one for
-        each leaf, with its shape and dtype.
-        """
+        """Writes the results of a unit, one for each leaf, durably, over a damaged one or none."""
         raise NotImplementedError
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        """The results of a unit that was written.
-
-        Raises:
-          StorageError: they are damaged or missing; it names the file.
-        """
+        """The results of a unit that was written; a StorageError names a bad file."""
         raise NotImplementedError
 
     def result(self) -> Any:
@@ -258,17 +262,28 @@ class Store:
         raise NotImplementedError
 
     def write(self, unit: Unit, results: Results) -> None:
-        """Writes the results of a unit, once they are seen to fit."""
+        """Writes the results of a unit, after a check that they fit."""
         self.put(unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)])
-        if self._held is not None:
-            self._held.written(unit.number, self.files_of(unit))
+        if self._guard is not None:
+            self._guard.written(unit.number, self.files_of(unit))
 
     def files_of(self, unit: Unit) -> list[Path]:
         """The files that hold this unit and nothing else, if there are such."""
         return []
 
+    def _put_file(self, path: Any, content: bytes) -> None:
+        (replace_file if self._puts is None else self._puts.put)(path, content)
+
+    def _read_file(self, path: Any) -> bytes:
+        try:
+            return objects.place_of(path).read(path)
+        except FileNotFoundError:
+            raise StorageError(f"{path} is missing.") from None
+
     def names(self) -> Collection[Any]:
         """The paths of all files of the output, by one listing."""
+        if self._puts is not None:
+            return {path for path, _ in objects.below(self.out)}
         return {
             Path(at, name) for at, _, names in os.walk(self.at, followlinks=True) for name in names
         }
@@ -278,28 +293,23 @@ class Store:
         return next((path for path in self.names() if not self._is_own(path)), None)
 
     def _is_own(self, path: Any) -> bool:
-        """Whether a file in the output has a name that this store gives to files."""
+        """Whether this store gives files in the output such a name."""
         return False
 
     def missing(self, units: Iterable[Unit]) -> dict[int, Any]:
-        """The numbers of those units that were written and whose files are gone, with one of these.
-
-        Stores write every chunk, also one that holds the fill value alone, so its name says that
-        it was written.
-        """
+        """The numbers of units that were written and whose files are gone, with one of these."""
         files = {file: unit.number for unit in units for file in self.files_of(unit)}
         there = self.names() if files else ()
         return {number: file for file, number in files.items() if file not in there}
 
     def describe(self) -> dict[str, Any]:
-        """For JSON, what `stores.reopen_store` makes the same store of."""
+        """For JSON, what `reopen_store` makes the same store of."""
         text = lambda leaf: {"dtype": str(leaf.dtype), "passed": leaf.passed and str(leaf.passed)}
         leaves = [{**vars(leaf), **text(leaf)} for leaf in self.leaves]
         more = {"options": self.options} if self.options else {}
         return {"kind": self.kind, "unit_rows": self.unit_rows, "leaves": leaves, **more}
 
     def _check_options(self, names: Iterable[str], allowed: Iterable[str], more: str = "") -> None:
-        """Raises an ArgumentTypeError if one of these options is unknown."""
         allowed = list(allowed)
         for name in names:
             if name not in allowed:
@@ -316,14 +326,11 @@ class Store:
 
 
 def described_leaves(description: dict[str, Any]) -> list[Leaf]:
+    tuples = lambda leaf: {name: tuple(x) for name, x in leaf.items() if isinstance(x, list)}
     return [
-        Leaf(**{**leaf, "dtype": np.dtype(leaf["dtype"]), **_tuples(leaf)})
+        Leaf(**{**leaf, "dtype": np.dtype(leaf["dtype"]), **tuples(leaf)})
         for leaf in description["leaves"]
     ]
-
-
-def _tuples(leaf: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(x) for name, x in leaf.items() if isinstance(x, list)}
 
 
 def part_of(leaf: Leaf, unit: Unit) -> tuple[slice, ...]:
@@ -345,12 +352,7 @@ def refuse_ragged(leaves: Sequence[Leaf], what: str) -> None:
 
 
 def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
-    """Makes the folder that `out` is to be in.
-
-    Raises:
-      JobError: `out` is there already.
-      StorageError: the folder cannot be made, or has no space for all of the leaves.
-    """
+    """Makes the folder of `out`; raises if `out` exists, or the disk has no space."""
     if os.path.lexists(out):
         raise JobError(
             f"{out} is there already, and nothing is ever written over. Choose another out=, or "
@@ -423,20 +425,18 @@ class MemoryStore(Store):
                 array[part_of(leaf, unit)] = result
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        if any((unit.number, i) not in self._parts for i in self._leaves_in_parts()):
-            raise StorageError(f"rows {unit.start} to {unit.stop} were not written.")
-        return [
-            self._parts[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
-            for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
-        ]
+        try:
+            return [
+                self._parts[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
+                for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
+            ]
+        except KeyError:
+            raise StorageError(f"rows {unit.start} to {unit.stop} were not written.") from None
 
     def result(self) -> Any:
         return self.each(
             [self._joined(i) if array is None else array for i, array in enumerate(self._arrays)]
         )
-
-    def _leaves_in_parts(self) -> list[int]:
-        return [i for i, array in enumerate(self._arrays) if array is None]
 
     def _joined(self, i: int) -> Any:
         leaf = self.leaves[i]
@@ -459,11 +459,8 @@ STORES = Kinds(
 )
 """By the suffix of an output. Another package adds its own as entry points of that group."""
 
-OF_OBJECTS = {
-    "zarr": "batchax.datasets.object_files:ObjectZarr",
-    "parquet": "batchax.datasets.object_files:ObjectParquet",
-}
-"""The same in a store of objects, where nothing can be written into the middle of a file."""
+# In object storage, where nothing can be written into the middle of a file.
+_PUT_WHOLE = "zarr", "parquet"
 
 
 def open_store(
@@ -473,15 +470,7 @@ def open_store(
     kind: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Store:
-    """The store of a job's results. Nothing is written yet.
-
-    Args:
-      out: "x.zarr", "x.npy", a folder for Parquet files, which has no suffix or ".parquet" or ends
-        in a slash; a path with a suffix that another package writes; None for memory.
-      plan: says how many rows are written at once.
-      kind: of the store, if that is known: a path has lost the slash at its end.
-      options: the `store_options` of the call.
-    """
+    """The store of results; `kind` is needed where the slash at the end of `out` is lost."""
     if plan.extended:
         leaves = [replace(leaf, shape=leaf.of_rows(0), grows=True) for leaf in leaves]
     return _store(kind or kind_of(out), out, leaves, plan.chunk_rows, options)
@@ -496,28 +485,19 @@ def _store(
     kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
 ) -> Store:
     in_memory = kind == MemoryStore.kind
-    place = Path() if in_memory else address(out, "out")
-    of_objects = isinstance(place, ObjectPath)
-    store_class: Any = MemoryStore
-    if not in_memory:
-        store_class = _of_objects(kind) if of_objects else STORES.load(kind)
+    store_class: Any = MemoryStore if in_memory else STORES.load(kind)
     if options and not store_class.takes_options:
         raise ArgumentTypeError(
             f"store_options: {'memory' if in_memory else f'.{kind}'} has no options. "
             'Remove it, or use out="y.zarr", or a folder of Parquet files (out="y/").'
         )
+    place = Path() if in_memory else address(out, "out")
     store: Store = store_class(place, leaves, unit_rows, *[options] if options else [])
     store.kind = kind
     return store
 
 
-def _of_objects(kind: str) -> type[Store]:
-    module, _, name = OF_OBJECTS[kind].partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def kind_of(out: Any) -> str:
-    """The kind of the store for an output."""
     if out is None:
         return MemoryStore.kind
     if isinstance(out, ObjectPath):
@@ -534,7 +514,7 @@ def kind_of(out: Any) -> str:
     if isinstance(place, ObjectPath):
         if not kind or name.endswith("/"):
             return FOLDER
-        if kind not in OF_OBJECTS:
+        if kind not in _PUT_WHOLE:
             raise UnsupportedError(
                 f"out={name!r}: in a store of objects, results are written to .zarr, or to "
                 "Parquet files (.parquet, no suffix, or a slash at the end). Other files are "

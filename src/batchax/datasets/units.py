@@ -16,20 +16,13 @@ import numpy as np
 from batchax import _compat
 from batchax.datasets.inputs import rows_of
 from batchax.datasets.plan import NOT_FINITE, Bad, Rows, Unit, alike
-from batchax.datasets.row_function import (
-    Program,
-    combined,
-    fetched,
-    named_parts,
-    nothing,
-    of_no_rows,
-)
+from batchax.datasets.row_function import Program, fetched, nothing
 from batchax.errors import MemoryLimitError, RowError
 from batchax.rows.ragged import Ragged
 
 
 def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What `work` returns, or the error that it raises: of the user, if a callback fails."""
+    """Returns the value or the error of `work`: one of the user, if a callback fails."""
     try:
         return work(), None
     except Exception as error:
@@ -40,7 +33,7 @@ def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a unit, to be computed at a time."""
+    """Some rows of a unit, computed at a time."""
 
     program: Program  # computes them
     unit: Unit  # the unit
@@ -50,7 +43,7 @@ class Batch:
     count: int
 
     def start(self, instead: dict[int, int] | None = None) -> list[Any]:
-        """Begins to compute it; `instead` says which rows of it others take the places of."""
+        """Begins to compute it; `instead` replaces rows by others of the batch."""
         return self.program.start(*self._arguments(instead or {}))
 
     def reduced(self, instead: dict[int, int]) -> list[Any]:
@@ -105,7 +98,7 @@ def batches_of(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[Ba
 
 
 def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
-    """Each batch, and its results once they are there; the next is begun before they are read."""
+    """Yields each batch with its results; the next one is begun before they are read."""
     waiting: list[Waiting] = []
     for batch in batches:
         waiting.append((batch, begun(batch)))
@@ -115,7 +108,7 @@ def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
 
 
 def begun(batch: Batch) -> Callable[[], list[Any]]:
-    """Begins to compute a batch; returns what waits for its results."""
+    """Begins to compute a batch; returns a function that waits for its results."""
     outputs = batch.program.function.outputs
     arrays, error = tried(batch.start)  # some errors are known at once, others when it is read
     if error is not None:
@@ -138,7 +131,7 @@ def _with_reduced(batch: Batch, arrays: list[Any], instead: dict[int, int]) -> l
 
 
 def recomputed(batch: Batch, failing: dict[int, Any]) -> list[Any]:
-    """The results of a batch, and in place of failing rows those of one that does not fail."""
+    """The results of a batch, with failing rows replaced by one that does not fail."""
     outputs, good = batch.program.function.outputs, set(range(batch.count)) - set(failing)
     if not good:
         return [without_rows(o, batch.count) for o in outputs]
@@ -165,7 +158,7 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
 def without_rows(output: Any, rows: int) -> Any:
     leaf = output.leaf
     if output.reduces:
-        return of_no_rows(output)
+        return output.of_no_rows()
     if leaf.ragged is not None:
         return leaf.without_elements(rows)
     shape = list(leaf.shape)
@@ -179,21 +172,13 @@ def last_line(error: Exception) -> str:
 
 
 class OutageError(RowError):
-    """So many rows in succession fail with one type of error that they are not to blame.
-
-    Attributes:
-      kind: that type, by its name.
-    """
+    """Too many rows in succession fail with one type of error, so they are not to blame."""
 
     kind = ""
 
 
 class Streak:
-    """Rows that fail in succession, with no row between them that does not, with one type of error.
-
-    Args:
-      most: how many may be quarantined; None: any number.
-    """
+    """Rows that fail in succession with one type of error; raises if there are more than `most`."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -203,7 +188,6 @@ class Streak:
         self._kind, self._rows = "", list[int]()
 
     def add(self, batch: Batch, bad: Bad) -> None:
-        """A row failed."""
         kind = bad.kind
         if kind != self._kind:
             self.end()
@@ -224,7 +208,7 @@ class Streak:
 
 @dataclass(frozen=True)
 class Policy:
-    """What becomes of rows for which the function fails."""
+    """The options for rows that fail."""
 
     on_error: str  # "raise" or "quarantine"
     on_nonfinite: str | None  # the same of rows with results that are not finite; None: nothing
@@ -236,7 +220,7 @@ _TIMES = 2  # that the rows of a batch which fail are looked for: an error may b
 
 
 def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[list[Any], list[Bad]]:
-    """The results of a batch that fails, and the rows that it fails for."""
+    """The results of a batch that fails, and the rows for which it fails."""
     raises, bad = policy.on_error == "raise", dict[int, Bad]()
     for _ in range(_TIMES):
         streak = None if raises else policy.streak
@@ -255,7 +239,7 @@ def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[lis
 def failing_rows(
     batch: Batch, error: Exception, most: int, streak: Streak | None = None
 ) -> list[Bad]:
-    """The rows that a batch fails for, so many at most."""
+    """The rows for which a batch fails, at most `most`."""
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         raise MemoryLimitError(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
@@ -275,10 +259,9 @@ def failing_rows(
 def _failing(
     batch: Batch, error: Exception, streak: Streak | None
 ) -> Iterator[tuple[int, Exception]]:
-    """The rows that fail by themselves, of a batch that fails, and their errors.
+    """The rows that fail by themselves, found by programs of fewer and fewer rows.
 
-    They are looked for by programs of fewer and fewer rows: of a batch of `n` rows with one that
-    fails, about `n` are recomputed, and not `n` for each part that is tried.
+    Of a batch of `n` rows with one that fails, about `n` are recomputed.
     """
     if batch.count == 1:
         yield batch.row(0), error
@@ -294,7 +277,7 @@ def _failing(
 def without_nonfinite(
     batch: Batch, results: list[Any], policy: Policy, bad_rows: set[int]
 ) -> tuple[list[Any], list[Bad]]:
-    """The same for rows whose results are not finite."""
+    """The same for rows with non-finite results."""
     outputs = batch.program.function.outputs
     wrong: dict[int, Exception] = {}
     for output, x in zip(outputs, results, strict=True):
@@ -316,7 +299,7 @@ def without_nonfinite(
 def _not_finite_in_sums(
     batch: Batch, results: list[Any], without: set[int], policy: Policy
 ) -> dict[int, Exception]:
-    """Rows that make a reduction over the batch not finite, which keeps none of what rows have."""
+    """Rows that make a reduction over the batch non-finite."""
     outputs = batch.program.function.outputs
     reduces = [o for o in outputs if o.reduces]
     states = [x for o, x in zip(outputs, results, strict=True) if o.reduces]
@@ -334,20 +317,16 @@ def _not_finite_in_sums(
     error = error_of(states)
     if error is None or not good or tried(good) is None:
         return {}
-    return _fail_alone(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
+    return _bisect_failures(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
 
 
-def _fail_alone(
+def _bisect_failures(
     rows: Sequence[int],
     error: Exception,
     tried: Callable[[Sequence[int]], Exception | None],
     most: int,
 ) -> dict[int, Exception]:
-    """Of rows that fail together those that fail by themselves, each with its error, by halves.
-
-    Args:
-      tried: runs some of them; returns what they fail with, or None.
-    """
+    """Bisects rows that fail together; returns those that fail by themselves, with their errors."""
     if len(rows) == 1:
         return {rows[0]: error}
     alone: dict[int, Exception] = {}
@@ -355,7 +334,7 @@ def _fail_alone(
     for part in (rows[:half], rows[half:]):
         again = tried(part)
         if again is not None:
-            alone |= _fail_alone(part, again, tried, most - len(alone))
+            alone |= _bisect_failures(part, again, tried, most - len(alone))
         if len(alone) >= most:
             break
     return alone
@@ -397,8 +376,6 @@ def _sources(batch: Batch) -> str:
 
 @dataclass(frozen=True)
 class Computed:
-    """A unit that was computed."""
-
     unit: Unit  # its rows
     results: list[np.ndarray | Rows]  # of each output that has rows
     # of each output that has none, by names: what the rows of the unit come to
@@ -413,7 +390,7 @@ def begin_unit(
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
 ) -> Callable[[], Computed]:
-    """Begins to compute the rows of a unit, so that the device has something to do meanwhile."""
+    """Begins to compute the rows of a unit, so that the device is busy meanwhile."""
     begun = time.monotonic()
     batches = ahead(batches_of(program, unit, data))
     first = next(batches, None)
@@ -457,7 +434,7 @@ def _unit_of(
     outputs: Sequence[Any], unit: Unit, results: list[Any], bad: list[Bad], seconds: float
 ) -> Computed:
     both = list(zip(outputs, results, strict=True))
-    parts = [named_parts(o, x) for o, x in both if o.reduces]
+    parts = [o.named_parts(x) for o, x in both if o.reduces]
     reduced = {name: part for each in parts for name, part in each.items()}
     return Computed(unit, [x for o, x in both if not o.reduces], reduced, bad, seconds)
 
@@ -465,7 +442,6 @@ def _unit_of(
 def begin_batch(
     program: Program, unit: Unit, data: Sequence[np.ndarray | Rows]
 ) -> Callable[[], list[Any]]:
-    """Begins to compute a unit of one batch."""
     (batch,) = batches_of(program, unit, data)
     begun, error = tried(batch.start)
 
@@ -491,7 +467,7 @@ def _first(output: Any, x: Any, rows: int) -> Any:
 
 def _joined(output: Any, parts: Sequence[Any]) -> Any:
     if output.reduces:
-        return combined(output, parts)
+        return output.combined(parts)
     if isinstance(parts[0], Rows):
         return Rows(*map(np.concatenate, zip(*parts, strict=True)))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, output.leaf.axis)

@@ -19,6 +19,7 @@ from typing import Any
 
 from batchax.datasets.addresses import Address, masked, needed
 from batchax.datasets.engines.worker import (
+    REPEATED,
     UNGUARDED,
     Attempts,
     Done,
@@ -28,8 +29,7 @@ from batchax.datasets.engines.worker import (
     saved,
 )
 from batchax.datasets.journal import JobFiles
-from batchax.datasets.objects import place_of
-from batchax.datasets.pipeline import Stop, Work, run_units
+from batchax.datasets.pipeline import LOOK, Stop, Work, drained, run_units
 from batchax.datasets.plan import Plan, Record, Unit
 from batchax.errors import ArgumentTypeError, JobError, RowError, UnsupportedError
 from batchax.jaxprs.spoken import brief, show
@@ -42,20 +42,17 @@ class Pool:
 
     # the errors of units whose worker ended
     deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
+    generation = 0  # how many times its workers were started again
 
     def __init__(self, executor: Executor, own: bool = False) -> None:
-        self._executor, self._own, self._broken = executor, own, 0
+        self._executor, self._own = executor, own
 
     @property
     def workers(self) -> int:
         return getattr(self._executor, "_max_workers", None) or os.cpu_count() or 1
 
-    @property
-    def generation(self) -> int:
-        return self._broken
-
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
-        """A future of ``fun(*args)``; `name` is what people see."""
+        """A future of ``fun(*args)``; dashboards show `name`."""
         if not self._own:
             return self._executor.submit(fun, *args)
         # It starts processes here, which have the mask of this thread: Ctrl-C is not for them.
@@ -66,27 +63,28 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def cancel(self, futures: Sequence[Any]) -> None:
-        """Takes units back that were not begun; others may run on."""
+        """Cancels units that were not begun; others may run on."""
         for future in futures:
             future.cancel()
 
-    def make_anew(self) -> None:
-        """Makes another one, since a process that ended breaks it for all others, too."""
+    def restart(self) -> None:
+        """Starts a new pool, since a process that ends breaks the pool for all others."""
         if not isinstance(self._executor, ProcessPoolExecutor):
             raise JobError(
                 f"the workers of {brief(self._executor)} ended. What was done is kept: the same "
                 "call, with another executor, goes on from there."
             )
-        workers, self._broken = self.workers, self._broken + 1
+        workers = self.workers
+        self.generation += 1
         if self._own:
             self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor, self._own = _spawned(workers), True
 
-    def wait_until_there(self) -> None:
-        """Returns once it takes units, after it cancelled some that nobody had asked it to."""
+    def wait_until_ready(self) -> None:
+        """Returns once the pool takes units, after it cancelled some without a request."""
 
     def close(self, hurry: bool = False) -> None:
-        """Ends what was made here; in a `hurry` what still runs there, too."""
+        """Ends a pool that was made here; in a `hurry` its running units, too."""
         if not self._own:
             return
         # There is no public way to end processes that are at work before Python 3.14.
@@ -100,8 +98,6 @@ class Pool:
 
 
 class DaskPool(Pool):
-    """The workers of a cluster."""
-
     def __init__(self, client: Any, own: bool = False) -> None:
         distributed = needed("distributed", "executor, to run units on a cluster,")
         self._client, self._own = client, own
@@ -116,28 +112,24 @@ class DaskPool(Pool):
             try:
                 self._workers = max(1, sum(self._client.nthreads().values()))
             except OSError:  # the connection is lost
-                self.wait_until_there()
+                self.wait_until_ready()
         return self._workers
-
-    @property
-    def generation(self) -> int:
-        return 0
 
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
         self._names += 1  # Dask gives one answer for one name
         key = f"{name}-{self._names}-{id(self):x}"
         if self._client.status != "running":
-            self.wait_until_there()
+            self.wait_until_ready()
         return self._client.submit(fun, *args, key=key, pure=False)
 
     def cancel(self, futures: Sequence[Any]) -> None:
         if futures and self._client.status == "running":
             self._client.cancel(list(futures))
 
-    def make_anew(self) -> None:
-        """Dask starts workers itself."""
+    def restart(self) -> None:
+        """Does nothing: Dask starts workers."""
 
-    def wait_until_there(self) -> None:
+    def wait_until_ready(self) -> None:
         while self._client.status == "connecting":
             time.sleep(0.1)
         if self._client.status != "running":
@@ -152,7 +144,6 @@ class DaskPool(Pool):
 
 
 def find_pool(executor: Any) -> Callable[[], Pool]:
-    """What makes the pool that the option `executor` names."""
     if isinstance(executor, str):
         kind, _, where = executor.partition(":")
         if kind == "processes" and re.fullmatch("0*[1-9][0-9]*", where):
@@ -207,7 +198,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-_LOOK = 0.2  # seconds after which it is looked whether to stop
 _IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
 _PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
 _ENDING = (
@@ -225,7 +215,7 @@ def _rows(unit: Unit) -> str:
 
 @dataclass(eq=False)
 class _Tried:
-    """An attempt at a unit, that was submitted."""
+    """An attempt at a unit."""
 
     unit: Unit  # the unit
     attempt: int  # which attempt at it this is
@@ -234,16 +224,7 @@ class _Tried:
 
 
 class Submitting:
-    """Submits units.
-
-    Args:
-      pool: to whom.
-      attempts: at the units of the call.
-      name: of what is done, for people.
-      quarantine: whether rows of units that end their workers are left out.
-      done: is told of each unit that is done, once.
-      stop: may be told to stop by others.
-    """
+    """Submits units to a pool, and resubmits those whose worker ended."""
 
     def __init__(
         self,
@@ -265,7 +246,6 @@ class Submitting:
         self._in_vain = 0  # workers that ended since somebody had something of them
 
     def run(self, units: Iterable[Unit]) -> None:
-        """Runs these units."""
         self._left = iter(units)
         try:
             while True:
@@ -286,10 +266,7 @@ class Submitting:
             raise self._stop.error
 
     def _submit_some(self) -> None:
-        """Submits units as long as there is room for them.
-
-        Suspects are run one at a time when there is nothing else, or when they have become many.
-        """
+        """Submits units while there is room. Suspects run alone, at the end or if they are many."""
         if any(t.care >= _ALONE for t in self._running.values()):
             return
         room = 2 * self._pool.workers
@@ -318,22 +295,14 @@ class Submitting:
             except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
                 if self._ends_in_vain(2 * self._pool.workers):
                     raise JobError(f"{_ENDING} They end with {error!r}.") from error
-                self._make_anew()
+                self._restart()
         self._running[future] = _Tried(unit, attempt, care, self._pool.generation)
         future.add_done_callback(self._ended.put)
 
     def _some_that_ended(self) -> list[Any]:
-        """Futures that have ended; waits a moment for one."""
-        futures = []
-        try:
-            futures.append(self._ended.get(timeout=_LOOK))
-            while True:
-                futures.append(self._ended.get_nowait())
-        except queue.Empty:
-            return futures
+        return drained(self._ended, LOOK)
 
     def _take(self, future: Any) -> None:
-        """What came of an attempt."""
         tried = self._running.pop(future)
         try:
             done = future.result()
@@ -341,7 +310,7 @@ class Submitting:
             self._after_death(tried, error)
         except CancelledError:
             if not self._stop.now:
-                self._pool.wait_until_there()
+                self._pool.wait_until_ready()
                 self._try_again(tried, tried.care)
         except BaseException as error:
             self._stop.because(error)
@@ -350,13 +319,13 @@ class Submitting:
             self._tell(done)
 
     def _after_death(self, tried: _Tried, how: BaseException) -> None:
-        """Its worker ended: of this unit, or of another that was in it or in its pool."""
+        """The worker of this unit ended, or of another unit in the same worker or pool."""
         in_vain = self._is_waiting(tried)
         if not in_vain:
             self._in_vain = 0
         if tried.generation == self._pool.generation:
             try:
-                self._make_anew()
+                self._restart()
             except Exception as error:
                 self._stop.because(error)
         if self._stop.now:
@@ -377,17 +346,17 @@ class Submitting:
             self._try_again(tried, care)
 
     def _ends_in_vain(self, attempts: int) -> bool:
-        """Notes attempts that ended before they had begun; whether these are too many."""
+        """Counts attempts that ended before they began; whether these are too many."""
         self._in_vain += attempts
         return self._in_vain > _IN_VAIN * 2 * self._pool.workers
 
-    def _make_anew(self) -> None:
-        """Starts workers again: after a while, if the last ones had ended while they started."""
-        if self._attempts.is_repeated:
+    def _restart(self) -> None:
+        """Starts workers again, after a pause if the last ones ended while they started."""
+        if self._attempts.has(REPEATED):
             raise JobError(UNGUARDED)
         times = self._in_vain // (2 * self._pool.workers)
         self._stop.asked.wait(_PAUSE * 2**times if times else 0)
-        self._pool.make_anew()
+        self._pool.restart()
 
     def _try_again(self, tried: _Tried, care: int) -> None:
         self._tries[tried.unit.number] += 1
@@ -434,7 +403,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Shard(Threads):
-    """The same, for every so-manieth unit."""
+    """Threads of this process, for every `count`-th unit."""
 
     index: int  # the first of these
     count: int  # how many processes share the units
@@ -477,7 +446,6 @@ class Workers(Threads):
 
 
 def find_engine(executor: Any, out: Address | None) -> Threads:
-    """The engine that `executor` names."""
     if executor is None:
         return Threads()
     if out is None:
@@ -486,7 +454,7 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
             'memory of this one. Pass a path, such as out="y.zarr".'
         )
     shard = _SHARD.fullmatch(executor) if isinstance(executor, str) else None
-    if not place_of(out).shared and (shard is None or shard[2] != "1"):
+    if getattr(out, "scheme", "") == "memory" and (shard is None or shard[2] != "1"):
         raise UnsupportedError(
             f"executor does not support out={str(out)!r}, in the memory of this process, which no "
             "other process sees. Write to a disk or to a store of objects."

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,23 +23,21 @@ import jax
 import numpy as np
 
 from batchax.datasets.addresses import Address, is_url, needed
-from batchax.datasets.disk import Place
 from batchax.datasets.fingerprint import as_seen_here, but_for_platform, differences
 from batchax.datasets.journal import CALLS, JobFiles, Journal
 from batchax.datasets.objects import place_of
 from batchax.datasets.pipeline import Work
-from batchax.datasets.plan import Plan
 from batchax.datasets.row_function import RowFunction, staged_batch
 from batchax.datasets.sources import as_source
 from batchax.datasets.store import reopen_store
-from batchax.datasets.units import Policy, not_computed
+from batchax.datasets.units import not_computed
 from batchax.errors import ArgumentTypeError, JobError, UnsupportedError
 from batchax.frontend.in_axes import spread_in_axes
 
 _CALL = "call.pickle"
 
 
-_REPEATED = "repeated"
+REPEATED = "repeated"
 UNGUARDED = (
     "the script calls bx.map where it is imported, and the processes of executor= import it, so "
     "each makes the same call again. Put the call below `if __name__ == '__main__':`."
@@ -48,9 +45,7 @@ UNGUARDED = (
 
 
 def refuse_repeated(job: Address) -> None:
-    """Raises a JobError in a worker that imports the script which started it, and so makes the call
-    again. The attempts of that call, in the folder of the job, are told.
-    """
+    """Raises a JobError in a worker that imports the unguarded script that started it."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames)
     if ("__mp_main__", "<module>") not in names:
@@ -58,7 +53,7 @@ def refuse_repeated(job: Address) -> None:
     place = place_of(job)
     for folder in place.folders(job, CALLS):
         with contextlib.suppress(FileExistsError, FileNotFoundError):
-            place.mark(folder / _REPEATED)
+            place.mark(folder / REPEATED)
     raise JobError(UNGUARDED)
 
 
@@ -68,11 +63,10 @@ class EndedError(Exception):
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts of a call.
+    """The attempts at units of a call.
 
-    Attributes:
-      digest: of what is to be done. Others may write to the folder, and what a worker loads is
-        code: so it is told by who made the call what to load.
+    A worker runs the code that it loads from `folder`, so it compares the `digest` that the caller
+    passed.
     """
 
     folder: Address  # of the call. Once it is gone, all of them are over
@@ -80,60 +74,45 @@ class Attempts:
 
     @classmethod
     def of_new_call(cls, job: Address, call: bytes) -> Attempts:
-        place = place_of(job)
         folder = job / f"{CALLS}{secrets.token_hex(4)}"
-        place.put_first(folder / _CALL, call)
+        place_of(job).put_first(folder / _CALL, call)
         return cls(folder, hashlib.sha256(call).hexdigest())
 
     @property
     def call(self) -> bytes:
-        call = self._place.read(self._call)
+        call = place_of(self.folder).read(self.folder / _CALL)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
-                f"{self._call} was changed after the call was made, and so is not loaded: look who "
-                "else may write to that folder."
+                f"{self.folder / _CALL} was changed after the call was made, and so is not loaded: "
+                "look who else may write to that folder."
             )
         return call
 
-    @property
-    def is_there(self) -> bool:
-        return self._place.exists(self._call)
+    def check(self) -> None:
+        if not self.has(_CALL):
+            raise JobError(f"the call is over: {self.folder} is gone.")
 
-    @property
-    def _call(self) -> Address:
-        return self.folder / _CALL
-
-    @property
-    def _place(self) -> Place:
-        return place_of(self.folder)
+    def has(self, name: str) -> bool:
+        return place_of(self.folder).exists(self.folder / name)
 
     @contextlib.contextmanager
     def running(self, unit: int, attempt: int) -> Iterator[None]:
+        place, mark = place_of(self.folder), self.folder / f"{unit}-{attempt}"
         with contextlib.suppress(FileNotFoundError):  # the call is over
             try:
-                self._place.mark(self._running(unit, attempt))
+                place.mark(mark)
             except FileExistsError:
                 raise EndedError("its worker ended") from None
         try:
             yield
         finally:
-            self.forget(unit, attempt)
+            place.unmark(mark)
 
     def is_running(self, unit: int, attempt: int) -> bool:
-        return self._place.exists(self._running(unit, attempt))
-
-    def forget(self, unit: int, attempt: int) -> None:
-        self._place.unmark(self._running(unit, attempt))
-
-    @property
-    def is_repeated(self) -> bool:
-        return self._place.exists(self.folder / _REPEATED)
+        return self.has(f"{unit}-{attempt}")
 
     def end_all(self) -> None:
-        self._place.remove_all(self.folder)
-
-    def _running(self, unit: int, attempt: int) -> Address:
-        return self.folder / f"{unit}-{attempt}"
+        place_of(self.folder).remove_all(self.folder)
 
 
 _MOST_BYTES = 64 * 2**20  # of rows in memory that are worth a copy for each worker
@@ -148,40 +127,32 @@ _SETTINGS = (  # of JAX that change what a program computes
 
 @dataclass(frozen=True)
 class Call:
-    """What a worker has to know."""
+    """The description of a call for workers."""
 
-    fun: Callable[..., Any]  # the function of one row
-    arrays: tuple[Any, ...]  # its arguments: what is on disk as paths
-    in_axes: Any  # as for `RowFunction`
-    out_axes: Any
-    options: dict[str, Any]
+    function: tuple[Any, ...]  # its `fun`, `arrays` with paths for files, axes, and options
+    key: tuple[str, np.ndarray] | None  # the kind and data of the random key, if there is one
     keep: Any
-    key: tuple[str, np.ndarray] | None  # what makes the random key, if there is one
-    jax: dict[str, Any]  # what JAX is set to
-    out: str  # where the output is
-    journal_folder: Address  # where journals are
-    store: dict[str, Any]  # what it says of itself
-    plan: Plan  # which rows are a unit
-    policy: Policy  # what becomes of rows that fail
-    retries: int  # how many times reading and writing are tried again
-    keeps_sums: bool  # as `Work` has it
+    jax: dict[str, Any]  # settings
+    out: str
+    journal_folder: Address
+    store: dict[str, Any]  # as the store describes itself
+    work: tuple[Any, ...]  # the plan, policy, retries, and whether checksums of rows are kept
     platform: str  # of JAX, where the call was made
-    seen: dict[str, Any]  # what it computes, and of what, as seen there
+    seen: dict[str, Any]  # the call's fingerprint there
 
-    def work(self) -> Work:
-        """The work, in the process of a worker."""
+    def to_work(self, check: Callable[[], None]) -> Work:
+        """The work, in a worker process."""
         key = None
         if self.key is not None:
             impl, data = self.key
             key = jax.random.wrap_key_data(jax.numpy.asarray(data), impl=impl) if impl else data
-        axes = self.in_axes, self.out_axes
-        function = RowFunction.of(self.fun, self.arrays, *axes, key, self.options, keep=self.keep)
-        here = _seen(function, self.plan.batch_size, self.platform)
-        seen, here = [
-            x if jax.default_backend() == self.platform else but_for_platform(x)
-            for x in (self.seen, here)
-        ]
-        others = differences(seen, here)
+        fun, arrays, *axes, options = self.function
+        function = RowFunction.of(fun, arrays, axes[0], axes[1], key, options, keep=self.keep)
+        plan, policy, retries, keeps_sums = self.work
+        both = self.seen, _seen(function, plan.batch_size, self.platform)
+        if jax.default_backend() != self.platform:
+            both = map(but_for_platform, both)
+        others = differences(*both)
         if others:
             raise JobError(
                 f"a worker finds something else than what was asked for: {'; '.join(others)}. Each "
@@ -190,46 +161,37 @@ class Call:
                 "make the call again."
             )
         store = reopen_store(self.out, self.store)
-        return Work(
-            function, self.plan, store, self.policy, self.retries, keeps_sums=self.keeps_sums
-        )
+        return Work(function, plan, store, policy, retries, check=check, keeps_sums=keeps_sums)
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """JAX as it is set where the call was made, in this thread; others may do other calls."""
+        """Sets JAX in this thread as it is set where the call was made."""
         with contextlib.ExitStack() as stack:
             for name, value in self.jax.items():
                 stack.enter_context(getattr(jax, name)(value))
             yield
 
-    def journal(self, writer: str) -> Journal:
-        return Journal(self.journal_folder, writer)
-
 
 def saved(work: Work, out: Address) -> Attempts:
-    """Writes the call down beside the output, in a folder for the attempts at its units."""
+    """Writes the call to a new folder of the job."""
     cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
-    _check_portable(work.function)
+    function, platform, keep = work.function, jax.default_backend(), work.function.keep
+    _check_portable(function)
     out = out.absolute() if isinstance(out, Path) else out
-    function = work.function
+    if isinstance(keep, dict):
+        keep = {name: _from_anywhere(x, True) for name, x in keep.items()}
+    axes = function.in_axes, function.out_axes
     call = Call(
-        function.fun,
-        _portable(function),
-        function.in_axes,
-        function.out_axes,
-        function.options,
-        _portable_keep(function.keep),
+        (function.fun, _portable(function), *axes, function.options),
         _parts_of_key(function.key),
+        keep,
         {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS},
         str(out),
         JobFiles(out).journal,
         work.store.describe(),
-        work.plan,
-        work.policy,
-        work.retries,
-        work.keeps_sums,
-        jax.default_backend(),
-        _seen(function, work.plan.batch_size, jax.default_backend()),
+        (work.plan, work.policy, work.retries, work.keeps_sums),
+        platform,
+        _seen(function, work.plan.batch_size, platform),
     )
     try:
         content = cloudpickle.dumps(call)
@@ -279,10 +241,6 @@ def _portable(function: RowFunction) -> tuple[Any, ...]:
     return rebuild(values)[0]
 
 
-def _portable_keep(keep: Any) -> Any:
-    return {k: _from_anywhere(x, True) for k, x in keep.items()} if isinstance(keep, dict) else keep
-
-
 def _from_anywhere(x: Any, mapped: bool) -> Any:
     if isinstance(x, Path) or (mapped and isinstance(x, str) and not is_url(x)):
         return type(x)(Path.cwd() / x)
@@ -301,7 +259,7 @@ _MOST_CALLS = 4  # that a worker keeps compiled
 
 
 class Done(NamedTuple):
-    """What a worker says of a unit that it has written down in its journal."""
+    """A unit that a worker has written to its journal."""
 
     number: int  # of the unit
     rows: int  # how many it has
@@ -309,49 +267,30 @@ class Done(NamedTuple):
     seconds: float  # how long it took to read, compute and write
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a worker keeps of a call; `call` is a `Call`, which this module does not import."""
-
-    call: Any
-    work: Work
-    journal: Any
-
-
 def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = "") -> Done:
-    """Reads, computes and keeps a unit, and writes that down.
-
-    Args:
-      given_up: why none of its rows is to be read and computed, if so.
-    """
-    _check(attempts)
-    with _here(attempts) as job, attempts.running(number, attempt):
-        begun, work = time.monotonic(), job.work
-        unit = work.plan.unit(number)
-        if given_up:
-            computed = not_computed(work.function.outputs, unit, given_up)
-        else:
-            computed = work.begin(unit, work.read(unit))()
-        record = work.write(computed)
-        job.journal.append(replace(record, attempt=attempt))
-        return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
-
-
-@contextlib.contextmanager
-def _here(attempts: Attempts) -> Iterator[_Job]:
+    """Reads, computes and writes a unit, or why it is `given_up`, and journals that."""
     try:
-        with _undisturbed():
-            job = _job(attempts)
-            with job.call.settings():
-                _ = job.work.program
-                yield job
+        with _undisturbed(), contextlib.ExitStack() as stack:
+            attempts.check()
+            call, work, journal = _opened(attempts)
+            stack.enter_context(call.settings())
+            _ = work.program
+            stack.enter_context(attempts.running(number, attempt))
+            begun, unit = time.monotonic(), work.plan.unit(number)
+            if given_up:
+                computed = not_computed(work.function.outputs, unit, given_up)
+            else:
+                computed = work.begin(unit, work.read(unit))()
+            record = work.write(computed)
+            journal.append(replace(record, attempt=attempt))
+            return Done(number, unit.rows, len(record.quarantined), time.monotonic() - begun)
     except Exception as error:
         raise portable(error) from None
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C in a terminal reaches the processes of a pool, too: what they do is to be kept."""
+    """Ignores Ctrl-C, which reaches the processes of a pool, too."""
     in_pool = multiprocessing.parent_process() is not None
     if not in_pool or threading.current_thread() is not threading.main_thread():
         yield
@@ -372,27 +311,23 @@ def portable(error: Exception) -> Exception:
     return JobError("".join(traceback.format_exception(error)))
 
 
-_jobs: OrderedDict[Attempts, _Job] = OrderedDict()
+_jobs: dict[Attempts, tuple[Call, Work, Journal]] = {}
 _lock = threading.Lock()
 
 
-def _job(attempts: Attempts) -> _Job:
+def _opened(attempts: Attempts) -> tuple[Call, Work, Journal]:
+    """The call of these attempts, which the process keeps; the oldest calls are closed."""
     with _lock:
-        if attempts not in _jobs:
-            call = pickle.loads(attempts.call)
+        job = _jobs.pop(attempts, None)
+        if job is None:
+            call: Call = pickle.loads(attempts.call)
             with call.settings():
-                work = replace(call.work(), check=functools.partial(_check, attempts))
-                _jobs[attempts] = _Job(call, work, call.journal(_writer()))
-            if len(_jobs) > _MOST_CALLS:
-                _, old = _jobs.popitem(last=False)
-                old.journal.close()
-        _jobs.move_to_end(attempts)
-        return _jobs[attempts]
-
-
-def _check(attempts: Attempts) -> None:
-    if not attempts.is_there:
-        raise JobError(f"the call is over: {attempts.folder} is gone.")
+                work = call.to_work(attempts.check)
+            job = call, work, Journal(call.journal_folder, _writer())
+        _jobs[attempts] = job  # the latest is last
+        if len(_jobs) > _MOST_CALLS:
+            _jobs.pop(next(iter(_jobs)))[2].close()
+        return job
 
 
 @functools.cache

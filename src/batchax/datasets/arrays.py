@@ -1,0 +1,188 @@
+"""Sources in memory: arrays of NumPy and of other libraries."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchax.datasets.addresses import reading
+from batchax.datasets.files import Column, InMemory, Layout, linked_files
+from batchax.datasets.plan import Rows, elements_in, kept
+from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
+from batchax.errors import ArgumentTypeError
+from batchax.rows.building import elements_of
+
+
+class Mapped(Source):
+    """An array that maps a file, of which parts are read, or copied where they do not lie one after
+    another. What was read does not stay in this process's memory.
+
+    Its identity is the file with size and time, and where in it the array lies.
+    """
+
+    gives_fresh = True
+    in_process = True  # who pickles it, pickles what is mapped
+
+    def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
+        if whole.mode != "r":
+            whole.flush()  # the file's time changes now, not when the system gets to it
+        self._array, self._mapping = np.asarray(x), whole.base
+        self._at = x.ctypes.data - whole.ctypes.data + whole.offset
+        self.files = Files(Path(str(x.filename)), name)
+        fortran = x.flags.f_contiguous and not x.flags.c_contiguous
+        self._layout = None
+        if fortran or x.flags.c_contiguous:
+            self._layout = Layout(x.shape, x.dtype, self._at, fortran)
+        super().__init__(name, x.shape, x.dtype)
+
+    def origin(self) -> dict[str, Any]:
+        place = {"at": self._at, "strides": list(self._array.strides)}
+        return {**self.files.identity(), **place}
+
+    def get(self, index: Index) -> np.ndarray:
+        self.files.check()
+        if self._layout is not None:
+            # Whoever reads through a mapping what the file does not have any more is killed, and
+            # it may be cut short at any moment.
+            with open(self.files.path, "rb", buffering=0) as file:
+                got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
+            return np.asarray(got, self.dtype, order="C")
+        got = np.array(self._array[index], self.dtype, order="C")
+        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            # Pages of the file count as this process's memory until they are given back.
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+        return got
+
+
+def refuse_masked(x: Any, name: str) -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentTypeError(
+            f"{name} is a masked array, and what is masked would count as numbers. Fill it "
+            "(x.filled), or drop those rows."
+        )
+
+
+def in_memory(x: Any, name: str) -> Source:
+    refuse_masked(x, name)
+    whole = x
+    while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    # Of mode "c", what was written is in memory alone, and results of arithmetic map nothing.
+    if isinstance(whole, np.memmap) and whole.mode in ("r", "r+", "w+"):
+        return Mapped(x, whole, name)
+    return InMemory(x, name)
+
+
+class InRagged(Source):
+    """A `Ragged` whose values are known."""
+
+    ragged = True
+    in_process = True
+    lends = True
+
+    def __init__(self, x: Any, name: str) -> None:
+        if elements_of(x.lengths) is None:
+            raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
+        dtype = native(x.dtype, name)  # which refuses random keys before they are converted
+        self._data, self._lengths = kept(x, len(x))
+        self._offsets = np.concatenate([[0], np.cumsum(elements_in(self._lengths))])
+        self.axes = x.axis
+        super().__init__(name, (len(x), *self._data.shape[1:]), dtype)
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths
+
+    def get(self, index: Index) -> Rows:
+        start, stop = index[0].start, index[0].stop
+        elements = slice(self._offsets[start], self._offsets[stop])
+        return Rows(self._data[elements], self._lengths[start:stop])
+
+
+class Sliced(Source):
+    """An array of another library, of which slices are taken one at a time.
+
+    It is identified by its file or folder, the spec of TensorStore, or a checksum of all rows.
+    """
+
+    def __init__(self, x: Any, name: str) -> None:
+        library = type(x).__module__.split(".")[0]
+        self._tensorstore = library == "tensorstore"
+        with reading(name):  # it may have been closed
+            shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
+            path, self._told = _place(x, library)
+            in_hdf5 = library == "h5py" and path is not None
+            linked = linked_files(x.file, x.name, name) if in_hdf5 else []
+        check_shape(shape, name)
+        super().__init__(name, shape, dtype)
+        self._lock = threading.Lock()  # h5py is for one thread at a time; others may be
+        self.files = None if path is None else Files(path, name, linked)
+        self.gives_fresh = self._tensorstore
+        self._array = _from_zero(x) if self._tensorstore else _from_anywhere(x)
+
+    def labels(self, axis: int) -> Labels | None:
+        return labels_of(self._array, axis)
+
+    def origin(self) -> dict[str, Any] | None:
+        return self._told if self.files is None else {**self.files.identity(), **(self._told or {})}
+
+    def get(self, index: Index) -> Any:
+        if self._tensorstore:
+            return self._array[index].read().result()
+        with self._lock:
+            return np.asarray(self._array[index])
+
+
+def _from_zero(x: Any) -> Any:
+    """An array of TensorStore whose rows are counted from 0: theirs may begin anywhere."""
+    import tensorstore
+
+    return x[tensorstore.d[:].translate_to[0]] if x.rank else x
+
+
+def _from_anywhere(x: Any) -> Any:
+    """An array that does not depend on the folder which this process is in, as zarr-python's do:
+    where one is not, its chunks are not, and hold fill values.
+    """
+    root = getattr(getattr(x, "store", None), "root", None)
+    if not isinstance(root, Path) or root.is_absolute():
+        return x
+    import zarr
+
+    return zarr.open_array(type(x.store)(root.absolute()), path=x.path, mode="r")
+
+
+def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
+    """The file or folder of an array, and what else identifies it; None if nothing does."""
+    if library == "h5py" and Path(x.file.filename).is_file():
+        return Path(x.file.filename), {"member": x.name}
+    if library == "zarr" and getattr(x.store, "root", None) is not None:
+        return Path(x.store.root) / x.path, {}
+    if library == "tensorstore":
+        spec = x.spec().to_json()
+        store = spec.get("kvstore", {"driver": "memory"})
+        if isinstance(store, dict) and store.get("driver") != "memory":
+            told = {"spec": json.dumps(spec, sort_keys=True)}
+            return (Path(store["path"]) if store.get("driver") == "file" else None), told
+    return None, None
+
+
+class ArrowColumn(Column):
+    """An array of Arrow, chunked or not, in memory or mapped: it is converted a part at a time."""
+
+    def __init__(self, array: Any, name: str, of_any_type: bool = False) -> None:
+        super().__init__(name, len(array), array.type, of_any_type)
+        self._array = array
+
+    @cached_property
+    def lengths(self) -> np.ndarray | None:
+        return self._lengths(self._array) if self.ragged else None
+
+    def _rows(self, start: int, stop: int) -> Any:
+        return self._array.slice(start, stop - start)
