@@ -29,6 +29,9 @@ from benchmarks.devices.workloads import WORKLOADS as ON_DEVICES
 from benchmarks.divergence import report as divergence_report
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.divergence.measure import measured as measured_diverging
+from benchmarks.libraries import report as libraries_report
+from benchmarks.libraries.measure import measured as measured_of_libraries
+from benchmarks.libraries.program import PROGRAMS as OF_LIBRARIES
 from benchmarks.measure import FULL, QUICK, measure
 from benchmarks.nests import report as nests_report
 from benchmarks.nests.measure import WORKLOADS as NESTS
@@ -184,6 +187,15 @@ PARTS = {
         bounded.summary,
         bounded.write,
     ),
+    "programs": Part(
+        libraries_report.TITLE,
+        {f"programs: {name}": program for name, program in OF_LIBRARIES.items()},
+        measured_of_libraries,
+        libraries_report.line,
+        libraries_report.summary,
+        libraries_report.write,
+        by_itself=True,
+    ),
     "search": Part(
         search_report.TITLE,
         {f"search: {name}": program for name, program in DRAFTED.items()},
@@ -203,7 +215,7 @@ def main(arguments: list[str] | None = None) -> list[Any]:
         description="; ".join(f"{name}: {part.title}" for name, part in PARTS.items()) + ".",
     )
     parser.add_argument(
-        "part", nargs="?", choices=list(PARTS), help="default: all of them but search"
+        "part", nargs="?", choices=list(PARTS), help="default: all but programs and search"
     )
     parser.add_argument("--quick", action="store_true", help="few lanes, few repetitions")
     parser.add_argument(

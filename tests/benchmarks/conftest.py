@@ -10,6 +10,7 @@ from benchmarks import measure
 from benchmarks.chunks import measure as of_chunks
 from benchmarks.devices import measure as of_devices
 from benchmarks.divergence import measure as of_divergence
+from benchmarks.libraries import measure as of_libraries
 from benchmarks.nests import measure as of_nests
 from benchmarks.ranks import measure as of_ranks
 from benchmarks.rows import measure as of_rows
@@ -28,6 +29,7 @@ def _in_a_hurry(monkeypatch):
         of_chunks,
         of_devices,
         of_divergence,
+        of_libraries,
         of_nests,
         of_ranks,
         of_rows,

@@ -1,0 +1,1 @@
+"""Programs of other libraries as their users write them: the thresholds were not set by them."""

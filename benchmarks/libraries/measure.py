@@ -1,0 +1,100 @@
+"""Measuring a program: CPU time of all ways, in turns, in one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+# Importing these fills the table.
+from benchmarks.libraries import games as games
+from benchmarks.libraries import networks as networks
+from benchmarks.libraries import samplers as samplers
+from benchmarks.libraries import solvers as solvers
+from benchmarks.libraries.program import BEFORE, Program
+from benchmarks.measure import QUICK, Effort, Ratio, in_turns, ratio_of_medians, repeated
+
+_EFFORT = Effort(traces=0, runs=15, seconds_per_run=0.02, longest=6.0, least=3)
+_FEW = 16
+_CLOSE = 2e-2
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program in all ways.
+
+    Attributes:
+      name: of the program.
+      half: "looked at" or "held out".
+      uneven: see `Program`.
+      seconds: what it takes as it is run today.
+      run: by way, CPU time over that.
+      first: by way, that of the first call: tracing, compiling and running.
+      same: by way, the share of numbers in the results that are those of today.
+      failed: by way, what it raised.
+    """
+
+    name: str
+    half: str
+    uneven: bool
+    seconds: float
+    run: dict[str, Ratio]
+    first: dict[str, float]
+    same: dict[str, float]
+    failed: dict[str, str]
+
+
+def measured(program: Program, quick: bool) -> Iterator[Found]:
+    """The result of a program; none where a library is missing."""
+    if missing := program.missing():
+        print(f"{program.name}: left out, needs {', '.join(missing)}")
+        return
+    effort = QUICK if quick else _EFFORT
+    lanes = min(program.lanes, _FEW) if quick else program.lanes
+    args = jax.block_until_ready(program.data(lanes))
+    first: dict[str, float] = {}
+    outs: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    runs: dict[str, Callable[[], int]] = {}
+    jax.block_until_ready(jax.jit(lambda: 0)())
+    for name, (fun, given) in program.ways(args).items():
+        if not first:  # what libraries do once is no part of a first call
+            jax.eval_shape(fun, *given)
+        compiled = jax.jit(fun)
+        began = time.process_time()
+        try:
+            outs[name] = jax.block_until_ready(compiled(*given))
+        except Exception as error:  # one program that fails does not end a run of all
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        first[name] = time.process_time() - began
+        began = time.perf_counter()
+        repeated(compiled, given, 1)()
+        once = time.perf_counter() - began
+        runs[name] = repeated(compiled, given, max(1, round(effort.seconds_per_run / once)))
+    turns = in_turns(list(runs.values()), effort.runs, time.process_time, effort)
+    times = dict(zip(runs, turns, strict=True))
+    base, others = times[BEFORE], [name for name in times if name != BEFORE]
+    yield Found(
+        program.name,
+        program.half,
+        program.uneven,
+        float(np.median(base)),
+        {name: ratio_of_medians(times[name], base) for name in others},
+        {name: first[name] / first[BEFORE] for name in others},
+        {name: _same(outs[name], outs[BEFORE]) for name in others},
+        failed,
+    )
+
+
+def _same(got: Any, expected: Any) -> float:
+    """The share of numbers that are the same; NaN where the results have other shapes."""
+    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=False))
+    if any(np.shape(x) != np.shape(y) for x, y in pairs):
+        return np.nan
+    same = [np.isclose(x, y, _CLOSE, _CLOSE, equal_nan=True).ravel() for x, y in pairs]
+    return float(np.mean(np.concatenate(same)))
