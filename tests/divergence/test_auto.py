@@ -66,14 +66,55 @@ def test_on_few_cores_a_window_is_narrower_where_its_steps_are_products():
 
 
 def test_cheap_loops_are_as_they_were():
-    (notes,) = loops(power, COUNTS, POINTS, divergence=ONE_DEVICE)
+    no_kernels = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, kernel_lanes=0))
+    (notes,) = loops(power, COUNTS, POINTS, divergence=no_kernels)
     assert notes["divergence"] == "masked"
     assert notes["why"]
     programs = [
         jax.make_jaxpr(bx.vmap(power, divergence=d))(COUNTS, POINTS)
-        for d in (ONE_DEVICE, "predicate")
+        for d in (no_kernels, "predicate")
     ]
     assert str(programs[0]) == str(programs[1])
+
+
+def solver(count, x):
+    """Steps of many cheap operations, as those of a solver, that update a table."""
+
+    def step(state):
+        i, x, table = state
+        k = [x * (1 + 0.1 * n) + 0.1 for n in range(4)]
+        x = jnp.where(
+            x > 3, x - 1, x + 0.1 * (k[0] + 2 * k[1] - k[2] * k[3] / (1 + k[3] ** 2) + x[::-1])
+        )
+        return i + 1, x, table.at[i % 5].set(x @ jnp.full(2, 0.5))
+
+    x = jnp.stack([x.sum(), -x[0]])
+    return lax.while_loop(lambda s: s[0] < count, step, (0, x, jnp.zeros(5, x.dtype)))
+
+
+@pytest.mark.parametrize("fun", [power, solver])
+def test_lanes_of_cheap_steps_run_sequentially(fun):
+    points = POINTS.at[3].set(jnp.nan)
+    (notes,) = loops(fun, COUNTS, points, divergence=ONE_DEVICE)
+    assert (notes["divergence"], notes["widths"]) == ("tiles", (1,))
+    ours, theirs = bx.vmap(fun, divergence=ONE_DEVICE), jax.vmap(fun)
+    same(jax.jit(ours)(COUNTS, points), jax.jit(theirs)(COUNTS, points), None)
+    tangents = lambda f: jax.jvp(lambda x: f(COUNTS, x)[1:], (points,), (points + 1,))
+    same(jax.jit(tangents, static_argnums=0)(ours), tangents(theirs), None)
+    nested = lambda f: jax.jit(jax.vmap(f, (None, 0)))(COUNTS, jnp.stack([points, points + 1]))
+    same(nested(ours), nested(theirs), None)
+
+
+def test_operations_that_fit_no_kernel_stay_in_loops():
+    """XLA has no function for it in a kernel: "Failed to materialize symbols"."""
+
+    def largest(count, x):
+        step = lambda c: (c[0] + 1, jnp.tanh(c[1] + lax.approx_max_k(c[1], 2)[0].mean()))
+        return lax.while_loop(lambda c: c[0] < count, step, (0, x))
+
+    for way in (ONE_DEVICE, LAST, FORCED):
+        ours = jax.jit(bx.vmap(largest, divergence=way))(COUNTS[:5], POINTS[:5])
+        same(ours, jax.jit(jax.vmap(largest))(COUNTS[:5], POINTS[:5]), None)
 
 
 def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():

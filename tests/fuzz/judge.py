@@ -16,7 +16,7 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED, KERNELS, LAST, NESTS, TILES
+from support.forced import FORCED, KERNELS, LAST, NESTS, SERIAL, TILES
 
 OUTER = 2  # lanes of a vmap around
 _FORCED = {
@@ -24,6 +24,7 @@ _FORCED = {
     "LAST": LAST,
     "TILES": TILES,
     "KERNELS": KERNELS,
+    "SERIAL": SERIAL,
     "NESTS": NESTS,
 }
 

@@ -42,7 +42,7 @@ OPTIONS = [
     ["divergence=LAST"],
     ["divergence=TILES"],
     ["divergence=KERNELS"],
-    ["divergence=KERNELS"],
+    ["divergence=SERIAL"],
     ["divergence=NESTS"],
     ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],

@@ -20,6 +20,7 @@ EVERYWHERE = Thresholds(
     cores=2,
     cache=0,
     max_devices=1_000,
+    kernel_lanes=0,
 )
 FORCED = Runner(thresholds=EVERYWHERE)
 
@@ -35,6 +36,8 @@ ONE_FUNCTION = Runner(
 """The same, each in a single kernel if it can be."""
 KERNELS = Runner(thresholds=ONE_FUNCTION.thresholds._replace(kernel_lanes=2), lockstep=True)
 """The same for so few lanes as random programs have."""
+SERIAL = Runner(thresholds=EVERYWHERE._replace(kernel_lanes=1 << 20), lockstep=True)
+"""One lane after another, in a single kernel if that can be."""
 NESTS = Runner(
     thresholds=EVERYWHERE._replace(
         min_core_work=1e9, min_tail_gain=0, min_operations=0, kernel_lanes=2

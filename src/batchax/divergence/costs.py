@@ -27,6 +27,7 @@ from batchax.programs.cost import (
     GPU_LAUNCH,
     GPU_SPEED,
     LAUNCH,
+    SCALAR,
     STEPS,
     VECTORIZED,
     Bytes,
@@ -118,6 +119,7 @@ class Step:
       moving: how many steps of a lane cost as much as moving it in and out of a window.
       held: bytes of what a lane carries.
       staying: how many steps of a lane cost as much as copying it together with its neighbors.
+      alone: nanoseconds that a lane takes by itself, in a single kernel.
     """
 
     length: int
@@ -127,6 +129,7 @@ class Step:
     moving: float
     held: Bytes
     staying: float
+    alone: Nanoseconds
 
     @classmethod
     def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
@@ -152,6 +155,7 @@ class Step:
             moving=min(moving / work, _MOST_TO_MOVE),
             held=held,
             staying=VECTORIZED.time(copied) / work,
+            alone=SCALAR.time(cost),
         )
 
 

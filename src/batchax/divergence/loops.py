@@ -21,16 +21,23 @@ from jax.extend.core.primitives import while_p
 from batchax import _compat
 from batchax.divergence.policy import Flattened, Masked, Tiles, Window
 from batchax.divergence.tiles import run_in_tiles
-from batchax.divergence.varying import with_varying_values
+from batchax.divergence.varying import alike, with_varying_values
 from batchax.divergence.windows import Tally, counted, run_in_windows
 from batchax.execution.bounded_derivatives import moves, no_tangent
 from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
+from batchax.execution.slices import entry_of, put_entry
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, PlacedOutputs, Position, WhileLoop, match_axis, move_axis
-from batchax.kernel.inner import batch_inner, inline_jaxpr, remembered, stage_function
+from batchax.kernel.inner import (
+    batch_inner,
+    inline_jaxpr,
+    remembered,
+    stage_function,
+    while_loop,
+)
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
@@ -173,6 +180,8 @@ class PartingLoop:
         if isinstance(plan, Masked):
             return self.masked(*operands)
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
+        if isinstance(plan, Tiles) and plan.width == 1:
+            return self._sequentially(consts, carry)
         active = self._test(self.axis, consts, carry)
         slots = [*carry, *self.more_slots()]
         # What no step changes is read and not put back: XLA copies all of an array to which what
@@ -193,11 +202,43 @@ class PartingLoop:
             window = plan.window if isinstance(plan, Flattened) else plan
             ended, tallies = run_in_windows(window, step, *given)
         outs = with_values(slots, changed, ended)
+        if isinstance(plan, Window) and plan.then_serial:
+            return self._sequentially(consts, outs)
         steps = self.axis.divergence.option.steps
         if steps is not None:
             steps.add(plan.widths, tallies)
         types = self.body.out_avals
         return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
+
+    def _sequentially(self, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
+        """As `run`, in a single kernel: each lane takes all its steps, as one example does.
+
+        Lanes wait for no other lane, and none is moved. A lane that is done takes no step.
+        """
+        test, body = lower_for_kernel(self.test), lower_for_kernel(self.body)
+        params = dict(cond_nconsts=self.n_test, cond_jaxpr=test, body_jaxpr=body)
+        params["body_nconsts"] = len(consts) - self.n_test
+        same, n = self._unchanged, len(consts)
+        changed = [k for k in range(len(carry)) if k not in same]
+
+        def run(end: Any, *operands: Any) -> list[Any]:
+            def lane(i: Any, state: Sequence[Value]) -> list[Any]:
+                both = zip(operands, self.positions, strict=False)
+                own = [x if a is None else entry_of(x, i, a) for x, a in both]
+                every = with_values(list(operands[n:]), changed, state)
+                last = while_p.bind(*own, *(entry_of(x, i, 0) for x in every), **params)
+                return [put_entry(x, last[k], i) for x, k in zip(state, changed, strict=True)]
+
+            once = lambda state: (lax.add(state[0], np.int32(1)), lane(*state))
+            start = alike((np.int32(0), [operands[n + k] for k in changed]), operands)
+            return while_loop(lambda state: lax.lt(state[0], end), once, start)[1]
+
+        operands = [np.int32(self.axis.size), *consts, *carry]
+        operands = _compat.varying_alike(operands, like=operands)
+        types = [jax.typeof(operands[1 + n + k]) for k in changed]
+        ended = _compat.single_kernel(run, types, operands)
+        outs = with_values(list(carry), changed, ended)
+        return [as_weak_as(t, x) for t, x in zip(self.body.out_avals, outs, strict=True)]
 
     @property
     def _unchanged(self) -> list[int]:

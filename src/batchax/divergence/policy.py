@@ -51,7 +51,7 @@ from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.cost import Nanoseconds
 from batchax.programs.expensive_branches import time_to_move
-from batchax.programs.one_function import fits_lowered_kernel
+from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
 from batchax.small.pays import runs
@@ -81,6 +81,8 @@ class Window:
       share: the share of the lanes of a window that must be done before it is refilled; None to
         leave that to `patience`.
       counts: whether lane-steps are counted.
+      then_serial: whether those that leave the run of all lanes run one after another, in a single
+        kernel. There is no other window then.
     """
 
     widths: tuple[int, ...]
@@ -89,6 +91,7 @@ class Window:
     pause: int = 1
     share: float | None = None
     counts: bool = False
+    then_serial: bool = False
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,11 @@ def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
 
 def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
+    few = _few_serial(t, loop, step)
+    if few >= size:
+        return Tiles(1, step.moving, kernel=True)
+    if few and few >= size // _FEW and different(loop.body.jaxpr) >= t.min_operations:
+        return Window((size,), step.moving, few, _PAUSE, then_serial=True)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
         if width < size and loop.bounded:
@@ -308,6 +316,9 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
         width = _of_a_tile(t, size, step, alike)
         if width < size:
             return Tiles(width, step.moving)
+        widths, _ = _of_the_last(t, loop, step, asked, alike)
+        if widths != (size,):
+            return Window(widths, _LONG_AFTER * step.moving, widths[-1], _PAUSE)
     by_library = alike > size // min(t.window_shares) and not t.asked
     return Masked(_LIBRARY if by_library else why)
 
@@ -389,6 +400,21 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
     size, width = widths[:2]
     share = _SHARED * (1 + overhead / size) / (1 + overhead / width)
     return max(min(size - 1, round(share * size)), width)
+
+
+def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
+    """Of how many lanes each by itself, in a single kernel, takes less than a step of all, masked.
+
+    They wait for no other lane. None if lanes fit a kernel together: they fill vector registers.
+    """
+    if not t.kernel_lanes:
+        return 0
+    programs = [p.jaxpr for p in loop.jaxprs]
+    tiled = loop.lanes >= t.kernel_lanes and all(map(fits_lowered_kernel, programs))
+    if tiled or not all(map(fits_serial_kernel, programs)):
+        return 0
+    masked = step.work * (loop.lanes + step.overhead)
+    return int(_SERIAL * masked / (t.serial_slowdown * step.alone))
 
 
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
@@ -617,10 +643,14 @@ _LONGEST = 700  # operations in the programs of all windows together, about: eac
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8
+_SERIAL = 0.5  # of the time of all lanes, that lanes one after another may take by the model
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
 _PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel
+# Lanes that are expensive to move leave all others once these have waited so many times as long as
+# that takes: then moving takes a twentieth of the time so far, whatever comes after it.
+_LONG_AFTER = 10
 # A window of a nested loop to which moving a lane costs so many times too much saves half of what
 # it should, and takes as long to compile: all lanes stay to the end.
 _TAIL = 4

@@ -349,7 +349,8 @@ def run_in_windows(
       carry: the first carry of all lanes, at the front.
 
     Returns:
-      The last carry, and for each window the count of its lane-steps.
+      The last carry, and for each window the count of its lane-steps. Where the plan is
+      `then_serial`, the carry of a few lanes is not the last one.
     """
     # Invariants of what follows:
     # - Each lane is done, waits in the queue, or has one slot. `everyone`, the arrays of all lanes,
@@ -375,8 +376,8 @@ def run_in_windows(
     if widths[0] == size:
         widths = widths[1:]
         left = plan.leave_at if plan.share is None else _refilled_at(plan, size)
-        left = max(left, widths[0]) if widths else 0
-        together = Together(size, left, _waiting(plan), plan.pause)
+        left = max(left, widths[0]) if widths else left * plan.then_serial
+        together = Together(size, left, None if plan.then_serial else _waiting(plan), plan.pause)
         state = alike((active, carry, _blank(plan)), varying)
         once = lambda state: step(size, consts, *state)
         (active, carry, tally), some = together.run(some, once, state)

@@ -38,16 +38,19 @@ from batchax.execution.chunk_loop import (
     Result,
 )
 from batchax.execution.devices.shards import Shards
+from batchax.execution.eager import calls_python
 from batchax.execution.memory import Auto
 from batchax.execution.progress import LoopProgress
 from batchax.frontend import reductions
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import bodies_of, control_flow
-from batchax.jaxprs.evaluate import plan, variables_in, variables_read
+from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.words import Eqn, Value
+from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running
+from batchax.kernel.differing import differing_through, differs_of, has_other_rule
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.memo import memoized
@@ -459,16 +462,49 @@ class _Chunk:
             x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
-        program = MappedProgram(axis, self.section, values, self.positions)
         index = real = None
         if self.lanes.index in self.section.invars:
             place = self.section.invars.index(self.lanes.index)
             index = values[place]
             if self.lanes.may_repeat(width):
                 real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
+        if self._is_one_example:
+            return *self._of_one_example(values), index, real
+        program = MappedProgram(axis, self.section, values, self.positions)
         added = [is_added(target.how) for target in self.targets]
         with running(program):
             return *run_adding(program, added), index, real
+
+    @property
+    def _is_one_example(self) -> bool:
+        """Whether each chunk is one example, whose equations run as they are, without an axis.
+
+        Branches and loops are then branches and loops, not masks. Rules that are not batchax's
+        expect an axis, as host callbacks do, and a derivative rule may close over values of all
+        lanes.
+        """
+        if self.lanes.batch_size != 1 or recording.is_on():
+            return False
+        eqns = self.section.eqns
+        looked_for = has_other_rule, calls_python
+        return not any(a.in_equation(eqn) for a in looked_for for eqn in eqns) and not any(
+            map(closed_over, eqns)
+        )
+
+    def _of_one_example(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
+        """The targets for the only lane, and where they have the batch axis."""
+        own = [
+            x if a is None else lax.index_in_dim(x, 0, a, keepdims=False)
+            for x, a in zip(values, self.positions, strict=True)
+        ]
+        section: Any = self.section
+        outs = evaluate(section, section.consts, own, bind_equation)
+        differs = {v: a is not None for v, a in zip(section.invars, self.positions, strict=True)}
+        for _ in differing_through(section, differs):
+            pass
+        batched = differs_of(differs, section.outvars)
+        outs = [lax.broadcast(x, (1,)) if b else x for x, b in zip(outs, batched, strict=True)]
+        return outs, [0 if b else None for b in batched]
 
     def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
         self.specs[target] = [Lanes(0)]

@@ -270,7 +270,7 @@ class StepCount:
         - "together": all lanes take the same steps.
         - "masked": all lanes take part until the last is done.
         - "compact": lanes run in windows.
-        - "tiles": adjacent lanes run until the last of them is done.
+        - "tiles": adjacent lanes run until the last of them is done; a tile may be one lane.
         - "flat": each lane advances independently.
         - "grouped": a branch runs for the lanes that take it.
         - "decided": the same, or for all lanes if most of them take it.

@@ -303,7 +303,8 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "compact":
         remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
     if divergence == "tiles":
-        remarks.append(f"tiles of {eqn.notes['widths'][0]} lanes")
+        width = eqn.notes["widths"][0]
+        remarks.append("lanes run sequentially" if width == 1 else f"tiles of {width} lanes")
     if divergence == "flat":
         back = eqn.notes.get("back")
         both = "" if back is None else f", but lanes meet on the way back: {back}"

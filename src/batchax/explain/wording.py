@@ -228,7 +228,7 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
         "together": "together",
         "masked": "masked",
         "compact": f"windows of {widths}",
-        "tiles": f"tiles of {widths} lanes",
+        "tiles": "sequentially" if widths == "1" else f"tiles of {widths} lanes",
         "flat": f"at places of their own, {widths} at a time",
         "grouped": "those that take it",
         "decided": "those that take it, or all if most do",

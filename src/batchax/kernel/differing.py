@@ -37,7 +37,8 @@ _OF_ONE_LANE = {
 }
 enter(
     """
-    alias: nonbatchable
+    alias: nonbatchable nondifferentiable nondifferentiable_backward
+    elementwise: select_if_vmap
     looks: unvmap_any unvmap_all unvmap_max
     """
 )
@@ -230,7 +231,7 @@ def predicate_is_batched(
       test, body: its programs.
       test_at, body_at, carry_at: where operands have the batch axis.
     """
-    if any(map(_may_agree.in_program, (test, body))) or any_uses_axis(axis, test, body):
+    if any(map(has_other_rule.in_program, (test, body))) or any_uses_axis(axis, test, body):
         return False
     given = tuple(a is not None for a in (*body_at, *carry_at))
     carry = differing_in_steps(body.jaxpr, len(body_at), len(carry_at), given).results
@@ -243,7 +244,7 @@ def _has_other_rule(eqn: Eqn) -> bool:
     return entry is None or entry.is_users or eqn.primitive.name in _RULES_INSIDE
 
 
-_may_agree = Anywhere(_has_other_rule)
+has_other_rule = Anywhere(_has_other_rule)
 """Whether a rule that is not batchax's may make what lanes share of what differs between them."""
 
 _RULES_INSIDE = "custom_vmap_call", "custom_batched_call", "call_hi_primitive"

@@ -24,6 +24,7 @@ from batchax.programs.cost import SERIAL, windows_of
 from batchax.programs.inner import programs_in
 
 _TERMS = 8
+_FACTORS = 16  # of which products add up
 
 
 def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -103,7 +104,36 @@ def _term_by_term(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return write
 
 
+def _is_short_product(eqn: Eqn) -> bool:
+    ((left, _right), batch), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
+    terms = int(np.prod([x.shape[a] for a in left]))
+    floats = {x.dtype, y.dtype, eqn.outvars[0].aval.dtype} <= {
+        np.dtype("float32"),
+        np.dtype("float64"),
+    }
+    return floats and len(left) == 1 and not any(batch) and 0 < terms <= _FACTORS
+
+
+def _product(params: Any, x: Any, y: Any) -> Any:
+    ((left,), (right,)), _ = params["dimension_numbers"]
+    dtype = params["preferred_element_type"] or x.dtype
+    x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+    shape = (*np.delete(x.shape, left), *np.delete(y.shape, right))
+    total = None
+    for k in range(x.shape[left]):
+        first, second = (
+            lax.index_in_dim(z, k, a, keepdims=False) for z, a in ((x, left), (y, right))
+        )
+        term = lax.mul(
+            lax.broadcast_in_dim(first, shape, range(first.ndim)),
+            lax.broadcast_in_dim(second, shape, range(first.ndim, len(shape))),
+        )
+        total = term if total is None else lax.add(total, term)
+    return total
+
+
 _FORMS = {
+    "dot_general": _Form(_is_short_product, _product),
     "reduce_sum": _Form(_is_short, _sum),
     "reduce_prod": _Form(_is_short, _term_by_term(lax.mul)),
     "reduce_max": _Form(_is_short, _term_by_term(lax.max)),
@@ -116,8 +146,8 @@ _ANYWHERE = frozenset(
     argmax argmin bitcast_convert_type broadcast_in_dim clamp concatenate cond copy cummax
     cummin cumprod cumsum dynamic_slice dynamic_update_slice gather iota pad random_bits
     random_fold_in random_seed random_split random_unwrap random_wrap reduce_and reduce_or
-    reduce_xor reshape rev scan slice split squeeze stack threefry2x32 tile transpose unstack
-    while
+    maybe_set reduce_xor reshape rev scan slice split squeeze stack threefry2x32 tile transpose
+    unstack unvmap_all unvmap_any unvmap_max while
     """.split()
 )
 _OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum"))
@@ -126,6 +156,11 @@ _OF_INTEGERS = frozenset(("reduce_max", "reduce_min", "reduce_prod", "reduce_sum
 
 def fits_single_kernel(jaxpr: Jaxpr) -> bool:
     return _may_be(jaxpr) and not _others.in_program(jaxpr)
+
+
+def fits_serial_kernel(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr, after `lower_for_kernel`, fits into a single kernel of one example."""
+    return _may_be(jaxpr) and not _others_of_one.in_program(jaxpr)
 
 
 def fits_lowered_kernel(jaxpr: Jaxpr) -> bool:
@@ -174,7 +209,8 @@ def _is_other(eqn: Eqn, others: Anywhere) -> bool:
 
 
 _others = Anywhere(lambda eqn: _is_other(eqn, _others))
-_UPDATES = frozenset(("dynamic_update_slice", "scatter"))
+_others_of_one = Anywhere(lambda eqn: not can_be_written(eqn) and _is_other(eqn, _others_of_one))
+_UPDATES = frozenset(("dynamic_update_slice", "maybe_set", "scatter"))
 _others_of_lanes = Anywhere(
     lambda eqn: (
         not can_be_written(eqn)
