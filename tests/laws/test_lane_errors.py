@@ -1,5 +1,9 @@
 """Errors that a library makes of those of host callbacks, outside of jit, are its own."""
 
+import os
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -26,9 +30,7 @@ def error_of(vmap, fun, xs):
 
 
 @pytest.mark.parametrize("fun", [checked, solved])
-@pytest.mark.parametrize(
-    "options", [{}, {"batch_size": 2}, {"divergence": "compact"}, {"mesh": "all"}]
-)
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
 def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     monkeypatch.setenv("EQX_ON_ERROR", "raise")
     xs = jnp.arange(4.0)
@@ -36,6 +38,29 @@ def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     got = error_of(lambda f: bx.vmap(f, **options), fun, xs)
     assert type(got) is type(expected)
     assert str(got).splitlines()[0] == str(expected).splitlines()[0]
+
+
+def test_over_a_mesh():
+    """In a process of its own: there JAX raises the error again at each `jax.effects_barrier`."""
+    program = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import batchax as bx, equinox as eqx, jax.numpy as jnp
+try:
+    bx.vmap(lambda x: eqx.error_if(x, x > 2, "too large") * 2, mesh="all")(jnp.arange(4.0))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    environment = {**os.environ, "EQX_ON_ERROR": "raise", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.stdout.split()[0] == "EquinoxRuntimeError", done.stderr
+    assert "too large" in done.stdout
 
 
 def test_errors_of_callbacks_are_those_of_jax():

@@ -52,7 +52,7 @@ from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running
 from batchax.kernel.differing import differing_through, differs_of, has_other_rule
 from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import uses_axis
+from batchax.kernel.named_axes import uses_axis, varying_of
 from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
@@ -468,22 +468,21 @@ class _Chunk:
             index = values[place]
             if self.lanes.may_repeat(width):
                 real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
-        if self._is_one_example:
+        if self._is_one_example(values):
             return *self._of_one_example(values), index, real
         program = MappedProgram(axis, self.section, values, self.positions)
         added = [is_added(target.how) for target in self.targets]
         with running(program):
             return *run_adding(program, added), index, real
 
-    @property
-    def _is_one_example(self) -> bool:
+    def _is_one_example(self, values: Sequence[Value]) -> bool:
         """Whether each chunk is one example, whose equations run as they are, without an axis.
 
         Branches and loops are then branches and loops, not masks. Rules that are not batchax's
         expect an axis, as host callbacks do, and a derivative rule may close over values of all
-        lanes.
+        lanes. Inside ``shard_map`` what is cast to vary may vary already.
         """
-        if self.lanes.batch_size != 1 or recording.is_on():
+        if self.lanes.batch_size != 1 or recording.is_on() or any(varying_of(values)):
             return False
         eqns = self.section.eqns
         looked_for = has_other_rule, calls_python

@@ -129,7 +129,7 @@ def _product(params: Any, x: Any, y: Any) -> Any:
             lax.broadcast_in_dim(second, shape, range(first.ndim, len(shape))),
         )
         total = term if total is None else lax.add(total, term)
-    return total
+    return total if x.shape[left] == 1 else from_zero(total)
 
 
 _FORMS = {
