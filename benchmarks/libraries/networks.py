@@ -170,7 +170,7 @@ def _padded_graphs(x: Any, lengths: Any, senders: Any, receivers: Any, count: An
     "messages on 200 graphs",
     _graphs,
     200,
-    in_axes=(0, 0, 0, None, None),
+    in_axes=(0, bx.ragged("e"), bx.ragged("e"), None, None),
     instead=_padded_graphs,
     before=lambda x, s, r, *w: (*_padded(x), s.to_padded(), r.to_padded(), r.lengths, *w),
 )
@@ -264,6 +264,7 @@ def _known(rows: Any) -> Any:
     "least squares of 200 tables",
     _regressions,
     200,
+    in_axes=bx.ragged("n"),
     instead=lambda x, _, y, lengths: jax.vmap(lambda x, y: jnp.linalg.lstsq(x, y)[0])(x, y),
     before=lambda x, y: (*_padded(x), *_padded(y)),
     looked_at=True,

@@ -62,12 +62,15 @@ class Program:
 
     def ways(self, args: tuple[Any, ...]) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         """What computes the same for all lanes, each with its arguments; new functions each."""
-        ways = {BEFORE: (self._batched(jax.vmap), args), PLAIN: (self._batched(bx.vmap), args)}
         if self.instead is not None:
             given = args if self.before is None else jax.block_until_ready(self.before(*args))
-            ways[BEFORE] = (lambda *xs: self.instead(*xs), given)
+            ways = {BEFORE: (lambda *xs: self.instead(*xs), given)}
         else:
-            ways[COMPACT] = (self._batched(bx.vmap, divergence="compact"), args)
+            ways = {
+                BEFORE: (self._batched(jax.vmap), args),
+                COMPACT: (self._batched(bx.vmap, divergence="compact"), args),
+            }
+        ways[PLAIN] = (self._batched(bx.vmap), args)
         if self.serial and not self.takes_vmap and self.instead is None:
             ways[SERIAL] = (lambda *xs: one_by_one(self.fun, self.in_axes, xs), args)
         return ways
