@@ -142,6 +142,10 @@ def wide(x):
     return jnp.sort(jnp.outer(x, x), axis=0).sum()
 
 
+def tiled(x):
+    return jnp.outer(x, x)
+
+
 B = 1000
 bool_ = functools.partial(jax.ShapeDtypeStruct, dtype=np.bool_)
 
@@ -282,6 +286,22 @@ TABLE = {
         [
             lambda: found(wide, f32(8, 64)),
             lambda: found(wide, f32(1 << 27, 64), batch_size=64),
+        ],
+    ),
+    "outputs fill the memory": (
+        [
+            lambda: found(tiled, f32(1 << 25, 64)),
+            lambda: found(tiled, f32(1 << 25, 64), batch_size=64),
+            lambda: found(
+                lambda x: (tiled(x), x),
+                f32(1 << 25, 64),
+                batch_size=64,
+                out_axes=(0, bx.Reduce("mean")),
+            ),
+        ],
+        [
+            lambda: found(tiled, f32(8, 64), batch_size=2),
+            lambda: found(tiled, f32(1 << 25, 64), batch_size=64, out_axes=bx.Reduce("mean")),
         ],
     ),
 }

@@ -291,7 +291,7 @@ def _explain(
         lanes=axis.size,
         each=axis.size if shards is None else shards["shards"].each,
         compiled=compiled,
-        temporaries=memory and memory.temporaries,
+        memory=memory,
         arguments=arguments,
         outputs=outputs,
     )

@@ -490,20 +490,30 @@ def _power_of_two(least: float, most: int) -> int:
 
 
 def memory(context: FindingContext) -> Iterator[Finding]:
-    """All lanes at once, where temporaries take much of what the device has free."""
-    if context.options.get("batch_size") is not None or not context.temporaries:
+    """Temporaries or outputs of all lanes that take half of what the device has free."""
+    if context.memory is None or context.each <= 1:
         return
-    free = free_memory()
-    if context.each <= 1 or context.temporaries < free / 2:
-        return
-    yield Finding(
-        "temporaries fill the memory",
-        f"All {count(context.each, 'lane')} at once need {show_bytes(context.temporaries)} of "
-        f"temporaries, of {show_bytes(free)} that the device has free.",
-        'Pass batch_size="auto": as many lanes run at a time as fit.',
-        "",
-        FINDINGS.byte * context.temporaries,
-    )
+    free, lanes = free_memory(), count(context.each, "lane")
+    temporaries, outputs = context.memory.temporaries, context.memory.outputs
+    if context.options.get("batch_size") is None and temporaries >= free / 2:
+        yield Finding(
+            "temporaries fill the memory",
+            f"All {lanes} at once need {show_bytes(temporaries)} of temporaries. The device has "
+            f"{show_bytes(free)} free.",
+            'Pass batch_size="auto": as many lanes run at a time as fit.',
+            "",
+            FINDINGS.byte * temporaries,
+        )
+    if outputs >= free / 2:
+        yield Finding(
+            "outputs fill the memory",
+            f"The outputs of all {lanes} need {show_bytes(outputs)}, at any batch_size. The device "
+            f"has {show_bytes(free)} free.",
+            'Pass out_axes=bx.Reduce("sum"), or another reduction, for outputs of which you need '
+            "one for the whole batch. Write the outputs to disk with bx.map if you need all.",
+            "",
+            FINDINGS.byte * outputs,
+        )
 
 
 Kind = Callable[[FindingContext], Iterator[Finding]]

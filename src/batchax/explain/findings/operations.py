@@ -10,7 +10,7 @@ from typing import Any
 
 from batchax import _compat
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Equation, Finding, StepCount, Timing, Value, Work
+from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Value, Work
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
 from batchax.kernel.recording import Record, Recorder
@@ -71,7 +71,7 @@ class FindingContext:
       lanes: how many there are.
       each: how many of them a device runs: all, unless they are spread over several.
       compiled: the compiled program; None where there is none.
-      temporaries: bytes that it takes for what is neither argument nor output, if known.
+      memory: the bytes that it takes, if known.
       arguments, outputs: of one example and of all.
       timings: what was measured: of the program as it is first.
       tried: the advice that was followed to measure what it brings; it may have been refused.
@@ -86,12 +86,17 @@ class FindingContext:
     lanes: int
     each: int
     compiled: Any = None
-    temporaries: int | None = None
+    memory: Memory | None = None
     arguments: Sequence[Value] = field(default=())
     outputs: Sequence[Value] = field(default=())
     timings: Sequence[Timing] = field(default=())
     tried: Sequence[Mapping[str, Any]] = field(default=())
     steps: Sequence[StepCount] = field(default=())
+
+    @property
+    def temporaries(self) -> int | None:
+        """Bytes of what is neither argument nor output, if known."""
+        return self.memory and self.memory.temporaries
 
     @cached_property
     def records(self) -> dict[str, list[Record]]:
