@@ -14,14 +14,14 @@ import numpy as np
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import check_divergence
+from batchax.divergence.option import check_divergence, lanes_at_a_time
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.execution.chunked import find_chunking
 from batchax.frontend.arguments import array_inside
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
-from batchax.frontend.options import OF_RANKS, check_small_matrices
+from batchax.frontend.options import OF_RANKS, check_small_matrices, is_word
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
@@ -57,7 +57,7 @@ def auto_vmap(  # pyright: ignore[reportOverlappingOverload] - a rank may be of 
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     **named: Any,
 ) -> _Decorator: ...
@@ -150,8 +150,11 @@ class _Declared:
 def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str, Any]) -> _Declared:
     signature, outputs = _signature(fun), None
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
+    divergence = options.get("divergence", "auto")
+    check_divergence(divergence)
+    if is_word(divergence, "serial"):
+        options["batch_size"] = lanes_at_a_time(divergence, options.get("batch_size"))
     find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
-    check_divergence(options.get("divergence", "auto"))
     check_small_matrices(options.get("small_matrices", "auto"))
     if len(ranks) == 1 and isinstance(ranks[0], str):
         ranks, outputs = parse_signature(ranks[0])

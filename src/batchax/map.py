@@ -51,7 +51,7 @@ def map(
     executor: Any = None,
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     key: Any = None,
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     on_error: Literal["raise", "quarantine"] = "raise",
     on_nonfinite: Literal["raise", "quarantine"] | None = None,

@@ -42,7 +42,7 @@ def map_batches(
     ahead: int = 2,
     mesh: Literal["all"] | jax.sharding.Mesh | tuple[jax.sharding.Mesh, Any] | None = None,
     key: Any = None,
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     retries: int = 2,
 ) -> Batches:

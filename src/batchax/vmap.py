@@ -13,7 +13,13 @@ import jax
 
 from batchax import _compat
 from batchax.divergence.compact import Compact
-from batchax.divergence.option import check_divergence, is_asked, parted, parting_ways
+from batchax.divergence.option import (
+    check_divergence,
+    is_asked,
+    lanes_at_a_time,
+    parted,
+    parting_ways,
+)
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, apply_passes, check_not_shared, execute, mapped_as_values
 from batchax.execution.chunked import find_chunking
@@ -66,7 +72,7 @@ class MoreOptions(TypedDict, total=False):
     batch_size: int | Literal["auto"] | None
     memory_limit: int | str | None
     residuals: Literal["recompute", "keep"]
-    divergence: Literal["auto", "predicate", "compact"] | Compact
+    divergence: Literal["auto", "predicate", "compact", "serial"] | Compact
     small_matrices: Literal["auto", "library", "vectorized"]
     layout: Literal["auto", "packed", "padded", "grouped"]
     buckets: int | Buckets | None
@@ -94,7 +100,7 @@ def vmap(
     batch_size: int | Literal["auto"] | None = None,
     memory_limit: int | str | None = None,
     residuals: Literal["recompute", "keep"] = "recompute",
-    divergence: Literal["auto", "predicate", "compact"] | Compact = "auto",
+    divergence: Literal["auto", "predicate", "compact", "serial"] | Compact = "auto",
     small_matrices: Literal["auto", "library", "vectorized"] = "auto",
     layout: Literal["auto", "packed", "padded", "grouped"] = "auto",
     buckets: int | Buckets | None = None,
@@ -166,6 +172,8 @@ def vmap(
         - "compact": finished lanes leave a loop, waiting lanes refill the freed slots, and a branch
           runs for the lanes that take it. `Compact` has options.
         - "predicate": all lanes take part, masked, until all are done, as in ``jax.vmap``.
+        - "serial": lanes run sequentially, as in ``jax.lax.map``. With `mesh`, each device runs its
+          own.
       small_matrices: How small matrices, one for each lane, are decomposed and multiplied.
 
         - "auto" (default): as "vectorized", except where the function reads results that are not
@@ -226,8 +234,9 @@ def vmap(
     spmd_axis_name = mesh_axis_names(spmd_axis_name)
     import batchax.rows  # noqa: F401  # runs rows, and costs a fifth of importing this package
 
-    rows = find_row_options(layout, buckets, batch_size)
     check_divergence(divergence)
+    batch_size = lanes_at_a_time(divergence, batch_size)
+    rows = find_row_options(layout, buckets, batch_size)
     check_small_matrices(small_matrices)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
     some_at_a_time = chunking is not None or is_asked(divergence)

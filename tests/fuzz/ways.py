@@ -18,7 +18,7 @@ DEVICES = [
 # What goes with a mesh.
 ON_DEVICES = [
     [],
-    ["batch_size=1"],
+    ['divergence="serial"'],
     ['divergence="compact"'],
     ["batch_size=2", 'residuals="keep"'],
     ["batch_size=2", "divergence=bx.Compact(width=2)"],
@@ -31,7 +31,7 @@ MORE = [None] * 12 + ["risky"] * 3 + ["small", "small", "effects", "effects"]
 OPTIONS = [
     ["batch_size=2"],
     ["batch_size=3"],
-    ["batch_size=1"],
+    ['divergence="serial"'],
     ["batch_size=5"],
     ["batch_size=2", 'residuals="keep"'],
     ['divergence="compact"'],

@@ -20,10 +20,11 @@ def add_ways(command: Any, what: str, default: str | None) -> None:
     """Adds to a parser how loops and small matrices run, of `what`: lanes, or rows."""
     command.add_argument(
         "--divergence",
-        choices=["auto", "predicate", "compact"],
+        choices=["auto", "predicate", "compact", "serial"],
         default=default,
         help=f"what finished {what} of a loop do: wait for the others (predicate), leave "
-        "(compact), or leave where the cost model predicts no slowdown (auto, the default)",
+        "(compact), run sequentially from the start (serial), or leave where the cost model "
+        "predicts no slowdown (auto, the default)",
     )
     command.add_argument(
         "--small-matrices",

@@ -12,7 +12,7 @@ from batchax.divergence.runner import Runner
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
 from batchax.frontend.options import is_word
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
 
 
@@ -28,7 +28,7 @@ def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner
       spread: whether each of several devices is to run lanes of its own.
     """
     option = resolved(option)
-    if is_word(option, "predicate"):
+    if is_word(option, "predicate", "serial"):
         return None
     if is_word(option, "compact"):
         option = Compact()
@@ -55,8 +55,8 @@ def check_divergence(option: Any) -> None:
     """
     if not (isinstance(option, Compact | Runner) or is_word(option, *_WORDS)):
         raise ArgumentTypeError(
-            'divergence must be "auto", "predicate", "compact" or a batchax.Compact(...), got '
-            f"{brief(option)}."
+            'divergence must be "auto", "predicate", "compact", "serial", or batchax.Compact(...). '
+            f"It is {brief(option)}."
         )
 
 
@@ -70,4 +70,20 @@ def resolved(option: Any) -> Any:
     return config.divergence if is_word(option, "auto") else option
 
 
-_WORDS = "auto", "predicate", "compact"
+def lanes_at_a_time(option: Any, batch_size: Any) -> Any:
+    """`batch_size`, which is 1 where lanes run sequentially.
+
+    Raises:
+      ArgumentTypeError: another number was passed.
+    """
+    if not is_word(option, "serial"):
+        return batch_size
+    if batch_size is not None and batch_size != 1:
+        raise ArgumentTypeError(
+            f'divergence="serial" runs one lane at a time, but batch_size is {show(batch_size)}. '
+            "Omit batch_size, or omit divergence."
+        )
+    return 1
+
+
+_WORDS = "auto", "predicate", "compact", "serial"

@@ -417,7 +417,8 @@ def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
         yield from _measured(context)
         return
     size = context.options.get("batch_size")
-    if not isinstance(size, int) or context.each <= 1:
+    serial = context.options.get("divergence") == "serial"
+    if not isinstance(size, int) or context.each <= 1 or serial:
         return
     if any(eqn.times is None for eqn, _ in context.walk()):
         return  # what a chunk computes is not known
