@@ -140,7 +140,7 @@ def test_slow_tests_are_there():
         sorted(slow_tests.listed()), lambda line: line.split("::")[0]
     ):
         text = (ROOT / "tests" / file).read_text()
-        if "from batchax.testing import" in text:  # tests that all stores inherit
-            text += (ROOT / "src/batchax/testing/stores.py").read_text()
+        if "from support.store_tests import" in text:  # tests that all stores inherit
+            text += (ROOT / "tests/support/store_tests.py").read_text()
         missing = [n for n in names if f"def {n.split('::')[-1]}(" not in text]
         assert not missing, f"make slow.txt again: pytest --write-slow {missing}"

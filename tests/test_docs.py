@@ -15,8 +15,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from support.packages import install_of_page
-
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
@@ -48,11 +46,8 @@ def pages_with_code():
 @pytest.mark.each_commit(
     6, *["README.md", "first_vmap.md", "vmap.md", "ragged.md", "axes.md", "datasets.md0"]
 )
-def test_code_runs_and_prints_what_is_shown(page, tmp_path, monkeypatch):
+def test_code_runs_and_prints_what_is_shown(page, tmp_path):
     if "by the compiler's count" not in page.read_text():
-        if "project.entry-points" in page.read_text():  # a package that the page makes
-            install_of_page(page, tmp_path / "packages")
-            monkeypatch.syspath_prepend(tmp_path / "packages")
         with contextlib.chdir(tmp_path):  # where pages leave their files
             run(page)
         return

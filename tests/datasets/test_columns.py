@@ -6,7 +6,8 @@ import pytest
 import batchax as bx
 from batchax.datasets.sources import as_source
 from batchax.rows.arrow import from_dense
-from batchax.testing import SourceTests
+
+from support.source_tests import SourceTests
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -19,7 +19,8 @@ import batchax as bx
 from batchax.datasets import files
 from batchax.datasets.plan import crc32c
 from batchax.datasets.sources import as_source
-from batchax.testing import SourceTests
+
+from support.source_tests import SourceTests
 
 X = np.arange(60, dtype=np.float32).reshape(4, 5, 3)
 

@@ -15,7 +15,8 @@ from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
 from batchax.datasets.plan import Leaf, Plan, checksum
 from batchax.datasets.sources import as_source
 from batchax.datasets.store import MemoryStore, open_store, reopen_store
-from batchax.testing import StoreTests
+
+from support.store_tests import StoreTests
 
 PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
 

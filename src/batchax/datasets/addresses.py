@@ -6,14 +6,12 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path, PurePosixPath
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from batchax.errors import ArgumentTypeError, BatchaxError, StorageError, UnsupportedError
-from batchax.jaxprs.spoken import brief
 
 _SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SIGNATURE|SAS|CONNECTION_STRING", re.I)
 _SIGNED = re.compile(
@@ -181,55 +179,12 @@ def reading(what: str) -> Iterator[None]:
         raise StorageError(f"{what} cannot be read: {reason(error)}") from error
 
 
+def listed(kinds: Iterable[str]) -> str:
+    """Suffixes as a sentence has them."""
+    *most, last = [f".{kind}" for kind in kinds]
+    return f"{', '.join(most)} and {last}"
+
+
 def reason(error: Exception) -> str:
     said = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))[0]
     return f"{said or type(error).__name__}.".replace("..", ".")
-
-
-T = TypeVar("T")
-
-
-class Kinds(Generic[T]):
-    """Classes by name. `own` has ours; other packages add theirs to the entry points of `group`."""
-
-    def __init__(self, group: str, base: type[T], own: Mapping[str, str]) -> None:
-        self._group, self._base = group, base
-        self._own = {name: EntryPoint(name, value, group) for name, value in own.items()}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._own or (name != "" and bool(self._added(name)))
-
-    def listed(self) -> str:
-        added = sorted({entry.name for entry in entry_points(group=self._group)} - set(self._own))
-        *most, last = [f".{name}" for name in (*self._own, *added)]
-        return f"{', '.join(most)} and {last}"
-
-    def load(self, name: str) -> type[T]:
-        entries = [self._own[name]] if name in self._own else self._added(name)
-        if len(entries) != 1:
-            who = f"packages {' and '.join(sorted(map(_package, entries)))} each add"
-            raise ImportError(
-                f"{self._base.__name__} {name!r}: {who if entries else 'no package adds'} an entry "
-                f"point with this name to the group {self._group}. Install exactly one that does."
-            )
-        (entry,) = entries
-        where = f"{_package(entry)}: the entry point {name} = {entry.value} of {self._group}"
-        try:
-            loaded = entry.load()
-        except Exception as error:
-            raise ImportError(
-                f"{where} cannot be loaded: {type(error).__name__}: {error}"
-            ) from error
-        if not (isinstance(loaded, type) and issubclass(loaded, self._base)):
-            raise ImportError(
-                f"{where} must be a subclass of batchax.datasets.{self._base.__name__}, and is "
-                f"{brief(loaded)}."
-            )
-        return loaded
-
-    def _added(self, name: str) -> list[EntryPoint]:
-        return list(entry_points(group=self._group, name=name))
-
-
-def _package(entry: EntryPoint) -> str:
-    return "batchax" if entry.dist is None else entry.dist.name

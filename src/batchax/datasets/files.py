@@ -348,8 +348,6 @@ class ParquetColumn(Column):
     A row group is decoded at a time, and the latest are kept for the next unit.
     """
 
-    has_members = True
-
     def __init__(self, path: Any, column: str, name: str, of_any_type: bool = False) -> None:
         self._parquet = needed("pyarrow.parquet", f"{name}: Parquet")
         self._column, self._lock = column, threading.Lock()
@@ -513,7 +511,6 @@ class InMemory(Source):
 class NpzArray(InMemory):
     """An array of an .npz file. It is small, or is put into a file that can be read in parts."""
 
-    has_members = True
     in_process = False  # who has the path reads it
 
     def __init__(self, path: Path, member: str, name: str) -> None:
@@ -528,7 +525,6 @@ class NpzArray(InMemory):
 class Hdf5Dataset(Source):
     """A dataset in an HDF5 file, which is open while it is read and no longer."""
 
-    has_members = True
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:
@@ -560,7 +556,6 @@ class ZarrFolder(Source):
     Its identity is that of all files in the folder.
     """
 
-    has_members = True  # which are in folders
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:

@@ -289,7 +289,6 @@ class Source:
 
     ragged = False  # whether rows have different lengths
     axes: int | tuple[int, ...] = 0  # of a row along which they do
-    has_members = False  # whether a file holds several arrays
     gives_fresh = False  # whether `get` returns new arrays, although NumPy cannot tell
     lends = False  # whether what `get` returned stays as it is, and needs no copy
     in_process = False  # whether another process needs a copy of all rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,26 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax.datasets.addresses import (
-    Kinds,
     ObjectPath,
     address,
     at_home,
     is_url,
+    listed,
     masked,
     needed,
     reading,
 )
 from batchax.datasets.arrays import ArrowColumn, InRagged, Sliced, in_memory, refuse_masked
-from batchax.datasets.files import InMemory, NpyFile, ParquetColumn, ZarrObjects, zarr_format
+from batchax.datasets.files import (
+    Hdf5Dataset,
+    InMemory,
+    NpyFile,
+    NpzArray,
+    ParquetColumn,
+    ZarrFolder,
+    ZarrObjects,
+    zarr_format,
+)
 from batchax.datasets.plan import ENDLESS
 from batchax.datasets.source import (
     ConcatenatedSource,
@@ -242,20 +251,15 @@ def arrays_of(
     return [parts[leaf.stream][leaf.leaf] for leaf in sources]
 
 
-SOURCES = Kinds(
-    "batchax.sources",
-    Source,
-    {
-        "npy": "batchax.datasets.files:NpyFile",
-        "npz": "batchax.datasets.files:NpzArray",
-        "zarr": "batchax.datasets.files:ZarrFolder",
-        "h5": "batchax.datasets.files:Hdf5Dataset",
-        "hdf5": "batchax.datasets.files:Hdf5Dataset",
-        "he5": "batchax.datasets.files:Hdf5Dataset",
-        "parquet": "batchax.datasets.files:ParquetColumn",
-    },
-)
-"""By the suffix of a file. Another package adds its own as entry points of that group."""
+SOURCES: dict[str, Callable[..., Source]] = {  # by the suffix of a file
+    "npy": NpyFile,
+    "npz": NpzArray,
+    "zarr": ZarrFolder,
+    "h5": Hdf5Dataset,
+    "hdf5": Hdf5Dataset,
+    "he5": Hdf5Dataset,
+    "parquet": ParquetColumn,
+}
 
 
 def as_source(x: Any, name: str) -> Source:
@@ -303,7 +307,7 @@ def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
     Args:
       path: "x.npy", "x.zarr", "x.zarr/sub/array"; and with the name of what is meant in a file of
         several: "x.npz:name", "x.h5:group/dataset", "x.zarr:sub/array", "x.parquet:column", or a
-        folder of Parquet files, "folder:column". A suffix that another package reads is as good.
+        folder of Parquet files, "folder:column".
         A pattern, "data/*.npy" or "year=*/x.h5:name", names the rows of all files that it fits, by
         name one after another.
       of_any_type: whether a column of Parquet need not have numbers: it is passed through.
@@ -329,14 +333,13 @@ def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
     kind = _kind_of(file)
     if kind is None:
         raise ArgumentTypeError(
-            f"{name}: of what kind this is is not known. Rows are read of {SOURCES.listed()}."
+            f"{name}: of what kind this is is not known. Rows are read of {listed(SOURCES)}."
         )
-    source: Any = SOURCES.load(kind)
-    if member and not source.has_members:
+    if member and kind == "npy":
         raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
     if of_any_type and kind == "parquet":
-        return source(file, member, name, True)
-    return source(file, member, name)
+        return ParquetColumn(file, member, name, True)
+    return SOURCES[kind](file, member, name)
 
 
 def _open_objects(path: ObjectPath, member: str, name: str, of_any_type: bool) -> Source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,7 +17,14 @@ import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes, such as b
 import numpy as np
 
 from batchax.datasets import objects
-from batchax.datasets.addresses import PARTIAL, Address, Kinds, ObjectPath, address, needed
+from batchax.datasets.addresses import (
+    PARTIAL,
+    Address,
+    ObjectPath,
+    address,
+    listed,
+    needed,
+)
 from batchax.datasets.disk import (
     AFTER_WRITE,
     BEFORE_WRITE,
@@ -448,16 +456,8 @@ class MemoryStore(Store):
 
 FOLDER = "parquet"  # of a name without a suffix
 
-STORES = Kinds(
-    "batchax.stores",
-    Store,
-    {
-        "zarr": "batchax.datasets.file_stores:ZarrStore",
-        "npy": "batchax.datasets.file_stores:NpyStore",
-        "parquet": "batchax.datasets.file_stores:ParquetStore",
-    },
-)
-"""By the suffix of an output. Another package adds its own as entry points of that group."""
+STORES = {"zarr": "ZarrStore", "npy": "NpyStore", "parquet": "ParquetStore"}
+"""By the suffix of an output, names in `file_stores`, which imports this module."""
 
 # In object storage, where nothing can be written into the middle of a file.
 _PUT_WHOLE = "zarr", "parquet"
@@ -485,7 +485,8 @@ def _store(
     kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
 ) -> Store:
     in_memory = kind == MemoryStore.kind
-    store_class: Any = MemoryStore if in_memory else STORES.load(kind)
+    stores = None if in_memory else importlib.import_module("batchax.datasets.file_stores")
+    store_class: Any = MemoryStore if in_memory else getattr(stores, STORES[kind])
     if options and not store_class.takes_options:
         raise ArgumentTypeError(
             f"store_options: {'memory' if in_memory else f'.{kind}'} has no options. "
@@ -525,9 +526,7 @@ def kind_of(out: Any) -> str:
         return kind
     if not kind or name.endswith("/"):
         if importlib.util.find_spec("pyarrow") is None:  # who forgot the suffix means another kind
-            needed(
-                "pyarrow", f"out={name!r} without a suffix ({STORES.listed()}) is Parquet, which"
-            )
+            needed("pyarrow", f"out={name!r} without a suffix ({listed(STORES)}) is Parquet, which")
         return FOLDER
     why = (
         " HDF5 is read but not written: a writer that is killed damages the file."
@@ -535,6 +534,6 @@ def kind_of(out: Any) -> str:
         else ""
     )
     raise ArgumentTypeError(
-        f"out={name!r}: results are written to {STORES.listed()}, or a folder of Parquet files (no "
+        f"out={name!r}: results are written to {listed(STORES)}, or a folder of Parquet files (no "
         f"suffix, or a slash at the end).{why}"
     )

@@ -12,7 +12,6 @@ import pytest
 
 from batchax.datasets.plan import Rows
 from batchax.datasets.source import Source
-from batchax.datasets.sources import SOURCES
 from batchax.errors import AxisError
 
 
@@ -20,7 +19,6 @@ class SourceTests:
     """Tests of a kind of source. Subclass it, and say in `source_of` how one is made of an array.
 
     Attributes:
-      suffix: of the files that it reads, as its entry point has it; empty if it reads none.
       shape: of the array that most tests read, at least two rows along each axis. Pass another if
         the kind has no form for this one.
       dtypes: that the kind has a form for.
@@ -31,8 +29,6 @@ class SourceTests:
       ::
 
         class TestTinySource(SourceTests):
-            suffix = "tiny"
-
             @pytest.fixture
             def source_of(self, tmp_path):
                 def source_of(x):
@@ -42,7 +38,6 @@ class SourceTests:
                 return source_of
     """
 
-    suffix = ""
     shape: tuple[int, ...] = (4, 5, 3)
     dtypes: tuple[str, ...] = ("float32", "float64", "int32", "uint8", "bool")
     empty = True
@@ -74,9 +69,6 @@ class SourceTests:
         assert source.dtype == np.float32
         assert not source.ragged
         assert source.lengths is None
-
-    def test_its_suffix_finds_it(self, source: Source) -> None:
-        assert not self.suffix or SOURCES.load(self.suffix) is type(source)
 
     def test_rows_along_any_axis(self, source: Source, expected: np.ndarray) -> None:
         for axis, size in enumerate(self.shape):
