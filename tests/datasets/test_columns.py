@@ -94,33 +94,10 @@ class TestColumns(SourceTests):
         return lambda rows: as_source(arrow.array(rows, arrow.list_(arrow.float32())), "x")
 
 
-def nested(rows):
-    return arrow.array([row.tolist() for row in rows], arrow.list_(arrow.list_(arrow.float32())))
-
-
-@pytest.mark.parametrize("held", ["arrow", "parquet"])
-def test_lists_of_lists_are_rows_along_two_axes(held, tmp_path):
-    rows = [np.arange(h * w, dtype=np.float32).reshape(h, w) for h, w in [(2, 3), (3, 0), (1, 4)]]
-    column = nested(rows)
-    if held == "parquet":
-        parquet.write_table(arrow.table({"x": column}), tmp_path / "x.parquet", 2)
-    source = as_source(column if held == "arrow" else f"{tmp_path}/x.parquet:x", "x")
-    assert (source.shape, source.axes) == ((3,), (0, 1))
-    np.testing.assert_array_equal(source.lengths, [row.shape for row in rows])
-    for start, stop in [(0, 3), (1, 2), (1, 3), (3, 3)]:
-        got = source.read(0, start, stop)
-        np.testing.assert_array_equal(got.lengths, source.lengths[start:stop])
-        flat = [row.ravel() for row in rows[start:stop]]
-        np.testing.assert_array_equal(got.data, np.concatenate([np.zeros(0), *flat]))
-    whole = column.slice(1)
-    turned = bx.map(lambda x: x.T, whole, progress=False).outputs
-    assert [row.shape for row in turned.rows()] == [(0, 3), (4, 1)]
-
-
-def test_lists_of_lists_that_are_no_arrays():
+def test_lists_of_lists_are_refused():
     column = arrow.array([[[1.0], [2.0]], [[1.0], [2.0, 3.0]]])
-    with pytest.raises(bx.ArgumentTypeError, match="row 1 has lists of different lengths"):
-        as_source(column, "x").read(0, 0, 2)
+    with pytest.raises(bx.ArgumentTypeError, match="or lists of these"):
+        as_source(column, "x")
 
 
 NUMBERS = {

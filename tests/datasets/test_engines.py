@@ -513,13 +513,3 @@ def test_the_scheduler_is_killed(x, scheduler):
     done = units_done()
     assert call(engine_calls.slowly, "processes:2").reused >= done * UNIT > 0
     assert_whole(x)
-
-
-def test_rows_that_are_ragged_along_two_axes(x, processes):
-    rows = [np.full((h, w), float(h), np.float32) for h, w in [(2, 3), (0, 4), (3, 1), (1, 2)] * 3]
-    images = bx.Ragged.from_rows(rows, axis=(0, 1))
-    options = dict(batch_size=2, commit_rows=4, progress=False)
-    there = bx.map(lambda x: x.T + 1, images, out="y/", executor=processes, **options)
-    back = bx.map(lambda x: x, there.outputs, progress=False).outputs
-    for mine, row in zip(back.rows(), rows, strict=True):
-        np.testing.assert_array_equal(mine, row.T + 1)

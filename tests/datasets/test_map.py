@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchax as bx
-from batchax.datasets.row_function import Program
 
 CLOSE = dict(rtol=1e-5, atol=1e-6)
 FLOAT = jax.dtypes.canonicalize_dtype(float)
@@ -177,28 +176,6 @@ def test_integers_that_do_not_fit_fail_their_row():
     np.testing.assert_array_equal(report.outputs, [0, 1, 2, 3, 4, 5, 0, 7, 8])
     rows = bx.Ragged(np.arange(5.0), [2, 3])  # what is no integer is rounded
     np.testing.assert_allclose(bx.map(jnp.sum, rows).outputs, [1, 9])
-
-
-def test_batches_of_few_elements_are_padded_to_few(monkeypatch):
-    rng = np.random.default_rng(0)
-    rows = [rng.standard_normal(n).astype(FLOAT) for n in [0, 1, 2, 3, 4, 6, 9, 13, 20, 30, 45, 70]]
-    x = bx.Ragged.from_rows(rows)
-    fun = lambda t: {"twice": t * 2, "sum": t.sum()}
-    options = dict(batch_size=2, commit_rows=4, progress=False)
-    one = bx.map(fun, x, out_axes={"twice": 0, "sum": bx.Reduce("sum")}, **options)
-    compiled, compile = set(), Program._compiled
-
-    def watched(self, room, masked=False):
-        compiled.add(room)
-        return compile(self, room, masked)
-
-    monkeypatch.setattr(Program, "_compiled", watched)
-    monkeypatch.setattr("batchax.datasets.row_function._WORTH", 0)
-    few = bx.map(fun, x, out_axes={"twice": 0, "sum": bx.Reduce("sum")}, **options)
-    assert compiled == {0, 1, 2, 3}
-    for got, expected in zip(few.outputs["twice"].rows(), rows, strict=True):
-        np.testing.assert_array_equal(got, expected * 2)
-    np.testing.assert_allclose(few.reduced["sum"], one.reduced["sum"], **CLOSE)
 
 
 def failing_where(bad):

@@ -408,80 +408,34 @@ def test_units_of_rows_of_different_lengths(x, out, monkeypatch):
     assert inspect.verify(out)
 
 
-SHAPES = [(2, 3), (0, 4), (1, 0), (3, 1), (4, 2), (1, 1), (2, 2)] * 3
+LENGTHS = [3, 4, 0, 2, 1, 5, 2] * 3
 
 
-def square(x, y):
-    """Of an image and numbers for its lines."""
-    return {"gram": x @ x.T, "turned": x.T + y, "sum": x.sum()}
+def test_rows_that_are_ragged_along_several_axes_stay_in_the_function(x):
+    images = bx.Ragged.from_rows([np.ones((2, 3)), np.ones((1, 4))], axis=(0, 1))
+    with pytest.raises(bx.UnsupportedError, match=r"x has rows that are ragged along the axes"):
+        bx.map(lambda x: x.sum(), images, progress=False)
+    rows = [np.arange(n, dtype=FLOAT) for n in LENGTHS]
+    between = lambda x: jnp.abs(x[:, None] - x)
+    x = bx.Ragged.from_rows(rows)
+    with pytest.raises(bx.UnsupportedError, match=r"out has rows that are ragged along the axes"):
+        bx.map(between, x, out="y/", progress=False)
+    got = bx.map(lambda x: between(x).sum(), x, progress=False).outputs
+    np.testing.assert_allclose(got, [np.abs(row[:, None] - row).sum() for row in rows])
 
 
-def squares(images):
-    expected = [square(x, x.sum(1)) for x in images]
-    return {name: [each[name] for each in expected] for name in expected[0]}
-
-
-def check_squares(report, images):
-    for name, rows in squares(images).items():
-        got = report.outputs[name]
-        if isinstance(got, str):
-            got = bx.map(lambda x: x, got, progress=False).outputs
-        for i, row in enumerate(rows):
-            assert np.shape(got[i]) == np.shape(row)
-            np.testing.assert_allclose(got[i], row, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture
-def pictures():
-    images = [np.random.default_rng(i).normal(size=s).astype(FLOAT) for i, s in enumerate(SHAPES)]
-    lines = bx.Ragged.from_rows([image.sum(1) for image in images])
-    return images, bx.Ragged.from_rows(images, axis=(0, 1)), lines
-
-
-HOW = dict(batch_size=2, commit_rows=4, progress=False)
-
-
-def test_rows_that_are_ragged_along_two_axes(x, pictures, monkeypatch):
-    images, *arguments = pictures
-    check_squares(bx.map(square, *arguments, **HOW), images)
-    with monkeypatch.context() as patched:
-        stopped_after(patched, 2)
-        with pytest.raises(OSError, match="no more"):
-            bx.map(square, *arguments, out="y/", **HOW)
-    report = bx.map(square, *arguments, out="y/", **HOW)
-    assert (report.rows, report.reused) == (len(images), 8)
-    check_squares(report, images)
-    assert inspect.verify("y")
-    bx.map(square, *arguments, out="z/", **HOW)
-    for part in sorted(Path("y").glob("*.parquet")):
-        assert part.read_bytes() == (Path("z") / part.name).read_bytes()
-
-
-def test_units_and_programs_of_rows_along_two_axes(x, pictures, monkeypatch):
-    images, *arguments = pictures
-    monkeypatch.setattr(plan, "_BYTES", 400)
-    less = {name: x for name, x in HOW.items() if name != "commit_rows"}
-    check_squares(bx.map(square, *arguments, out="units/", **less), images)
-    assert len(json.loads(Path("units.job/job.json").read_text())["plan"]["ends"]) > 3
-    monkeypatch.setattr("batchax.datasets.row_function._WORTH", 0)
-    back = bx.map(lambda x: x.T, arguments[0], **HOW).outputs
-    for mine, image in zip(back.rows(), images, strict=True):
-        np.testing.assert_array_equal(mine, image.T)
-
-
-def test_rows_along_two_axes_that_are_put_aside(x, pictures):
-    images, x, _ = pictures
-    x = x.with_data(x.data.at[images[0].size].set(np.nan))
-    images[3] = images[3] * np.nan
-    report = bx.map(lambda x: x * 2, x, on_nonfinite="quarantine", **HOW)
+def test_ragged_rows_that_are_put_aside(x):
+    rows = [np.arange(n, dtype=FLOAT) for n in LENGTHS]
+    rows[3][0] = np.nan
+    x, how = bx.Ragged.from_rows(rows), dict(batch_size=2, commit_rows=4, progress=False)
+    report = bx.map(lambda x: x * 2, x, on_nonfinite="quarantine", **how)
     assert [bad.row for bad in report.bad] == [3]
-    shapes = [row.shape for row in report.outputs.rows()]
-    assert shapes == [*SHAPES[:3], (0, 0), *SHAPES[4:]]
+    assert [len(row) for row in report.outputs.rows()] == [*LENGTHS[:3], 0, *LENGTHS[4:]]
 
     def picky(x):
-        def host(x, h):
-            if h == 4:
-                raise ValueError("four lines")
+        def host(x, n):
+            if n == 4:
+                raise ValueError("four numbers")
             return np.asarray(x * 2)
 
         type = jax.ShapeDtypeStruct((), x.dtype)
@@ -490,6 +444,6 @@ def test_rows_along_two_axes_that_are_put_aside(x, pictures):
         )
         return whole, x + 1
 
-    report = bx.map(picky, x, on_error="quarantine", **HOW)
-    assert [bad.row for bad in report.bad] == [4, 11, 18]
-    assert [row.shape for row in report.outputs[1].rows()][3:6] == [(3, 1), (0, 0), (1, 1)]
+    report = bx.map(picky, x, on_error="quarantine", **how)
+    assert [bad.row for bad in report.bad] == [1, 8, 15]
+    assert [len(row) for row in report.outputs[1].rows()][:4] == [3, 0, 0, 2]

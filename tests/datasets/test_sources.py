@@ -239,7 +239,7 @@ def test_a_few_columns_are_read_without_the_rest(tmp_path, monkeypatch):
 def test_ragged_rows_along_another_axis():
     x = bx.Ragged.from_rows([np.ones((2, 3)), np.zeros((2, 1))], axis=1)
     moved = as_source(x, "x")
-    assert (moved.shape, moved.axes) == ((2, 2), 1)
+    assert (moved.shape, moved.ragged_axis) == ((2, 2), 1)
     same(moved.read(0, 0, 1).data, np.ones((3, 2), moved.dtype))
     fun = lambda row: (row.shape[0], row.sum(1))
     twos, sums = bx.map(fun, x, progress=False).outputs

@@ -52,16 +52,6 @@ def test_pandas_out(report):
     np.testing.assert_allclose(np.stack(frame["twice"]), 2 * X)
 
 
-def test_rows_along_two_axes_out():
-    rows = [np.full((h, w), float(h), FLOAT) for h, w in [(2, 3), (1, 0), (3, 1)]]
-    x = bx.Ragged.from_rows(rows, axis=(0, 1))
-    report = bx.map(lambda x: x + 1, x, out="y.parquet", progress=False)
-    for one in (report, bx.map(lambda x: x + 1, x, progress=False)):
-        for mine, row in zip(one.to_pandas()["result"], rows, strict=True):
-            np.testing.assert_array_equal(mine, row + 1)
-        assert one.to_arrow()["result"].to_pylist() == [(row + 1).tolist() for row in rows]
-
-
 def test_arrow_out(report):
     table = report.to_arrow()
     assert table.column_names == ["sum", "twice"]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchax.datasets.plan import Leaf, Rows, Unit, elements_in
+from batchax.datasets.plan import Leaf, Rows, Unit
 from batchax.datasets.store import STORES, Store, described_leaves
 from batchax.errors import JobError, StorageError
 
@@ -95,7 +95,7 @@ class StoreTests:
     def test_rows_of_different_lengths(self, out: Path) -> None:
         if not self.ragged:
             pytest.skip("no rows of different lengths")
-        leaves = [_leaf("r", ragged=0), _leaf("s", (10,)), _leaf("t", ragged=(0, 1))]
+        leaves = [_leaf("r", ragged=0), _leaf("s", (10,)), _leaf("t", ragged=1)]
         leaves = leaves if self.trees else leaves[:1]
         self._check(self._written(out, leaves), leaves)
 
@@ -262,7 +262,7 @@ def _leaf(
     shape: tuple[int, ...] = (10, 3),
     dtype: str = "float32",
     axis: int = 0,
-    ragged: int | tuple[int, ...] | None = None,
+    ragged: int | None = None,
 ) -> Leaf:
     return Leaf(name, shape, np.dtype(dtype), axis, ragged)
 
@@ -274,13 +274,9 @@ def _units(rows: int) -> list[Unit]:
 def _rows(leaf: Leaf, unit: Unit) -> Any:
     """Of all rows no two alike, where the dtype can tell them apart."""
     if leaf.ragged is not None:
-        lengths = _LENGTHS
-        if isinstance(leaf.ragged, tuple):
-            lengths = np.stack([lengths, lengths[[1, 0, *range(2, 10)]]], 1)
-        elements = elements_in(lengths)
-        data = np.arange(elements.sum() * 3).reshape(-1, 3).astype(leaf.dtype)
-        first, last = elements[: unit.start].sum(), elements[: unit.stop].sum()
-        return Rows(data[first:last], lengths[unit.start : unit.stop])
+        data = np.arange(_LENGTHS.sum() * 3).reshape(-1, 3).astype(leaf.dtype)
+        first, last = _LENGTHS[: unit.start].sum(), _LENGTHS[: unit.stop].sum()
+        return Rows(data[first:last], _LENGTHS[unit.start : unit.stop])
     values = np.arange(int(np.prod(leaf.shape))).reshape(leaf.shape).astype(leaf.dtype)
     return values.take(range(unit.start, unit.stop), leaf.axis)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from batchax.datasets.addresses import reading
 from batchax.datasets.files import Column, InMemory, Layout, linked_files
-from batchax.datasets.plan import Rows, elements_in, kept
+from batchax.datasets.plan import Rows, kept, refuse_several_axes
 from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
 from batchax.errors import ArgumentTypeError
 from batchax.rows.building import elements_of
@@ -87,12 +87,13 @@ class InRagged(Source):
     lends = True
 
     def __init__(self, x: Any, name: str) -> None:
+        refuse_several_axes(x.axis, name)
         if elements_of(x.lengths) is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
         dtype = native(x.dtype, name)  # which refuses random keys before they are converted
         self._data, self._lengths = kept(x, len(x))
-        self._offsets = np.concatenate([[0], np.cumsum(elements_in(self._lengths))])
-        self.axes = x.axis
+        self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
+        self.ragged_axis = x.axis
         super().__init__(name, (len(x), *self._data.shape[1:]), dtype)
 
     @cached_property

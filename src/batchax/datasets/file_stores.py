@@ -26,7 +26,7 @@ from batchax.datasets.disk import (
     replacing,
     writing,
 )
-from batchax.datasets.files import BEGUN, SHAPES, KeyValuesInMemory, Layout, in_folder, told_shapes
+from batchax.datasets.files import BEGUN, KeyValuesInMemory, Layout, in_folder
 from batchax.datasets.objects import place_of
 from batchax.datasets.plan import ALONE, ENDLESS, Leaf, Rows, Unit
 from batchax.datasets.store import (
@@ -407,9 +407,8 @@ class ParquetStore(Store):
     """A column for each leaf, with a list for each row where a result is no number.
 
     Axes of a result become lists of a fixed size. Rows of different lengths become lists of any
-    size, with the axis along which these differ as the outermost, or lists of lists, of those axes.
-    Where lists do not tell the shape of a row, the schema's metadata does. Pages carry checksums.
-    The same results make the same bytes.
+    size, with the axis along which these differ as the outermost. Pages carry checksums. The same
+    results make the same bytes.
 
     In object storage there are no folders, and no names that change: an object marks the output,
     and is not empty until the output is whole.
@@ -533,11 +532,7 @@ class ParquetStore(Store):
 
     def _table(self, results: Results) -> Any:
         arrays = [_to_column(*pair) for pair in zip(self.leaves, results, strict=True)]
-        table = self._arrow.table(arrays, names=self._columns)
-        shapes = dict(zip(self._columns, map(_untold_shapes, results), strict=True))
-        if any(shapes.values()):
-            table = table.replace_schema_metadata({SHAPES: json.dumps(shapes)})
-        return table
+        return self._arrow.table(arrays, names=self._columns)
 
     def _encoded(self, table: Any) -> bytes:
         file, rows = io.BytesIO(), max(1, table.num_rows)
@@ -565,12 +560,6 @@ def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
     return arrow.from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
 
 
-def _untold_shapes(result: np.ndarray | Rows) -> dict[int, list[int]]:
-    if not isinstance(result, Rows):
-        return {}
-    return {int(row): result.lengths[row].tolist() for row in arrow.untold(result.lengths)}
-
-
 def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | Rows:
     column = table.column(name).combine_chunks()
     if leaf.passed:
@@ -578,6 +567,4 @@ def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | R
     if leaf.ragged is None:
         return np.array(np.moveaxis(arrow.dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
     data, lengths = arrow.rows_of(column, part)
-    for row, sizes in told_shapes(table.schema.metadata, name).items():
-        lengths[row] = sizes
     return Rows(np.array(data, leaf.dtype), lengths)

@@ -254,14 +254,6 @@ _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the
 BEGUN = "_begun"
 """In a folder of a store of objects, whose name cannot change: says something until all is done."""
 
-SHAPES = b"batchax.shapes"
-"""In a schema's metadata: of rows of a column, by number in the file, lengths along each axis."""
-
-
-def told_shapes(metadata: Any, column: str) -> dict[int, list[int]]:
-    told = json.loads((metadata or {}).get(SHAPES, b"{}"))
-    return {int(row): sizes for row, sizes in told.get(column, {}).items()}
-
 
 class Column(Source):
     """A column of a table: rows lie along axis 0, and are cheap to pick there alone."""
@@ -274,11 +266,8 @@ class Column(Source):
             self.name, self.shape, self.dtype = name, (rows,), np.dtype(object)
             self.kind = _plain_type(arrow, kind, name)
             return
-        sizes, element, ragged = [], kind, 0
-        while is_lists(element):
-            ragged, element = ragged + 1, element.value_type
-        self.ragged = ragged > 0
-        self.axes = tuple(range(ragged)) if ragged > 1 else 0
+        self.ragged = is_lists(kind)
+        sizes, element = [], kind.value_type if self.ragged else kind
         while arrow.types.is_fixed_size_list(element):
             sizes.append(element.list_size)
             element = element.value_type
@@ -286,16 +275,14 @@ class Column(Source):
         if not any(fits(element) for fits in numbers):
             raise ArgumentTypeError(
                 f"{name} is of Arrow's type {kind}: elements must be numbers, lists of one size of "
-                "numbers, or lists of these, or of such lists. Convert it with cast."
+                "numbers, or lists of these. Convert it with cast."
             )
         super().__init__(name, (rows, *sizes), element.to_pandas_dtype())
 
     def get(self, index: Index) -> Any:
         start, stop = index[0].start, index[0].stop
         got = self._convert(self._rows(start, stop))
-        if isinstance(got, Rows):
-            return got._replace(lengths=self._told(got.lengths, start))
-        return got[(slice(None), *index[1:])]
+        return got if isinstance(got, Rows) else got[(slice(None), *index[1:])]
 
     def arrow(self, start: int, stop: int) -> Any:
         with reading(f"{self.name}: rows {start} to {stop}"):
@@ -306,9 +293,6 @@ class Column(Source):
         if self.dtype != object:
             return super().content(rows)
         return {"crc32c": checksum(self.arrow(0, self.shape[0] if rows is None else rows))}
-
-    def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
-        return lengths
 
     def _rows(self, start: int, stop: int) -> Any:
         raise NotImplementedError
@@ -353,7 +337,6 @@ class ParquetColumn(Column):
         self._column, self._lock = column, threading.Lock()
         self._find_parts(path, name)
         self._groups: list[tuple[int, int]] = []  # file, and row group in it
-        self._shapes: dict[int, list[int]] = {}  # of rows that lists do not tell the shape of
         starts, kind = [0], None
         for i, part in enumerate(self._paths):
             with (
@@ -373,8 +356,6 @@ class ParquetColumn(Column):
                         f"of type {kind} in the files before. All must have one type."
                     )
                 kind = schema.field(column).type
-                for row, sizes in told_shapes(schema.metadata, column).items():
-                    self._shapes[starts[-1] + row] = sizes
                 for group in range(metadata.num_row_groups):
                     self._groups.append((i, group))
                     starts.append(starts[-1] + metadata.row_group(group).num_rows)
@@ -420,14 +401,7 @@ class ParquetColumn(Column):
             return None
         with reading(f"{self.name}: the lengths of rows"):
             parts = [self._lengths(self._decode(i)) for i in range(len(self._groups))]
-        axes = (len(self.axes),) if isinstance(self.axes, tuple) else ()
-        return self._told(np.concatenate([np.zeros((0, *axes), np.int64), *parts]), 0)
-
-    def _told(self, lengths: np.ndarray, start: int) -> np.ndarray:
-        for row in range(start, start + len(lengths)) if self._shapes else ():
-            if row in self._shapes:
-                lengths[row - start] = self._shapes[row]
-        return lengths
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     @property
     def all_files(self) -> Sequence[Any]:

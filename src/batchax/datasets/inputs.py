@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.datasets.addresses import reading
-from batchax.datasets.plan import Rows, elements_in, one_row
+from batchax.datasets.plan import Rows
 from batchax.datasets.source import Labels, Source, native
 from batchax.datasets.sources import (
     Stream,
@@ -30,7 +30,6 @@ from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.options import converted
 from batchax.jaxprs.spoken import brief
-from batchax.rows.arrow import by_axis
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,14 @@ class Input:
     @property
     def row_bytes(self) -> int:
         shape = [n for i, n in enumerate(self.source.shape) if i != self.axis]
-        return math.prod((*shape, *self.longest)) * self.source.dtype.itemsize
+        length = 1 if self.longest is None else self.longest
+        return math.prod(shape) * length * self.source.dtype.itemsize
 
     @property
-    def longest(self) -> tuple[int, ...]:
-        """The greatest length of rows along each ragged axis; () if they are of one shape."""
+    def longest(self) -> int | None:
+        """The greatest length of rows; None if they are of one shape."""
         lengths = self.source.lengths
-        if lengths is None:
-            return ()
-        return tuple(by_axis(lengths).max(0, initial=0).tolist())
+        return None if lengths is None else int(lengths.max(initial=0))
 
 
 @dataclass(frozen=True)
@@ -327,16 +325,12 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
     """
     together = len(index) > 0 and bool((np.diff(index) == 1).all())
     if isinstance(data, Rows):
-        ends = np.cumsum(data.elements)
-        starts = ends - data.elements
+        ends = np.cumsum(data.lengths)
+        starts = ends - data.lengths
         lengths = np.minimum(data.lengths[index], data.lengths[places])
         if together and (index == places).all():
             return Rows(data.data[starts[index[0]] : ends[index[-1]]], lengths)
-        parts = []
-        for i, sizes in zip(index, lengths, strict=True):
-            row = one_row(data.data[starts[i] : ends[i]], data.lengths[i])
-            part = row[tuple(map(slice, np.atleast_1d(sizes)))]
-            parts.append(part.reshape(-1, *data.data.shape[1:]))
+        parts = [data.data[starts[i] :][:n] for i, n in zip(index, lengths, strict=True)]
         return Rows(np.concatenate([data.data[:0], *parts]), lengths)
     if together:
         return data[(slice(None),) * axis + (slice(index[0], index[-1] + 1),)]
@@ -345,6 +339,5 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
 
 def elements_of_batches(lengths: np.ndarray, batch_size: int) -> np.ndarray:
     missing = -len(lengths) % batch_size
-    elements = elements_in(lengths)
-    filled = np.concatenate([elements, np.repeat(elements[-1:], missing)]).astype(np.int64)
+    filled = np.concatenate([lengths, np.repeat(lengths[-1:], missing)]).astype(np.int64)
     return filled.reshape(-1, batch_size).sum(1)

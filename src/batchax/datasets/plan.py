@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from batchax.errors import ArgumentTypeError, AxisError, StorageError
+from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.jaxprs.spoken import brief
-from batchax.rows.arrow import by_axis, plain_parts, together
-from batchax.rows.building import as_tuple
+from batchax.rows.arrow import plain_parts
 from batchax.rows.ragged import Ragged
 
 NOT_FINITE = " is not finite"
@@ -44,7 +43,7 @@ class Leaf:
     shape: tuple[int, ...]  # of all rows, without the axis along which lengths of rows differ
     dtype: np.dtype
     axis: int = 0  # along which the rows lie
-    ragged: int | tuple[int, ...] | None = None  # the axis of a row along which lengths differ
+    ragged: int | None = None  # the axis of a row along which lengths differ
     grows: bool = False  # whether rows are counted as they come; by `shape` there are none
     rows_name: str = ""  # the name of the axis of rows, in arrays of xarray
     passed: Any = None  # the Arrow type of a column of the inputs that is passed through
@@ -62,23 +61,14 @@ class Leaf:
         return *self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]
 
     def without_elements(self, rows: int) -> Rows:
-        axes = (len(self.ragged),) if isinstance(self.ragged, tuple) else ()
-        return Rows(np.zeros((0, *self.shape[1:]), self.dtype), np.zeros((rows, *axes), np.int64))
+        return Rows(np.zeros((0, *self.shape[1:]), self.dtype), np.zeros(rows, np.int64))
 
 
 class Rows(NamedTuple):
     """Rows of different lengths."""
 
     data: np.ndarray  # the elements of one row after another along axis 0
-    lengths: np.ndarray  # of each row, (rows,); along several axes of a row, (rows, axes)
-
-    @property
-    def elements(self) -> np.ndarray:
-        return elements_in(self.lengths)
-
-
-def elements_in(lengths: np.ndarray) -> np.ndarray:
-    return lengths if lengths.ndim == 1 else lengths.prod(1)
+    lengths: np.ndarray  # of each row
 
 
 @dataclass(frozen=True, slots=True)  # there may be millions
@@ -141,23 +131,24 @@ class Record:
 
 def kept(x: Ragged, rows: int) -> Rows:
     """The first rows of a batch, on the host."""
-    each = [np.asarray(n)[:rows].astype(np.int64) for n in x.each_length]
-    got = Rows(np.asarray(x.data), together(each))
-    data = np.moveaxis(got.data, x.element_axis, 0)
-    return got._replace(data=np.ascontiguousarray(data[: got.elements.sum()]))
+    lengths = np.asarray(x.lengths)[:rows].astype(np.int64)
+    data = np.moveaxis(np.asarray(x.data), x.element_axis, 0)
+    return Rows(np.ascontiguousarray(data[: lengths.sum()]), lengths)
 
 
-def as_ragged(
-    x: Rows, axes: int | tuple[int, ...], bounds: tuple[int, ...] | None = None, dtype: Any = None
-) -> Ragged:
-    """Rows as a batch; `bounds` of lengths are by default the greatest ones."""
-    each = by_axis(x.lengths).astype(dtype or x.lengths.dtype)
-    data = np.moveaxis(x.data, 0, as_tuple(axes)[0])
-    return Ragged(data, list(each.T), bounds, axis=as_tuple(axes))
+def as_ragged(x: Rows, axis: int, longest: int | None = None) -> Ragged:
+    """Rows as a batch; `longest` bounds lengths, by default their greatest."""
+    lengths = x.lengths if longest is None else x.lengths.astype(np.int32)
+    return Ragged(np.moveaxis(x.data, 0, axis), lengths, longest, axis=axis)
 
 
-def one_row(elements: np.ndarray, lengths: Any) -> np.ndarray:
-    return elements.reshape(*np.atleast_1d(lengths), *elements.shape[1:])
+def refuse_several_axes(axis: Any, name: str) -> None:
+    if isinstance(axis, tuple):
+        raise UnsupportedError(
+            f"{name} has rows that are ragged along the axes {axis}, and map reads and writes rows "
+            "that are ragged along one. Pass the elements of each row along one axis, and its "
+            "shape as another argument; or use vmap."
+        )
 
 
 def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:

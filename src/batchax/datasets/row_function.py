@@ -16,7 +16,7 @@ from jax import lax
 
 from batchax.datasets.fingerprint import digest
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
-from batchax.datasets.plan import Leaf, Rows, as_ragged, kept
+from batchax.datasets.plan import Leaf, Rows, as_ragged, kept, refuse_several_axes
 from batchax.datasets.source import native
 from batchax.divergence.runner import for_any_machine
 from batchax.errors import ArgumentTypeError, UnsupportedError
@@ -40,8 +40,7 @@ from batchax.frontend.outputs import (
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
 from batchax.programs.cost import PLANS, cost_of_program
-from batchax.rows.arrow import by_axis
-from batchax.rows.building import as_tuple, without
+from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged
 from batchax.vmap import vmap
@@ -50,8 +49,8 @@ from batchax.vmap import vmap
 def type_of_row(m: Input) -> Any:
     shape = list(m.source.shape)
     del shape[m.axis]
-    for axis, size in zip(as_tuple(m.source.axes), m.longest, strict=False):
-        shape.insert(axis, size)
+    if m.longest is not None:
+        shape.insert(m.source.ragged_axis, m.longest)
     return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(m.source.dtype))
 
 
@@ -60,24 +59,12 @@ def type_of_batch(m: Input, batch_size: int) -> Any:
     if source.lengths is not None:
         elements = elements_of_batches(source.lengths, batch_size)
         capacity = max(1, int(elements.max(initial=0)))
-        axes = as_tuple(source.axes)
-        return ragged_type(capacity, source.shape[1:], dtype, batch_size, m.longest, axes)
+        axis, rest = source.ragged_axis, source.shape[1:]
+        data = jax.ShapeDtypeStruct((*rest[:axis], capacity, *rest[axis:]), dtype)
+        made = lambda data, lengths: Ragged(data, lengths, m.longest, axis=axis)
+        return jax.eval_shape(made, data, jax.ShapeDtypeStruct((batch_size,), np.int32))
     shape = (*source.shape[: m.axis], batch_size, *source.shape[m.axis + 1 :])
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def ragged_type(
-    capacity: int,
-    rest: tuple[int, ...],
-    dtype: Any,
-    rows: int,
-    longest: tuple[int, ...],
-    axes: tuple[int, ...],
-) -> Any:
-    shape = (*rest[: axes[0]], capacity, *rest[axes[0] :])
-    data, lengths = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((rows,), np.int32)
-    made = lambda data, *each: Ragged(data, each, longest, axis=axes)
-    return jax.eval_shape(made, data, *[lengths] * len(axes))
 
 
 @dataclass(frozen=True)
@@ -153,6 +140,7 @@ def find_outputs(
         x, spec = leaf.value, leaf.spec
         name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
         if isinstance(x, Ragged):
+            refuse_several_axes(x.axis, leaf.path)
             if not is_position(spec):
                 raise UnsupportedError(
                     f"{leaf.path} has rows of different lengths, and out_axes gives {spec!r}: such "
@@ -371,26 +359,19 @@ class RowFunction:
 
     def _with_same_lengths(self, rows: Sequence[Any]) -> list[Any]:
         """Mapped arguments that share an array of lengths if these are equal."""
-        first = lambda i, k: rows[i].each_length[k]
         return [
-            Ragged(x.data, [first(*at) for at in places], x.each_bound, axis=x.axes)
+            Ragged(x.data, rows[first].lengths, x.max_length, axis=x.axis)
             if isinstance(x, Ragged)
             else x
-            for x, places in zip(rows, self._same_lengths, strict=True)
+            for x, first in zip(rows, self._same_lengths, strict=True)
         ]
 
     @functools.cached_property
-    def _same_lengths(self) -> list[list[tuple[int, int]]]:
-        """For each ragged axis of each mapped argument the first axis with the same lengths."""
+    def _same_lengths(self) -> list[int]:
+        """For each mapped argument the first one with the same lengths."""
         lengths = [m.source.lengths for m in self.inputs.mapped]
-        along: dict[tuple[int, int], np.ndarray] = {}
-        places = []
-        for i, x in enumerate(lengths):
-            each = [] if x is None else by_axis(x).T
-            along |= {(i, k): n for k, n in enumerate(each)}
-            same = lambda n: next(at for at, other in along.items() if np.array_equal(other, n))
-            places.append(list(map(same, each)))
-        return places
+        same = lambda x, y: x is y or np.array_equal(x, y)
+        return [next(i for i, x in enumerate(lengths) if same(x, each)) for each in lengths]
 
     def types(self, batch_size: int) -> tuple[Any, list[Any], list[Any]]:
         numbers = jax.ShapeDtypeStruct((batch_size,), np.uint32)
@@ -483,13 +464,11 @@ def _with_key(in_axes: Any, count: int) -> Any:
 
 # Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
-_ROOMS = 4  # programs for batches of rows of different lengths, by how many elements these have
 _PARTS = 8  # of a batch in which rows that fail are looked for; so many more in each of these
-_WORTH = 2**29  # elements that need not be padded, for which compiling all of these is worth it
 
 
 class Program:
-    """A compiled function of `batch_size` rows, in several sizes if lengths of rows differ much."""
+    """A compiled function of `batch_size` rows."""
 
     def __init__(
         self, function: RowFunction, batch_size: int, shared: Sequence[Any] | None = None
@@ -497,16 +476,16 @@ class Program:
         self._given = function.inputs.shared if shared is None else shared
         self.function, self.batch_size = function, batch_size
         self._types = function.types(batch_size)
-        self._programs: dict[tuple[bool, int], Any] = {}
+        self._programs: dict[bool, Any] = {}  # by whether they are masked
         self._lock = threading.Lock()  # several threads may want one
 
     @functools.cached_property
     def traced(self) -> Any:
-        return self._traced(0)
+        return self._traced()
 
     @property
     def compiled(self) -> Any:
-        return self._compiled(0)
+        return self._compiled()
 
     @functools.cached_property
     def _shared(self) -> list[Any]:
@@ -521,51 +500,26 @@ class Program:
         size = max(n for n in range(1, most + 1) if self.batch_size % n == 0)
         return Program(self.function, size, self._shared)
 
-    def room_for(self, elements: Sequence[int]) -> int:
-        """The smallest program with room for a batch: number `k` is halved `k` times.
-
-        It depends on the rows of the batch alone.
-        """
-        rows = [x for x in zip(self._types[1], elements, strict=True) if isinstance(x[0], Ragged)]
-        fits = lambda room: all(n <= _capacity(type, room) for type, n in rows)
-        return max(filter(fits, range(self._rooms)), default=0)
-
-    @functools.cached_property
-    def _rooms(self) -> int:
-        saved = 0
-        for m, type in zip(self.function.inputs.mapped, self._types[1], strict=True):
-            if m.source.lengths is not None:
-                elements = elements_of_batches(m.source.lengths, self.batch_size)
-                rooms = np.array([_capacity(type, room) for room in range(_ROOMS)])
-                least = np.where(elements[:, None] <= rooms, rooms, rooms[0]).min(1)
-                saved += int((rooms[0] - least).sum())
-        return _ROOMS if saved >= _WORTH else 1
+    @whatever_jit
+    def start(self, numbers: np.ndarray, rows: Sequence[Any]) -> list[Any]:
+        return self._compiled()(*self._arguments(numbers, rows))
 
     @whatever_jit
-    def start(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> list[Any]:
-        return self._compiled(room)(*self._arguments(numbers, rows, room))
+    def reduced(self, numbers: np.ndarray, rows: Sequence[Any], real: np.ndarray) -> list[Any]:
+        arguments = self._arguments(numbers, rows)
+        return jax.tree.map(np.asarray, self._compiled(masked=True)(*arguments, real))
 
-    @whatever_jit
-    def reduced(
-        self, numbers: np.ndarray, rows: Sequence[Any], room: int, real: np.ndarray
-    ) -> list[Any]:
-        arguments = self._arguments(numbers, rows, room)
-        return jax.tree.map(np.asarray, self._compiled(room, masked=True)(*arguments, real))
-
-    def _compiled(self, room: int, masked: bool = False) -> Any:
-        """The program with that room; `masked` takes rows that count, and has reductions only."""
+    def _compiled(self, masked: bool = False) -> Any:
+        """The program; `masked` takes rows that count, and has reductions only."""
         with self._lock:
-            if (masked, room) not in self._programs:
-                largest = room == 0 and not masked
-                traced = self.traced if largest else self._traced(room, masked)
-                self._programs[masked, room] = traced.lower().compile()
-            return self._programs[masked, room]
+            if masked not in self._programs:
+                traced = self._traced(masked) if masked else self.traced
+                self._programs[masked] = traced.lower().compile()
+            return self._programs[masked]
 
     @whatever_jit
-    def _traced(self, room: int, masked: bool = False) -> Any:
-        run = self._run_masked if masked else self._run
-        types = [*self._types]
-        types[1] = [_in_room(type, room) for type in types[1]]
+    def _traced(self, masked: bool = False) -> Any:
+        run, types = self._run_masked if masked else self._run, [*self._types]
         if masked:
             types.append(jax.ShapeDtypeStruct((self.batch_size,), np.bool_))
         # What is not used stays an argument: all programs are called alike.
@@ -581,10 +535,8 @@ class Program:
         arrays = arrays_of(outputs, out, numbers, real)
         return [x for x, o in zip(arrays, outputs, strict=True) if o.reduces]
 
-    def _arguments(self, numbers: np.ndarray, rows: Sequence[Any], room: int) -> Any:
-        typed = [
-            _as_typed(x, _in_room(type, room)) for x, type in zip(rows, self._types[1], strict=True)
-        ]
+    def _arguments(self, numbers: np.ndarray, rows: Sequence[Any]) -> Any:
+        typed = [_as_typed(x, type) for x, type in zip(rows, self._types[1], strict=True)]
         return numbers.astype(np.uint32), typed, self._shared
 
 
@@ -613,26 +565,13 @@ def fitting(function: RowFunction, memory_limit: Any) -> int:
     return fitting_chunk(auto, most, ("map", object()), compile_for, all_at_first=True)
 
 
-def _capacity(type: Ragged, room: int) -> int:
-    return -(-type.data.shape[type.element_axis] // 2**room)
-
-
-def _in_room(type: Any, room: int) -> Any:
-    if not isinstance(type, Ragged) or room == 0:
-        return type
-    rest = without(type.data.shape, [type.element_axis])
-    return ragged_type(
-        _capacity(type, room), rest, type.dtype, len(type), type.each_bound, type.axes
-    )
-
-
 def _as_typed(x: Any, type: Any) -> Any:
-    if isinstance(x, Rows):
-        rest = without(type.data.shape, [type.element_axis])
-        data = np.zeros((_capacity(type, 0), *rest), type.dtype)
-        data[: len(x.data)] = converted(x.data, type.dtype)
-        return as_ragged(x._replace(data=data), type.axes, type.each_bound, np.int32)
-    return converted(x, type.dtype)
+    if not isinstance(x, Rows):
+        return converted(x, type.dtype)
+    shape = (type.data.shape[type.element_axis], *without(type.data.shape, [type.element_axis]))
+    data = np.zeros(shape, type.dtype)
+    data[: len(x.data)] = converted(x.data, type.dtype)
+    return as_ragged(x._replace(data=data), type.axis, type.max_length)
 
 
 def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list[Any]:

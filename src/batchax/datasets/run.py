@@ -28,9 +28,7 @@ from batchax.datasets.plan import (
     Rows,
     as_ragged,
     checksum,
-    elements_in,
     kept,
-    one_row,
     whole_batches,
 )
 from batchax.datasets.row_function import RowFunction, fitting, staged_batch
@@ -111,8 +109,7 @@ def _in_arrow(name: str, x: np.ndarray | Rows) -> Any:
 
 def _in_pandas(x: np.ndarray | Rows) -> Any:
     if isinstance(x, Rows):
-        parts = np.split(x.data, np.cumsum(x.elements)[:-1]) if len(x.lengths) else []
-        return list(map(one_row, parts, x.lengths))
+        return np.split(x.data, np.cumsum(x.lengths)[:-1]) if len(x.lengths) else []
     return x if x.ndim == 1 else [*x]
 
 
@@ -464,7 +461,7 @@ def plan_of(
     if function.inputs.streams:
         return replace(plan, open=True)
     lengths = [m.source.lengths for m in function.inputs.mapped]
-    of_rows = [elements_in(x) for x in lengths if x is not None]
+    of_rows = [x for x in lengths if x is not None]
     if asked is not None or not of_rows:
         return plan
     return plan.by_elements(np.sum(of_rows, axis=0))

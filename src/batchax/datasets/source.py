@@ -283,12 +283,12 @@ class Source:
 
     Args:
       name: for messages, such as "args[0]['w'] (x.npy)".
-      shape: of all rows. Where rows have different lengths, without the axes along which they do.
+      shape: of all rows. Where rows have different lengths, without the axis along which they do.
       dtype: of the elements, of NumPy or ml_dtypes; the attribute has this machine's byte order.
     """
 
     ragged = False  # whether rows have different lengths
-    axes: int | tuple[int, ...] = 0  # of a row along which they do
+    ragged_axis = 0  # of a row, along which they do
     gives_fresh = False  # whether `get` returns new arrays, although NumPy cannot tell
     lends = False  # whether what `get` returned stays as it is, and needs no copy
     in_process = False  # whether another process needs a copy of all rows
@@ -494,7 +494,7 @@ class ConcatenatedSource(Source):
 
     def __init__(self, parts: Sequence[Source], fits: Fits, name: str) -> None:
         first, *_ = parts
-        kind = lambda x: (x.shape[1:], x.dtype, x.ragged, x.axes)
+        kind = lambda x: (x.shape[1:], x.dtype, x.ragged, x.ragged_axis)
         for part in parts:
             if not part.shape:
                 raise StorageError(f"{name}: {part.name} is a number, and has no rows.")
@@ -503,7 +503,7 @@ class ConcatenatedSource(Source):
                     f"{name}: rows of all files must be alike. {first.name} has rows of "
                     f"{_row_of(first)}, and {part.name} of {_row_of(part)}."
                 )
-        self.ragged, self.axes = first.ragged, first.axes
+        self.ragged, self.ragged_axis = first.ragged, first.ragged_axis
         self.in_process = any(part.in_process for part in parts)
         self._parts, self._fits = parts, fits
         self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
@@ -569,6 +569,4 @@ class ConcatenatedSource(Source):
 
 def _row_of(part: Source) -> str:
     lengths = " and lengths that differ" if part.ragged else ""
-    if isinstance(part.axes, tuple):
-        lengths += f" along the axes {part.axes}"
     return f"shape {part.shape[1:]}{lengths} and dtype {part.dtype}"

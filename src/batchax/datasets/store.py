@@ -384,8 +384,7 @@ def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | 
     if leaf.ragged is not None:
         rows = result if isinstance(result, Rows) else Rows(np.zeros(0), np.zeros(0))
         shape, expected = rows.data.shape[1:], leaf.shape[1:]
-        of_lengths = leaf.without_elements(unit.rows).lengths.shape
-        fits = rows.lengths.shape == of_lengths and len(rows.data) == rows.elements.sum()
+        fits = rows.lengths.shape == (unit.rows,) and len(rows.data) == rows.lengths.sum()
         data = rows.data
     else:
         data = np.asarray(result)

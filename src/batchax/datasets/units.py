@@ -68,7 +68,7 @@ class Batch:
     def row(self, place: int) -> int:
         return self.unit.start + self.first + place
 
-    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any], int]:
+    def _arguments(self, instead: dict[int, int]) -> tuple[np.ndarray, list[Any]]:
         mapped = self.program.function.inputs.mapped
         if self.is_full and not instead and not any(isinstance(x, Rows) for x in self.data):
             data: Sequence[Any] = self.data
@@ -78,14 +78,12 @@ class Batch:
                 for m, x in zip(mapped, data, strict=True)
             ]
             start = self.unit.start
-            return np.arange(start + self.first, start + stop), parts, 0
+            return np.arange(start + self.first, start + stop), parts
         places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
         index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
         index, places = index + self.first, places + self.first
         rows = [rows_of(x, m.axis, index, places) for m, x in zip(mapped, self.data, strict=True)]
-        # By the rows that are there, whichever others take their places: so bits do not change.
-        elements = [int(x.elements[places].sum()) if isinstance(x, Rows) else 0 for x in self.data]
-        return index + self.unit.start, rows, self.program.room_for(elements)
+        return index + self.unit.start, rows
 
 
 Waiting = tuple[Batch, Callable[[], list[Any]]]
@@ -148,8 +146,7 @@ def _blanked(output: Any, x: Any, places: list[int]) -> Any:
     if isinstance(x, Rows):
         kept = np.ones(len(x.lengths), bool)
         kept[places] = False
-        lengths = np.where(kept.reshape(-1, *[1] * (x.lengths.ndim - 1)), x.lengths, 0)
-        return Rows(x.data[np.repeat(kept, x.elements)], lengths)
+        return Rows(x.data[np.repeat(kept, x.lengths)], np.where(kept, x.lengths, 0))
     x = np.array(x)
     x[(slice(None),) * output.leaf.axis + (places,)] = nothing(x.dtype)
     return x
@@ -347,9 +344,9 @@ def _is_finite(x: Any) -> bool:
 def _places_not_finite(x: np.ndarray | Rows, axis: int) -> np.ndarray:
     data = x.data if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
     places = np.flatnonzero(~np.isfinite(data).all(tuple(range(1, data.ndim))))
-    return (
-        np.repeat(np.arange(len(x.lengths)), x.elements)[places] if isinstance(x, Rows) else places
-    )
+    if isinstance(x, Rows):
+        return np.repeat(np.arange(len(x.lengths)), x.lengths)[places]
+    return places
 
 
 def row_error(
@@ -460,7 +457,7 @@ def _first(output: Any, x: Any, rows: int) -> Any:
     if isinstance(x, Ragged):
         if len(x) == rows:
             return x
-        return Ragged(x.data, [n[:rows] for n in x.each_length], x.each_bound, axis=x.axes)
+        return Ragged(x.data, x.lengths[:rows], x.max_length, axis=x.axis)
     axis = output.leaf.axis
     return x if x.shape[axis] == rows else x[(slice(None),) * axis + (slice(rows),)]
 

@@ -166,12 +166,6 @@ def offsets_of(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
-def untold(lengths: np.ndarray) -> np.ndarray:
-    """Which rows lists of lists do not tell the shape of: (0, 5), say, which has no lists."""
-    each = by_axis(lengths)
-    return np.flatnonzero(((np.cumprod(each, 1)[:, :-1] == 0) & (each[:, 1:] != 0)).any(1))
-
-
 def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where the elements of rows are that begin anywhere, and where they begin put together."""
     offsets = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
