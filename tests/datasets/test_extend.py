@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 
 import batchax as bx
-from batchax.datasets import disk
 from batchax.datasets.inspect import status, verify
+
+from support import steps
 
 X = np.arange(45 * 3, dtype=np.float32).reshape(45, 3)
 HOW = dict(batch_size=2, commit_rows=4, progress=False, resume="extend")
@@ -185,7 +186,7 @@ def test_killed_at_each_step_while_rows_are_added(out):
         if left[0] == 0:
             raise Killed
 
-    disk.watch(at_step)
+    steps.watch(at_step)
     try:
         for count in range(1, 12):
             name = f"{count}-{out}"
@@ -203,5 +204,5 @@ def test_killed_at_each_step_while_rows_are_added(out):
             assert verify(name)
             np.testing.assert_allclose(values(name), np.sin(X[:14]), rtol=1e-6)
     finally:
-        disk.watch()
+        steps.watch()
     assert {"killed", 10, 14} <= ends

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchax.datasets import disk
 from batchax.datasets.journal import Journal, read_journal, sizes
 from batchax.datasets.plan import Bad, Record, Unit
 from batchax.errors import ArgumentTypeError, StorageError
+
+from support import steps
 
 
 @pytest.fixture
@@ -149,15 +150,15 @@ def test_an_error_while_appending_leaves_a_journal_that_goes_on(folder):
     journal.append(record(0))
 
     def full(step):
-        if step == disk.IN_JOURNAL:
+        if step == steps.IN_JOURNAL:
             raise OSError(28, "No space left on device")
 
-    disk.watch(full)
+    steps.watch(full)
     try:
         with pytest.raises(StorageError, match=r"main\.jsonl .* no space is left"):
             journal.append(record(1))
     finally:
-        disk.watch()
+        steps.watch()
     assert set(read_journal(folder)) == {0}
     journal.append(record(1))
     assert set(read_journal(folder)) == {0, 1}

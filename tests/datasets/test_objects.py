@@ -22,7 +22,7 @@ import pytest
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import disk, objects
+from batchax.datasets import objects
 from batchax.datasets.addresses import address, masked
 from batchax.datasets.disk import LockedError
 from batchax.datasets.inspect import status, verify
@@ -32,7 +32,7 @@ from batchax.datasets.objects import place_of
 from batchax.datasets.plan import Leaf, Plan
 from batchax.datasets.store import open_store
 
-from support import object_servers
+from support import object_servers, steps
 from support.ports import reserved_port
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -72,7 +72,7 @@ def root(request):
 @pytest.fixture(autouse=True)
 def nobody_watches():
     yield
-    disk.watch()
+    steps.watch()
 
 
 @pytest.fixture
@@ -472,7 +472,7 @@ class Paused:
         self.error, self._at, self._go = None, threading.Event(), threading.Event()
         self._step, self._left, self._whom = step, count, None
         self._thread = threading.Thread(target=self._run, args=(call,))
-        disk.watch(self._reached)
+        steps.watch(self._reached)
         self._thread.start()
         assert self._at.wait(60)
         time.sleep(0.2)  # what others of its threads do comes to its end, or to a step
@@ -496,15 +496,15 @@ class Paused:
         self._go.set()
         self._thread.join(60)
         assert not self._thread.is_alive()
-        disk.watch()
+        steps.watch()
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-@pytest.mark.parametrize("step", [disk.BEFORE_WRITE, disk.IN_JOURNAL])
+@pytest.mark.parametrize("step", [steps.BEFORE_WRITE, steps.IN_JOURNAL])
 def test_who_was_stopped_writes_nothing_once_its_lease_was_taken(root, step, deleted, monkeypatch):
     """It goes on right before a write, after it has looked whether it may."""
     out = f"{root}/y.zarr"
-    count = 4 if step == disk.BEFORE_WRITE else 1  # lines may go to the journal together
+    count = 4 if step == steps.BEFORE_WRITE else 1  # lines may go to the journal together
     old = Paused(lambda: bx.map(double, X, out=out, **UNIT, retries=0), step, count)
     expire(monkeypatch)
     if deleted:

@@ -21,9 +21,11 @@ import xarray
 
 import batchax as bx
 from batchax.command import main
-from batchax.datasets import disk, journal
+from batchax.datasets import journal
 from batchax.datasets.inspect import status, verify
 from batchax.datasets.plan import sealed, unsealed
+
+from support import steps
 
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 
@@ -438,15 +440,15 @@ def test_groups_are_not_rows(x, kind):
 @pytest.mark.parametrize("out", ["y.zarr", "y.npy"])
 def test_an_interruption_while_the_output_is_made(x, out):
     def interrupt(step):
-        if step == disk.BEFORE_RENAME and any(Path().glob(f".{out}*.unfinished")):
+        if step == steps.BEFORE_RENAME and any(Path().glob(f".{out}*.unfinished")):
             raise KeyboardInterrupt
 
-    disk.watch(interrupt)
+    steps.watch(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
             quiet(same, "x.npy", out=out)
     finally:
-        disk.watch()
+        steps.watch()
     assert not list(Path().glob(".*.unfinished"))
     assert quiet(same, "x.npy", out=out).rows == 10
 

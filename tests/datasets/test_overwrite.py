@@ -14,6 +14,8 @@ import batchax as bx
 from batchax.command import main
 from batchax.datasets import disk, objects
 
+from support import steps
+
 X = np.arange(40, dtype=np.float32)
 OUTS = ["y.zarr", "y.npy", "y.parquet", "memory://overwrite/y.zarr", "memory://overwrite/y.parquet"]
 HOW = dict(batch_size=8, commit_rows=8, progress=False)
@@ -81,11 +83,11 @@ def test_killed_while_it_removes_nothing_is_mixed(out, monkeypatch):
     for count in range(1, 36):
         left[0] = 0
         bx.map(sin, x, out=out, overwrite=True, **HOW)
-        disk.watch(at_step)
+        steps.watch(at_step)
         left[0] = count
         with contextlib.suppress(Killed, bx.StorageError):  # of a folder that is half made
             bx.map(cos, x, out=out, overwrite=True, **HOW)
-        disk.watch()
+        steps.watch()
         left[0] = 0
         fun, expected = cos, np.cos
         try:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.datasets import disk
 from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
 from batchax.datasets.plan import Leaf, Plan, checksum
 from batchax.datasets.sources import as_source
 from batchax.datasets.store import MemoryStore, open_store, reopen_store
 
+from support import steps
 from support.store_tests import StoreTests
 
 PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
@@ -205,13 +205,13 @@ def test_a_part_that_a_killed_writer_left_half_written(place):
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
 def test_steps_of_writing(kind, place):
     store, unit, seen = written(place(kind), [leaf()]), PLAN.unit(1), []
-    disk.watch(seen.append)
+    steps.watch(seen.append)
     try:
         store.write(unit, [rows_of(leaf(), unit)])
     finally:
-        disk.watch()
-    seen = [step for step in seen if step != disk.BEFORE_RENAME]
-    assert seen == [disk.BEFORE_WRITE, disk.IN_WRITE, disk.AFTER_WRITE]
+        steps.watch()
+    seen = [step for step in seen if step != steps.BEFORE_RENAME]
+    assert seen == [steps.BEFORE_WRITE, steps.IN_WRITE, steps.AFTER_WRITE]
 
 
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])

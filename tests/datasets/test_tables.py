@@ -1,7 +1,6 @@
-"""Results as tables of Arrow and pandas, and as arrays of xarray with the coordinates of rows."""
+"""Results as arrays of xarray, with the coordinates of rows."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -45,21 +44,6 @@ def test_xarray_in_and_out(report):
     np.testing.assert_allclose(y["sum"].groupby("week").mean(), expected, rtol=1e-5)
 
 
-def test_pandas_out(report):
-    frame = report.to_pandas()
-    assert list(frame.columns) == ["sum", "twice", "week"]
-    np.testing.assert_allclose(frame.loc["2024-01-02", "sum"], X[1].sum(), rtol=1e-5)
-    np.testing.assert_allclose(np.stack(frame["twice"]), 2 * X)
-
-
-def test_arrow_out(report):
-    table = report.to_arrow()
-    assert table.column_names == ["sum", "twice"]
-    np.testing.assert_allclose(table["sum"].to_numpy(), X.sum(1), rtol=1e-5)
-    again = bx.map(jnp.sum, table["twice"], progress=False).outputs
-    np.testing.assert_allclose(again, 2 * X.sum(1), rtol=1e-5)
-
-
 def test_one_array_and_rows_along_other_axes():
     labelled = LABELLED.transpose("x", "day")
     y = bx.map(lambda x: 2 * x, labelled, in_axes=1, out_axes=1, progress=False).to_xarray()
@@ -67,24 +51,10 @@ def test_one_array_and_rows_along_other_axes():
     np.testing.assert_allclose(y.sel(day="2024-01-05"), 2 * X[4])
     report = bx.map(lambda x: 2 * x, X, out_axes=1, progress=False)
     assert report.to_xarray().dims == ("dim_0", "row")
-    np.testing.assert_allclose(np.stack(report.to_pandas()["result"]), 2 * X)
-    np.testing.assert_allclose(np.stack(report.to_arrow()["result"].to_pylist()), 2 * X, rtol=1e-6)
 
 
 def test_rows_of_different_lengths():
     rows = [np.arange(n).astype(FLOAT) for n in (2, 0, 3)]
     report = bx.map(lambda x: x + 1, bx.Ragged.from_rows(rows), progress=False)
-    expected = [(row + 1).tolist() for row in rows]
-    assert report.to_arrow()["result"].to_pylist() == expected
-    assert [row.tolist() for row in report.to_pandas()["result"]] == expected
     with pytest.raises(bx.ArgumentTypeError, match="for which xarray has no array"):
         report.to_xarray()
-
-
-def test_what_there_is_no_table_of():
-    report = bx.map(lambda x: x * 1j, X, progress=False)
-    with pytest.raises(bx.ArgumentTypeError, match=r"result is of dtype complex.*no type"):
-        report.to_arrow()
-    report = bx.map(jnp.sum, X, out_axes=bx.Reduce("sum"), progress=False)
-    with pytest.raises(bx.ArgumentTypeError, match="no rows for a table"):
-        report.to_arrow()

@@ -29,7 +29,6 @@ os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 import jax
 import tensorstore  # noqa: F401  (imported once, for all that are forked)
 
-from batchax.datasets import disk
 from batchax.datasets.inspect import status, verify
 from kills.jobs import (
     AGAIN,
@@ -45,9 +44,11 @@ from kills.jobs import (
 from kills.left import left_by, rows_of, units_done
 from kills.tally import Tally
 
+from support import steps
+
 AT_ANY_TIME = "at any time"
 Job = Callable[[Path, Path], Any]
-MOMENTS = [*disk.STEPS, AT_ANY_TIME]
+MOMENTS = [*steps.STEPS, AT_ANY_TIME]
 PATIENCE = 10  # kills, after which a call may end
 
 
@@ -68,7 +69,7 @@ class Watch:
 
 def call(job: Job, inputs: Path, out: Path, watch: Watch) -> Any:
     """What a child does: the call, and what it returned."""
-    disk.watch(watch)
+    steps.watch(watch)
     report = job(inputs, out)
     (path,) = out.glob("*.job")
     assert verify(path.with_suffix(""))
@@ -126,7 +127,7 @@ def whole(job: Job, inputs: Path, out: Path) -> Whole:
     assert code == 0, f"{job.__name__} fails by itself"
     reused, told, seen = answer
     assert reused == 0
-    assert set(seen) == set(disk.STEPS)
+    assert set(seen) == set(steps.STEPS)
     return Whole(told, left_by(out), seen, time.perf_counter() - begin)
 
 

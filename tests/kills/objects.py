@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import obstore  # noqa: F401  (imported once, for all that are forked: its threads begin later)
 
-from batchax.datasets import disk, objects
+from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, address
 from batchax.datasets.inspect import status, verify
 from kills.disk import AT_ANY_TIME, MOMENTS, Watch, forked_to_do
 from kills.jobs import JOBS, STREAMS, UNIT, write_inputs
 from kills.tally import Tally
 
-from support import object_servers
+from support import object_servers, steps
 
 PATIENCE = 6  # kills, after which a call may end
 SECONDS = 3.0  # in which a call is mostly done
@@ -52,7 +52,7 @@ def below(url: str) -> dict[str, bytes]:
 
 def call(job: Any, inputs: Path, url: str, watch: Watch, **more: Any) -> Any:
     """What a child does: the call, and what is there then."""
-    disk.watch(watch)
+    steps.watch(watch)
     report = job(inputs, Root(url), **more)
     out = next(f"{url}/{name}" for name in ("y.zarr", "y.parquet") if below(f"{url}/{name}"))
     assert verify(out)
@@ -66,7 +66,7 @@ def on_disk(job: Any, inputs: Path, folder: Path) -> Any:
     """What the call leaves on a disk."""
     folder.mkdir()
     watch = Watch()
-    disk.watch(watch)
+    steps.watch(watch)
     report = job(inputs, folder)
     (out,) = [path for path in folder.iterdir() if path.suffix != ".job"]
     left = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file()}

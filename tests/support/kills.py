@@ -14,7 +14,8 @@ _BEGIN = """
 import os, signal, sys, types
 batchax = sys.modules["batchax"] = types.ModuleType("batchax")
 batchax.__path__ = [{package!r}]
-from batchax.datasets import disk
+sys.path.insert(0, {tests!r})
+from support import steps
 
 def killed_at(count, work):
     '''Runs `work` in a child that is killed at the step with this number.
@@ -33,7 +34,7 @@ def killed_at(count, work):
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        disk.watch(at_step)
+        steps.watch(at_step)
         code = 1
         try:
             work()
@@ -54,7 +55,8 @@ def killed_at(count, work):
 
 def command(script: str, *args: object) -> list[str]:
     """A command that runs a script, which knows `killed_at`."""
-    begin = _BEGIN.format(package=str(Path(batchax.__file__).parent))
+    package, tests = Path(batchax.__file__).parent, Path(__file__).parents[1]
+    begin = _BEGIN.format(package=str(package), tests=str(tests))
     return [sys.executable, "-c", begin + script, *map(str, args)]
 
 

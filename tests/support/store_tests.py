@@ -229,12 +229,12 @@ class StoreTests:
 # TensorStore has threads, and ends a process that forks after it was used.
 _MAKE_AND_DIE = """
 import importlib, os, pathlib, sys
-from batchax.datasets import disk
+from support import steps
 from support.store_tests import UNITS, _leaf, _rows
 
 module, name, folder, out = sys.argv[1:]
 kind = getattr(importlib.import_module(module), name)
-for left in range(30):
+for left in range(60):
     child = os.fork()
     if not child:
         store = kind(pathlib.Path(folder, str(left), out), [_leaf()], 4)
@@ -245,7 +245,7 @@ for left in range(30):
                 os.kill(os.getpid(), 9)
             left -= 1
 
-        disk.watch(at_step)
+        steps.watch(at_step)
         store.prepare()
         store.write(UNITS[0], [_rows(_leaf(), UNITS[0])])
         store.end(UNITS[-1].stop)

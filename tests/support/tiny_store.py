@@ -15,8 +15,11 @@ class TinyStore:
     def prepare(self):
         if self.out.exists():
             raise JobError(f"{self.out} is there already")
-        disk.make_folder(self.out)
-        disk.replace_file(self.out / "meta", json.dumps(self.describe()).encode())
+        disk.make_folder(self.out.parent)
+        disk.remove_unfinished(self.out.parent, self.out.name)
+        with disk.replacing(self.out) as beside:
+            beside.mkdir()
+            disk.replace_file(beside / "meta", json.dumps(self.describe()).encode())
 
     def clean(self):
         pass

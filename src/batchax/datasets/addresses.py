@@ -151,6 +151,7 @@ def _match(text: str) -> re.Match[str] | None:
 _INSTALLED_BY = {
     "cloudpickle": ("cloudpickle", "'batchax[cluster]'"),
     "distributed": ("Dask", "'batchax[cluster]'"),
+    "google_crc32c": ("google-crc32c", "'batchax[data]'"),
     "h5py": ("h5py", "h5py"),
     "obstore": ("obstore", "'batchax[objects]'"),
     "pandas": ("pandas", "pandas"),

@@ -119,7 +119,7 @@ class Sliced(Source):
             shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
             path, self._told = _place(x, library)
             in_hdf5 = library == "h5py" and path is not None
-            linked = linked_files(x.file, x.name, name) if in_hdf5 else []
+            linked = linked_files(x, path, name) if in_hdf5 else []
         check_shape(shape, name)
         super().__init__(name, shape, dtype)
         self._lock = threading.Lock()  # h5py is for one thread at a time; others may be

@@ -19,34 +19,11 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from batchax.errors import JobError, StorageError
-
-BEFORE_WRITE = "before a write"
-IN_WRITE = "in the middle of a write"
-AFTER_WRITE = "after a write is durable"
-IN_JOURNAL = "in the middle of a journal line"
-BEFORE_RENAME = "before a file gets its name"
-BEFORE_END = "before the completion mark"
-
-STEPS = (BEFORE_WRITE, IN_WRITE, AFTER_WRITE, IN_JOURNAL, BEFORE_RENAME, BEFORE_END)
-
-_at_step: Callable[[str], None] | None = None
-
-
-def reached(step: str) -> None:
-    if _at_step is not None:
-        _at_step(step)
-
-
-def watch(at_step: Callable[[str], None] | None = None) -> None:
-    """Calls `at_step` with the name of each step from now on; nothing, if it is left out."""
-    global _at_step
-    _at_step = at_step
-
 
 _UNFINISHED = ".{}.{}.unfinished"
 
@@ -79,27 +56,25 @@ def replacing(path: Path) -> Iterator[Path]:
     If the block raises, `path` is what it was.
     """
     beside = path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4)))
-    reached(BEFORE_WRITE)
     with writing(path):
         try:
             yield beside
             _sync(beside)
-            reached(BEFORE_RENAME)
             os.replace(beside, path)
         except BaseException:
             _remove(beside)
             raise
         _sync(path.parent)
-    reached(AFTER_WRITE)
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Makes `path` a file with this content, durably."""
-    with replacing(path) as beside, open(beside, "xb") as file:
-        file.write(content[: len(content) // 2])
-        file.flush()
-        reached(IN_WRITE)
-        file.write(content[len(content) // 2 :])
+    with replacing(path) as beside:
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            _write_all(file, content)
+        finally:
+            os.close(file)
 
 
 replace = create = replace_file  # only the holder of a lock creates, and there is no other holder
@@ -131,11 +106,9 @@ def give_name(partial: Path, path: Path) -> None:
                 f"{path} was made by something else while its results were computed, in {partial}. "
                 "Move it away, and make the call again."
             )
-        reached(BEFORE_RENAME)
         with contextlib.suppress(FileNotFoundError):  # another process gave it its name
             os.rename(partial, path)
         _sync(path.parent)
-    reached(AFTER_WRITE)
 
 
 def open_own(path: Path, flags: int) -> int:
@@ -207,10 +180,8 @@ def discard(path: Path) -> None:
     with writing(own_folder(path)):
         if not exists(path):
             return
-        reached(BEFORE_RENAME)
         os.rename(path, path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4))))
         _sync(path.parent)
-        reached(AFTER_WRITE)
         remove_unfinished(path.parent, path.name)
 
 
@@ -257,11 +228,6 @@ def put_first(path: Path, content: bytes) -> None:
 
 def folders(folder: Path, prefix: str) -> list[Path]:
     return list(folder.glob(f"{prefix}*"))
-
-
-def set_aside(path: Path, folder: Path) -> None:
-    """Moves a file or folder into another folder, under a new name."""
-    os.replace(path, folder / f"half-made-{secrets.token_hex(4)}")
 
 
 def sizes(folder: Path, prefix: str = "", suffix: str = "") -> dict[str, int]:
@@ -442,9 +408,7 @@ class _AppendedFile:
             if not self._at_start_of_line:
                 lines = TORN + lines
             self._at_start_of_line = False
-            _write_all(self._file, lines[: len(lines) // 2])
-            reached(IN_JOURNAL)
-            _write_all(self._file, lines[len(lines) // 2 :])
+            _write_all(self._file, lines)
             os.fsync(self._file)
             self._at_start_of_line = True
 

@@ -18,11 +18,7 @@ import numpy as np
 from batchax.datasets import objects
 from batchax.datasets.addresses import ObjectPath, needed, reading, reason
 from batchax.datasets.disk import (
-    AFTER_WRITE,
-    BEFORE_WRITE,
-    IN_WRITE,
     make_folder,
-    reached,
     replacing,
     writing,
 )
@@ -96,7 +92,6 @@ class NpyStore(Store):
         with writing(at), open(at, "r+b", buffering=0) as file:
             os.ftruncate(file.fileno(), Layout(shape, self._leaf.dtype, offset).size)
             os.fsync(file.fileno())
-            reached(BEFORE_WRITE)
             _write_at(file.fileno(), memoryview(header), 0)  # in one call, and in one sector
             os.fsync(file.fileno())
 
@@ -122,14 +117,10 @@ class NpyStore(Store):
     def put(self, unit: Unit, results: Results) -> None:
         layout = self._layout()
         pieces = layout.pieces(np.asarray(results[0]), self._leaf.axis, unit.start)
-        reached(BEFORE_WRITE)
         with writing(self.out), open(self.at, "r+b", buffering=0) as file:
-            for i, (offset, piece) in enumerate(pieces):
-                if i == 1:
-                    reached(IN_WRITE)
+            for offset, piece in pieces:
                 _write_at(file.fileno(), piece, offset)
             os.fsync(file.fileno())
-        reached(AFTER_WRITE)
 
     def _layout(self) -> Layout:
         if not self.at.exists():

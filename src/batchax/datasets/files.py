@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,11 +87,7 @@ class Layout:
         if not flat.size:
             return
         for i, run in enumerate(flat.reshape(outer, -1)):
-            at = self.offset + start * inner + i * stride
-            half = 0 if outer > 1 else len(run) // 2  # so that there are two pieces at least
-            if half:
-                yield at, run[:half].data
-            yield at + half, run[half:].data
+            yield self.offset + start * inner + i * stride, run.data
 
     def _runs(self, axis: int) -> tuple[int, int, int]:
         inner = self.dtype.itemsize * _product(self.shape[axis + 1 :])
@@ -140,56 +136,35 @@ def _product(shape: tuple[int, ...]) -> int:
 _MOST_LINKS = 16  # one behind another: as many as HDF5 itself follows
 
 
-def linked_files(file: Any, member: str, name: str) -> list[Path]:
-    """The files besides the first that a dataset is read from.
+def linked_files(dataset: Any, own: Any, name: str) -> list[Path]:
+    """The files besides `own` that an HDF5 dataset is read from.
 
     HDF5 gives fill values, or the data of another run, in the place of a file that is not there or
     is another one now: so each must be there, and is watched.
     """
-    own = Path(file.filename).resolve()
-    return [path for path in dict.fromkeys(_behind(file, member, name, 0)) if path != own]
+    found = dict.fromkeys(_behind(dataset, name, 0))
+    return [path for path in found if path != Path(own).resolve()]
 
 
-def _behind(file: Any, member: str, name: str, links: int) -> Iterator[Path]:
-    h5py = needed("h5py", f"{name}: HDF5")
+def _behind(dataset: Any, name: str, links: int) -> Iterator[Path]:
+    yield Path(dataset.file.filename).resolve()  # another one behind an external link
     if links > _MOST_LINKS:
-        raise StorageError(f"{name}: {member} in {file.filename} is a link to a link, and so on.")
-    at, parts = file, [part for part in member.split("/") if part not in ("", ".")]
-    for i, part in enumerate(parts):
-        link, rest = at.get(part, getlink=True), parts[i + 1 :]
-        if isinstance(link, h5py.ExternalLink):
-            target = "/".join([link.path, *rest])
-            yield from _of_other(file, link.filename, target, name, links)
-            return
-        if isinstance(link, h5py.SoftLink):
-            base = "" if link.path.startswith("/") else at.name
-            yield from _behind(file, "/".join([base, link.path, *rest]), name, links + 1)
-            return
-        if link is None and links == 0:  # the caller says what there is
-            return
-        if link is None:
-            raise StorageError(f"{name}: there is no {member} in {file.filename}.")
-        at = at[part]
-    for raw, *_ in getattr(at, "external", None) or ():
+        raise StorageError(f"{name}: {dataset.name} is made of datasets made of others, and so on.")
+    for raw, *_ in dataset.external or ():
         if not Path(raw).is_absolute():
             raise StorageError(
-                f"{name}: the values of {member} in {file.filename} are in the file {raw!r}, in "
-                "the folder of whichever process reads them. Copy the dataset, or write an "
-                "absolute path."
+                f"{name}: the values of {dataset.name} in {dataset.file.filename} are in the file "
+                f"{raw!r}, in the folder of whichever process reads them. Copy the dataset, or "
+                "write an absolute path."
             )
-        yield _there(file, raw, name)
-    for source in at.virtual_sources() if getattr(at, "is_virtual", False) else ():
+        yield _there(dataset.file, raw, name)
+    for source in dataset.virtual_sources() if dataset.is_virtual else ():
         if source.file_name == ".":
-            yield from _behind(file, source.dset_name, name, links + 1)
-        else:
-            yield from _of_other(file, source.file_name, source.dset_name, name, links)
-
-
-def _of_other(file: Any, path: str, member: str, name: str, links: int) -> Iterator[Path]:
-    there = _there(file, path, name)
-    yield there
-    with needed("h5py", f"{name}: HDF5").File(there, "r") as other:
-        yield from _behind(other, member, name, links + 1)
+            yield from _behind(dataset.file[source.dset_name], name, links + 1)
+            continue
+        there = _there(dataset.file, source.file_name, name)
+        with needed("h5py", f"{name}: HDF5").File(there, "r") as other:
+            yield from _behind(other[source.dset_name], name, links + 1)
 
 
 def _there(file: Any, path: str, name: str) -> Path:
@@ -241,11 +216,33 @@ def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
     return {"driver": driver, "kvstore": store, **more}
 
 
-def zarr_format(folder: Path) -> str | None:
-    """TensorStore's driver for the array or group in a folder, or None if there is neither."""
-    if (folder / "zarr.json").exists():
-        return "zarr3"
-    return "zarr" if any((folder / name).exists() for name in (".zarray", ".zgroup")) else None
+_DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}  # of arrays, and TensorStore's driver
+_GROUPS = (".zgroup", "zarr.json")
+
+
+def is_zarr(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (*_DOCUMENTS, *_GROUPS))
+
+
+def _document_of_array(
+    path: Address,
+    exists: Callable[[Any], bool],
+    inside: Callable[[], Iterable[Any]],
+    read: Callable[[Any], bytes],
+    name: str,
+) -> str:
+    """The name of the document of a Zarr array; raises if there is a group, or no array."""
+    is_group = lambda p: p.name == "zarr.json" and json.loads(read(p)).get("node_type") == "group"
+    for document in _DOCUMENTS:
+        if exists(path / document) and not is_group(path / document):
+            return document
+    documents = [p for p in inside() if p.name in _DOCUMENTS and p.parent != path]
+    arrays = sorted(str(p.parent) for p in documents if not is_group(p))
+    if not arrays and not any(exists(path / group) for group in _GROUPS):
+        raise StorageError(f"{name}: there is no Zarr array in {path}.")
+    raise StorageError(
+        f"{name} is a group of Zarr arrays. Name one of them: {', '.join(arrays) or 'it has none'}."
+    )
 
 
 _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the next
@@ -505,13 +502,13 @@ class Hdf5Dataset(Source):
         self._h5py = needed("h5py", f"{name}: HDF5")
         self._member, self._lock = member, threading.Lock()
         with reading(name), self._h5py.File(path, "r") as file:
-            linked = linked_files(file, member, name)
-            dataset = file.get(member)
+            dataset = _dataset(file, member)
             if not hasattr(dataset, "dtype"):
                 datasets: list[str] = []
                 file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
                 raise _not_in(name, member, datasets)
             shape, dtype = dataset.shape, dataset.dtype
+            linked = linked_files(dataset, path, name)
         self.files = Files(path, name, linked)
         check_shape(shape, name)
         super().__init__(name, shape, dtype)
@@ -522,6 +519,15 @@ class Hdf5Dataset(Source):
     def get(self, index: Index) -> Any:
         with self._lock, self._h5py.File(self.files.path, "r") as file:
             return file[self._member][index]
+
+
+def _dataset(file: Any, member: str) -> Any:
+    try:
+        return file[member] if member else None
+    except KeyError as error:
+        if "external" in str(error):  # the file behind a link is gone, and the error names it
+            raise
+        return None
 
 
 class ZarrFolder(Source):
@@ -535,40 +541,21 @@ class ZarrFolder(Source):
     def __init__(self, path: Path, member: str, name: str) -> None:
         tensorstore = needed("tensorstore", f"{name}: Zarr")
         path = path / member
-        driver = zarr_format(path)
-        if driver is None:
-            raise StorageError(f"{name}: there is no Zarr array in {path}.")
         with reading(name):
-            arrays = _arrays_of_group(path)
-        if arrays is not None:
-            raise StorageError(
-                f"{name} is a group of Zarr arrays. Name one of them: "
-                f"{', '.join(f'{path}/{array}' for array in arrays) or 'it has none'}."
-            )
+            inside = lambda: path.rglob("*")
+            document = _document_of_array(path, os.path.exists, inside, Path.read_bytes, name)
         self.files = Files(path, name)
         with reading(name):
             self._array = tensorstore.open(
-                in_folder(driver, path), context=tensorstore.Context(_LITTLE), open=True, read=True
+                in_folder(_DOCUMENTS[document], path),
+                context=tensorstore.Context(_LITTLE),
+                open=True,
+                read=True,
             ).result()
         super().__init__(name, self._array.shape, self._array.dtype.numpy_dtype)
 
     def get(self, index: Index) -> Any:
         return self._array[index].read().result()
-
-
-def _arrays_of_group(folder: Path) -> list[str] | None:
-    """The names of the arrays in a group, or None if the folder is an array."""
-    if (folder / ".zarray").exists():
-        return None
-    document = folder / "zarr.json"
-    if document.exists() and json.loads(document.read_text()).get("node_type") != "group":
-        return None
-    names = []
-    for child in sorted(folder.iterdir()):
-        if zarr_format(child):
-            inside = _arrays_of_group(child)
-            names += [child.name] if inside is None else [f"{child.name}/{x}" for x in inside]
-    return names
 
 
 def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
@@ -579,10 +566,6 @@ def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
     return ArgumentTypeError(f"{name}: {asked}: {listed}.")
 
 
-_DOCUMENTS = {"zarr.json": "zarr3", ".zarray": "zarr"}
-_GROUPS = (".zgroup", "zarr.json")
-
-
 class ZarrObjects(Source):
     """An array of Zarr, of version 2 or 3. Chunks are read whole, and so are shards."""
 
@@ -590,21 +573,10 @@ class ZarrObjects(Source):
 
     def __init__(self, files: ObjectFiles, name: str) -> None:
         needed("tensorstore", f"{name}: Zarr")
-        self.files, path, here = files, files.path, set(files.seen)
-        documents = [d for d in _DOCUMENTS if path / d in here]
-        arrays = _arrays(files)
-        if not documents or _is_group(files, path / documents[0]):
-            listed = ", ".join(f"{path}/{array}" for array in arrays)
-            if not any(path / d in here for d in _GROUPS) and not arrays:
-                raise StorageError(
-                    f"{name}: of what kind this is is not known. In a store of objects, .npy, "
-                    ".zarr and .parquet are read."
-                )
-            raise StorageError(
-                f"{name} is a group of Zarr arrays. Name one of them: {listed or 'it has none'}."
-            )
-        self._path, self._driver = path, _DOCUMENTS[documents[0]]
-        self._document = documents[0], files.read(path / documents[0])
+        self.files, path, seen = files, files.path, files.seen
+        document = _document_of_array(path, seen.__contains__, lambda: seen, files.read, name)
+        self._path, self._driver = path, _DOCUMENTS[document]
+        self._document = document, files.read(path / document)
         told = json.loads(self._document[1])
         with reading(name):
             array = self._opened(KeyValuesInMemory())
@@ -646,15 +618,3 @@ def _names(told: dict[str, Any], driver: str) -> Any:
     if default:
         return lambda place: between.join(["c", *map(str, place)])
     return lambda place: between.join(map(str, place)) or "0"
-
-
-def _is_group(files: ObjectFiles, document: ObjectPath) -> bool:
-    if document.name != "zarr.json":
-        return False
-    return json.loads(files.read(document)).get("node_type") == "group"
-
-
-def _arrays(files: ObjectFiles) -> list[str]:
-    documents = [p for p in files.seen if p.name in _DOCUMENTS and p.parent != files.path]
-    arrays = [p.parent for p in documents if not _is_group(files, p)]
-    return sorted(array.key[len(files.path.key) + 1 :] for array in arrays)

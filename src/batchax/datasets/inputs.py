@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from batchax.datasets.addresses import reading
@@ -65,8 +63,6 @@ class Inputs:
     shared_paths: Sequence[str]  # where each of these is among the arguments
     # those of the arguments whose rows come one after another; then all are such
     streams: Sequence[Stream]
-    # by their places the integers that JAX has no dtype for, which all rows share, too
-    large: dict[str, int]
     arguments: Callable[[Sequence[Any], Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
     passed: dict[str, Source]  # columns that are passed through to the output, by name
 
@@ -83,22 +79,6 @@ class Inputs:
     @property
     def names(self) -> dict[str, str]:
         return {m.path: m.source.name for m in self.mapped}
-
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Names the argument if a number is too large for JAX."""
-        try:
-            yield
-        except OverflowError as error:
-            dtype = jax.dtypes.canonicalize_dtype(int)
-            unless = " if JAX_ENABLE_X64=1 is not set" if dtype == np.int32 else ""
-            for path, number in self.large.items():
-                if str(number) in str(error):
-                    raise ArgumentTypeError(
-                        f"{path} is {number}, which does not fit into {dtype}, with which JAX "
-                        f"computes{unless}. Pass it as a float."
-                    ) from error
-            raise
 
 
 class NoRowsError(ArgumentTypeError):
@@ -119,7 +99,6 @@ def find_inputs(
     leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False, is_leaf=is_leaf)
     mapped: list[Input] = []
     shared: dict[str, Any] = {}
-    large: dict[str, int] = {}
     streams: list[Stream] = []
     makers: list[Callable[[Sequence[Any], Sequence[Any]], Any]] = []
     for leaf in leaves:
@@ -129,7 +108,7 @@ def find_inputs(
                     f"{leaf.path} are rows that come one after another, and in_axes is None, for "
                     "what all rows share. Pass 0, or an array."
                 )
-            makers.append(_shared(leaf.value, leaf.path, shared, large))
+            makers.append(_shared(leaf.value, leaf.path, shared))
             continue
         if not is_position(leaf.spec):
             raise ArgumentTypeError(
@@ -155,7 +134,6 @@ def find_inputs(
         list(shared.values()),
         list(shared),
         streams,
-        large,
         lambda rows, own: rebuild([make(rows, own) for make in makers]),
         {},
     )
@@ -233,7 +211,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
 
 
 def _shared(
-    value: Any, path: str, shared: dict[str, Any], large: dict[str, int]
+    value: Any, path: str, shared: dict[str, Any]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     """Adds the arrays of a shared argument; returns the function that makes it of them."""
     named, structure = jax.tree_util.tree_flatten_with_path(value)
@@ -244,8 +222,6 @@ def _shared(
         elif not isinstance(x, (np.ndarray, jax.Array)) and _on_disk(x):
             x = np.asarray(x[...])
         name = path + jax.tree_util.keystr(keys)
-        if isinstance(x, int) and not _fits(x):
-            large[name] = x
         if isinstance(x, (np.ndarray, jax.Array)):
             places[i] = len(shared)
             shared[name] = _as_computed(x, name)
@@ -256,11 +232,6 @@ def _shared(
         )
 
     return make
-
-
-def _fits(x: int) -> bool:
-    limits = jnp.iinfo(jax.dtypes.canonicalize_dtype(int))
-    return limits.min <= x <= limits.max
 
 
 def _as_computed(x: Any, name: str) -> Any:

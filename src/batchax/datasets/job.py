@@ -16,12 +16,9 @@ import numpy as np
 
 from batchax.datasets.addresses import Address
 from batchax.datasets.disk import (
-    BEFORE_END,
     LockedError,
     OvertakenError,
-    UnreachableError,
     own_folder,
-    reached,
 )
 from batchax.datasets.fingerprint import differences, growth
 from batchax.datasets.journal import JOB, Description, JobFiles, Journal, read_attempts
@@ -106,20 +103,9 @@ class Job:
         self._done = self._told()
 
     def settle(self) -> None:
-        """Of units that were written more than once, keeps the records of what is there now.
-
-        Where a program gives other bits each time, two attempts at a unit leave two records and
-        one result. A unit with a result of which there is no record is not done any more.
-        """
+        """Withdraws units whose attempts wrote other bits each time: which are there is unknown."""
         for records in self._differ.values():
-            try:
-                sums = [checksum(x) for x in self.store.read(records[0].unit)]
-            except UnreachableError:
-                raise
-            except StorageError:
-                sums = None
-            wrong = [r for r in records if list(r.checksums) != sums]
-            self._journal.withdraw(wrong, "written over by another attempt")
+            self._journal.withdraw(records, "another attempt has other results")
         if self._differ:
             self.look_again()
 
@@ -150,7 +136,6 @@ class Job:
             raise written_over(self._files.out, file)
         self.check_kept(min(self._with_sums, key=lambda r: r.ended, default=None))
         self._render_quarantine()
-        reached(BEFORE_END)
         first, more = next(iter(self._with_sums), None), dict[str, Any]()
         self._at_last(lambda: self.store.end(self.plan.rows))
         if self._counts_rows:
@@ -559,17 +544,11 @@ class _Opening:
                 )
 
     def _prepare(self, store: Store) -> None:
-        """Makes the output. A process that was killed here may have left a part."""
+        """Makes the output. A process that was killed here may have made it."""
         files = self.files
         files.place.replace(files.preparing, b"")
         if files.place.exists(files.here):
-            try:
-                return store.check()
-            except UnreachableError:
-                raise
-            except (JobError, StorageError):
-                # The part is not deleted: its user may want it.
-                files.place.set_aside(files.here, files.folder)
+            return store.check()  # which raises if it is another
         try:
             store.prepare()
         except BaseException:

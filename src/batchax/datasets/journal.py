@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (gives NumPy the names of more dtypes)
 import numpy as np
 
 from batchax.datasets.addresses import PARTIAL, Address, ObjectPath
@@ -77,7 +78,7 @@ class Reduced(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        dtype, shape, path = _dtype(entry["dtype"]), entry["shape"], self._folder
+        dtype, shape, path = np.dtype(entry["dtype"]), entry["shape"], self._folder
         if "data" in entry:
             data = base64.b64decode(entry["data"])
         else:
@@ -101,15 +102,6 @@ class Reduced(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _dtype(name: str) -> np.dtype:
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes  # those that JAX adds to NumPy's
-
-        return np.dtype(getattr(ml_dtypes, name))
 
 
 class Journal:

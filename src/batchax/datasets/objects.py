@@ -27,17 +27,11 @@ from typing import Any, NamedTuple, TypeVar
 from batchax.datasets import disk
 from batchax.datasets.addresses import Address, ObjectPath, masked, needed
 from batchax.datasets.disk import (
-    AFTER_WRITE,
-    BEFORE_RENAME,
-    BEFORE_WRITE,
-    IN_JOURNAL,
-    IN_WRITE,
     TORN,
     Holder,
     LockedError,
     OvertakenError,
     UnreachableError,
-    reached,
 )
 from batchax.errors import StorageError
 
@@ -275,10 +269,9 @@ class Lease:
     def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
         self._path, self._lock = path, threading.Lock()
         self._told = {
-            "pid": (pid := os.getpid()),
+            "pid": os.getpid(),
             "host": socket.gethostname(),
             "machine": _machine(),
-            "started": _started(pid),
             "since": time.time(),
             "token": secrets.token_hex(8),
         }
@@ -412,7 +405,7 @@ def _is_held(path: ObjectPath, content: bytes) -> bool:
     told = _read(content)
     if told.get("released") or not told:
         return False
-    if told.get("machine") == _machine() and not _runs(told.get("pid"), told.get("started")):
+    if told.get("machine") == _machine() and not _runs(told.get("pid")):
         return False
     try:
         return _now(path) - meta(path).modified < LASTS
@@ -454,26 +447,12 @@ def _machine() -> str:
         return f"{socket.gethostname()} {uuid.getnode():x}"
 
 
-def _started(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did: numbers of processes come again.
-
-    None if it has ended, or the system does not tell.
-    """
-    try:
-        with open(f"{_PROC}/{pid}/stat", "rb") as file:
-            state, *rest = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if state in (b"Z", b"X") else rest[18].decode()
-
-
-def _runs(pid: Any, started: Any) -> bool:
+def _runs(pid: Any) -> bool:
+    """Whether a process runs, or another with its number: then how old the lease is decides."""
     if not isinstance(pid, int) or pid <= 0:
         return False
-    if started is not None:
-        return _started(pid) == started
     if os.name != "posix":
-        return True  # how old the lease is decides
+        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -487,20 +466,15 @@ _AT_A_TIME = 16  # requests, where many objects are read
 
 
 def replace(path: ObjectPath, content: bytes) -> None:
-    for step in (BEFORE_WRITE, IN_WRITE, BEFORE_RENAME):  # those of a disk, before the one put
-        reached(step)
     put(path, content)
-    reached(AFTER_WRITE)
 
 
 def create(path: ObjectPath, content: bytes) -> None:
     """Puts an object where there is none; raises OvertakenError if another writer put one."""
-    reached(BEFORE_WRITE)
     try:
         put_new(path, content)
     except FileExistsError:
         raise OvertakenError(f"{path} was just written by another process.") from None
-    reached(AFTER_WRITE)
 
 
 def remove_all(folder: ObjectPath) -> None:
@@ -516,19 +490,12 @@ def mark(path: ObjectPath) -> None:
 
 
 unmark = remove
-put_first = put
+put_first = replace
 
 
 def folders(folder: ObjectPath, prefix: str) -> list[ObjectPath]:
     names = {path.key[len(folder.key) + 1 :].split("/")[0] for path, _ in below(folder)}
     return [folder / name for name in sorted(names) if name.startswith(prefix)]
-
-
-def set_aside(path: ObjectPath, folder: ObjectPath) -> None:
-    to = folder / f"half-made-{secrets.token_hex(4)}"
-    for part, _ in list(below(path)):
-        put(to / part.key[len(path.key) + 1 :], read(part))
-        remove(part)
 
 
 def sizes(folder: ObjectPath, prefix: str = "", suffix: str = "") -> dict[str, int]:
@@ -600,7 +567,6 @@ class _Segments:
         with self._lock:
             if self._next < 0:
                 self._look()
-            reached(IN_JOURNAL)
             self._put(lines)
 
     def close(self) -> None:

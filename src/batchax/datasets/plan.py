@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from batchax.datasets.addresses import needed
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
 from batchax.jaxprs.spoken import brief
 from batchax.rows.arrow import plain_parts
@@ -153,12 +154,7 @@ def refuse_several_axes(axis: Any, name: str) -> None:
 
 def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
     """The crc32c of bytes, or of an array's in C order, that follow those with the crc `so_far`."""
-    try:
-        import google_crc32c
-    except ImportError as error:
-        raise ImportError(
-            "Checksums of what is written need google-crc32c: pip install 'batchax[data]'"
-        ) from error
+    google_crc32c = needed("google_crc32c", "a checksum of what is written")
     if isinstance(data, np.ndarray):
         # As plain bytes: types that NumPy has not of itself, bfloat16 for one, lend out no memory.
         data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

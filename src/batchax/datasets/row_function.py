@@ -352,7 +352,7 @@ class RowFunction:
         options = dict(self.options)
         # What was begun on one machine may go on on another, and must not round otherwise there.
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
-        with self.inputs.named(), come_from(self.inputs.names):
+        with come_from(self.inputs.names):
             outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
         flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
         return outs
@@ -391,8 +391,7 @@ class RowFunction:
                 kwargs |= dict(zip(["key"], keys, strict=False))
             else:
                 args = (*keys, *args)
-            with self.inputs.named():
-                return self._unpacked(*args, **kwargs)
+            return self._unpacked(*args, **kwargs)
 
         return call, [keys, rows, shared]
 

@@ -49,7 +49,6 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import is_word
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.progress import Progress, duration
-from batchax.rows.arrow import from_dense, from_rows
 from batchax.rows.ragged import Ragged
 
 
@@ -98,21 +97,6 @@ def _whole(x: Any) -> Any:
     return as_source(x, "the output").whole() if isinstance(x, str) else x
 
 
-def _in_arrow(name: str, x: np.ndarray | Rows) -> Any:
-    values = x.data if isinstance(x, Rows) else x
-    if values.dtype.kind not in "biuf" or values.dtype.isbuiltin != 1:
-        raise ArgumentTypeError(f"{name} is of dtype {values.dtype}, for which Arrow has no type.")
-    if isinstance(x, Rows):
-        return from_rows(*x)
-    return from_dense(np.ascontiguousarray(x))
-
-
-def _in_pandas(x: np.ndarray | Rows) -> Any:
-    if isinstance(x, Rows):
-        return np.split(x.data, np.cumsum(x.lengths)[:-1]) if len(x.lengths) else []
-    return x if x.ndim == 1 else [*x]
-
-
 @dataclass(frozen=True)
 class Report:
     """What `batchax.map` returns.
@@ -150,44 +134,11 @@ class Report:
     _results: Sequence[tuple[str, Any, int]] = field(default=(), repr=False, compare=False)
     _labels: Labels = field(default_factory=Labels, repr=False, compare=False)
 
-    def to_arrow(self) -> Any:
-        """The results as a table of Arrow, with a column for each.
-
-        Columns are named by the path of the result in what the function returns, and "result" if it
-        is alone. Results with axes of their own are lists. What is on a disk is read.
-
-        Example:
-          >>> bx.map(jnp.sum, np.ones((2, 3)), progress=False).to_arrow().to_pydict()
-          {'result': [3.0, 3.0]}
-        """
-        arrow = needed("pyarrow", "to_arrow")
-        made = {name: _in_arrow(name, x) for name, x in self._columns().items()}
-        if not made:
-            raise ArgumentTypeError("all results are reduced, so there are no rows for a table.")
-        return arrow.table(made)
-
-    def to_pandas(self) -> Any:
-        """The same as a data frame of pandas.
-
-        If an argument of `batchax.map` was an array of xarray, the index of the frame is the
-        coordinate of its rows, and other coordinates of rows are columns.
-
-        Example:
-          >>> frame = bx.map(jnp.sum, np.ones((2, 3)), progress=False).to_pandas()
-          >>> frame["result"].tolist()
-          [3.0, 3.0]
-        """
-        pandas, labels = needed("pandas", "to_pandas"), self._labels
-        made = {name: _in_pandas(x) for name, x in self._columns().items()}
-        index = labels.coordinates.get(labels.dimension)
-        frame = pandas.DataFrame(made, index=None if index is None else index.to_index())
-        for name, coordinate in labels.coordinates.items():
-            if name != labels.dimension and name not in frame and coordinate.dims:
-                frame[name] = np.asarray(coordinate)
-        return frame
-
     def to_xarray(self) -> Any:
-        """The same as an array of xarray, or a dataset with a variable for each result.
+        """The results as an array of xarray, or a dataset with a variable for each.
+
+        Variables are named by the path of the result in what the function returns. What is on a
+        disk is read.
 
         The axis of rows has the name and the coordinates that it has in the first argument of
         `batchax.map` that is an array of xarray, and is called "row" if there is none.
@@ -203,21 +154,14 @@ class Report:
         for name, x, axis in self._read():
             if isinstance(x, Rows):
                 raise ArgumentTypeError(
-                    "a result has rows of different lengths, for which xarray has no array. Use "
-                    "to_arrow."
+                    "a result has rows of different lengths, for which xarray has no array. Read "
+                    "report.outputs."
                 )
             leaf = Leaf(name, x.shape, x.dtype, axis, rows_name=self._labels.dimension)
             arrays[name] = xarray.DataArray(x, dims=leaf.dimension_names)
         if set(arrays) == {""}:
             return arrays[""].assign_coords(self._labels.coordinates)
         return xarray.Dataset(arrays, coords=self._labels.coordinates)
-
-    def _columns(self) -> dict[str, np.ndarray | Rows]:
-        """Each result with rows along axis 0."""
-        return {
-            name or ALONE: x if isinstance(x, Rows) else np.moveaxis(x, axis, 0)
-            for name, x, axis in self._read()
-        }
 
     def _read(self) -> list[tuple[str, Any, int]]:
         if self.left:

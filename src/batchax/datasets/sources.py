@@ -32,7 +32,7 @@ from batchax.datasets.files import (
     ParquetColumn,
     ZarrFolder,
     ZarrObjects,
-    zarr_format,
+    is_zarr,
 )
 from batchax.datasets.plan import ENDLESS
 from batchax.datasets.source import (
@@ -414,7 +414,7 @@ def _kind_of(file: Path) -> str | None:
         return kind
     if file.is_dir() and any(file.glob("*.parquet")):
         return "parquet"
-    return "zarr" if zarr_format(file) else None
+    return "zarr" if is_zarr(file) else None
 
 
 def _split_url(url: str, name: str) -> tuple[ObjectPath, str]:

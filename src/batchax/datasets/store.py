@@ -26,13 +26,9 @@ from batchax.datasets.addresses import (
     needed,
 )
 from batchax.datasets.disk import (
-    AFTER_WRITE,
-    BEFORE_WRITE,
-    IN_WRITE,
     OvertakenError,
     give_name,
     make_folder,
-    reached,
     remove_unfinished,
     replace_file,
 )
@@ -120,7 +116,6 @@ class ConditionalPuts:
         self._lock = threading.Lock()
 
     def put(self, path: ObjectPath, content: bytes) -> None:
-        reached(BEFORE_WRITE)
         before = self._there.pop(path, None)
         try:
             if before is None:
@@ -133,8 +128,6 @@ class ConditionalPuts:
             raise OvertakenError(f"{path} was written by somebody else.") from None
         with self._lock:
             self._put[hash(path)] = hash(version.name)
-        reached(IN_WRITE)  # another object of the unit may follow
-        reached(AFTER_WRITE)
 
     def check(self, out: ObjectPath) -> None:
         there = {hash(path): hash(meta.version.name) for path, meta in objects.below(out)}

@@ -245,8 +245,15 @@ def failing_rows(
             "with a memory_limit; an out= that was begun keeps its batches, so pass another one."
         ) from error
     bad: list[Bad] = []
+
+    def tried_again(part: Batch) -> Exception | None:
+        again = tried(lambda: jax.block_until_ready(part.start()))[1]
+        if again is None and streak is not None:
+            streak.end()
+        return again
+
     with _compat.callbacks_fail_silently():  # the same one, again and again
-        for row, why in itertools.islice(_failing(batch, error, streak), most):
+        for row, why in itertools.islice(_failing(batch, error, tried_again), most):
             bad.append(Bad(row, last_line(why), str(why)))
             if streak is not None:
                 streak.add(batch, bad[-1])
@@ -254,7 +261,7 @@ def failing_rows(
 
 
 def _failing(
-    batch: Batch, error: Exception, streak: Streak | None
+    batch: Batch, error: Exception, tried_again: Callable[[Batch], Exception | None]
 ) -> Iterator[tuple[int, Exception]]:
     """The rows that fail by themselves, found by programs of fewer and fewer rows.
 
@@ -264,11 +271,9 @@ def _failing(
         yield batch.row(0), error
         return
     for part in batch.parts():
-        again = tried(lambda part=part: jax.block_until_ready(part.start()))[1]
+        again = tried_again(part)
         if again is not None:
-            yield from _failing(part, again, streak)
-        elif streak is not None:
-            streak.end()
+            yield from _failing(part, again, tried_again)
 
 
 def without_nonfinite(
@@ -300,6 +305,7 @@ def _not_finite_in_sums(
     outputs = batch.program.function.outputs
     reduces = [o for o in outputs if o.reduces]
     states = [x for o, x in zip(outputs, results, strict=True) if o.reduces]
+    bad_rows = set(map(batch.row, without))
 
     def error_of(states: Sequence[Any]) -> Exception | None:
         for output, state in zip(reduces, states, strict=True):
@@ -307,34 +313,18 @@ def _not_finite_in_sums(
                 return FloatingPointError(f"{output.path}{NOT_FINITE}")
         return None
 
-    def tried(part: Sequence[int]) -> Exception | None:
-        return error_of(batch.reduced(dict.fromkeys(set(range(batch.count)) - set(part), part[0])))
+    def tried_again(part: Batch) -> Exception | None:
+        good = [place for place in range(part.count) if part.row(place) not in bad_rows]
+        if not good:
+            return None
+        return error_of(part.reduced(dict.fromkeys(set(range(part.count)) - {*good}, good[0])))
 
-    good = [place for place in range(batch.count) if place not in without]
     error = error_of(states)
-    if error is None or not good or tried(good) is None:
+    if error is None or tried_again(batch) is None:
         return {}
-    return _bisect_failures(good, error, tried, 1 if policy.on_nonfinite == "raise" else len(good))
-
-
-def _bisect_failures(
-    rows: Sequence[int],
-    error: Exception,
-    tried: Callable[[Sequence[int]], Exception | None],
-    most: int,
-) -> dict[int, Exception]:
-    """Bisects rows that fail together; returns those that fail by themselves, with their errors."""
-    if len(rows) == 1:
-        return {rows[0]: error}
-    alone: dict[int, Exception] = {}
-    half = len(rows) // 2
-    for part in (rows[:half], rows[half:]):
-        again = tried(part)
-        if again is not None:
-            alone |= _bisect_failures(part, again, tried, most - len(alone))
-        if len(alone) >= most:
-            break
-    return alone
+    failing = _failing(batch, error, tried_again)
+    most = 1 if policy.on_nonfinite == "raise" else batch.count
+    return {row - batch.row(0): why for row, why in itertools.islice(failing, most)}
 
 
 def _is_finite(x: Any) -> bool:
