@@ -251,8 +251,8 @@ def test_errors_that_cannot_be_pickled(x, processes):
 
 def test_what_is_no_executor_or_cannot_be_one(x, processes):
     wrong = [
-        ("threads", bx.ArgumentTypeError, 'Pass "processes:4"'),
-        ("processes:0", bx.ArgumentTypeError, 'Pass "processes:4"'),
+        ("threads", bx.ArgumentTypeError, "got 'threads' of type str"),
+        ("processes:0", bx.ArgumentTypeError, "got 'processes:0' of type str"),
         ("shard:4/3", bx.ArgumentTypeError, "numbers go from 0 to 2"),
         (3, bx.ArgumentTypeError, "got 3 of type int"),
         (ProcessPoolExecutor(1), bx.UnsupportedError, "forks its processes"),

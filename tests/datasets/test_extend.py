@@ -102,7 +102,7 @@ def test_inputs_that_grow(kind, begun_so):
     bx.map(sin, grow(kind, 20), out="y.zarr", **how)
     x = grow(kind, 45)
     if not begun_so and kind in ("npy", "parquet"):
-        with pytest.raises(bx.JobError, match=r"does not have checksums.*resume=\"extend\" keep"):
+        with pytest.raises(bx.JobError, match="calls without it kept no checksums of them"):
             bx.map(sin, x, out="y.zarr", **HOW)
         return
     with pytest.raises(bx.JobError, match="holds results of another call"):

@@ -280,8 +280,8 @@ def test_it_is_the_same_in_another_process_and_elsewhere(tmp_path):
         (
             {"path": "a", "size": 80, "modified_ns": 1},
             {"path": "a", "size": 80, "modified_ns": 2},
-            "args[0] was written again since, on disk (what it holds counts instead with "
-            'inputs_by="content")',
+            "args[0] was written again since, on disk, or was moved, or has other permissions "
+            '(what it holds counts instead with inputs_by="content")',
         ),
         (
             {"path": "a", "size": 80, "modified_ns": 1, "sha256": "a"},
@@ -291,9 +291,8 @@ def test_it_is_the_same_in_another_process_and_elsewhere(tmp_path):
         (
             {"path": "a", "size": 80, "modified_ns": 1, "changed_ns": 1},
             {"path": "a", "size": 80, "modified_ns": 1, "changed_ns": 2},
-            "args[0] was written again since, on disk, with the time that it had before, or was "
-            "moved, or has other permissions (what it holds counts instead with "
-            'inputs_by="content")',
+            "args[0] was written again since, on disk, or was moved, or has other permissions "
+            '(what it holds counts instead with inputs_by="content")',
         ),
         ({"path": "a", "member": "x"}, {"path": "a", "member": "y"}, "args[0] is not what it was"),
         ({"name": "args[0]"}, {"name": "x"}, None),

@@ -176,9 +176,12 @@ MISTAKES = {
     "map model:double --in x.npy --out y.npy --batch-size some": (2, "--batch-size"),
     "map model:double --in x.npy --out y.npy --store-options zstd": (2, "--store-options"),
     "map model:double --in none.npy --out y.npy": (1, "there is no such file"),
-    "map model:double --in x.npy --out y.h5": (1, "HDF5 is read but not written"),
+    "map model:double --in x.npy --out y.h5": (
+        1,
+        "results are written to .zarr, .npy and .parquet",
+    ),
     "map model:fragile --in x.npy --out y.npy": (1, "version="),
-    "status y.npy": (1, "There is no job of y.npy, which does not exist"),
+    "status y.npy": (1, "There is no job of y.npy: "),
     "verify y.npy": (1, "There is no job of y.npy"),
 }
 

@@ -13,7 +13,7 @@ import batchax as bx
 from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
 from batchax.datasets.plan import Leaf, Plan, checksum
 from batchax.datasets.sources import as_source
-from batchax.datasets.store import MemoryStore, open_store, reopen_store
+from batchax.datasets.store import open_store, reopen_store
 
 from support import steps
 from support.store_tests import StoreTests
@@ -66,10 +66,6 @@ class TestNpy(StoreTests):
 
 class TestParquet(StoreTests):
     store, suffix, empty = ParquetStore, "parquet", False
-
-
-class TestMemory(StoreTests):
-    store, suffix = MemoryStore, ""
 
 
 KINDS = ("x.zarr", "x.npy", "x.parquet", None)
@@ -244,7 +240,7 @@ REFUSED = [
     ("x.zarr", [leaf("a"), leaf("a")], "two results"),
     ("x.parquet", [leaf("y", dtype="complex64")], "complex64"),
     ("x", [leaf("y", dtype="bfloat16")], "bfloat16"),
-    ("x.h5", [leaf()], "HDF5 is read but not written"),
+    ("x.h5", [leaf()], "results are written to .zarr, .npy and .parquet"),
     ("x.csv", [leaf()], r"\.zarr, \.npy"),
     (7, [leaf()], "must be a path"),
 ]

@@ -811,19 +811,6 @@ def test_a_shared_integer_that_does_not_fit():
         bx.map(lambda x, n: x + n, X, np.int64(2**40), in_axes=(0, None), progress=False)
 
 
-@pytest.mark.parametrize("call", [bx.map, bx.map_batches])
-def test_a_shared_integer_that_jax_has_no_number_for(call):
-    """It may be that the function makes another of it."""
-    large = {"n": 2**70}
-    for fun in (lambda x, t: x * t["n"], lambda x, t: jnp.asarray(t["n"]) + x):
-        with pytest.raises(bx.ArgumentTypeError, match=rf"t\['n'\] is {2**70}, which does not fit"):
-            list(call(fun, X, large, in_axes=(0, None)))
-    with pytest.raises(OverflowError):  # of the function's own
-        list(call(lambda x, t: x * 2**71, X, large, in_axes=(0, None)))
-    report = bx.map(lambda x, t: x * (t["n"] // 2**69), X, large, in_axes=(0, None), progress=False)
-    np.testing.assert_array_equal(report.outputs, X * 2)
-
-
 def test_outputs_that_are_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -876,7 +863,7 @@ def test_what_has_no_rows_that_jax_has_numbers_for():
 
 @pytest.mark.parametrize("executor", ["processes:²", "processes:0", "shard:²/3"])
 def test_numbers_that_are_none(executor):
-    with pytest.raises(bx.ArgumentTypeError, match='Pass "processes:4"'):
+    with pytest.raises(bx.ArgumentTypeError, match=r'"processes:4".*; got '):
         bx.map(double, X, out="y.npy", executor=executor, progress=False)
     with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
         bx.map(double, X, out="y\0.npy", progress=False)
@@ -922,8 +909,6 @@ def test_no_rows_are_a_table_without_rows():
 
 def test_fewer_units_than_shards():
     options = dict(out="y.npy", batch_size=6, commit_rows=6, progress=False)
-    with pytest.warns(UserWarning, match=r"2 units for 4 shards: 2 .*commit_rows=3 and a batch"):
-        report = bx.map(double, X, executor="shard:1/4", **options)
+    report = bx.map(double, X, executor="shard:1/4", **options)
     assert str(report).startswith("6 of 12 rows, 6 left to other shards")
-    with pytest.warns(UserWarning, match="2 units for 4 shards"):
-        assert bx.map(double, X, executor="shard:4/4", **options).left == 0
+    assert bx.map(double, X, executor="shard:4/4", **options).left == 0

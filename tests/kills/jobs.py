@@ -54,7 +54,7 @@ def npy(x: Path, out: Path, **more: Any) -> bx.Report:
 
 def parquet(x: Path, out: Path, **more: Any) -> bx.Report:
     def fun(t, x):
-        return {"twice": t * 2, "sum": t.sum(), "x": x, "pairs": t[:, None] * jnp.append(t, x)}
+        return {"twice": t * 2, "sum": t.sum(), "x": x, "pairs": jnp.stack([t, t * x.sum()], 1)}
 
     return bx.map(fun, f"{x}/t.parquet:t", x / "x.npy", out=out / "y.parquet", **SIZES, **more)
 

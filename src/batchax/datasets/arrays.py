@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import threading
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +20,7 @@ from batchax.rows.building import elements_of
 
 class Mapped(Source):
     """An array that maps a file, of which parts are read, or copied where they do not lie one after
-    another. What was read does not stay in this process's memory.
+    another.
 
     Its identity is the file with size and time, and where in it the array lies.
     """
@@ -32,7 +31,7 @@ class Mapped(Source):
     def __init__(self, x: np.memmap, whole: np.memmap, name: str) -> None:
         if whole.mode != "r":
             whole.flush()  # the file's time changes now, not when the system gets to it
-        self._array, self._mapping = np.asarray(x), whole.base
+        self._array = np.asarray(x)
         self._at = x.ctypes.data - whole.ctypes.data + whole.offset
         self.files = Files(Path(str(x.filename)), name)
         fortran = x.flags.f_contiguous and not x.flags.c_contiguous
@@ -46,18 +45,14 @@ class Mapped(Source):
         return {**self.files.identity(), **place}
 
     def get(self, index: Index) -> np.ndarray:
-        self.files.check()
-        if self._layout is not None:
-            # Whoever reads through a mapping what the file does not have any more is killed, and
-            # it may be cut short at any moment.
-            with open(self.files.path, "rb", buffering=0) as file:
-                got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
-            return np.asarray(got, self.dtype, order="C")
-        got = np.array(self._array[index], self.dtype, order="C")
-        if isinstance(self._mapping, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-            # Pages of the file count as this process's memory until they are given back.
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-        return got
+        if self._layout is None:
+            self.files.check()
+            return np.array(self._array[index], self.dtype, order="C")
+        # Whoever reads through a mapping what the file does not have any more is killed, and it may
+        # be cut short at any moment.
+        with open(self.files.path, "rb", buffering=0) as file:
+            got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
+        return np.asarray(got, self.dtype, order="C")
 
 
 def refuse_masked(x: Any, name: str) -> None:
@@ -80,8 +75,6 @@ def in_memory(x: Any, name: str) -> Source:
 
 
 class InRagged(Source):
-    """A `Ragged` whose values are known."""
-
     ragged = True
     in_process = True
     lends = True

@@ -68,7 +68,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Makes `path` a file with this content, durably."""
     with replacing(path) as beside:
         file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -146,7 +145,6 @@ def _write_all(file: int, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those that it is to be in, durably."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -231,7 +229,6 @@ def folders(folder: Path, prefix: str) -> list[Path]:
 
 
 def sizes(folder: Path, prefix: str = "", suffix: str = "") -> dict[str, int]:
-    """The sizes of the files in a folder, by name and in order."""
     paths = sorted(folder.glob(f"{prefix}*{suffix}"))
     return {path.name: path.stat().st_size for path in paths}
 
@@ -248,8 +245,6 @@ _ATTEMPTS, _PAUSE = 25, 0.01
 
 
 class Holder(NamedTuple):
-    """The process that took a lock, and when, in seconds since 1970."""
-
     pid: int
     host: str
     since: float
@@ -329,7 +324,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def last_holder(path: Path) -> Holder | None:
-    """The last holder of a lock, which may still hold it."""
     try:
         return Holder(**json.loads(read(path)))
     except (OSError, StorageError, ValueError, TypeError):

@@ -37,8 +37,6 @@ _SPAN = 2**20  # bytes that are read at a time where there are gaps
 
 @dataclass(frozen=True)
 class Layout:
-    """An array in a file."""
-
     shape: tuple[int, ...]  # of the array
     dtype: np.dtype  # of its elements, in the file's byte order
     offset: int  # of its first element in the file
@@ -302,9 +300,8 @@ class Column(Source):
         return Rows(*rows_of(array, self.name))
 
     def _lengths(self, array: Any) -> np.ndarray:
-        converted = self._convert(array)
-        assert isinstance(converted, Rows)
-        return converted.lengths
+        got: Any = self._convert(array)
+        return got.lengths
 
 
 def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
@@ -494,8 +491,6 @@ class NpzArray(InMemory):
 
 
 class Hdf5Dataset(Source):
-    """A dataset in an HDF5 file, which is open while it is read and no longer."""
-
     gives_fresh = True
 
     def __init__(self, path: Path, member: str, name: str) -> None:

@@ -256,16 +256,10 @@ def _inputs(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Iterator[st
             pass  # written again, and the same
         elif was.get("size") != now.get("size"):
             yield f"{name} was changed on disk: {was['size']} bytes, now {now['size']}"
-        elif was.get("modified_ns") != now.get("modified_ns"):
+        elif any(was.get(time) != now.get(time) for time in ("modified_ns", "changed_ns")):
             yield (
-                f"{name} was written again since, on disk (what it holds counts instead with "
-                'inputs_by="content")'
-            )
-        elif was.get("changed_ns") != now.get("changed_ns"):
-            yield (
-                f"{name} was written again since, on disk, with the time that it had before, or "
-                "was moved, or has other permissions (what it holds counts instead with "
-                'inputs_by="content")'
+                f"{name} was written again since, on disk, or was moved, or has other permissions "
+                '(what it holds counts instead with inputs_by="content")'
             )
         elif {**was, "name": ""} != {**now, "name": ""}:
             yield f"{name} is not what it was"

@@ -72,7 +72,6 @@ class Inputs:
 
     @property
     def labels(self) -> Labels | None:
-        """The labels of rows of the first argument that has some."""
         labels = (m.source.labels(m.axis) for m in self.mapped)
         return next((x for x in labels if x is not None), None)
 
@@ -93,7 +92,6 @@ def find_inputs(
     start: int = 0,
     keep: Any = (),
 ) -> Inputs:
-    """Finds the mapped arguments, opens files, and counts rows."""
     check_in_axes(fun, in_axes)
     is_leaf = lambda x: is_container(x) or is_one_by_one(x)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, {}, objects=False, is_leaf=is_leaf)
@@ -213,7 +211,6 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
 def _shared(
     value: Any, path: str, shared: dict[str, Any]
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """Adds the arrays of a shared argument; returns the function that makes it of them."""
     named, structure = jax.tree_util.tree_flatten_with_path(value)
     leaves, places = [x for _, x in named], {}
     for i, (keys, x) in enumerate(named):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from batchax.datasets.addresses import Address, address
 from batchax.datasets.disk import Holder, UnreachableError
@@ -18,25 +17,11 @@ from batchax.errors import JobError, StorageError
 from batchax.progress import duration
 
 _RECENT = 200  # units that say how fast it goes
-_SHOWN = 20  # units, or writers, that are listed one by one
-
-
-class Writer(NamedTuple):
-    """One of several that have committed units."""
-
-    name: str
-    rows: int
-    holder: Holder | None
-
-    def __str__(self) -> str:
-        who = f", {self.holder}" if self.holder else ""
-        return f"{self.name}: {self.rows:,} rows{who}"
+_SHOWN = 20  # units that are listed one by one
 
 
 @dataclass(frozen=True)
 class Status:
-    """How far a job is."""
-
     out: Address  # its output
     rows: int | None  # of the dataset; None of a stream that has not ended
     done: int  # rows that are committed, with those in quarantine
@@ -44,7 +29,7 @@ class Status:
     finished: bool
     holder: Holder | None  # the process that runs it; of several shards the first
     rate: float | None  # rows a second, of the units that this process committed last
-    writers: Sequence[Writer] = ()  # workers and shards, if there are any
+    shards: int = 0  # that are at work
 
     @property
     def to_do(self) -> int | None:
@@ -52,7 +37,7 @@ class Status:
 
     @property
     def short(self) -> str:
-        at_work = sum(w.holder is not None for w in self.writers) or int(self.holder is not None)
+        at_work = self.shards or int(self.holder is not None)
         parts = [self._done_of_all]
         if self.quarantined:
             parts.append(f"{self.quarantined:,} quarantined")
@@ -80,21 +65,17 @@ class Status:
             if self.holder and self.to_do is not None:
                 left = f", {duration(self.to_do / self.rate)} left"
             lines.append(f"  rate         {self.rate:,.3g} rows a second{left}")
-        if [w.name for w in self.writers] != ["main"]:
-            lines += _listed(self.writers, "writers")
         return "\n".join(lines)
 
     def _state(self) -> str:
-        shards = sum(w.holder is not None for w in self.writers)
-        if shards:
-            return f"running in {shards} shard{'s' if shards > 1 else ''}"
+        if self.shards:
+            return f"running in {self.shards} shard{'s' if self.shards > 1 else ''}"
         if self.holder:
             return f"running in {self.holder}"
         return "finished" if self.finished else "stopped; the same call continues with it"
 
 
 def status(out: str | Address) -> Status:
-    """How far the job is that computes `out`, while it runs and after."""
     files = JobFiles(address(out, "out"))
     description = _description(files)
     end, plan = files.read_end(), description.plan
@@ -102,8 +83,8 @@ def status(out: str | Address) -> Status:
     rows = sum(r.unit.rows for r in done)
     place, locks = files.place, files.locks_of_shards
     holder = place.last_holder(files.lock)
-    shards = {files.shard_of(x): place.last_holder(x) for x in locks if place.is_held(x)}
-    at_work = min(filter(None, shards.values()), key=attrgetter("since"), default=None)
+    shards = [place.last_holder(x) for x in locks if place.is_held(x)]
+    at_work = min(filter(None, shards), key=attrgetter("since"), default=None)
     if at_work is None and place.is_held(files.lock):
         at_work = holder
     last = at_work or holder
@@ -115,15 +96,8 @@ def status(out: str | Address) -> Status:
         finished=end is not None,
         holder=at_work,
         rate=_rate(done, last.since) if last else None,
-        writers=_writers(done, shards),
+        shards=len(shards),
     )
-
-
-def _writers(done: Iterable[Record], shards: Mapping[str, Holder | None]) -> list[Writer]:
-    rows = dict.fromkeys(shards, 0)
-    for record in done:
-        rows[record.writer] = rows.get(record.writer, 0) + record.unit.rows
-    return [Writer(name, count, shards.get(name)) for name, count in sorted(rows.items())]
 
 
 def _rate(done: Iterable[Record], since: float) -> float | None:
@@ -154,8 +128,6 @@ def follow(out: str | Address, seconds: float) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A unit that is not what was written."""
-
     unit: Unit
     reason: str
 
@@ -165,8 +137,6 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of reading an output back."""
-
     out: Address
     rows: int
     damaged: Sequence[Damaged]
@@ -180,20 +150,15 @@ class Verified:
             return f"{self.out}: {self.rows:,} rows are what was written."
         lost = sum(d.unit.rows for d in self.damaged)
         lines = [f"{self.out}: of {self.rows:,} rows, {lost:,} are not what was written:"]
-        lines += _listed(self.damaged, "such units")
-        return "\n".join([*lines, self._advice()])
-
-    def _advice(self) -> str:
-        if self.withdrawn:
-            return "They count as not done now: the same call computes them again."
-        return "Somebody is at work on it. Once they are not, verify again, and then the same call."
-
-
-def _listed(each: Sequence[object], of: str) -> list[str]:
-    lines = [f"  {x}" for x in each[:_SHOWN]]
-    if len(each) > _SHOWN:
-        lines.append(f"  and {len(each) - _SHOWN:,} more {of}")
-    return lines
+        lines += [f"  {each}" for each in self.damaged[:_SHOWN]]
+        if len(self.damaged) > _SHOWN:
+            lines.append(f"  and {len(self.damaged) - _SHOWN:,} more such units")
+        lines.append(
+            "They count as not done now: the same call computes them again."
+            if self.withdrawn
+            else "A call is at work on it. Once it ends, verify again, and then make the same call."
+        )
+        return "\n".join(lines)
 
 
 def verify(out: str | Address) -> Verified:
@@ -249,13 +214,8 @@ def _damaged(records: Iterable[Record], store: Store) -> Iterator[Damaged]:
 def _description(files: JobFiles) -> Description:
     description = files.read()
     if description is None:
-        if not files.place.exists(files.out):
-            raise JobError(
-                f"There is no job of {files.out}, which does not exist, and neither does its "
-                f"journal, {files.folder}. Check the path that batchax.map was given as out."
-            )
         raise JobError(
-            f"There is no job of {files.out}: its journal, {files.folder}, does not exist. Was it "
-            "written by batchax.map?"
+            f"There is no job of {files.out}: {files.folder} does not exist. Check the path that "
+            "batchax.map was given as out."
         )
     return description

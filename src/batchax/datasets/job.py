@@ -24,14 +24,10 @@ from batchax.datasets.fingerprint import differences, growth
 from batchax.datasets.journal import JOB, Description, JobFiles, Journal, read_attempts
 from batchax.datasets.plan import Bad, Plan, Record, alike, checksum
 from batchax.datasets.store import Store, reopen_store, written_over
-from batchax.errors import ArgumentTypeError, JobError, StorageError
-from batchax.frontend.options import is_word
-from batchax.jaxprs.spoken import brief
+from batchax.errors import JobError, StorageError
 
 
 class Job:
-    """The job of an output, whose files are in a folder beside it."""
-
     kept = "are done and kept; the same call goes on from there."
 
     def __init__(
@@ -84,7 +80,6 @@ class Job:
         return done
 
     def record(self, records: Sequence[Record]) -> None:
-        """Writes down that units are done, whose results are durable."""
         while True:
             self.check()
             try:
@@ -235,9 +230,8 @@ class Job:
 
     def _render_quarantine(self) -> None:
         bad = [b for _, r in sorted(self.done.items()) for b in r.quarantined]
-        lines = _for_people(bad)
         if bad or self._files.place.exists(self._files.quarantine):
-            content = "".join(f"{line}\n" for line in lines)
+            content = "".join(f"{line}\n" for line in _for_people(bad))
             self._files.place.replace(self._files.quarantine, content.encode())
             self._files.place.replace(self._files.ok, self._ok(bad))
 
@@ -288,9 +282,6 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
         seen.add(b.traceback)
 
 
-RESUME = ("auto", "must", "never")
-
-
 class Extend(NamedTuple):
     """Inputs that may have more rows than when the job was begun."""
 
@@ -325,8 +316,6 @@ class _Opening:
     extend: Extend | None = None  # adds rows to the job, if the inputs have more
 
     def job(self) -> Job:
-        if not is_word(self.resume, *RESUME):
-            raise ArgumentTypeError(f"resume must be one of {RESUME}, and is {brief(self.resume)}.")
         files = self.files
         if self.overwrite and files.read() is not None:
             self.plan = functools.cache(self.plan)
@@ -450,11 +439,6 @@ class _Opening:
 
     def _begun(self) -> Job:
         files = self.files
-        if self.resume == "must":
-            raise JobError(
-                f'There is no job to go on with: {files.folder} holds none. With resume="auto" '
-                "one is begun."
-            )
         self._check_not_foreign()
         plan = self.plan()  # before anything is on disk, since arguments may be wrong
         kept, call = self.store(plan), self.fingerprint(plan)

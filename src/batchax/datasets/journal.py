@@ -297,9 +297,6 @@ class JobFiles:
     def lock_of(self, shard: str) -> Address:
         return self.folder / f"{_SHARD}{shard}"
 
-    def shard_of(self, lock: Address) -> str:
-        return lock.name.removeprefix(_SHARD)
-
     @property
     def locks_of_shards(self) -> list[Address]:
         """Those that somebody has taken since the job was one process's alone."""
@@ -333,10 +330,6 @@ class JobFiles:
     @property
     def _end(self) -> Address:
         return self._own / "done.json"
-
-    @property
-    def is_begun(self) -> bool:
-        return any(map(self.place.exists, (self._description, self.preparing)))
 
     @property
     def is_described(self) -> bool:
@@ -417,7 +410,6 @@ class Description:
 
 
 def _read(path: Address) -> dict[str, Any] | None:
-    """What a sealed file says; None if it is damaged."""
     line = place_of(path).read(path).rstrip(b"\n")
     if not is_whole(line):
         return None

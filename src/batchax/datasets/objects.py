@@ -131,7 +131,6 @@ def below(path: ObjectPath) -> Iterator[tuple[ObjectPath, Meta]]:
 
 
 def exists(path: ObjectPath) -> bool:
-    """Whether there is an object with this name, or one below it."""
     try:
         meta(path)
         return True
@@ -174,8 +173,7 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
 
 def without_secrets(error: BaseException) -> str:
     """What an error of the library's says in its first lines, without what lets others in."""
-    said = str(error).split("\n\nDebug source")[0].strip()
-    said = masked(said)
+    said = masked(str(error).split("\n\nDebug source")[0].strip())
     return f"{' '.join(said.split())[:400] or type(error).__name__}."
 
 
@@ -219,10 +217,8 @@ def _opened(scheme: str, bucket: str, process: int) -> Any:
 
 def _client_options() -> dict[str, Any]:
     """Timeouts; and servers without encryption where the environment names one."""
-    plain = False
-    for name in _ENDPOINTS:
-        plain |= _checked(name, os.environ.get(name)) == "http"
-    return {**TIMEOUTS, **({"allow_http": True} if plain else {})}
+    schemes = [_checked(name, os.environ.get(name)) for name in _ENDPOINTS]
+    return {**TIMEOUTS, **({"allow_http": True} if "http" in schemes else {})}
 
 
 def _checked(name: str, address: str | None) -> str | None:
@@ -470,7 +466,6 @@ def replace(path: ObjectPath, content: bytes) -> None:
 
 
 def create(path: ObjectPath, content: bytes) -> None:
-    """Puts an object where there is none; raises OvertakenError if another writer put one."""
     try:
         put_new(path, content)
     except FileExistsError:

@@ -35,8 +35,6 @@ _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long aft
 
 @dataclass
 class Stop:
-    """Whether work is to end early, and why."""
-
     error: BaseException | None = None  # what went wrong first
     asked: threading.Event = field(default_factory=threading.Event)  # whether somebody asked for it
 
@@ -220,7 +218,6 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
 def read_mapped(
     function: RowFunction, unit: Unit, retries: int, stop: Stop, fresh: bool = True
 ) -> list[Any]:
-    """The rows of a unit, of each mapped argument."""
     parts = []
     for m in function.inputs.mapped:
         read = functools.partial(m.source.read, m.axis, unit.start, unit.stop, fresh)
@@ -230,8 +227,6 @@ def read_mapped(
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work for each unit of a plan."""
-
     function: RowFunction  # of a row
     plan: Plan  # which rows are a unit
     store: Any  # keeps results

@@ -66,16 +66,12 @@ class Leaf:
 
 
 class Rows(NamedTuple):
-    """Rows of different lengths."""
-
     data: np.ndarray  # the elements of one row after another along axis 0
     lengths: np.ndarray  # of each row
 
 
 @dataclass(frozen=True, slots=True)  # there may be millions
 class Bad:
-    """A row without a result."""
-
     row: int
     error: str
     traceback: str = ""
@@ -131,7 +127,6 @@ class Record:
 
 
 def kept(x: Ragged, rows: int) -> Rows:
-    """The first rows of a batch, on the host."""
     lengths = np.asarray(x.lengths)[:rows].astype(np.int64)
     data = np.moveaxis(np.asarray(x.data), x.element_axis, 0)
     return Rows(np.ascontiguousarray(data[: lengths.sum()]), lengths)
@@ -309,7 +304,6 @@ class Plan:
 
 
 def whole_batches(commit_rows: Any, batch_size: int) -> int:
-    """The rows of a unit, from the user's option."""
     try:
         asked = index(commit_rows)
     except TypeError:

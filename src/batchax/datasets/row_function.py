@@ -69,8 +69,6 @@ def type_of_batch(m: Input, batch_size: int) -> Any:
 
 @dataclass(frozen=True)
 class Output:
-    """One leaf of what the function returns."""
-
     path: str  # for messages: "out['loss']"
     leaf: Leaf  # the array of all rows; what is reduced over them has the shape of one row
     spec: Reduce | None = None  # how it is reduced over the rows; None if each row has its own
@@ -132,7 +130,6 @@ class Output:
 def find_outputs(
     types: Any, out_axes: Any, rows: int, grows: bool = False, rows_name: str = ""
 ) -> list[Output]:
-    """The outputs for all rows. Their number `grows` for streams."""
     leaves, _ = spread_specs(out_axes, types, "out", "out_axes", is_output_spec, by_name=True)
     named, _ = jax.tree_util.tree_flatten_with_path(types, is_leaf=is_container)
     outputs, size = [], 0 if grows else rows  # of arrays, to begin with
@@ -265,8 +262,6 @@ _COUNTS = "counts in sums"  # no name that an argument may have
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """The user's function, and its options."""
-
     fun: Callable[..., Any]  # the function of one row
     arrays: tuple[Any, ...]  # its arguments, as the user gave them
     inputs: Inputs  # what is known of these
@@ -380,7 +375,6 @@ class RowFunction:
         return numbers, rows, shared
 
     def of_one_row(self) -> tuple[Callable[..., Any], list[Any]]:
-        """The function of one row, and the types of its arguments."""
         rows = [type_of_row(m) for m in self.inputs.mapped]
         shared = self.types(1)[2]
         keys = [] if self.key is None else [jax.eval_shape(lambda: self.key)]
@@ -467,8 +461,6 @@ _PARTS = 8  # of a batch in which rows that fail are looked for; so many more in
 
 
 class Program:
-    """A compiled function of `batch_size` rows."""
-
     def __init__(
         self, function: RowFunction, batch_size: int, shared: Sequence[Any] | None = None
     ) -> None:

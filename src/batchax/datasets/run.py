@@ -343,12 +343,9 @@ def _compare_rows(
             of = lambda unit, get=get: checksum(get(unit.start, unit.stop))
             same = len(read) == len(done) and all(of(unit) == crc for unit, crc in read)
         if not same:
-            unknown = read is not None and len(read) < len(done)
-            why = (
-                'the job does not have checksums of them, which calls with resume="extend" keep'
-                if unknown
-                else "they were changed"
-            )
+            why = "they were changed"
+            if read is not None and len(read) < len(done):
+                why = "calls without it kept no checksums of them"
             raise JobError(
                 f'resume="extend" adds rows to those that are done, and cannot keep the first '
                 f"{rows:,} of {source.name}: {why}. Use another out=, or overwrite=True."
@@ -365,7 +362,10 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         "commit_rows": how.commit_rows,
         "in_axes": [m.axis for m in inputs.mapped],
         "out_axes": outputs,
-        "key": None if key is None else _described_key(key),
+        # The kind of a key counts, too: the same numbers give rows other keys.
+        "key": None
+        if key is None
+        else f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
         # Neither way has kept a result that is not finite: one may go on with what the other did.
         "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
@@ -381,11 +381,6 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         sources = list(map(ByContent, sources))
     staged = staged_batch(function, plan.batch_size), function.of_row
     return fingerprint(function.fun, staged, sources, options, how.version)
-
-
-def _described_key(key: Any) -> str:
-    """The kind counts, too: the same numbers give rows other keys."""
-    return f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
 
 
 def plan_of(

@@ -85,7 +85,7 @@ class Files:
         except StorageError:  # some of it is gone
             same = False
         if not same:
-            raise self._changed()
+            raise _changed(self._name, self.path)
 
     def check_content(self) -> None:
         """The same; compares the content of small files, too, if `identity` was called.
@@ -94,13 +94,7 @@ class Files:
         """
         self.check()
         if "_content" in vars(self) and self._digest() != self._content:
-            raise self._changed()
-
-    def _changed(self) -> StorageError:
-        return StorageError(
-            f"{self._name}: {self.path} was changed since it was opened. Let nothing write to "
-            "it, and make the call again."
-        )
+            raise _changed(self._name, self.path)
 
     def identity(self) -> dict[str, Any]:
         """For JSON: path, size, times, and digests of names in a folder and of small content."""
@@ -140,6 +134,13 @@ class Files:
             ]
 
 
+def _changed(name: str, path: Address) -> StorageError:
+    return StorageError(
+        f"{name}: {path} was changed since it was opened. Let nothing write to it, and make the "
+        "call again."
+    )
+
+
 def refuse_unfinished(address: Address, name: str) -> None:
     """Refuses what a job has not computed yet, or what was lost since: it would count as zeros."""
     for path in (address, *address.parents):
@@ -149,7 +150,7 @@ def refuse_unfinished(address: Address, name: str) -> None:
                 "call that began it continues with it. Rename it if it is something else."
             )
         job = JobFiles(path) if path.name else None
-        if job is None or not job.is_begun:
+        if job is None or not (job.is_described or job.place.exists(job.preparing)):
             continue
         end, description = job.read_end(), job.read()
         if end is None or description is None:
@@ -229,16 +230,11 @@ class ObjectFiles:
         except FileNotFoundError:
             content, version = b"", None
         if version is None or version.name != self.seen[path].version.name:
-            raise StorageError(
-                f"{self._name}: {path} was changed since it was opened. Let nothing write to it, "
-                "and make the call again."
-            )
+            raise _changed(self._name, path)
         return content
 
 
 class ObjectFile(io.RawIOBase):
-    """An object as a file that is read."""
-
     def __init__(self, files: ObjectFiles, path: ObjectPath) -> None:
         self._files, self._path, self._at = files, path, 0
         self.size = files.seen[path].size
@@ -331,7 +327,6 @@ class Source:
         return from_dense(self.read(0, start, stop))
 
     def whole(self) -> Any:
-        """All of it, for what all rows share."""
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
 
     def get(self, index: Index) -> Any:
@@ -396,8 +391,6 @@ class Source:
 
 
 class ByContent(Source):
-    """A source that is identified by its content, wherever that is."""
-
     def __init__(self, source: Source) -> None:
         super().__init__(source.name.split(" (")[0], source.shape, source.dtype)
         self._source = source
@@ -436,9 +429,6 @@ def native(dtype: Any, name: str) -> np.dtype:
     return own
 
 
-Fits = Callable[[Any], bool]
-
-
 def is_pattern(path: Address) -> bool:
     text = path.key if isinstance(path, ObjectPath) else str(path)
     return glob.has_magic(text) and not (isinstance(path, Path) and path.exists())
@@ -459,7 +449,7 @@ def matching(pattern: Address) -> list[Any]:
     return sorted(filter(fits(pattern), seen))
 
 
-def fits(pattern: Address) -> Fits:
+def fits(pattern: Address) -> Callable[[Any], bool]:
     """Whether `matching` would return a path."""
     parts = _parts(pattern.resolve() if isinstance(pattern, Path) else pattern)
     return lambda path: _fit_parts(_parts(path), parts) and _no_job(_parts(path), parts)
@@ -492,7 +482,7 @@ class ConcatenatedSource(Source):
 
     lends = True
 
-    def __init__(self, parts: Sequence[Source], fits: Fits, name: str) -> None:
+    def __init__(self, parts: Sequence[Source], fits: Callable[[Any], bool], name: str) -> None:
         first, *_ = parts
         kind = lambda x: (x.shape[1:], x.dtype, x.ragged, x.ragged_axis)
         for part in parts:

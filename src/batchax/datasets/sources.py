@@ -127,7 +127,6 @@ class Stream:
                 self.skip(start)
 
     def take(self, rows: int) -> list[np.ndarray]:
-        """The next rows of each array, at most so many."""
         parts, count = [self._left], len(self._left[0])
         while count < rows:
             item = self._item()

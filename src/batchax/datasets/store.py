@@ -199,7 +199,6 @@ class Store:
 
     @property
     def at(self) -> Any:
-        """Where it is now."""
         return self.partial if self.renamed and os.path.lexists(self.partial) else self.out
 
     def prepare(self) -> None:
@@ -237,7 +236,6 @@ class Store:
 
     @property
     def grows(self) -> bool:
-        """Whether rows are counted as they come."""
         return any(leaf.grows for leaf in self.leaves)
 
     def end(self, rows: int) -> None:
@@ -335,7 +333,6 @@ def described_leaves(description: dict[str, Any]) -> list[Leaf]:
 
 
 def part_of(leaf: Leaf, unit: Unit) -> tuple[slice, ...]:
-    """The index of a unit's results in the array of all."""
     return *(slice(0, size) for size in leaf.shape[: leaf.axis]), slice(unit.start, unit.stop)
 
 
@@ -410,9 +407,6 @@ class MemoryStore(Store):
             for leaf in self.leaves
         ]
 
-    def check(self) -> None:
-        raise JobError("results in memory are gone with their process: there is no job to go on.")
-
     def put(self, unit: Unit, results: Results) -> None:
         for i, (leaf, array, result) in enumerate(
             zip(self.leaves, self._arrays, results, strict=True)
@@ -423,15 +417,6 @@ class MemoryStore(Store):
                 self._parts[unit.number, i] = result.copy()
             else:
                 array[part_of(leaf, unit)] = result
-
-    def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        try:
-            return [
-                self._parts[unit.number, i] if array is None else array[part_of(leaf, unit)].copy()
-                for i, (leaf, array) in enumerate(zip(self.leaves, self._arrays, strict=True))
-            ]
-        except KeyError:
-            raise StorageError(f"rows {unit.start} to {unit.stop} were not written.") from None
 
     def result(self) -> Any:
         return self.each(
@@ -520,12 +505,7 @@ def kind_of(out: Any) -> str:
         if importlib.util.find_spec("pyarrow") is None:  # who forgot the suffix means another kind
             needed("pyarrow", f"out={name!r} without a suffix ({listed(STORES)}) is Parquet, which")
         return FOLDER
-    why = (
-        " HDF5 is read but not written: a writer that is killed damages the file."
-        if kind in ("h5", "hdf5", "he5")
-        else ""
-    )
     raise ArgumentTypeError(
         f"out={name!r}: results are written to {listed(STORES)}, or a folder of Parquet files (no "
-        f"suffix, or a slash at the end).{why}"
+        "suffix, or a slash at the end)."
     )

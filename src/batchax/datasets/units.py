@@ -33,8 +33,6 @@ def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a unit, computed at a time."""
-
     program: Program  # computes them
     unit: Unit  # the unit
     data: Sequence[np.ndarray | Rows]  # the rows of the unit
@@ -106,7 +104,6 @@ def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
 
 
 def begun(batch: Batch) -> Callable[[], list[Any]]:
-    """Begins to compute a batch; returns a function that waits for its results."""
     outputs = batch.program.function.outputs
     arrays, error = tried(batch.start)  # some errors are known at once, others when it is read
     if error is not None:
@@ -205,8 +202,6 @@ class Streak:
 
 @dataclass(frozen=True)
 class Policy:
-    """The options for rows that fail."""
-
     on_error: str  # "raise" or "quarantine"
     on_nonfinite: str | None  # the same of rows with results that are not finite; None: nothing
     # rows that failed last, in this process
@@ -279,7 +274,6 @@ def _failing(
 def without_nonfinite(
     batch: Batch, results: list[Any], policy: Policy, bad_rows: set[int]
 ) -> tuple[list[Any], list[Bad]]:
-    """The same for rows with non-finite results."""
     outputs = batch.program.function.outputs
     wrong: dict[int, Exception] = {}
     for output, x in zip(outputs, results, strict=True):
@@ -381,35 +375,28 @@ def begin_unit(
     begun = time.monotonic()
     batches = ahead(batches_of(program, unit, data))
     first = next(batches, None)
-    return lambda: _computed(program, unit, first, batches, policy, begun)
 
+    def computed() -> Computed:
+        outputs = program.function.outputs
+        of_batches: list[list[Any]] = []
+        bad: list[Bad] = []
+        for batch, arrays in itertools.chain([] if first is None else [first], batches):
+            results, error = tried(arrays)
+            if error is not None:
+                results, failed = without_failing(batch, error, policy)
+                bad += failed
+            else:
+                policy.streak.end()
+            if policy.on_nonfinite:
+                results, failed = without_nonfinite(batch, results, policy, {b.row for b in bad})
+                bad += failed
+            of_batches.append(results)
+        columns = list(zip(*of_batches, strict=True))
+        joined = [_joined(o, column) for o, column in zip(outputs, columns, strict=True)]
+        bad.sort(key=lambda b: b.row)
+        return _unit_of(outputs, unit, joined, bad, time.monotonic() - begun)
 
-def _computed(
-    program: Program,
-    unit: Unit,
-    first: Waiting | None,
-    batches: Iterator[Waiting],
-    policy: Policy,
-    begun: float,
-) -> Computed:
-    outputs = program.function.outputs
-    of_batches: list[list[Any]] = []
-    bad: list[Bad] = []
-    for batch, arrays in itertools.chain([] if first is None else [first], batches):
-        results, error = tried(arrays)
-        if error is not None:
-            results, failed = without_failing(batch, error, policy)
-            bad += failed
-        else:
-            policy.streak.end()
-        if policy.on_nonfinite:
-            results, failed = without_nonfinite(batch, results, policy, {b.row for b in bad})
-            bad += failed
-        of_batches.append(results)
-    columns = list(zip(*of_batches, strict=True))
-    joined = [_joined(o, column) for o, column in zip(outputs, columns, strict=True)]
-    bad.sort(key=lambda b: b.row)
-    return _unit_of(outputs, unit, joined, bad, time.monotonic() - begun)
+    return computed
 
 
 def not_computed(outputs: Sequence[Any], unit: Unit, why: str) -> Computed:

@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, ProcessPoolExecutor
@@ -38,8 +37,6 @@ _KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster
 
 
 class Pool:
-    """An executor."""
-
     # the errors of units whose worker ended
     deaths: tuple[type[BaseException], ...] = (BrokenExecutor, EndedError)
     generation = 0  # how many times its workers were started again
@@ -151,16 +148,12 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
         if kind == "dask" and where:
             distributed = needed("distributed", f"executor={executor!r}")
             return lambda: DaskPool(_client_of(distributed, where), own=True)
-        raise ArgumentTypeError(
-            f"executor={masked(brief(executor))} is not an executor. Pass "
-            '"processes:4", "dask:tcp://host:8786" or "shard:3/16".'
-        )
     if type(executor).__module__.split(".")[0] == "distributed":
         return functools.partial(DaskPool, executor)
     if not isinstance(executor, Executor):
         raise ArgumentTypeError(
             "executor must be None, an executor of concurrent.futures, a client of Dask, or one of "
-            f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {show(executor)}.'
+            f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {masked(show(executor))}.'
         )
     context = getattr(executor, "_mp_context", None)
     if context is not None and context.get_start_method() == "fork":
@@ -215,8 +208,6 @@ def _rows(unit: Unit) -> str:
 
 @dataclass(eq=False)
 class _Tried:
-    """An attempt at a unit."""
-
     unit: Unit  # the unit
     attempt: int  # which attempt at it this is
     care: int  # how carefully: how many processes ended with it
@@ -413,22 +404,11 @@ class Shard(Threads):
         return f"shard-{self.index}-of-{self.count}"
 
     def units(self, plan: Plan) -> range:
-        if len(plan) < self.count and plan.rows:
-            each = -(-plan.rows // self.count)
-            warnings.warn(
-                f"there are {len(plan)} units for {self.count} shards: "
-                f"{self.count - len(plan)} of these have nothing to do. For units of fewer rows "
-                f"begin the job with commit_rows={each} and a batch_size that divides it (in the "
-                f"command --commit-rows {each} --batch-size {each}).",
-                stacklevel=2,
-            )
         return range(self.index, len(plan), self.count)
 
 
 @dataclass(frozen=True)
 class Workers(Threads):
-    """Other processes, to which units are submitted."""
-
     make_pool: Callable[[], Pool]  # makes what they are submitted to
     out: Address  # the output
 

@@ -127,8 +127,6 @@ _SETTINGS = (  # of JAX that change what a program computes
 
 @dataclass(frozen=True)
 class Call:
-    """The description of a call for workers."""
-
     function: tuple[Any, ...]  # its `fun`, `arrays` with paths for files, axes, and options
     key: tuple[str, np.ndarray] | None  # the kind and data of the random key, if there is one
     keep: Any
@@ -141,7 +139,6 @@ class Call:
     seen: dict[str, Any]  # the call's fingerprint there
 
     def to_work(self, check: Callable[[], None]) -> Work:
-        """The work, in a worker process."""
         key = None
         if self.key is not None:
             impl, data = self.key
@@ -173,7 +170,6 @@ class Call:
 
 
 def saved(work: Work, out: Address) -> Attempts:
-    """Writes the call to a new folder of the job."""
     cloudpickle = needed("cloudpickle", "executor, to hand functions to other processes,")
     function, platform, keep = work.function, jax.default_backend(), work.function.keep
     _check_portable(function)
@@ -259,8 +255,6 @@ _MOST_CALLS = 4  # that a worker keeps compiled
 
 
 class Done(NamedTuple):
-    """A unit that a worker has written to its journal."""
-
     number: int  # of the unit
     rows: int  # how many it has
     bad: int  # how many of them have no result
