@@ -24,7 +24,7 @@ from batchax.datasets.plan import Record, Unit
 from benchmarks.datasets.by_hand import WORKLOADS as BY_HAND
 from benchmarks.datasets.by_hand import AgainstByHand, ByHand, measured_by_hand
 from benchmarks.datasets.limits import limits
-from benchmarks.datasets.ways import NEEDS, OTHERS, WAYS, mapped, prepare
+from benchmarks.datasets.ways import NEEDS, OTHERS, OURS, WAYS, mapped, prepare
 from benchmarks.datasets.workloads import WORKLOADS as OVER_FILES
 from benchmarks.datasets.workloads import DatasetWorkload
 from benchmarks.measure import Ratio, ratio_of_medians
@@ -65,7 +65,7 @@ class Timed:
 
     def against(self, way: str) -> Ratio:
         """The whole call of the map to Zarr over another way's."""
-        return ratio_of_medians(self.seconds["bx.map to Zarr"], self.seconds[way])
+        return ratio_of_medians(self.seconds[OURS], self.seconds[way])
 
 
 @dataclass(frozen=True)
@@ -94,18 +94,38 @@ class Units:
     journal: dict[int, float]
 
 
+@dataclass(frozen=True)
+class Killed:
+    """Calls in processes of their own, of which one is killed when half of its time is over.
+
+    Attributes:
+      work: the function and its rows.
+      whole: seconds of a call that is not killed, by way.
+      again: seconds of the same call after one that was killed.
+      missing: ways that need a library that is not installed.
+    """
+
+    work: DatasetWorkload
+    whole: dict[str, float]
+    again: dict[str, float]
+    missing: list[str]
+
+
 WORKLOADS: dict[str, Any] = {
     **OVER_FILES,
+    "killed halfway": "killed halfway",
     "memory": "memory",
     "many units": "many units",
     **{f"by hand: {name}": work for name, work in BY_HAND.items()},
 }
 
 
-def measured(work: Any, quick: bool) -> Iterator[Timed | Memory | Units | AgainstByHand]:
+def measured(work: Any, quick: bool) -> Iterator[Timed | Killed | Memory | Units | AgainstByHand]:
     """One result."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARKS_DISK")) as folder:
-        if work == "memory":
+        if work == "killed halfway":
+            yield _killed(Path(folder), quick)
+        elif work == "memory":
             yield _memory(Path(folder), (0.01, 0.02) if quick else GIGABYTES)
         elif work == "many units":
             yield _units(Path(folder), 50 if quick else UNITS)
@@ -119,8 +139,7 @@ def _timed(work: DatasetWorkload, folder: Path, quick: bool) -> Timed:
     rows = 4 * work.commit_rows if quick else work.rows
     x = folder / "x.npy"
     work.save(x, rows)
-    installed = {d.name for d in importlib.metadata.distributions()}
-    missing = [way for way, libraries in NEEDS.items() if not installed.issuperset(libraries)]
+    missing = _missing()
     ways = {name: way for name, way in WAYS.items() if name not in missing}
     prepare(ways, x)
     functions = dict(limits(work, x, rows))
@@ -142,6 +161,60 @@ def _timed(work: DatasetWorkload, folder: Path, quick: bool) -> Timed:
             os.sync()  # what is removed keeps the disk busy, too
         order.reverse()
     return Timed(work, rows, seconds, missing)
+
+
+def _missing() -> list[str]:
+    """The ways that need a library that is not installed."""
+    installed = {d.name for d in importlib.metadata.distributions()}
+    return [way for way, libraries in NEEDS.items() if not installed.issuperset(libraries)]
+
+
+_ONE = """
+import sys, time
+from pathlib import Path
+from benchmarks.datasets.ways import WAYS
+from benchmarks.datasets.workloads import WORKLOADS
+name, way, x, out = sys.argv[1:]
+print("begun", flush=True)
+begun = time.perf_counter()
+WAYS[way](WORKLOADS[name], Path(x), Path(out))
+print(time.perf_counter() - begun)
+"""
+
+
+def _killed(folder: Path, quick: bool) -> Killed:
+    missing, work = _missing(), OVER_FILES["a network of each row"]
+    ways = {name: WAYS[name] for name in (OURS, *NEEDS) if name not in missing}
+    x = folder / "x.npy"
+    work.save(x, work.rows if quick else 4 * work.rows)
+    prepare(ways, x)
+    whole: dict[str, float] = {}
+    again: dict[str, float] = {}
+    for way in ways:
+        for out in ("first", "killed"):
+            (folder / out).mkdir()
+        whole[way] = _in_process(work, way, x, folder / "first" / "y")
+        _in_process(work, way, x, folder / "killed" / "y", kill_after=whole[way] / 2)
+        again[way] = _in_process(work, way, x, folder / "killed" / "y")
+        for out in ("first", "killed"):
+            shutil.rmtree(folder / out)
+    return Killed(work, whole, again, missing)
+
+
+def _in_process(
+    work: DatasetWorkload, way: str, x: Path, out: Path, kill_after: float | None = None
+) -> float:
+    """Seconds of a call in a process of its own; one that is killed takes no time."""
+    command = [sys.executable, "-c", _ONE, work.name, way, str(x), str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "begun\n":
+            assert process.poll() is None, f"{way} fails by itself"
+        if kill_after is not None:
+            time.sleep(kill_after)
+            process.kill()
+            return 0.0
+        return float(process.stdout.read())
 
 
 def _whole(way: Callable[..., None], work: DatasetWorkload, x: Path, out: Path) -> float:

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.datasets.by_hand import AgainstByHand, table
-from benchmarks.datasets.measure import STEADY, Memory, Timed, Units
-from benchmarks.datasets.ways import WAYS
+from benchmarks.datasets.measure import STEADY, Killed, Memory, Timed, Units
+from benchmarks.datasets.ways import NEEDS, OURS, WAYS
 from benchmarks.report import interval, made_with, size
 
-TITLE = "bx.map against its limits, and against loops by hand"
+TITLE = "bx.map against its limits, loops by hand, and other libraries"
 GOAL = 1.05
 _LIMITS = ("reading", "computing", "writing")
-Measured = Timed | Memory | Units | AgainstByHand
+Measured = Timed | Killed | Memory | Units | AgainstByHand
 
 
 def line(result: Measured) -> str:
@@ -23,6 +23,8 @@ def line(result: Measured) -> str:
     if isinstance(result, Memory):
         peaks = ", ".join(f"{gb:g} GB: {size(x)}" for gb, x in result.peak.items())
         return f"{'peak memory by input':41} {peaks}"
+    if isinstance(result, Killed):
+        return f"{'killed halfway, called again':41} {_killed(result)}"
     if isinstance(result, AgainstByHand):
         ways = [f"{way} {interval(result.against(way))}" for way in list(result.seconds)[1:]]
         return f"{result.work.name:41} {', '.join(ways)} of the loop by hand"
@@ -41,15 +43,16 @@ def summary(results: Sequence[Measured]) -> str:
                 f"{r.work.name}: {interval(r.steady)} times as long as {r.slowest} alone, once "
                 f"under way{_missed(r)}"
             )
+        elif isinstance(r, Killed):
+            points.append(f"Seconds of a call after one that was killed halfway: {_killed(r)}")
         elif isinstance(r, Memory):
             peaks = " and ".join(f"{size(x)} for {gb:g} GB" for gb, x in r.peak.items())
             before = size(max(r.before.values()))
             points.append(f"Peak memory of the process: {peaks} of input; {before} before the map")
         elif isinstance(r, Units):
             points.append(f"{r.count:,} units of one row, in .npy: {_units(r)}")
-    timed = [r for r in results if isinstance(r, Timed)]
-    if missing := {way for r in timed for way in r.missing}:
-        points.append(f"Not measured, for it is not installed: {', '.join(sorted(missing))}")
+    if missing := {way for r in results if isinstance(r, Timed | Killed) for way in r.missing}:
+        points.append(f"Not installed, so not measured: {', '.join(sorted(missing))}")
     return "\n".join(f"- {p}." for p in points)
 
 
@@ -81,6 +84,23 @@ def _spread(seconds: Sequence[float]) -> str:
     return f"{np.median(seconds):.3g} ({min(seconds):.3g}-{max(seconds):.3g})"
 
 
+def _killed(r: Killed) -> str:
+    each = (f"{way} {r.again[way]:.3g} of {r.whole[way]:.3g}" for way in r.whole)
+    return ", ".join(each)
+
+
+def _table(timed: Sequence[Timed], ways: Sequence[str]) -> str:
+    """Seconds of whole calls; of all ways but ours with the ratio of ours over them."""
+    missing = {way for r in timed for way in r.missing}
+    ways = [way for way in ways if way not in missing]
+    lines = [["function", *(f"{way}, s" for way in ways)], ["---", *["---:"] * len(ways)]]
+    for r in timed:
+        cells = [_spread(r.seconds[OURS])]
+        cells += [f"{_spread(r.seconds[way])}; {interval(r.against(way))}" for way in ways[1:]]
+        lines.append([r.work.name, *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def _page(results: Sequence[Measured]) -> str:
     timed = [r for r in results if isinstance(r, Timed)]
     by_hand = table([r for r in results if isinstance(r, AgainstByHand)])
@@ -89,17 +109,13 @@ def _page(results: Sequence[Measured]) -> str:
     for r in timed:
         seconds = [_spread(r.seconds[limit]) for limit in (*_LIMITS, STEADY)]
         alone.append([r.work.name, f"{r.rows:,}", *seconds, interval(r.steady)])
-    ways = [["function", *WAYS], ["---", *["---:"] * len(WAYS)]]
-    for r in timed:
-        cells = []
-        for way in WAYS:
-            if way in r.missing:
-                cells.append("")
-                continue
-            times = "" if way == "bx.map to Zarr" else f"; {interval(r.against(way))}"
-            cells.append(f"{_spread(r.seconds[way])}{times}")
-        ways.append([r.work.name, *cells])
-    tables = ["\n".join("| " + " | ".join(row) + " |" for row in rows) for rows in (alone, ways)]
+    limits = "\n".join("| " + " | ".join(row) + " |" for row in alone)
+    loops = _table(timed, [way for way in WAYS if way not in NEEDS])
+    libraries = _table(timed, [OURS, *NEEDS])
+    killed = [["call", "whole, s", "killed halfway, then called again, s"], ["---", "---:", "---:"]]
+    for r in (r for r in results if isinstance(r, Killed)):
+        killed += [[way, f"{r.whole[way]:.3g}", f"{r.again[way]:.3g}"] for way in r.whole]
+    after_kills = "\n".join("| " + " | ".join(row) + " |" for row in killed)
     return f"""# {TITLE}
 
 {made_with()}
@@ -112,22 +128,37 @@ Seconds are medians, with the shortest and the longest in brackets. Where these 
 is noise of the machine, of its disk or of what else runs on it: writing alone has it, too. Ratios
 are batchax's median over the other, with a 95% bootstrap interval.
 
+## Against reading, computing, and writing alone
+
 *Reading*, *computing* and *writing* are each done alone for all units, by the code that a map does
 them with: the same library, the same threads, the same syncs and checksums. *`bx.map`* is the
 seconds for all rows at its rate from when a quarter of them is done. Computing uses all cores, and
 what reads and writes beside it takes some of their time.
 
-{tables[0]}
+{limits}
 
-Whole calls, each with what it stages and compiles, until results are on the disk: loops, Dask and
-xarray write to a mapped file that is flushed at the end, what is in Zarr or Arrow is synced file by
-file. The loops read a slice of as many rows as a unit has, and compute it in batches of the same
-size as `bx.map`. Dask runs blocks of such slices in threads, and xarray (`dask="parallelized"`) has
-Dask do it. `datasets.map` reads and writes Arrow. Of these, what takes long has fewer turns. The
-second figure of a cell is `bx.map` to Zarr over that way. None of the others can go on after it was
-killed.
+## Against Dask, xarray, and Hugging Face datasets
 
-{tables[1]}
+Whole calls, with what they trace and compile, until results are on the disk. All compute the same
+batches by `jit(vmap)`. Dask runs `map_blocks` on blocks of as many rows as a unit has, in threads,
+and xarray (`dask="parallelized"`) has Dask do it. Both write to a mapped file, flushed at the
+end. `datasets.map` reads and writes Arrow. Files in Zarr or Arrow are synced one by one. The second
+figure of a cell is the time of `bx.map` over that library's. Ways that take long have fewer turns.
+[What each of them does besides](../coming_from/dask_xarray_datasets.md).
+
+{libraries}
+
+{after_kills}
+
+The second table is of calls in processes of their own: once without a kill, and once after a call
+that was killed when half of that time was over.
+
+## Against loops by hand
+
+The loops read a slice of as many rows as a unit has, and compute it in batches of the same size as
+`bx.map`. They cannot resume.
+
+{loops}
 
 Files that are in the system's memory, and nothing but defaults: seconds of the shortest loop by
 hand (a memory map, `jit(vmap)`, a memory map, nothing synced), until the file is not mapped any

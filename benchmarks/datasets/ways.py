@@ -144,8 +144,9 @@ NEEDS = {
     "xarray, `apply_ufunc`": ("dask", "xarray"),
     "Hugging Face, `datasets.map`": ("datasets",),
 }
+OURS = "bx.map to Zarr"
 WAYS: dict[str, Way] = {
-    "bx.map to Zarr": mapped,
+    OURS: mapped,
     "bx.map to .npy": mapped_to_npy,
     "a loop to .npy": loop_to_npy,
     "a loop to Zarr": loop_to_zarr,

@@ -45,8 +45,8 @@ class Mapped(Source):
         return {**self.files.identity(), **place}
 
     def get(self, index: Index) -> np.ndarray:
+        self.files.check()
         if self._layout is None:
-            self.files.check()
             return np.array(self._array[index], self.dtype, order="C")
         # Whoever reads through a mapping what the file does not have any more is killed, and it may
         # be cut short at any moment.
