@@ -140,8 +140,8 @@ def linked_files(dataset: Any, own: Any, name: str) -> list[Path]:
     HDF5 gives fill values, or the data of another run, in the place of a file that is not there or
     is another one now: so each must be there, and is watched.
     """
-    found = dict.fromkeys(_behind(dataset, name, 0))
-    return [path for path in found if path != Path(own).resolve()]
+    paths = dict.fromkeys(_behind(dataset, name, 0))
+    return [path for path in paths if path != Path(own).resolve()]
 
 
 def _behind(dataset: Any, name: str, links: int) -> Iterator[Path]:
@@ -497,8 +497,9 @@ class Hdf5Dataset(Source):
         self._h5py = needed("h5py", f"{name}: HDF5")
         self._member, self._lock = member, threading.Lock()
         with reading(name), self._h5py.File(path, "r") as file:
-            dataset = _dataset(file, member)
+            dataset = file.get(member)
             if not hasattr(dataset, "dtype"):
+                _check_links(file, member, name)
                 datasets: list[str] = []
                 file.visititems(lambda at, x: datasets.append(at) if hasattr(x, "dtype") else None)
                 raise _not_in(name, member, datasets)
@@ -516,13 +517,20 @@ class Hdf5Dataset(Source):
             return file[self._member][index]
 
 
-def _dataset(file: Any, member: str) -> Any:
-    try:
-        return file[member] if member else None
-    except KeyError as error:
-        if "external" in str(error):  # the file behind a link is gone, and the error names it
-            raise
-        return None
+def _check_links(at: Any, member: str, name: str) -> None:
+    """Raises a StorageError that names the file if an external link leads to one that is gone."""
+    h5py, parts = needed("h5py", f"{name}: HDF5"), member.strip("/").split("/")
+    for i, part in enumerate(parts):
+        link, rest = at.get(part, getlink=True), parts[i + 1 :]
+        if isinstance(link, h5py.ExternalLink):
+            with h5py.File(_there(at.file, link.filename, name), "r") as other:
+                return _check_links(other, "/".join([link.path, *rest]), name)
+        if isinstance(link, h5py.SoftLink):
+            start = at.file if link.path.startswith("/") else at
+            return _check_links(start, "/".join([link.path, *rest]), name)
+        if link is None:
+            return
+        at = at[part]
 
 
 class ZarrFolder(Source):

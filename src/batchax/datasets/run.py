@@ -496,8 +496,9 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
     reduced = {} if job.finished is None else job.finished["reduced"]  # other shards have not
     kept = _as_named(job.store.result(), how)
     kept = kept if isinstance(kept, dict) else {"": kept}
+    shown = lambda leaf, x: as_ragged(x, leaf.ragged or 0) if isinstance(x, Rows) else x
     outputs = [
-        None if o.reduces else _shown(o.leaf, kept.get(o.leaf.name or ALONE, kept.get("")))
+        None if o.reduces else shown(o.leaf, kept.get(o.leaf.name or ALONE, kept.get("")))
         for o in function.outputs
     ]
     leaves = [o.leaf for o in function.outputs]
@@ -526,7 +527,3 @@ def _as_named(told: Any, how: How) -> Any:
         return told
     named, out = str(how.named), str(how.out)
     return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, told)
-
-
-def _shown(leaf: Leaf, x: Any) -> Any:
-    return as_ragged(x, leaf.ragged or 0) if isinstance(x, Rows) else x

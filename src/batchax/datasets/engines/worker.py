@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import multiprocessing
 import os
@@ -317,13 +316,9 @@ def _opened(attempts: Attempts) -> tuple[Call, Work, Journal]:
             call: Call = pickle.loads(attempts.call)
             with call.settings():
                 work = call.to_work(attempts.check)
-            job = call, work, Journal(call.journal_folder, _writer())
+            writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+            job = call, work, Journal(call.journal_folder, writer)
         _jobs[attempts] = job  # the latest is last
         if len(_jobs) > _MOST_CALLS:
             _jobs.pop(next(iter(_jobs)))[2].close()
         return job
-
-
-@functools.cache
-def _writer() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
