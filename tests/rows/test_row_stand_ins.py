@@ -42,6 +42,24 @@ def test_a_size_is_an_index():
     check_rows(indexed, ragged(3), ways=LAYOUTS)
 
 
+def inside_derivatives(x):
+    edges = jnp.linspace(-1, 1, 3)
+    found = []
+    for place in (
+        lambda x: jnp.digitize(x, edges),
+        lambda x: jnp.searchsorted(edges, x),
+        jax.vmap(lambda x: jnp.nonzero(x > 0, size=2)[0]),
+    ):
+        both = jax.jit(lambda x, place=place: (jnp.sin(x), place(x)))  # traced, then differentiated
+        found.append(jax.jvp(both, (x,), (x,))[1][0])
+        found.append(jax.grad(lambda x, both=both: both(x)[0].sum())(x))
+    return found
+
+
+def test_places_in_a_function_that_is_differentiated():
+    check_rows(inside_derivatives, ragged(3), ways=LAYOUTS)
+
+
 @pytest.mark.compiles(100)
 @pytest.mark.parametrize("name", ["convolve", "correlate"])
 @pytest.mark.each_commit(1)

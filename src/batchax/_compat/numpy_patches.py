@@ -26,6 +26,10 @@ PRIVATE_PLACES = {
     # A `psum` that the user imported by name would return the size times the number of lanes, and
     # no error. All of `psum` and `pmean` calls this.
     "psum": "jax._src.lax.parallel._psum",
+    # Both describe an operation by an object, whose derivative `jnp.digitize`, `jnp.histogram` and
+    # others meet, too.
+    "searchsorted": "jax._src.numpy.hijax.searchsorted",
+    "nonzero": "jax._src.numpy.hijax.nonzero",
 }
 """Functions that have no public name, and why the public ones do not serve, in JAX 0.10 to 0.12."""
 

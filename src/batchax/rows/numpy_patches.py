@@ -226,6 +226,13 @@ def _searchsorted(
     return low
 
 
+@_compat.patches("searchsorted", "nonzero")
+def _without_derivative(original: Any, *operands: Any, **options: Any) -> Any:
+    # The results are integers. JAX's derivative of them allocates zeros with NumPy, which requires
+    # sizes as numbers. It is not called for operands without a derivative.
+    return original(*map(lax.stop_gradient, operands), **options)
+
+
 @_compat.patches("jax.numpy.fft.rfftfreq")
 def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
     # JAX asks whether the size is even, and takes it to be odd where it cannot tell. There are as
