@@ -465,3 +465,36 @@ def test_temporaries_of_several_loops_one_after_another():
     )
     assert many - few <= 64 * 256 * 4 * 3  # what is added is of the size of the input
     assert np.isfinite(many)
+
+
+@jax.custom_vjp
+def _unread(a, b):
+    return jnp.sin(b)
+
+
+_unread.defvjp(lambda a, b: (jnp.sin(b), (a, b)), lambda r, ct: (ct * r[0], ct * jnp.cos(r[1])))
+
+
+@jax.custom_jvp
+def _unread_forward(a, b):
+    return jnp.sin(b)
+
+
+_unread_forward.defjvp(lambda xs, ts: (jnp.sin(xs[1]), ts[0] * xs[0] + jnp.cos(xs[1]) * ts[1]))
+
+
+@pytest.mark.parametrize("rule", [_unread, _unread_forward])
+def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
+    """The value is the same for all examples, and the derivative is not."""
+    calls = {
+        "alone": lambda x, y: rule(x * 2, y),
+        "mapped": lambda x, y: lax.map(lambda t: rule(x * 2, t), y[None])[0],
+        "chosen": lambda x, y: lax.cond(y > 0, lambda: rule(x * 2, y), lambda: y),
+    }
+    x, y, weights = jnp.arange(1.0, 6.0), jnp.float32(0.5), jnp.cos(jnp.arange(5.0))
+    for name, f in calls.items():
+        loss = lambda v, x, y: weights @ v(x, y)
+        expected = jax.grad(loss, (1, 2))(lambda x, y: lax.map(lambda x, f=f: f(x, y), x), x, y)
+        for options in ({}, {"batch_size": 1}, {"batch_size": 2}, {"mesh": "all", "batch_size": 1}):
+            got = jax.grad(loss, (1, 2))(bx.vmap(f, (0, None), **options), x, y)
+            same(got, expected, where=f"{name} {options}")

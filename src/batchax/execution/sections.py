@@ -46,6 +46,7 @@ from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
@@ -486,8 +487,12 @@ class _Chunk:
             return False
         eqns = self.section.eqns
         looked_for = has_other_rule, calls_python
-        return not any(a.in_equation(eqn) for a in looked_for for eqn in eqns) and not any(
-            map(closed_over, eqns)
+        if any(a.in_equation(eqn) for a in looked_for for eqn in eqns):
+            return False
+        # Where a derivative rule makes lanes differ although the values do not, its rule knows.
+        return not any(map(closed_over, eqns)) and not (
+            any(map(_has_own_derivative.in_equation, eqns))
+            and reached(self.section, self._mapped) != self._differ(self.section.outvars)
         )
 
     def _of_one_example(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
@@ -498,12 +503,20 @@ class _Chunk:
         ]
         section: Any = self.section
         outs = evaluate(section, section.consts, own, bind_equation)
-        differs = {v: a is not None for v, a in zip(section.invars, self.positions, strict=True)}
-        for _ in differing_through(section, differs):
-            pass
-        batched = differs_of(differs, section.outvars)
+        batched = self._differ(section.outvars)
         outs = [lax.broadcast(x, (1,)) if b else x for x, b in zip(outs, batched, strict=True)]
         return outs, [0 if b else None for b in batched]
+
+    @property
+    def _mapped(self) -> list[bool]:
+        return [a is not None for a in self.positions]
+
+    def _differ(self, wanted: Sequence[Any]) -> list[bool]:
+        """Which variables of the section differ between lanes."""
+        differs = dict(zip(self.section.invars, self._mapped, strict=True))
+        for _ in differing_through(self.section, differs):
+            pass
+        return list(differs_of(differs, wanted))
 
     def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
         self.specs[target] = [Lanes(0)]
@@ -525,6 +538,10 @@ class _Chunk:
             x = move_axis(x, position, target.how)
         return [x]
 
+
+_has_own_derivative = Anywhere(
+    lambda eqn: eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+)
 
 _SMALL = 256  # bytes that a loop cut out may hold of each lane, however little the batch has
 
