@@ -28,7 +28,11 @@ class Unknown(Exception):
 
 
 class NotFinite(Exception):
-    """A Fourier transform of NaN or infinities: its algorithm decides which results they reach."""
+    """A transform or convolution of NaN or infinities: its algorithm decides what they reach.
+
+    Some algorithms multiply them by zeros, and others leave these products out: those of padding
+    and of holes in a convolution, and those of a Fourier transform.
+    """
 
 
 class NotANumber(Exception):
@@ -62,7 +66,7 @@ def evaluate_by_numpy(closed, args):
         _only_numpy.reset(before)
 
 
-finite_transforms = contextvars.ContextVar("finite_transforms", default=False)
+only_finite = contextvars.ContextVar("only_finite", default=False)
 """Whether to raise `NotFinite`."""
 _only_numpy = contextvars.ContextVar("only_numpy", default=False)
 
@@ -129,6 +133,8 @@ def _closed(program, operands, size, watch=False):
 
 def _operation(eqn, xs):
     primitive = eqn.primitive
+    if only_finite.get() and _multiplies_zeros(eqn) and not all(map(_is_finite, xs)):
+        raise NotFinite
     fun = numpy_operations.find(primitive, xs, eqn.params)
     if fun is not None:
         outs = fun(*xs, **eqn.params)
@@ -136,13 +142,22 @@ def _operation(eqn, xs):
         return [np.asarray(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
     if _only_numpy.get():
         raise Unknown(primitive.name)
-    if primitive.name == "fft" and finite_transforms.get() and not np.isfinite(xs[0]).all():
-        raise NotFinite
     run = functools.partial(primitive.bind, **primitive.get_bind_params(eqn.params))
     if primitive.name == "shard_map":
         run = jax.jit(lambda *xs, bind=run: list(bind(*xs)))
     outs = run(*xs)
     return [_known(x) for x in (outs if primitive.multiple_results else [outs])]
+
+
+def _multiplies_zeros(eqn):
+    p = eqn.params
+    if eqn.primitive.name == "conv_general_dilated":
+        return any(map(any, p["padding"])) or max(*p["lhs_dilation"], *p["rhs_dilation"], 1) > 1
+    return eqn.primitive.name == "fft"
+
+
+def _is_finite(x):
+    return bool(np.isfinite(np.asarray(x).astype(complex)).all())
 
 
 _CALLS = {

@@ -1,8 +1,9 @@
 """What a program gives batched, and what it gives example after example."""
 
+import contextlib
 import functools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 
 import batchax as bx
 
-from fuzz.evaluate import Endless, NotANumber, evaluate, evaluate_one
+from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
 from fuzz.programs import HELPERS, PRELUDE, Program
 from support.forced import FORCED, KERNELS, LAST, NESTS, SERIAL, TILES
 
@@ -76,6 +77,11 @@ class Case:
         return self.around != "{}"
 
     @property
+    def collective(self):
+        """Whether lanes may need values of others."""
+        return self.program.named and '"i"' in self.program.source
+
+    @property
     def loose(self):
         return self.program.loose
 
@@ -128,6 +134,10 @@ REFUSALS = [
     "a callback is to be called in order",  # on devices
     "the function contains a host callback, and mesh leaves",
 ]
+
+# XLA for CPUs chooses a layout for the operand of a Fourier transform that the transform does not
+# take: with `jax.vmap` as well.
+FAULTS_OF_XLA = ["fft_thunk.cc"]
 
 REDUCTIONS = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
 
@@ -278,26 +288,36 @@ def judge(case):
     ]
     if case.mode == "values":
         tangents, cotangents = [], []
-    expected = one_by_one(case, alone["f"], args, tangents, cotangents)
+    run_alone = functools.partial(one_by_one, case, alone["f"], args, tangents, cotangents)
+    expected = run_alone()
     should, told = list(alone["TOLD"]), []
     got = watched(functools.partial(batched, case, args, tangents, cotangents, told=told))
     problem = difference(got, expected, case.loose)
     if problem is None:
-        if said := told_otherwise(told, should, case):
+        if said := told_otherwise(told, loops(case, args, should, tangents, cotangents), case):
             raise Found(f"calls: {said[:20]} {' '.join(case.options)}", f"{said}\n{case.script()}")
         return
-    if problem.kind == "values" and ill_conditioned(
-        case, alone["f"], args, tangents, cotangents, expected, problem
-    ):
-        raise Discarded("ill-conditioned")
-    if not case.program.named:
-        compiled = one_by_one(case, alone["f"], args, tangents, cotangents, compiled=True)
-        if difference(got, compiled, case.loose) is None:
-            raise Discarded("NumPy says otherwise than XLA, of the example alone")
+    if problem.kind == "values":
+        if adds_up_infinities(problem):
+            raise Discarded("infinite cotangents")
+        if ill_conditioned(case, alone["f"], args, tangents, cotangents, expected, problem):
+            raise Discarded("ill-conditioned")
+        if all(not_finite(run_alone, lane) for lane in lanes_of(case, problem)):
+            raise Discarded("a transform or convolution of NaN or infinities")
+        if case.mode != "values":
+            undifferentiated = one_by_one(replace(case, mode="values"), alone["f"], args, [], [])
+            if difference(expected[:2], undifferentiated[:2], case.loose) is not None:
+                raise Discarded("JAX changes what an example returns by differentiating it")
+    if not case.collective and difference(got, run_alone(compiled=True), case.loose) is None:
+        raise Discarded("NumPy says otherwise than XLA, of the example alone")
     if case.engine == "staged":
         again = batched(case, args, tangents, cotangents, engine="jit")
         if difference(again, expected, case.loose) is None:
             raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
+    elif of_nan(problem):
+        again = batched(case, args, tangents, cotangents, engine="staged")
+        if difference(again, expected, case.loose) is None:
+            raise Discarded(COMPILED_NAN)
     theirs = ""
     if not case.nested or "jax.vmap" in case.around:
         try:
@@ -308,6 +328,96 @@ def judge(case):
             theirs = f"jax.vmap raises {type(error).__name__}"
     where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
     raise Found(where, f"{problem.text}; {theirs}\n\n{case.script()}")
+
+
+# XLA's compiler makes a choice of the product of a number and a truth value, which is zero for NaN.
+COMPILED_NAN = "NaN in a program as it is, and a number where XLA compiles it, or the reverse"
+
+
+def of_nan(problem):
+    """Whether results that differ are NaN on one side."""
+    if problem.kind != "values":
+        return False
+    got, expected = (x[problem.wrong] for x in problem.sides)
+    return got.dtype.kind in "fc" and bool((np.isnan(got) != np.isnan(expected)).all())
+
+
+def adds_up_infinities(problem):
+    """Whether cotangents that differ are infinite, or NaN, on both sides.
+
+    A sum of cotangents is multiplied by an infinite derivative, or each of them, and then they are
+    added up: infinity, or infinity less infinity.
+    """
+    got, expected = (x[problem.wrong] for x in problem.sides)
+    finite = np.isfinite(got) | np.isfinite(expected)
+    return problem.what == "cotangents" and not finite.any()
+
+
+def lanes_of(case, problem):
+    """The lanes that a problem is in, after the numbers of a vmap around; or ["any"]."""
+    g, k = problem.place
+    outs = list(zip(case.program.outputs, case.out_axes, strict=True))
+    axes = [
+        [a for t, a in outs if t.inexact],
+        [a for t, a in outs if not t.inexact],
+        [a for t, a in outs if t.inexact],
+        [a for t, a in zip(case.program.arguments, case.in_axes, strict=True) if t.inexact],
+    ]
+    axis = axes[g][k]
+    if case.collective or not isinstance(axis, int):
+        return ["any"]
+    own = problem.wrong.ndim - case.nested
+    at = np.nonzero(problem.wrong)
+    around = at[0] if case.nested else np.zeros_like(at[0])
+    return sorted({*zip(around.tolist(), at[axis % own + case.nested].tolist(), strict=True)})
+
+
+def not_finite(run_alone, lane):
+    """Whether a lane alone transforms NaN or infinities, or convolves them with padding."""
+    try:
+        run_alone(finite=lane)
+    except NotFinite:
+        return True
+    return False
+
+
+def loops(case, args, should, tangents, cotangents):
+    """What calls loops over examples make: those of `should`, and then those of other loops."""
+    yield should
+    run = functools.partial(one_by_one, case, args=args)
+    if case.inner != "jax.vmap":
+        # JAX's vmap makes the calls of both branches, and once those that do not differ.
+        yield _calls_of(namespace(case, _looped), run, tangents, cotangents)
+    if case.mode != "values":
+        # JAX leaves out calls of what it differentiates, and repeats those that it recomputes.
+        yield _calls_of(namespace(case, jax.vmap), run, tangents, cotangents, compiled=True)
+        run = functools.partial(one_by_one, replace(case, mode="values"), args=args)
+        yield _calls_of(namespace(case, jax.vmap), run, [], [])
+
+
+def _calls_of(names, run, tangents, cotangents, **options):
+    with contextlib.suppress(Discarded):
+        run(f=names["f"], tangents=tangents, cotangents=cotangents, **options)
+    jax.effects_barrier()
+    return names["TOLD"]
+
+
+def _looped(f, in_axes=0, out_axes=0):
+    """A vmap that is a loop."""
+
+    def call(*args):
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(args, axes, strict=True)]
+
+        def one(mapped):
+            mapped = iter(mapped)
+            return f(*[x if a is None else next(mapped) for x, a in zip(args, axes, strict=True)])
+
+        outs = lax.map(one, [x for x, a in zip(moved, axes, strict=True) if a is not None])
+        to = out_axes if isinstance(out_axes, tuple) else (out_axes,) * len(outs)
+        return tuple(jnp.moveaxis(x, 0, a) for x, a in zip(outs, to, strict=True))
+
+    return call
 
 
 def watched(run):
@@ -324,25 +434,46 @@ def watched(run):
         raise Discarded("NaN, but inside of a call") from error
 
 
-def told_otherwise(got, expected, case):
+def told_otherwise(got, loops, case):
     """What is wrong with the calls of callbacks; None if nothing is.
 
-    Each call that the loop over examples makes happens once. Ordered ones happen, for one lane, in
-    the order in which they do alone; and at a place that each lane calls once at most, in the
-    order of the lanes (of one axis: a step of a loop is made for all lanes before the next one).
+    Each call happens as often as in one of the `loops` over examples, or more often than in one
+    and less often than in another. Ordered calls happen, for one lane, in the order in which they
+    do alone; and at a place that each lane calls once at most, in the order of the lanes (of one
+    axis: a step of a loop is made for all lanes before the next one).
     """
+    first, seen = None, []
+    for calls in loops:
+        seen.append(calls)
+        said = _counted_otherwise(got, seen, case) or _ordered_otherwise(got, calls, case)
+        if said is None:
+            return None
+        first = first or said
+    return first
+
+
+def _counted_otherwise(got, loops, case):
+    for call in [*got, *(call for calls in loops for call in calls)]:
+        count = lambda calls, call=call: sum(_same_call(call, c, case.loose) for c in calls)
+        least, most = min(map(count, loops)), max(map(count, loops))
+        if case.mode != "values" and not call[1]:
+            # JAX leaves out calls without an order that a derivative does not need, where it finds
+            # out: in a batch others than in an example. And it repeats those that it recomputes.
+            least, most = 0, len(got) * most
+        if count(got) > most:
+            return f"a call that no example makes, or once more: {call}"
+        if count(got) < least:
+            return f"calls are missing: {call}"
+    return None
+
+
+def _ordered_otherwise(got, expected, case):
     free, places = list(range(len(expected))), []
     for call in got:
         found = next((k for k in free if _same_call(call, expected[k], case.loose)), None)
-        if found is None:
-            return f"a call that no example makes, or once more: {call}"
-        free.remove(found)
-        places.append(found)
-    # Of calls without an order JAX leaves out those that a derivative does not need, where it finds
-    # out: in a batch others than in an example.
-    free = [k for k in free if case.mode == "values" or expected[k][1]]
-    if free:
-        return f"calls are missing: {[expected[k] for k in free]}"
+        if found is not None:
+            free.remove(found)
+            places.append(found)
     ordered = [k for k in places if expected[k][1]]
     lane = lambda k: expected[k][2].tobytes()
     for order, i in {(expected[k][1], lane(k)) for k in ordered}:
@@ -378,18 +509,27 @@ def _batched_shape(case, kind, axis):
     return tuple([OUTER] if case.nested else []) + tuple(shape)
 
 
-def one_by_one(case, f, args, tangents, cotangents, compiled=False):
-    """What the loop over examples gives, arranged as a batched function's results are."""
+def one_by_one(case, f, args, tangents, cotangents, compiled=False, finite=None):
+    """What the loop over examples gives, arranged as a batched function's results are.
+
+    compiled: whether XLA compiles an example as a whole.
+    finite: a lane of `lanes_of`, of which `NotFinite` is raised.
+    """
+    rounds = []
+    for o in range(OUTER if case.nested else 1):
+        of_round = (
+            [[x[o] for x in xs] for xs in (args, tangents, cotangents)]
+            if case.nested
+            else (args, tangents, cotangents)
+        )
+        of_lane = finite if finite in (None, "any") else finite[1] if finite[0] == o else None
+        rounds.append(_one_batch(case, f, *of_round, compiled, of_lane))
     if not case.nested:
-        return _one_batch(case, f, args, tangents, cotangents, compiled)
-    rounds = [
-        _one_batch(case, f, *([x[o] for x in xs] for xs in (args, tangents, cotangents)), compiled)
-        for o in range(OUTER)
-    ]
+        return rounds[0]
     return jax.tree.map(lambda *xs: _stacked(xs, 0), *rounds)
 
 
-def _one_batch(case, f, args, tangents, cotangents, compiled):
+def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
     n = case.lanes
     floats = [k for k, x in enumerate(args) if is_inexact(x)]
     float_axes = [case.in_axes[k] for k in floats]
@@ -432,7 +572,15 @@ def _one_batch(case, f, args, tangents, cotangents, compiled):
         if compiled:
             results = [jax.tree.leaves(jax.jit(flat)(*lane)) for lane in lanes]
         else:
+            if finite is not None:
+                before = only_finite.set(True)
+                try:
+                    evaluate(staged, lanes if finite == "any" else [lanes[finite]], case.watched)
+                finally:
+                    only_finite.reset(before)
             results = evaluate(staged, lanes, case.watched)
+    except NotFinite:
+        raise
     except NotANumber:
         raise Discarded("NaN alone") from None
     except Endless:
@@ -498,8 +646,8 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
                 outs = jax.tree.unflatten(jax.tree.structure(shapes), outs)
             else:
                 outs = (jax.jit(run) if engine == "jit" else run)(args, tangents, cotangents)
+            jax.block_until_ready(outs)
             if case.program.effects and told is not None:
-                jax.block_until_ready(outs)
                 jax.effects_barrier()
                 told += names["TOLD"]
             return outs
@@ -508,15 +656,20 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
     except Exception as error:
         if vmap == "jax.vmap":
             raise
-        for refusal in REFUSALS:
-            if refusal in str(error):
-                raise Discarded(f"refused: {refusal}") from error
+        discard_refused(error)
         try:
             batched(case, args, tangents, cotangents, engine="staged", vmap="jax.vmap")
-        except Exception:
-            if not case.options:
+        except Exception as theirs:
+            if not case.options or str(theirs)[:60] == str(error)[:60]:
                 raise Discarded(f"JAX too: {type(error).__name__}: {str(error)[:60]}") from error
         raise a_find(error, case) from error
+
+
+def discard_refused(error):
+    """Raises `Discarded` for what is refused by name, and where XLA's own checks fail."""
+    for text in [*REFUSALS, *FAULTS_OF_XLA]:
+        if text in str(error):
+            raise Discarded(f"refused: {text}") from error
 
 
 def strict():
@@ -542,10 +695,11 @@ def strictly(call, case, refused):
     try:
         with warnings.catch_warnings():
             strict()
-            return call()
+            return jax.block_until_ready(call())
     except NotANumber:
         raise
     except Exception as error:
+        discard_refused(error)
         refused(error)
         raise a_find(error, case) from error
 
@@ -557,6 +711,8 @@ class Problem:
     text: str
     place: tuple[int, int] = (0, 0)
     worst: float = 0.0
+    wrong: Any = None
+    sides: Any = ()
 
 
 def difference(got, expected, loose):
@@ -585,7 +741,7 @@ def difference(got, expected, loose):
                 text += f" ({wrong.sum()} of {wrong.size} differ)"
                 with np.errstate(all="ignore"):
                     worst = np.nanmax(np.abs(a.astype(complex) - b)) if wrong.any() else 0.0
-                return Problem("values", what[g], text, (g, k), float(worst))
+                return Problem("values", what[g], text, (g, k), float(worst), wrong, (a, b))
     return None
 
 

@@ -17,11 +17,13 @@ from fuzz.evaluate import (
     NotFinite,
     evaluate,
     evaluate_one,
-    finite_transforms,
+    only_finite,
 )
 from fuzz.judge import (
+    COMPILED_NAN,
     Discarded,
     Found,
+    adds_up_infinities,
     array_text,
     derived,
     difference,
@@ -31,6 +33,7 @@ from fuzz.judge import (
     helpers_of,
     is_inexact,
     namespace,
+    of_nan,
     quietly,
     strictly,
     watched,
@@ -193,6 +196,8 @@ def judge_rows(case):
     problem = difference(got, expected, case.loose)
     if problem is None:
         return
+    if problem.kind == "values" and adds_up_infinities(problem):
+        raise Discarded("infinite cotangents")
     if problem.kind == "values" and _rounding(case, names["f"], args, tangents, expected, problem):
         raise Discarded("ill-conditioned")
     compiled, _ = alone(case, names["f"], args, tangents, compiled=True)
@@ -205,6 +210,10 @@ def judge_rows(case):
         again = batched(case, args, tangents, cotangents, engine="jit")
         if difference(again, expected, case.loose) is None:
             raise Found("evaluator", f"evaluator: {problem.text}\n\n{case.script()}")
+    elif of_nan(problem):
+        again = batched(case, args, tangents, cotangents, engine="staged")
+        if difference(again, expected, case.loose) is None:
+            raise Discarded(COMPILED_NAN)
     where = f"{problem.kind} of {problem.what} {case.mode} {' '.join(case.options)}"
     raise Found(where, f"{problem.text}\n\n{case.script()}")
 
@@ -243,11 +252,11 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
                 )
             program, out_shapes, wanted, run_compiled = staged[str(shapes)]
             for eqn in with_inside(program.eqns):
-                if reason := _of_no_elements(eqn):
+                if reason := _of_no_elements(eqn, case.mode):
                     raise Discarded(reason)
             pulled_from = [direction(y.shape, y.dtype, rng) for y in wanted]
             flat = jax.tree.leaves((one, dots, pulled_from))
-            finite_transforms.set(finite in (i, "any"))
+            only_finite.set(finite in (i, "any"))
             if compiled:
                 result = [np.asarray(x) for x in jax.tree.leaves(run_compiled(*flat))]
             else:
@@ -257,7 +266,7 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
         except NotFinite:
             # XLA's transforms leave out products with 0 and 1; of a row in a padded array it is
             # Bluestein's, in which each element reaches each frequency. XLA's own differ, too.
-            raise Discarded("a Fourier transform of NaN or infinities") from None
+            raise Discarded("a transform or convolution of NaN or infinities") from None
         except NotANumber:
             raise Discarded("NaN alone") from None
         except Endless:
@@ -265,7 +274,7 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
         except Exception as error:
             raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
         finally:
-            finite_transforms.set(False)
+            only_finite.set(False)
         rows.append(jax.tree.unflatten(jax.tree.structure(out_shapes), result))
         cotangents.append(pulled_from)
     ys, others, dots, _ = (
@@ -279,8 +288,11 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
     return [flat(ys), flat(others), flat(dots), pulled], cotangents
 
 
-def _of_no_elements(eqn):
+def _of_no_elements(eqn, mode):
     """What an equation makes of no elements that no program for rows of any length can; or ""."""
+    extreme = eqn.primitive.name in ("reduce_max", "reduce_min")
+    if extreme and mode != "values" and 0 in eqn.invars[0].aval.shape:
+        return "the derivative of an extreme of no elements: JAX divides by how many are extreme"
     if eqn.primitive.name == "conv_general_dilated" and 0 in eqn.invars[1].aval.shape:
         return "alone: a convolution by no elements, which JAX stages, and XLA does not compile"
     if eqn.primitive.name == "pad":

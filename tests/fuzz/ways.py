@@ -119,7 +119,7 @@ def draw_case(choose):
     if spread or (program.effects and chance(50)):
         engine = "jit"
     watched = more == "risky" and not spread and chance(40)
-    return Case(
+    case = Case(
         program=program,
         lanes=lanes,
         seed=choose(1000),
@@ -134,3 +134,6 @@ def draw_case(choose):
         wild=more == "risky" and not watched,
         watched=watched,
     )
+    if program.effects and "batch_size" in case.inner and "vmap(" in program.source:
+        case.mode = "values"  # as above
+    return case

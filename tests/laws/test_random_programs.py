@@ -6,16 +6,20 @@ A few of those that ``python -m fuzz`` draws by the thousand; see `fuzz.programs
 import argparse
 import contextlib
 import os
+import types
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from batchax.programs import expensive_branches
 
 from fuzz.blocks import blocks
-from fuzz.judge import Discarded, judge
+from fuzz.evaluate import NotFinite, evaluate, only_finite
+from fuzz.judge import Discarded, Problem, adds_up_infinities, judge, of_nan, told_otherwise
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
 from support.forced import EVERY_BRANCH
@@ -71,3 +75,68 @@ def test_a_process_that_ends_is_found_with_its_program():
     assert ended.known == {"the process ended by SIGABRT": 1}
     assert "seed 7: program 3 of 0 to 99: the process ended by SIGABRT" in printed
     assert "def f(" in printed
+
+
+ONE = types.SimpleNamespace(mode="values", loose=0, nested=False)
+
+
+def call(lane, value, order=None, place="c1"):
+    return place, order, np.array(float(lane)), np.array(float(value))
+
+
+def test_calls_happen_as_often_as_in_some_loop():
+    once, twice = [call(0, 1), call(1, 1)], [call(0, 1), call(0, 1), call(1, 1)]
+    assert told_otherwise(once, [once], ONE) is None
+    assert "once more" in told_otherwise(twice, [once], ONE)
+    assert "missing" in told_otherwise(once[1:], [once], ONE)
+    assert "no example makes" in told_otherwise([*once, call(0, 2)], [once], ONE)
+    assert told_otherwise(twice, [once, [*twice, call(1, 1)]], ONE) is None
+
+
+def test_calls_without_an_order_are_repeated_by_derivatives():
+    reverse = types.SimpleNamespace(mode="vjp", loose=0, nested=False)
+    once = [call(0, 1), call(1, 1)]
+    assert told_otherwise([*once, call(0, 1)], [once], reverse) is None
+    assert told_otherwise([], [once], reverse) is None
+    assert "no example makes" in told_otherwise([call(0, 2)], [once], reverse)
+    ordered = [call(0, 1, "io"), call(1, 1, "io")]
+    assert "missing" in told_otherwise(ordered[1:], [ordered], reverse)
+    assert "once more" in told_otherwise([*ordered, ordered[0]], [ordered], reverse)
+
+
+def test_ordered_calls_happen_in_the_order_of_some_loop():
+    by_step = [call(0, 1, "io"), call(0, 2, "io"), call(0, 1, "io"), call(0, 2, "io")]
+    by_lane = [by_step[0], by_step[2], by_step[1], by_step[3]]
+    assert "order in a lane" in told_otherwise(by_lane, [by_step], ONE)
+    assert told_otherwise(by_lane, [by_step, by_lane], ONE) is None
+
+
+def convolved(padding):
+    return jax.make_jaxpr(
+        lambda x: lax.conv_general_dilated(x[None, None], x[None, None], (1,), padding)
+    )(np.ones(3))
+
+
+def test_a_lane_that_is_finite_is_not_excused_by_another():
+    infinite, finite = np.array([np.inf, 1, 2]), np.ones(3)
+    token = only_finite.set(True)
+    try:
+        evaluate(convolved("SAME"), [[finite]])
+        evaluate(convolved("VALID"), [[infinite]])  # no padding: no product with zero
+        with pytest.raises(NotFinite):
+            evaluate(convolved("SAME"), [[infinite]])
+    finally:
+        only_finite.reset(token)
+
+
+def problem(got, expected, what="cotangents"):
+    sides = np.array(got), np.array(expected)
+    return Problem("values", what, "", wrong=np.ones(len(got), bool), sides=sides)
+
+
+def test_cotangents_that_are_infinite_on_both_sides():
+    assert adds_up_infinities(problem([np.nan, np.inf], [np.inf, np.nan]))
+    assert not adds_up_infinities(problem([np.nan, 1.0], [np.inf, np.nan]))
+    assert not adds_up_infinities(problem([np.nan], [np.inf], "results"))
+    assert of_nan(problem([np.nan, 1.0], [2.0, np.nan]))
+    assert not of_nan(problem([np.nan, 1.0], [2.0, 3.0]))
