@@ -491,10 +491,13 @@ def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
         "mapped": lambda x, y: lax.map(lambda t: rule(x * 2, t), y[None])[0],
         "chosen": lambda x, y: lax.cond(y > 0, lambda: rule(x * 2, y), lambda: y),
     }
-    x, y, weights = jnp.arange(1.0, 6.0), jnp.float32(0.5), jnp.cos(jnp.arange(5.0))
-    for name, f in calls.items():
-        loss = lambda v, x, y: weights @ v(x, y)
-        expected = jax.grad(loss, (1, 2))(lambda x, y: lax.map(lambda x, f=f: f(x, y), x), x, y)
-        for options in ({}, {"batch_size": 1}, {"batch_size": 2}, {"mesh": "all", "batch_size": 1}):
-            got = jax.grad(loss, (1, 2))(bx.vmap(f, (0, None), **options), x, y)
-            same(got, expected, where=f"{name} {options}")
+    weights = jnp.cos(jnp.arange(5.0))
+
+    def gradients(mapped):
+        loss = lambda f: jax.grad(lambda x, y: weights @ mapped(f)(x, y), (0, 1))
+        return lambda x, y: {name: loss(f)(x, y) for name, f in calls.items()}
+
+    ways = {"batch_size": 1}, {"batch_size": 2}, {"mesh": "all", "batch_size": 1}, {}
+    ours = {str(way): gradients(lambda f, way=way: bx.vmap(f, (0, None), **way)) for way in ways}
+    expected = gradients(lambda f: lambda x, y: lax.map(lambda x: f(x, y), x))
+    agree(ours, expected, jnp.arange(1.0, 6.0), jnp.float32(0.5))

@@ -258,7 +258,7 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
             flat = jax.tree.leaves((one, dots, pulled_from))
             only_finite.set(finite in (i, "any"))
             if compiled:
-                result = [np.asarray(x) for x in jax.tree.leaves(run_compiled(*flat))]
+                result = jax.tree.leaves(run_compiled(*flat))
             else:
                 (result,) = evaluate(program, [flat], case.watched)
         except Discarded:
@@ -406,14 +406,15 @@ def batched(case, args, tangents, cotangents, engine=None):
 
 def _apart(outs, marked, case):
     rows = []
-    for x, (_, mark, lengths) in zip(outs, marked, strict=True):
+    for x, (kind, mark, lengths) in zip(outs, marked, strict=True):
+        x = x if kind.dtype == "key" else np.asarray(x)
         for i in range(case.rows):
             if mark is None:
                 rows.append(x[i])
                 continue
             starts = np.concatenate([[0], np.cumsum(np.asarray(lengths))])
             place = (slice(None),) * mark[0] + (slice(int(starts[i]), int(starts[i + 1])),)
-            rows.append(np.asarray(x)[place])
+            rows.append(x[place])
     return rows
 
 

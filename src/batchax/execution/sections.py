@@ -511,12 +511,12 @@ class _Chunk:
     def _mapped(self) -> list[bool]:
         return [a is not None for a in self.positions]
 
-    def _differ(self, wanted: Sequence[Any]) -> list[bool]:
+    def _differ(self, vs: Sequence[Any]) -> list[bool]:
         """Which variables of the section differ between lanes."""
         differs = dict(zip(self.section.invars, self._mapped, strict=True))
         for _ in differing_through(self.section, differs):
             pass
-        return list(differs_of(differs, wanted))
+        return list(differs_of(differs, vs))
 
     def _of_each(self, target: Target, x: Value, width: int) -> list[Any]:
         self.specs[target] = [Lanes(0)]
