@@ -109,6 +109,7 @@ def huggingface_map(work: DatasetWorkload, x: Path, out: Path) -> None:
     """`datasets.Dataset.map`, from Arrow to Arrow. Its input is made beforehand (`prepare`)."""
     import datasets
 
+    datasets.disable_progress_bars()
     compute = _by_batches(work)
     dataset = datasets.load_from_disk(str(x.with_suffix(".arrow"))).with_format("numpy")
     made = dataset.map(
@@ -131,7 +132,6 @@ def prepare(ways: dict[str, Way], x: Path) -> None:
 
         import datasets
 
-        datasets.disable_progress_bars()
         array = np.load(x, mmap_mode="r")
         numbers = pa.array(np.asarray(array).reshape(-1))
         column = pa.FixedSizeListArray.from_arrays(numbers, array.shape[1])
