@@ -35,6 +35,7 @@ from batchax.rows.building import elements_of
 from batchax.rows.index import RowIndex, pack_rows
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
+from batchax.rows.shifts import shorten, shorter
 from batchax.rows.sizes import asked_for_number, is_symbolic, line_of, names_of, question_of
 from batchax.rules.callbacks import calls_in
 
@@ -113,6 +114,28 @@ def as_ragged(
         room = min(room, _capacity(dims, bounds, sizes, arguments))
     index = RowIndex.of_axes(lengths, room, bounds)
     return Ragged(pack_rows(padded, index, axes, room), lengths, tuple(bounds), axis=axes)
+
+
+def as_shorter(
+    packed: Any,
+    shape: Sequence[Any],
+    sizes: Sequence[RowSize],
+    arguments: Sequence[tuple[Mapped, SizesOf]],
+) -> Ragged:
+    """Rows that are where longer ones were, as a `Ragged`: see `as_ragged`."""
+    (axis,) = (i for i, dim in enumerate(shape) if is_symbolic(dim))
+    bounds = {size.name: size.bound for size in sizes}
+    named = shorter(shape[axis], bounds)
+    assert named is not None
+    size = next(size for size in sizes if size.name == named[0])
+    lengths, bound = _lengths_of(shape[axis], sizes), max(size.bound - named[1], 0)
+    elements = elements_of((lengths,))
+    if elements is None:
+        room = _capacity([shape[axis]], [bound], sizes, arguments)
+    else:
+        room = int(elements.sum())
+    data = shorten(packed, size.index, named[1], axis, lengths, room)
+    return Ragged(data, lengths, bound, axis=axis)
 
 
 def _lengths_of(dim: Any, sizes: Sequence[RowSize]) -> Any:

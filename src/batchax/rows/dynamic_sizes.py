@@ -37,7 +37,8 @@ from batchax.memo import Memo
 from batchax.rows.arguments import RowSize
 from batchax.rows.building import known_lengths
 from batchax.rows.call import FoundLengths, RowCall, as_ragged, place_ragged
-from batchax.rows.padded import CannotPad, Row, run_padded
+from batchax.rows.found_bounds import run_found
+from batchax.rows.padded import CannotPad, Row
 from batchax.rows.sizes import (
     ASKED_FOR_NUMBERS,
     Lengths,
@@ -202,10 +203,9 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
         )
     shapes = [jnp.shape(aval) for aval in program.out_avals]
     described = list(map(place_ragged, outputs.described, shapes))
-    sizes = Sizes({}, {})
     given = [Row(x, jnp.shape(x)) for x in examples]
     try:
-        rows = run_padded(sizes, program.jaxpr, program.consts, given)
+        sizes, rows = run_found(program, given)
     except CannotPad as error:
         raise UnsupportedError(
             f"{error}\nA size that is found is not known before the program runs. Find sizes in a "

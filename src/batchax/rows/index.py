@@ -25,7 +25,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.execution.slices import entry_of, put_entry, put_part
+from batchax.execution.slices import entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.words import Aval, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import batch_function
@@ -94,23 +94,25 @@ index_arrays_p = own_primitive(
 )
 
 
-def row_places(lengths: Value, capacity: int, bound: int) -> list[Any]:
+def row_places(lengths: Value, capacity: int, bound: int, starts: Any = None) -> list[Any]:
     """Where rows are that follow one another in an array with room for `capacity` elements.
 
     Args:
       lengths: of the rows, int32 of shape (B,).
       capacity: an element that would be beyond is not there.
       bound: a row that is longer is cut off.
+      starts: where rows begin in another array; None for padded rows that follow one another.
 
     Returns:
       Where each row begins and how many elements it has, of shape (B,); the row of each element
-      and its place in padded rows that follow one another, of shape (capacity,). Elements of no row
-      have row B, and a place beyond the last.
+      and its place in the other array, of shape (capacity,). Elements of no row have row B, and a
+      place beyond the last.
     """
-    return index_arrays("rows", [lengths], capacity=capacity, bound=bound)
+    operands = [lengths] if starts is None else [lengths, starts]
+    return index_arrays("rows", operands, capacity=capacity, bound=bound)
 
 
-def _row_places(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
+def _row_places(lengths: Value, *elsewhere: Value, capacity: int, bound: int) -> list[Any]:
     clipped = jnp.clip(lengths, 0, min(bound, capacity))
     ends = jnp.minimum(jnp.cumsum(clipped, dtype=np.int32), capacity)
     starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
@@ -122,14 +124,17 @@ def _row_places(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
         return jnp.cumsum(marks, dtype=np.int32)
 
     rows = of_ended_rows(np.int32(1))
-    places = np.arange(capacity, dtype=np.int32) + of_ended_rows(bound - sizes)
-    return [starts, sizes, rows, places]
+    own = np.arange(capacity, dtype=np.int32)
+    if not elsewhere:
+        return [starts, sizes, rows, own + of_ended_rows(bound - sizes)]
+    further = jnp.concatenate([elsewhere[0] - starts, jnp.full(1, _BEYOND, np.int32)])
+    return [starts, sizes, rows, own + further[rows]]
 
 
-def _row_places_on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any]:
+def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int) -> list[Any]:
     count = lengths.shape[0]
-    if not (count and capacity):
-        return _row_places(lengths, capacity=capacity, bound=bound)
+    if not count or capacity < WINDOW:
+        return _row_places(lengths, *starts, capacity=capacity, bound=bound)
     # Constants of their types: numbers of Python would be converted, each by an operation.
     zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
     room, last = np.int32(capacity), np.int32(count - 1)
@@ -137,34 +142,46 @@ def _row_places_on_cpu(lengths: Value, *, capacity: int, bound: int) -> list[Any
 
     def step(_: Any, state: Any) -> Any:
         """A few elements of a row; what is written of the next one is written over later."""
-        row, place, element, of_last, (starts, sizes, rows, places) = state
+        row, place, element, of_last, (begins, sizes, rows, places) = state
         in_row = row <= last
-        start = element - place
-        most = lax.min(np.int32(min(bound, capacity)), room - start)
-        size = lax.clamp(zero, entry_of(lengths, lax.min(row, last)), most)
-        start, size = (
-            lax.select(in_row, x, y) for x, y in zip((start, size), of_last, strict=True)
+        begin, own = element - place, lax.min(row, last)
+        most = lax.min(np.int32(min(bound, capacity)), room - begin)
+        size = lax.clamp(zero, entry_of(lengths, own), most)
+        begin, size = (
+            lax.select(in_row, x, y) for x, y in zip((begin, size), of_last, strict=True)
         )
-        starts = put_entry(starts, start, lax.min(row, last))
-        sizes = put_entry(sizes, size, lax.min(row, last))
-        to = lax.min(element, room)
-        rows = put_part(rows, lax.broadcast(row, (WINDOW,)), to)
-        places = put_part(places, row * np.int32(bound) + place + within, to)
+        begins, sizes = put_entry(begins, begin, own), put_entry(sizes, size, own)
+        # At the end of the arrays the window reaches back, to elements that stay as they are.
+        to = lax.min(element, room - window)
+        back = element - to
+        there = row * np.int32(bound) if not starts else _start_elsewhere(starts[0], row)
+        new = lax.broadcast(row, (WINDOW,)), there + (place - back) + within
+        rows, places = (
+            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, WINDOW)), to)
+            for x, part in zip((rows, places), new, strict=True)
+        )
         leaves = in_row & (size - place <= window)
         element += lax.select(leaves, size - place, window)
         place = lax.select(leaves, zero, place + window)
         row = lax.select(leaves, row + one, row)
-        return row, place, element, (start, size), (starts, sizes, rows, places)
+        return row, place, element, (begin, size), (begins, sizes, rows, places)
 
-    empty = lambda size: lax.full((size,), 0, np.int32)
-    arrays = empty(count), empty(count), empty(capacity + WINDOW), empty(capacity + WINDOW)
+    arrays = [lax.full((size,), 0, np.int32) for size in (count, count, capacity, capacity)]
     steps = np.int32(count + capacity // WINDOW + 1)
-    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), arrays))
-    starts, sizes, rows, places = state[-1]
-    return [starts, sizes, rows[:capacity], places[:capacity]]
+    state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), tuple(arrays)))
+    return list(state[-1])
 
 
-def _row_places_shapes(lengths: Aval, *, capacity: int, bound: int) -> list[Any]:
+def _start_elsewhere(starts: Value, row: Any) -> Any:
+    """Where a row begins in another array; beyond the last row, beyond that array."""
+    last = np.int32(starts.shape[0] - 1)
+    return lax.select(row <= last, entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
+
+
+_BEYOND = 1 << 30
+
+
+def _row_places_shapes(lengths: Aval, *starts: Aval, capacity: int, bound: int) -> list[Any]:
     return [lengths.shape, lengths.shape, (capacity,), (capacity,)]
 
 

@@ -3,8 +3,9 @@
 Packed, a step costs what its rows' elements cost; padded, what the longest row would cost for
 every row. A value that one step leaves in one layout and another wants in the other has to be
 moved between them. What is cheapest in sum is a minimum cut of a graph with an edge for each of
-these costs; the cheapest of three assignments is as good for the functions of the benchmarks, and
-takes no solver: all that can be packed is; or not what lies between padded steps; or nothing.
+these costs. Without a solver, the cheapest of three assignments is taken: all that can be packed
+is; or not what lies between padded steps; or nothing. Then each part of steps that pass rows on in
+one layout moves to the other where that costs less.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,11 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.programs.cost import ROWS, Cost, cost_of_equation, reading_symbols
-from batchax.rows.fold_ragged_axes import Names, can_hold, groups_in, has_several, merge, names_of
+from batchax.rows.fold_ragged_axes import Names, can_hold, groups_in, has_several, merge
 from batchax.rows.padded_rules.calls import staged_jvp_rule
+from batchax.rows.padded_rules.indexing import WRITES
 from batchax.rows.row_rules import size_of_rule
+from batchax.rows.shifts import packed_move, shorter
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 
 
@@ -87,8 +90,70 @@ class RowProgram:
     outputs: list[int | Constant]
 
 
-def flatten(program: ClosedJaxpr) -> RowProgram:
-    """The steps of `program`, with those of the programs it calls in place of calls."""
+Entries = tuple[Any, ...]
+"""The entries of a vector, numbers or sizes; of a number, its one."""
+
+
+def _known_entries(eqn: Eqn, inputs: Sequence[Entries | None]) -> Entries | None:
+    """The entries of the result of an equation that makes an index; None if they are unknown."""
+    name, shape = eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", None)
+    if name == "dim_as_value":
+        return (eqn.params["dim"],)
+    if name not in _MAKES_INDEX or shape is None or len(shape) > 1 or None in inputs:
+        return None
+    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+        return None
+    entries = tuple(entry for each in inputs if each is not None for entry in each)
+    return entries if len(entries) == math.prod(shape) else None
+
+
+_MAKES_INDEX = frozenset(
+    "convert_element_type copy broadcast_in_dim reshape squeeze concatenate".split()
+)
+
+
+def _with_known_index(
+    eqn: Eqn, entries: Entries, bounds: Mapping[str, int]
+) -> tuple[Eqn, Constant] | None:
+    """A read or write of a window, with its index as a constant, if rows that have one agree."""
+    params, aval = eqn.params, eqn.invars[1].aval
+    if len(aval.shape) != 1 or all(isinstance(v, core.Literal) for v in eqn.invars[1:2]):
+        return None
+    window = params["slice_sizes"] if eqn.primitive.name == "gather" else eqn.invars[2].aval.shape
+    starts = [_one_start(entry, window, bounds) for entry in entries]
+    if None in starts:
+        return None
+    index = np.asarray(starts, aval.dtype)
+    invars = list(eqn.invars)
+    invars[1] = core.Literal(index, aval)
+    return eqn.replace(invars=invars), Constant(index, aval.shape)
+
+
+def _one_start(entry: Any, window: Sequence[Any], bounds: Mapping[str, int]) -> int | None:
+    """Where windows begin in all rows in which they have elements; None if it differs."""
+    if not is_symbolic(entry):
+        return int(entry)
+    names = _compat.symbols(entry).union(*(_compat.symbols(d) for d in window if is_symbolic(d)))
+    if len(names) != 1 or not names <= bounds.keys():
+        return None
+    (name,) = names
+    at = {name: np.arange(bounds[name] + 1)}
+    values = np.broadcast_to(_compat.evaluate_size(entry, at), at[name].shape)
+    there = np.ones(len(values), bool)
+    for dim in (d for d in window if is_symbolic(d)):
+        there &= _compat.evaluate_size(dim, at) > 0
+    found = np.unique(values[there])
+    return int(found[0]) if len(found) == 1 else None
+
+
+def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> RowProgram:
+    """The steps of `program`, with those of the programs it calls in place of calls.
+
+    Args:
+      program: of one row.
+      bounds: of sizes. Where windows begin in rows is then a constant, if it is one in all rows.
+    """
+    known: dict[Any, Entries] = {}
     shapes: dict[int, tuple[Any, ...]] = {}
     consts: dict[int, Any] = {}
     steps: list[RowStep] = []
@@ -96,6 +161,13 @@ def flatten(program: ClosedJaxpr) -> RowProgram:
     def number(shape: Any) -> int:
         shapes[len(shapes)] = tuple(shape)
         return len(shapes) - 1
+
+    def entries_of(i: int | Constant) -> Entries | None:
+        x = i.value if isinstance(i, Constant) else consts.get(i)
+        small = x is not None and np.ndim(x) < 2 and not isinstance(x, jax.core.Tracer)
+        if small and np.size(x) <= 4 and np.issubdtype(np.asarray(x).dtype, np.integer):
+            return tuple(np.asarray(x).reshape(-1).tolist())
+        return None if isinstance(i, Constant) else known.get(i)
 
     def walk(
         body: Any, arguments: Sequence[int | Constant], callers: tuple[Any, ...] = ()
@@ -115,13 +187,24 @@ def flatten(program: ClosedJaxpr) -> RowProgram:
                 outs = walk(inner, inputs, (eqn, *callers))
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
+            if eqn.primitive.name in _WINDOWED and (of := entries_of(inputs[1])) is not None:
+                constant = _with_known_index(eqn, of, bounds or {})
+                if constant is not None:
+                    eqn, index = constant
+                    inputs = inputs[0], index, *inputs[2:]
             outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
+            made = _known_entries(eqn, list(map(entries_of, inputs)))
+            if made is not None:
+                known[outputs[0]] = made
             env.update(zip(eqn.outvars, outputs, strict=True))
             steps.append(RowStep(eqn, inputs, outputs, callers))
         return [read(v) for v in body.jaxpr.outvars]
 
     outputs = walk(program, [number(v.aval.shape) for v in program.jaxpr.invars])
     return RowProgram(steps, shapes, consts, outputs)
+
+
+_WINDOWED = frozenset(("gather", *WRITES))
 
 
 REDUCTIONS = {
@@ -244,7 +327,10 @@ def _looked_up(eqn: Eqn, at: int) -> bool:
     if has_symbols(table):
         dnums, where = eqn.params["dimension_numbers"], ragged_axis(table)
         touched = (*dnums.start_index_map, *dnums.collapsed_slice_dims)
-        return not has_symbols(indices) and where not in (*touched, *dnums.operand_batching_dims)
+        paired = dnums.operand_batching_dims, dnums.start_indices_batching_dims
+        if has_symbols(indices):  # of each element by an index of its own
+            return (where, ragged_axis(indices)) in zip(*paired, strict=True)
+        return where not in (*touched, *dnums.operand_batching_dims)
     return ragged_axis(indices) != len(indices) - 1
 
 
@@ -252,27 +338,36 @@ def _unpadded(eqn: Eqn, at: int) -> bool:
     return tuple(eqn.params["padding_config"][at]) == (0, 0, 0)
 
 
-_Rules = tuple[str, ...]
-"""The derivative rules, as text, that are being looked into. One that turns up inside itself needs
-no second look."""
+class _Look(NamedTuple):
+    """Whether an equation runs packed is looked up.
+
+    Attributes:
+      bounds: the greatest of each size.
+      rules: the derivative rules, as text, that are being looked into. One that turns up inside
+        itself needs no second look.
+    """
+
+    bounds: Mapping[str, int]
+    rules: tuple[str, ...] = ()
+
 
 # The rule of `jnp.sinc` calls a function with a rule that calls another, and so on forever.
 _MOST_RULES = 8
 
 
-def _acts_inside(body: Any, seen: _Rules) -> bool:
+def _acts_inside(body: Any, look: _Look) -> bool:
     """Whether a program does nothing but act on each element."""
     body = _compat.close(body)
-    return all(_acts_on_elements(eqn, seen) for eqn in body.jaxpr.eqns)
+    return all(_acts_on_elements(eqn, look) for eqn in body.jaxpr.eqns)
 
 
-def _acts_on_elements(eqn: Eqn, seen: _Rules) -> bool:
+def _acts_on_elements(eqn: Eqn, look: _Look) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name, params = eqn.primitive.name, eqn.params
     facts = facts_of(eqn.primitive)
     if facts.is_plain_call or facts.again:
-        return _acts_inside(program_called(eqn), seen)
+        return _acts_inside(program_called(eqn), look)
     if name == "dim_as_value":
         return False
     if name == "iota":
@@ -280,10 +375,10 @@ def _acts_on_elements(eqn: Eqn, seen: _Rules) -> bool:
     places = [ragged_axis(v.aval.shape) for v in eqn.invars]
     if name in REDUCED and places[0] in params["axes"]:
         return False
-    return _can_pack(eqn, [False] * len(eqn.invars), seen)
+    return _can_pack(eqn, [False] * len(eqn.invars), look)
 
 
-def _custom_jvp(eqn: Eqn, seen: _Rules) -> bool:
+def _custom_jvp(eqn: Eqn, look: _Look) -> bool:
     # The rule may do what the function does not: divide by the norm of the row, for instance. And
     # it may call the function again, whose rule then reads as this one does.
     try:
@@ -291,12 +386,12 @@ def _custom_jvp(eqn: Eqn, seen: _Rules) -> bool:
     except Exception:  # the user's, who is told where the derivative is taken, if it is
         return False
     text = str(rule)
-    if text in seen:
+    if text in look.rules:
         return True
-    if len(seen) == _MOST_RULES:
+    if len(look.rules) == _MOST_RULES:
         return False
-    seen = (*seen, text)
-    return _acts_inside(eqn.params["call_jaxpr"], seen) and _acts_inside(rule, seen)
+    look = look._replace(rules=(*look.rules, text))
+    return _acts_inside(eqn.params["call_jaxpr"], look) and _acts_inside(rule, look)
 
 
 _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
@@ -333,17 +428,18 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
     return _ACTS_ON_ELEMENTS.get(primitive.name), primitive.name == "broadcast_in_dim"
 
 
-def can_pack(eqn: Eqn, batched: Sequence[bool]) -> bool:
+def can_pack(eqn: Eqn, batched: Sequence[bool], bounds: Mapping[str, int]) -> bool:
     """Whether `run_packed` computes an equation.
 
     Args:
       eqn: an equation of a program of one row.
       batched: which of its operands without a ragged size differ between rows.
+      bounds: the greatest of each size.
     """
-    return _can_pack(eqn, batched, ())
+    return _can_pack(eqn, batched, _Look(bounds))
 
 
-def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
+def _can_pack(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
     if not depends_on_sizes(eqn):
         return True
     name = eqn.primitive.name
@@ -353,17 +449,21 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
         return not eqn.params["steps"] and not _closes_over_rows(eqn, batched)
     if has_several(eqn):
         if facts_of(eqn.primitive).again:
-            return _can_pack_inside(eqn, batched, seen)
+            return _can_pack_inside(eqn, batched, look)
         merged = merge(eqn)
-        return merged is not None and _can_pack(merged, batched, seen)
+        return merged is not None and _can_pack(merged, batched, look)
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
-    ragged = {str(d) for shape in shapes for d in shape if is_symbolic(d)}
-    if len(ragged) != 1 or None in map(names_of, shapes):
+    ragged = {shorter(d, look.bounds) for shape in shapes for d in shape if is_symbolic(d)}
+    if None in ragged:
+        return False
+    if not any(batched) and packed_move(eqn, look.bounds) is not None:
+        return True
+    if len(ragged) != 1:
         return False
     if eqn.primitive is custom_jvp_call_p:
-        return not any(batched) and _custom_jvp(eqn, seen)
+        return not any(batched) and _custom_jvp(eqn, look)
     if facts_of(eqn.primitive).again:
-        return _can_pack_inside(eqn, batched, seen)
+        return _can_pack_inside(eqn, batched, look)
     check, may_differ = _how_it_acts(eqn.primitive)
     if check is None or (any(batched) and not may_differ):
         return False
@@ -378,7 +478,7 @@ def _closes_over_rows(eqn: Eqn, batched: Sequence[bool]) -> bool:
     return any(batched[:closed]) or any(has_symbols(v.aval.shape) for v in eqn.invars[:closed])
 
 
-def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
+def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
     """Whether `run_packed` computes each equation of the program that a call holds."""
     program = flatten(program_called(eqn))
     differs = dict.fromkeys(program.shapes, False)
@@ -389,7 +489,7 @@ def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], seen: _Rules) -> bool:
             not isinstance(i, Constant) and not has_symbols(program.shapes[i]) and differs[i]
             for i in step.inputs
         ]
-        if of_sizes and not _can_pack(step.eqn, dense, seen):
+        if of_sizes and not _can_pack(step.eqn, dense, look):
             return False
         own = of_sizes or any(differs[i] for i in step.used)
         differs.update(dict.fromkeys(step.outputs, own))
@@ -502,7 +602,7 @@ def choose_layouts(
             not isinstance(i, Constant) and i not in ragged and differs[i] for i in step.inputs
         ]
         held = all(names in costs.room for names in groups_in(step.eqn))
-        possible.append(held and can_pack(step.eqn, dense))
+        possible.append(held and can_pack(step.eqn, dense, costs.padded.bounds))
     if only is not None:
         packed = [p is True and only == Layout.PACKED for p in possible]
     elif False in possible and True in possible:
@@ -526,7 +626,33 @@ def _cheaper(
     ends = [p and not b for p, b in zip(packed, _between(program, possible), strict=True)]
     ways = packed, ends, [False] * len(possible)
     price = functools.cache(functools.partial(costs.of, differs=differs))
-    return min(ways, key=lambda each: _cost(program, each, possible, ragged, price, costs))
+    cost = lambda each: _cost(program, each, possible, ragged, price, costs)
+    best = min(ways, key=cost)
+    least = cost(best)
+    for part in _parts(program, best, possible, ragged):
+        other = [p != (k in part) for k, p in enumerate(best)]
+        taken = cost(other)
+        if taken < least:
+            best, least = other, taken
+    return list(best)
+
+
+def _parts(
+    program: RowProgram, packed: Sequence[bool], possible: Sequence[bool | None], ragged: set[int]
+) -> list[set[int]]:
+    """Steps that may run in the other layout: those that pass rows on to one another in one."""
+    part_of: dict[int, set[int]] = {}
+    maker = {v: k for k, step in enumerate(program.steps) for v in step.outputs}
+    for k, step in enumerate(program.steps):
+        if not possible[k]:
+            continue
+        part = {k}
+        for v in step.used:
+            before = part_of.get(maker.get(v, -1))
+            if v in ragged and before is not None and packed[maker[v]] == packed[k]:
+                part |= before
+        part_of.update(dict.fromkeys(part, part))
+    return list({id(part): part for part in part_of.values()}.values())
 
 
 def _between(program: RowProgram, possible: Sequence[bool | None]) -> list[bool]:

@@ -8,6 +8,7 @@ each element of a row, and reductions over a row become reductions over segments
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
+from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
@@ -39,8 +41,8 @@ from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.layouts import REDUCED, Constant, RowProgram, flatten, reduce_segments
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
+from batchax.rows.shifts import PackedSizes, packed_move, shorter
 from batchax.rows.sizes import (
-    Sizes,
     depends_on_sizes,
     has_symbols,
     is_symbolic,
@@ -100,6 +102,16 @@ class PackedRows:
     segments: Mapping[str, Segments]
     room: Mapping[Names, int] = field(default_factory=dict)
 
+    @cached_property
+    def bounds(self) -> dict[str, int]:
+        return {name: s.index.bound for name, s in self.segments.items()}
+
+    def of(self, dim: Any) -> Segments:
+        """Where rows of a size are, or rows that are a few elements longer."""
+        named = shorter(dim, self.bounds)
+        assert named is not None
+        return self.segments[named[0]]
+
     def holds(self, shape: Sequence[Any]) -> bool:
         """Whether values of that shape are packed: see `merged.can_hold`."""
         return can_hold(self.room, shape)
@@ -126,8 +138,7 @@ class PackedRows:
         if x.axis is not None or not has_symbols(x.shape):
             return x.value
         names, rows, shape = names_of(x.shape), self, x.shape
-        assert names is not None
-        if len(names) > 1:
+        if names is not None and len(names) > 1:
             shape = merged_shape(shape)
             rows = self.merged(names, str(shape[ragged_axes(shape)[0]]))
         return Operation(None, rows.sizes).cut(x.value, shape)
@@ -141,14 +152,17 @@ class PackedRows:
         return PackedRows(self.axis, segments, self.room)
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> PackedSizes:
         """The sizes of packed arrays, as those of one long row."""
         totals = {
             name: np.int32(s.capacity) if s.index.exact else s.index.total
             for name, s in self.segments.items()
         }
         exact = frozenset(name for name, s in self.segments.items() if s.index.exact)
-        return Sizes({name: s.capacity for name, s in self.segments.items()}, totals, exact)
+        room = {name: s.capacity for name, s in self.segments.items()}
+        row_of = {name: functools.partial(getattr, s, "rows") for name, s in self.segments.items()}
+        count = next((len(s.index.starts) for s in self.segments.values()), 0)
+        return PackedSizes(room, totals, exact, of_row=self.bounds, row_of=row_of, count=count)
 
     def size_of_rows(self, dim: Any) -> Any:
         """The size `dim` of each row, with the rows in front."""
@@ -196,6 +210,8 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
         return _run_again(rows, eqn, values)
     if (size := size_of_rule(eqn)) is not None:
         return _by_rule(rows, eqn, size, values)
+    if (move := packed_move(eqn, rows.bounds)) is not None:
+        return [Packed(move(rows, Operation(eqn, rows.sizes), values), shapes[0])]
     at = ragged_axis(values[0].shape) if values else None
     if name in REDUCED and at is not None and at in eqn.params["axes"]:
         return [_reduce(rows, eqn, values[0], at)]
@@ -274,7 +290,7 @@ def _run_steps(rows: PackedRows, program: RowProgram, arguments: Sequence[Packed
 def _places(rows: PackedRows, eqn: Eqn) -> Packed:
     """Each element's place in its row, as counted by an `iota` over the row."""
     aval, at = eqn.outvars[0].aval, eqn.params["dimension"]
-    segments = rows.segments[str(aval.shape[at])]
+    segments = rows.of(aval.shape[at])
     places = jnp.asarray(segments.places, aval.dtype)
     bounds = rows.sizes.bounds_of(aval.shape)
     return Packed(lax.broadcast_in_dim(places, bounds, (at,)), aval.shape)
@@ -283,7 +299,7 @@ def _places(rows: PackedRows, eqn: Eqn) -> Packed:
 def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
     """A reduction over the row, and perhaps over other axes."""
     name, axes = eqn.primitive.name, eqn.params["axes"]
-    segments = rows.segments[str(x.shape[at])]
+    segments = rows.of(x.shape[at])
     value = x.value
     others = tuple(a for a in axes if a != at)
     if others:  # those first: what is left is smaller
@@ -291,7 +307,12 @@ def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
         value = eqn.primitive.bind(value, **eqn.primitive.get_bind_params(params))
     value = move_axis(value, at - sum(a < at for a in others), 0)
     op = Operation(eqn, rows.sizes)
-    value = op.cut(value, (x.shape[at], *value.shape[1:]))
+    own = x.shape[at], *value.shape[1:]
+    value = op.cut(value, own)
+    if not str(own[0]).isidentifier():  # between rows there are elements of none
+        value = op.masked(
+            Row(value, own), NEUTRAL[REDUCED[name].removeprefix("reduce_")](value.dtype)
+        )
     reduced = reduce_segments(
         REDUCED[name], value, jnp.asarray(segments.rows), len(segments.index.starts)
     )
@@ -304,7 +325,7 @@ def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any
         return Row(x.value, x.shape)
     at = ragged_axis(shape)
     assert at is not None
-    segments = rows.segments[str(shape[at])]
+    segments = rows.of(shape[at])
     dims = eqn.params.get("broadcast_dimensions", range(len(x.shape)))
     if len(x.shape) == 0:
         dims = ()

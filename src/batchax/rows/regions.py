@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
@@ -24,7 +25,7 @@ from batchax.kernel.inner import batch_function
 from batchax.memo import Memo
 from batchax.rows.arguments import SizesOf, capacity_of, with_room
 from batchax.rows.building import known_lengths
-from batchax.rows.call import RowCall, as_ragged
+from batchax.rows.call import RowCall, as_ragged, as_shorter
 from batchax.rows.fold_ragged_axes import names_of
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
@@ -138,9 +139,15 @@ def run_regions(
     return [
         Packed(v.value, v.shape)
         if isinstance(v, Constant)
-        else values.get(v, Layout.PACKED if rows.holds(program.shapes[v]) else Layout.PADDED)
+        else values.get(v, _layout_returned(values, v, program.shapes[v]))
         for v in program.outputs
     ]
+
+
+def _layout_returned(values: _Values, number: int, shape: Sequence[Any]) -> Layout:
+    """Packed, if rows of these sizes are; of rows that are shorter what there is."""
+    packed = values.rows.holds(shape) or values.has(number, Layout.PACKED)
+    return Layout.PACKED if packed else Layout.PADDED
 
 
 def _constants(program: RowProgram) -> list[tuple[int, Packed]]:
@@ -170,17 +177,28 @@ class _Values:
         if value is None:
             value = self._found[number, other_layout(layout)]
             if has_symbols(value.shape):
-                value = self._moved(value, layout)
+                value = self._moved(number, value, layout)
             self._found[number, layout] = value
         return value
+
+    def has(self, number: int, layout: Layout) -> bool:
+        return (number, layout) in self._found
 
     def keep_only(self, numbers: set[int]) -> None:
         """Forgets what will not be used, so that its memory is free."""
         self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
 
-    def _moved(self, x: Packed, layout: Layout) -> Packed:
+    def _moved(self, number: int, x: Packed, layout: Layout) -> Packed:
         at, names = tuple(ragged_axes(x.shape)), names_of(x.shape)
-        assert names
+        if names is None:  # rows that are shorter are where those are that they are part of
+            (axis,), dim = at, x.shape[at[0]]
+            index, bound = self.rows.of(dim).index, Sizes(self.bounds, {}).bound(dim)
+            if layout == Layout.PACKED:
+                padded = with_room(x.value, axis + 1, index.bound)
+                return Packed(pack_rows(padded, index, axis, self.rows.of(dim).capacity), x.shape)
+            self.left_padded.add(number)
+            padded = pad_rows(x.value, index, axis)
+            return Packed(lax.slice_in_dim(padded, 0, bound, axis=axis + 1), x.shape, 0)
         segments = self.rows.along(names)
         if layout == Layout.PACKED:
             value = pack_rows(x.value, segments.index, at, segments.capacity)
@@ -332,6 +350,8 @@ class InRegions(Way):
                 results.append(place(call.axis, output, jnp.asarray(x), axis))
             elif axis is not None:
                 results.append(as_ragged(x, shape, call.sizes, call.arguments))
+            elif names_of(shape) is None:
+                results.append(as_shorter(x, shape, call.sizes, call.arguments))
             else:
                 at = ragged_axes(shape)
                 # By name: JAX may return a function's jaxpr that it traced in an earlier call,
@@ -346,7 +366,7 @@ class InRegions(Way):
         self, call: RowCall, rows: PackedRows
     ) -> tuple[RowProgram, list[Region], RunPadded | None, str]:
         """The program in regions, how padded ones run, and what that is called."""
-        program = flatten(call.staged)
+        program = flatten(call.staged, call.bounds)
         batched = [m.axis is not None for m in call.mapped]
         room = {size.name: size.capacity for size in call.sizes}
         packed, padded = Sizes(room, {}), Sizes(call.bounds, {})

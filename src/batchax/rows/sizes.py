@@ -70,6 +70,7 @@ class Sizes:
       exact: symbols whose value is known to be the bound: nothing is padded along those.
       found_of: for each symbol that the program finds, the size that it is at most.
       limited: those of them for which a limit was given.
+      at_most: how large sizes that the program finds are, where that is known.
       again: whether the program may be one that is recomputed, and finds what was found.
     """
 
@@ -79,6 +80,7 @@ class Sizes:
     found_of: Mapping[str, Any] = field(default_factory=dict)
     limited: list[Limited] = field(default_factory=list)
     again: bool = False
+    at_most: Mapping[str, int] = field(default_factory=dict)
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
 
@@ -97,6 +99,7 @@ class Sizes:
           Its bound.
         """
         bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
+        bound = min(bound, self.at_most.get(name, bound))
         self.bounds = {**self.bounds, name: bound}
         self.values = {**self.values, name: jnp.minimum(count, bound)}
         self.found_of = {**self.found_of, name: most}
@@ -537,9 +540,37 @@ def _in_every_row(*sizes: Any) -> list[Any] | None:
 
 def places_where(condition: Value, size: int) -> Any:
     """Where a vector of bools is true: the first `size` places, int32, then zeros."""
+    if size * _FEW_PLACES <= condition.shape[0]:
+        return _few_places(condition, size)
     target = jnp.where(condition, jnp.cumsum(condition, dtype=np.int32) - 1, size)
     own = jnp.arange(condition.shape[0], dtype=np.int32)
     return jnp.zeros(size, np.int32).at[target].set(own, mode="drop")
+
+
+_FEW_PLACES = 4  # in so many elements one is wanted at most: then each is looked up by itself
+_WORD = 32
+
+
+def _few_places(condition: Value, size: int) -> Any:
+    """As `places_where`: words of bits, the word of each place by its number, its bit in that."""
+    count = -(-condition.shape[0] // _WORD)
+    padded = lax.pad(condition, False, [(0, count * _WORD - condition.shape[0], 0)])
+    bits = padded.reshape(count, _WORD).astype(np.uint32)
+    words = jnp.sum(bits << np.arange(_WORD, dtype=np.uint32), 1, dtype=np.uint32)
+    own = lax.population_count(words).astype(np.int32)
+    number = np.arange(size, dtype=np.int32)
+    ends = jnp.cumsum(own, dtype=np.int32)
+    first = jnp.searchsorted(ends, number, side="right").astype(np.int32)
+    at = jnp.minimum(first, count - 1)
+    word, left = words[at], number - (ends[at] - own[at])
+    place = at * np.int32(_WORD)
+    for width in (16, 8, 4, 2, 1):
+        low = lax.population_count(word & np.uint32((1 << width) - 1)).astype(np.int32)
+        above = left >= low
+        left = jnp.where(above, left - low, left)
+        word = jnp.where(above, word >> np.uint32(width), word)
+        place += jnp.where(above, np.int32(width), 0)
+    return jnp.where(number < ends[-1], place, 0)
 
 
 def _types(condition: Aval, *, size: Any, **params: Any) -> Any:
@@ -594,6 +625,9 @@ _finds = Anywhere(finds_size)
 
 find_found = _finds.in_program
 """Whether a program finds a size."""
+
+finds_inside = _finds.in_equation
+"""Whether an equation, or a program inside it, does."""
 
 
 def leaves_with_found(eqn: Eqn) -> str | None:

@@ -87,7 +87,7 @@ def _gather(
             out = jnp.where(there, out, none)
     if mode == IN_BOUNDS and not exact:
         batch = [axis for axis in range(out.ndim) if axis not in dimension_numbers.offset_dims]
-        out = _dropped_in_reverse(out, in_bounds(at, last_places(op, rooms, at))[..., 0], batch)
+        out = dropped_in_reverse(out, in_bounds(at, last_places(op, rooms, at))[..., 0], batch)
     return op.cut(out, op.out_shape)
 
 
@@ -103,7 +103,7 @@ def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> An
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def _dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
+def dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     JAX reads at an index out of bounds, where it was promised there are none, what is nearest;

@@ -1,0 +1,119 @@
+"""Rows that are a few elements shorter than others, and indices into a row, packed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import batchax as bx
+from batchax.jaxprs.inside import with_inside
+from batchax.rows.layouts import Costs, choose_layouts, flatten
+from batchax.rows.sizes import Sizes
+
+from support.oracle import same
+from support.rows import check_rows_of_all, layouts, ragged
+
+LONG = (2, 5, 3, 9)  # of a single element there is no difference to compare with
+BOTH = layouts("packed", "auto")
+
+FUNCTIONS = {
+    "differences": lambda x: jnp.diff(x, axis=0),
+    "second differences": lambda x: jnp.diff(x, n=2, axis=0),
+    "central": lambda x: (x[2:] - x[:-2]) / 2,
+    "of logarithms": lambda x: jnp.log(jnp.abs(x[1:]) / jnp.abs(x[:-1])).sum(0),
+    "one column": lambda x: x[1:, 0] * x[:-1, 2],
+    "greatest": lambda x: jnp.max(jnp.abs(jnp.diff(x, axis=0)), 0, initial=0),
+    "with a mean": lambda x: ((x[1:] - x.mean(0)) * x[:-1]).sum(),
+    "of each column": lambda x: jax.nn.softmax(jnp.diff(x, axis=0), 0),
+    "any": lambda x: jnp.any(jnp.diff(x, axis=0) > 0, 0),
+    "places": lambda x: jnp.arange(x.shape[0] - 1)[:, None] * x[1:],
+    "activations": lambda x: jax.nn.relu(x[1:]).sum(),
+    "picked": lambda x: jnp.take_along_axis(x[:-1], (x[1:, :1] > 0).astype(int), 1),
+    "gradient of differences": jax.grad(lambda x: jnp.sum(jnp.sin(jnp.diff(x, axis=0)))),
+    "in another order": lambda x: x[jnp.argsort(x[:, 0])],
+    "out of bounds": lambda x: jnp.take(x, jnp.arange(x.shape[0]) + 1, 0, mode="clip"),
+    "filled": lambda x: x.at[jnp.arange(x.shape[0]) + 1].get(mode="fill", fill_value=7),
+    "added": lambda x: jnp.zeros_like(x).at[jnp.argsort(x[:, 1]) // 2].add(jnp.sin(x)),
+    "dropped": lambda x: x.at[jnp.arange(x.shape[0]) + 2].mul(3.0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_shifts_give_what_each_row_alone_gives(name):
+    lengths = (3, 2, 5, 9) if name == "second differences" else LONG
+    check_rows_of_all({name: FUNCTIONS[name]}, ragged(3, lengths=lengths), ways=BOTH)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_rows_shorter_than_a_shift_have_nothing_left(layout):
+    x = ragged(3, lengths=(0, 1, 2, 4, 0, 1))
+    for by in (1, 2, 3):
+        out = jax.jit(bx.vmap(lambda x, by=by: x[by:] - x[:-by], layout=layout))(x)
+        for got, row in zip(out.rows(), x.rows(), strict=True):
+            same(got, row[by:] - row[: max(len(row) - by, 0)])
+
+
+@pytest.mark.parametrize("name", ["differences", "in another order", "added"])
+def test_they_need_no_padding(name):
+    (n,) = jax.export.symbolic_shape("n")
+    staged = jax.make_jaxpr(FUNCTIONS[name])(jax.ShapeDtypeStruct((n, 3), jnp.float32))
+    program = flatten(staged, {"n": 100})
+    costs = Costs(Sizes({"n": 1000}, {}), Sizes({"n": 100}, {}), 64)
+    chosen = choose_layouts(program, [True], costs)
+    moves = {"gather", "slice", "scatter-add", "sub"}
+    assert {c for s, c in zip(program.steps, chosen, strict=True) if s.eqn.primitive.name in moves}
+    for step, layout in zip(program.steps, chosen, strict=True):
+        assert step.eqn.primitive.name not in moves or layout == "packed"
+
+
+def test_messages_between_nodes_are_read_and_added_packed():
+    nodes, edges = (3, 1, 4), (4, 2, 7)
+    drawn = np.random.default_rng(0)
+    ends = [
+        bx.Ragged(drawn.integers(0, np.repeat(nodes, edges)).astype(np.int32), edges)
+        for _ in range(2)
+    ]
+
+    def pass_on(x, senders, receivers):
+        return jnp.zeros_like(x).at[receivers].add(jnp.sin(x[senders]))
+
+    x = ragged(3, lengths=nodes, poison=False)
+    axes = 0, bx.ragged("e"), bx.ragged("e")
+    for layout in ("packed", "auto"):
+        out = jax.jit(bx.vmap(pass_on, axes, layout=layout))(x, *ends)
+        rows = zip(x.rows(), *(e.rows() for e in ends), strict=True)
+        for got, row in zip(out.rows(), rows, strict=True):
+            same(got, pass_on(*row), {"rtol": 1e-5})
+
+
+FOUND = np.random.default_rng(1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.5, 1.0])
+def test_what_is_found_among_many_elements(share):
+    there = FOUND.random((5, 700)) < share
+    x = jnp.asarray(FOUND.normal(size=(5, 700)), float)
+
+    def f(there, x):
+        (at,) = bx.nonzero(there)
+        return at, jnp.sum(jnp.sin(x[at]) * at), x[at][1:]
+
+    at, total, rest = jax.jit(bx.vmap(f))(there, x)
+    for k in range(5):
+        (own,) = np.nonzero(there[k])
+        np.testing.assert_array_equal(at[k], own)
+        np.testing.assert_allclose(total[k], np.sum(np.sin(x[k][own]) * own), 1e-4, 1e-2)
+        np.testing.assert_array_equal(rest[k], x[k][own][1:])
+    loss = lambda x: bx.vmap(lambda t, x: jnp.sum(jnp.sin(bx.compress(t, x))))(there, x).sum()
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), np.where(there, np.cos(x), 0), 1e-5)
+
+
+def test_few_that_are_found_run_with_little_room():
+    def f(x):
+        return jnp.sum(jnp.sin(bx.compress(x > 2, x)))
+
+    program = jax.make_jaxpr(bx.vmap(f))(jnp.zeros((5, 1600)))
+    every = list(with_inside(program.eqns))
+    sines = {e.outvars[0].aval.shape for e in every if e.primitive.name == "sin"}
+    assert sines == {(5, 100), (5, 1600)}
+    assert "cond" in {e.primitive.name for e in every}
