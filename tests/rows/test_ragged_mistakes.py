@@ -354,3 +354,27 @@ def test_a_reshape_to_another_number_of_elements_is_refused_as_alone():
     np.testing.assert_array_equal(alike, [row.ravel() for row in ragged(2, lengths=[3, 3])])
     even = lambda x: x.reshape(x.shape[0] // 2, 2, 2)
     np.testing.assert_array_equal(bx.vmap(even)(ragged(2, lengths=[4, 2])).lengths, [2, 1])
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.value_and_grad])
+def test_a_gradient_with_respect_to_a_ragged_says_what_to_differentiate(derivative):
+    x = bx.Ragged(jnp.arange(6.0), [1, 3, 2])
+    loss = lambda x: bx.vmap(lambda row: jnp.sum(row**2))(x).sum()
+    with pytest.raises(bx.ArgumentTypeError, match=r"x\.with_data\(data\).*allow_int=True"):
+        derivative(loss)(x)
+    with pytest.raises(bx.ArgumentTypeError, match="allow_int=True"):
+        jax.jit(derivative(lambda p, x: p * loss(x), argnums=(0, 1)))(2.0, x)
+    # Of other arguments it is as it was.
+    g = jax.grad(lambda p, x: p * loss(x))(2.0, x)
+    np.testing.assert_allclose(g, loss(x))
+    g = jax.grad(loss, allow_int=True)(x)
+    np.testing.assert_allclose(g.data, 2 * x.data)
+
+
+def test_rows_of_other_lengths_have_other_names_in_errors():
+    x = bx.Ragged(jnp.ones((6, 2)), np.array([1, 3, 2]))
+    y = bx.Ragged(jnp.ones(6), np.array([3, 1, 2]))
+    with pytest.raises(ValueError, match="Leading dimensions") as error:
+        bx.vmap(lambda a, b: jnp.linalg.lstsq(a, b)[0])(x, y)
+    assert "a: n elements" in str(error.value) and "b: m elements" in str(error.value)
+    assert "(n,)" not in str(error.value)

@@ -162,3 +162,15 @@ def without_hidden_frames(error: E) -> E:
     if mode == "off" or error.__traceback__ is None:
         return error
     return error.with_traceback(filter_traceback(error.__traceback__))
+
+
+def looks_for_integers() -> bool:
+    """Whether `jax.grad` flattens its arguments to reject integers among them.
+
+    JAX rejects them by their dtype alone, and a container has no public way to add what to do.
+    """
+    leaves = sys._getframe(2)
+    asks = leaves.f_back
+    if leaves.f_code.co_name != "tree_leaves" or asks is None:
+        return False
+    return asks.f_code.co_name == "value_and_grad_f" and asks.f_locals.get("allow_int") is False

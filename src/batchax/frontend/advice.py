@@ -325,7 +325,9 @@ def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:
     return "".join(advice).removeprefix("\n")
 
 
-_ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
+ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
+
+SIZES_DIFFER = "The rows of these arguments have sizes of their own:"
 
 
 def _shapes_of_one_example(
@@ -337,8 +339,8 @@ def _shapes_of_one_example(
 ) -> str:
     """Of an error about shapes that the function itself made: which shapes it was given."""
     arrays = [m for m in mapped if m.axis is not None and hasattr(m.value, "dtype")]
-    elsewhere = isinstance(error, (BatchaxError, *_INSTEAD))
-    if elsewhere or not arrays or not _ABOUT_SHAPES.search(str(error)):
+    elsewhere = isinstance(error, (BatchaxError, *_INSTEAD)) or SIZES_DIFFER in str(error)
+    if elsewhere or not arrays or not ABOUT_SHAPES.search(str(error)):
         return ""
     lines = [f"  {_whence(m.path)}: {_one_example(m)}" for m in arrays]
     others = _listed([(p, x) for p, x in _arrays_of(shared) if x.shape], f", the same {each}")

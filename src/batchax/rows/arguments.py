@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
+from batchax.frontend.advice import ABOUT_SHAPES, SIZES_DIFFER
 from batchax.frontend.arguments import LocalRows, Mapped
 from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
@@ -488,9 +489,6 @@ def row_avals(
     return avals
 
 
-SIZES_DIFFER = "The rows of these arguments have sizes of their own:"
-
-
 @contextmanager
 def sizes_in_errors(
     mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
@@ -500,7 +498,7 @@ def sizes_in_errors(
         yield
     except (TypeError, ValueError) as error:
         message = str(error.args[0]) if error.args else ""
-        of_shapes = "shape" in message and not isinstance(error, BatchaxError)
+        of_shapes = ABOUT_SHAPES.search(message) and not isinstance(error, BatchaxError)
         if len(sizes) > 1 and of_shapes and not message.startswith(SIZES_DIFFER):
             lines = [
                 f"  {m.path}: {' x '.join(size.name for size in own)} elements"

@@ -15,13 +15,13 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import AxisError, BatchaxError, UnsupportedError
 from batchax.execution.call import Call
+from batchax.frontend.advice import SIZES_DIFFER
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.inner import stage_described
 from batchax.kernel.registry import call_key
 from batchax.rows.arguments import (
-    SIZES_DIFFER,
     NotedSize,
     RowSize,
     SizesOf,

@@ -336,6 +336,13 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         return tuple(zip(keys, leaves, strict=True)), static
 
     def tree_flatten(self) -> Any:
+        if _compat.looks_for_integers():
+            raise ArgumentTypeError(
+                "jax.grad: a Ragged has integers in lengths, which have no derivative. "
+                "Differentiate with respect to its elements: "
+                "jax.grad(lambda data: loss(x.with_data(data)))(x.data). Or pass allow_int=True: "
+                "of the result g, x.with_data(g.data) are the rows."
+            )
         return (self.data, self.lengths), (self.max_length, self.axis, self.shared)
 
     @classmethod
