@@ -327,7 +327,7 @@ def _key_in_parts(error: Exception, mapped: Sequence[Any], each: str) -> str:
 
 ABOUT_SHAPES = re.compile(r"shape|dimension|broadcast|rank|ndim|contract", re.IGNORECASE)
 
-SIZES_DIFFER = "The rows of these arguments have sizes of their own:"
+SIZES_DIFFER = "The rows of these arguments may have different sizes:"
 
 
 def _shapes_of_one_example(

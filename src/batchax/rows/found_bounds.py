@@ -1,4 +1,4 @@
-"""Arrays of a size that lanes find, with room for what any of them has found.
+"""Arrays of a size that lanes find, as large as the greatest that any lane has found.
 
 A condition of 3,600 elements may hold anywhere, but a neighbor list has some hundred entries. So
 what follows from sizes that are found is compiled for two bounds, and the least of them that serves

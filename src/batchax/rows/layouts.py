@@ -117,7 +117,7 @@ def _with_known_index(
 ) -> tuple[Eqn, Constant] | None:
     """A read or write of a window, with its index as a constant, if rows that have one agree."""
     params, aval = eqn.params, eqn.invars[1].aval
-    if len(aval.shape) != 1 or all(isinstance(v, core.Literal) for v in eqn.invars[1:2]):
+    if len(aval.shape) != 1:
         return None
     window = params["slice_sizes"] if eqn.primitive.name == "gather" else eqn.invars[2].aval.shape
     starts = [_one_start(entry, window, bounds) for entry in entries]
@@ -142,8 +142,8 @@ def _one_start(entry: Any, window: Sequence[Any], bounds: Mapping[str, int]) -> 
     there = np.ones(len(values), bool)
     for dim in (d for d in window if is_symbolic(d)):
         there &= _compat.evaluate_size(dim, at) > 0
-    found = np.unique(values[there])
-    return int(found[0]) if len(found) == 1 else None
+    starts = np.unique(values[there])
+    return int(starts[0]) if len(starts) == 1 else None
 
 
 def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> RowProgram:
@@ -153,7 +153,7 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
       program: of one row.
       bounds: of sizes. Where windows begin in rows is then a constant, if it is one in all rows.
     """
-    known: dict[Any, Entries] = {}
+    vectors: dict[Any, Entries] = {}
     shapes: dict[int, tuple[Any, ...]] = {}
     consts: dict[int, Any] = {}
     steps: list[RowStep] = []
@@ -167,7 +167,7 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
         small = x is not None and np.ndim(x) < 2 and not isinstance(x, jax.core.Tracer)
         if small and np.size(x) <= 4 and np.issubdtype(np.asarray(x).dtype, np.integer):
             return tuple(np.asarray(x).reshape(-1).tolist())
-        return None if isinstance(i, Constant) else known.get(i)
+        return None if isinstance(i, Constant) else vectors.get(i)
 
     def walk(
         body: Any, arguments: Sequence[int | Constant], callers: tuple[Any, ...] = ()
@@ -195,7 +195,7 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
             outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
             made = _known_entries(eqn, list(map(entries_of, inputs)))
             if made is not None:
-                known[outputs[0]] = made
+                vectors[outputs[0]] = made
             env.update(zip(eqn.outvars, outputs, strict=True))
             steps.append(RowStep(eqn, inputs, outputs, callers))
         return [read(v) for v in body.jaxpr.outvars]

@@ -142,8 +142,8 @@ def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
 
 def _starts(v: Any) -> list[int] | None:
     """An index that is known, by `layouts.flatten`: so far from the first element."""
-    known = isinstance(v, core.Literal) and np.ndim(v.val) == 1
-    return [int(i) for i in np.asarray(v.val)] if known else None
+    is_vector = isinstance(v, core.Literal) and np.ndim(v.val) == 1
+    return [int(i) for i in np.asarray(v.val)] if is_vector else None
 
 
 def _slice_of(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
@@ -272,7 +272,7 @@ def _write(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
         inside = jnp.ones_like(inside)
     belongs = op.sizes.mask(indices.shape, op.sizes.padded_axes(indices.shape))
     written = inside if belongs is None else inside & belongs[..., 0]
-    # Each to another place out of bounds: it may have been promised that indices are unique.
+    # Each to another place out of bounds, as the indices may be declared unique.
     beyond = np.int32(rows.of(x.shape[ragged_axis(x.shape)]).capacity)
     nowhere = beyond + lax.iota(np.int32, written.size).reshape(written.shape)
     target = lax.expand_dims(jnp.where(written, target, nowhere), (target.ndim,))

@@ -540,7 +540,7 @@ def _in_every_row(*sizes: Any) -> list[Any] | None:
 
 def places_where(condition: Value, size: int) -> Any:
     """Where a vector of bools is true: the first `size` places, int32, then zeros."""
-    if size * _FEW_PLACES <= condition.shape[0]:
+    if 0 < size * _FEW_PLACES <= condition.shape[0]:
         return _few_places(condition, size)
     target = jnp.where(condition, jnp.cumsum(condition, dtype=np.int32) - 1, size)
     own = jnp.arange(condition.shape[0], dtype=np.int32)
