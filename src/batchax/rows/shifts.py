@@ -115,6 +115,7 @@ class PackedSizes(Sizes):
 def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Any, capacity: int) -> Any:
     """Packed rows without the last `less` elements of each, and with nothing between them."""
     room, most = x.shape[axis], max(index.bound - less, 0)
+    lengths = lengths.astype(np.int32)
     if not isinstance(index.lengths, np.ndarray):
         starts, _, _, source = row_places(lengths, capacity, most, index.starts)
         source = jnp.where(source < room, source, -1)
