@@ -8,11 +8,13 @@ for all lanes runs. What comes before runs once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import eval_jaxpr
 from jax.extend import core
 
@@ -151,8 +153,25 @@ def _batched(
     def of_bound(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Position]]:
         def run(*xs: Any) -> tuple[list[Any], list[Position]]:
             one = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
-            outs, at = batch_function(axis, one, xs, axes[1:])
-            return [axis_to_front(axis, x, a) for x, a in zip(outs, at, strict=True)], at
+            parts = _parts(axis.size) if program is programs[-1] else 1
+            lanes, at = replace(axis, size=axis.size // parts), []
+
+            def of_part(fronted: Sequence[Any]) -> list[Any]:
+                each = iter(fronted)
+                given = [x if a is None else next(each) for x, a in zip(xs, axes[1:], strict=True)]
+                places = [None if a is None else 0 for a in axes[1:]]
+                outs, at[:] = batch_function(lanes, one, given, places)
+                return [axis_to_front(lanes, x, a) for x, a in zip(outs, at, strict=True)]
+
+            fronted = [
+                axis_to_front(axis, x, a)
+                for x, a in zip(xs, axes[1:], strict=True)
+                if a is not None
+            ]
+            if parts == 1:
+                return of_part(fronted), at
+            outs = lax.map(of_part, [x.reshape(parts, -1, *x.shape[1:]) for x in fronted])
+            return [lax.collapse(x, 0, 2) for x in outs], at
 
         return _compat.stage_described(run, list(map(jax.typeof, args[1:])))
 
@@ -165,6 +184,11 @@ def _batched(
     return [x[0] if s else x for x, s in zip(outs, shared, strict=True)], [
         None if s else 0 for s in shared
     ]
+
+
+def _parts(lanes: int) -> int:
+    """In how many parts lanes run whose arrays hold all elements: each needs little memory."""
+    return max(parts for parts in range(1, SHARES[0] + 1) if lanes % parts == 0)
 
 
 found_switch_p = own_primitive(

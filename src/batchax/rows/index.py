@@ -7,7 +7,7 @@ would transpose a gather to a scatter, a hundred times slower on a CPU.
 A row that is ragged along several axes is so many *pieces* along the last of them, one after
 another. To what is here they are rows: padded, all rows have as many, and some of them are empty.
 
-XLA compiles each sum, sort and gather of a program for a CPU as a function of its own, which takes
+XLA compiles each sum, sort and gather of a program for a CPU as a separate function, which takes
 10 milliseconds or more, and the positions of rows take some thirty of them. A loop of small steps
 is one function, and runs faster (`docs/decisions/short_loops.md`).
 """

@@ -328,7 +328,7 @@ def _looked_up(eqn: Eqn, at: int) -> bool:
         dnums, where = eqn.params["dimension_numbers"], ragged_axis(table)
         touched = (*dnums.start_index_map, *dnums.collapsed_slice_dims)
         paired = dnums.operand_batching_dims, dnums.start_indices_batching_dims
-        if has_symbols(indices):  # of each element by an index of its own
+        if has_symbols(indices):  # of each element by its own index
             return (where, ragged_axis(indices)) in zip(*paired, strict=True)
         return where not in (*touched, *dnums.operand_batching_dims)
     return ragged_axis(indices) != len(indices) - 1
