@@ -13,7 +13,7 @@ import batchax as bx
 from batchax.divergence.runner import Runner
 from batchax.programs.thresholds import TABLE
 
-from support.forced import FORCED, LAST, TILES
+from support.forced import FORCED, KERNELS, LAST
 from support.oracle import same
 
 N = 23
@@ -117,20 +117,6 @@ def test_operations_that_fit_no_kernel_stay_in_loops():
         same(ours, jax.jit(jax.vmap(largest))(COUNTS[:5], POINTS[:5]), None)
 
 
-def test_neighbours_run_together_where_steps_are_too_cheap_to_move_lanes():
-    def root(x):
-        step = lambda c: (c[0] + 1, c[1] - (jnp.exp(c[1]) - x) / jnp.exp(c[1]))
-        start = jnp.int32(0), 0 * x
-        return lax.while_loop(lambda c: jnp.abs(jnp.exp(c[1]) - x) > 1e-3, step, start)
-
-    few = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
-    (notes,) = loops(root, jnp.ones(1 << 19, "float32"), divergence=few)
-    assert notes["divergence"] == "tiles"
-    assert notes["widths"] in ((1 << 15,), (1 << 16,))
-    (notes,) = loops(root, jnp.ones(100, "float32"), divergence=few)
-    assert notes["divergence"] == "masked"
-
-
 def test_lanes_that_are_more_to_copy_than_to_compute_stay():
     def fading(count, x):
         step = lambda c: (c[0] + 1, 0.9 * c[1] + 0.1)
@@ -217,7 +203,7 @@ def several(count, x, key, shared):
     }
 
 
-@pytest.mark.parametrize("way", [FORCED, TILES, LAST], ids=["window", "tiles", "last"])
+@pytest.mark.parametrize("way", [FORCED, KERNELS, LAST], ids=["window", "tiles", "last"])
 @pytest.mark.each_commit(2, "tiles", "last")
 def test_loops_of_many_kinds(way):
     points = POINTS.at[4].set(jnp.nan).at[11, 0].set(jnp.nan)
@@ -243,7 +229,7 @@ def test_loops_of_many_kinds(way):
     same(*both(*args), None)
 
 
-@pytest.mark.parametrize("way", [TILES, LAST], ids=["tiles", "last"])
+@pytest.mark.parametrize("way", [KERNELS, LAST], ids=["tiles", "last"])
 def test_lanes_of_two_axes_and_derivatives(way):
     def of(vmap):
         both = jax.vmap(vmap(power), (None, 0))

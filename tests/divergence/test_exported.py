@@ -11,7 +11,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.forced import FORCED, KERNELS, LAST, MASKED_DERIVATIVES, NESTS, TILES
+from support.forced import FORCED, KERNELS, LAST, MASKED_DERIVATIVES
 
 N = 12
 COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2])
@@ -59,7 +59,7 @@ def test_lanes_are_masked_on_other_platforms(fun, platform):
     args = COUNTS, POINTS
     masked = exported(bx.vmap(fun, divergence="predicate"), args, platform).mlir_module()
     decided = 0
-    for way in (FORCED, LAST, TILES, KERNELS, NESTS, MASKED_DERIVATIVES):
+    for way in (FORCED, LAST, KERNELS, MASKED_DERIVATIVES):
         lanes = bx.vmap(fun, divergence=way)
         text = exported(lanes, args, platform).mlir_module()
         assert moved(text) == moved(masked), way

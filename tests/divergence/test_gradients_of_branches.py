@@ -1,4 +1,4 @@
-"""Derivatives of loops with expensive branches: lanes wait before these forth and back."""
+"""Derivatives of loops with branches that run for the lanes that take them."""
 
 import functools
 from typing import Any
@@ -10,7 +10,6 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import flat, flat_derivatives
 
 from support import forced, oracle
 
@@ -20,13 +19,7 @@ XS = RNG.normal(size=(LANES, 3)).astype(np.float32)
 TAKEN = RNG.integers(0, 3, (LANES, STEPS))
 MATRIX = RNG.normal(size=(3, 3)).astype(np.float32)
 
-compact_vmap = functools.partial(bx.vmap, divergence="compact")
-
-
-@pytest.fixture(autouse=True)
-def every_branch_is_expensive(monkeypatch):
-    """Programs of tests are small."""
-    forced.wait_before_branches(monkeypatch)
+in_blocks = functools.partial(bx.vmap, divergence=forced.FORCED)
 
 
 def layer(x, matrix):
@@ -111,7 +104,7 @@ def both_ways(derivative, programs, **options):
         return jax.jit(some)(XS, TAKEN, MATRIX)
 
     oracle.same(
-        run(functools.partial(bx.vmap, **{"divergence": "compact", **options})), run(jax.vmap)
+        run(functools.partial(bx.vmap, **{"divergence": forced.FORCED, **options})), run(jax.vmap)
     )
 
 
@@ -121,49 +114,17 @@ def gradient(vmap, fun, which: Any = 0):
     return jax.value_and_grad(loss, which)
 
 
-@pytest.fixture
-def waited(monkeypatch):
-    """How many blocks of lanes were staged, of branches that they wait before."""
-    count, call = [], flat.Gathering.__call__
-    monkeypatch.setattr(flat.Gathering, "__call__", lambda *xs: (count.append(1), call(*xs))[1])
-    return count
-
-
 @pytest.mark.parametrize("fun", PROGRAMS)
 @pytest.mark.each_commit(2, "seldom", "bounded")
-def test_gradients(fun, waited):
-    """There is one place to wait in values, which are kept, and one back."""
+def test_gradients(fun):
     both_ways(gradient, [fun])
-    assert len(waited) >= 2
-
-
-def test_values_are_computed_once():
-    """The way back has what it needs from the loop that its values are of."""
-    program = jax.make_jaxpr(gradient(compact_vmap, seldom))(XS, TAKEN, MATRIX)
-    (back,) = (e for e in program.eqns if e.primitive.name == "linear_with_transpose")
-    for eqns in (program.eqns, back.params["forward"].eqns):
-        assert [e.primitive.name for e in eqns].count("parting_loop") == 1
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
-@pytest.mark.parametrize("options", [{}, {"divergence": forced.FORCED}, {"batch_size": 4}])
-@pytest.mark.each_commit(1, "options2-seldom")
+@pytest.mark.parametrize("options", [{"divergence": "compact"}, {"batch_size": 4}])
+@pytest.mark.each_commit(1, "options1-seldom")
 def test_gradients_of_what_lanes_share(fun, options):
     both_ways(functools.partial(gradient, which=(0, 2)), [fun], **options)
-
-
-def test_explain_tells_whether_lanes_wait_on_the_way_back(monkeypatch):
-    def every_step(x, taken, matrix):
-        step = lambda x, k: (lax.cond(k == 1, layer, lambda x, _: x, matrix @ x, matrix), k)
-        return lax.scan(step, x, taken)[0]
-
-    def told(fun):
-        explained = bx.explain(fun, (0, 0, None), divergence="compact")(XS, TAKEN, MATRIX)
-        return " ".join(str(explained).split())
-
-    assert "own, and on the way back" in told(seldom)
-    monkeypatch.setattr(flat_derivatives, "_MOST_SHARED", 0)
-    assert "on the way back: each would carry a sum of its own" in told(every_step)
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
@@ -194,7 +155,7 @@ def test_tangents_and_second_derivatives(fun):
 
 
 def test_outside_of_jit():
-    got = gradient(compact_vmap, seldom, (0, 2))(XS, TAKEN, MATRIX)
+    got = gradient(in_blocks, seldom, (0, 2))(XS, TAKEN, MATRIX)
     oracle.same(got, jax.jit(gradient(jax.vmap, seldom, (0, 2)))(XS, TAKEN, MATRIX))
 
 
@@ -205,8 +166,8 @@ def test_lanes_of_an_outer_vmap_and_of_devices():
         )
 
     loss = lambda vmap: jax.jit(jax.grad(lambda *xs: total(two(vmap), *xs)))
-    oracle.same(loss(compact_vmap)(XS, TAKEN, MATRIX), loss(jax.vmap)(XS, TAKEN, MATRIX))
-    spread = functools.partial(bx.vmap, divergence="compact", mesh="all")
+    oracle.same(loss(in_blocks)(XS, TAKEN, MATRIX), loss(jax.vmap)(XS, TAKEN, MATRIX))
+    spread = functools.partial(bx.vmap, divergence=forced.FORCED, mesh="all")
     got = jax.jit(gradient(spread, seldom, (0, 2)))(XS, TAKEN, MATRIX)
     oracle.same(got, jax.jit(gradient(jax.vmap, seldom, (0, 2)))(XS, TAKEN, MATRIX))
 
@@ -224,14 +185,14 @@ def test_nan_in_a_branch_that_is_not_taken():
     x[2] = np.nan
     run = lambda vmap: jax.jit(gradient(vmap, fun))(x, TAKEN, MATRIX)
     ours, theirs = (
-        run(compact_vmap),
+        run(in_blocks),
         [jax.grad(functools.partial(total, fun))(v, TAKEN[0], MATRIX) for v in x],
     )
     oracle.same(ours[1], np.stack(theirs))
     assert np.isfinite(np.delete(ours[1], 2, 0)).all()
 
 
-def test_who_calls_the_host_in_a_branch_keeps_the_barrier(waited):
+def test_who_calls_the_host_in_a_branch():
     seen = []
 
     def fun(x, taken, matrix):
@@ -241,9 +202,8 @@ def test_who_calls_the_host_in_a_branch_keeps_the_barrier(waited):
 
         return lax.scan(lambda x, k: (lax.cond(k == 1, called, jnp.sin, x), k), x, taken)
 
-    got = jax.jit(gradient(compact_vmap, fun))(XS, TAKEN, MATRIX)
+    got = jax.jit(gradient(in_blocks, fun))(XS, TAKEN, MATRIX)
     jax.effects_barrier()
-    assert not waited
     assert len(seen) >= (TAKEN == 1).sum()
     oracle.same(got, jax.jit(gradient(jax.vmap, fun))(XS, TAKEN, MATRIX))
 
@@ -262,4 +222,4 @@ def test_rules_of_the_users():
         return lax.scan(lambda x, k: (lax.cond(k == 1, far, jnp.sin, x), k), x, taken)
 
     run = lambda vmap: jax.jit(gradient(vmap, fun, (0, 2)))(XS, TAKEN, MATRIX)
-    oracle.same(run(compact_vmap), run(jax.vmap))
+    oracle.same(run(in_blocks), run(jax.vmap))

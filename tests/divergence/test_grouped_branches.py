@@ -232,9 +232,7 @@ def test_in_a_scan():
 
         return lax.scan(step, x, jnp.linspace(-1, 1, 3))
 
-    check(
-        f, X, W, in_axes=(0, None), loops=0
-    )  # lanes wait before the branch, at steps of their own
+    check(f, X, W, in_axes=(0, None))
 
 
 def test_in_a_while_loop():

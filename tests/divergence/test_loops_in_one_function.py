@@ -7,16 +7,15 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.divergence import nest
 from batchax.divergence.policy import Tiles
 from batchax.divergence.runner import Runner
 from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
 from batchax.jaxprs.inside import with_inside
 from batchax.programs.thresholds import TABLE
-from divergence.test_flat_loops import FLAT, arrays, three_deep
+from divergence.test_flat_loops import FLAT
 
-from support.forced import FORCED, NESTS, ONE_FUNCTION
+from support.forced import FORCED, ONE_FUNCTION
 from support.oracle import same
 
 N = 23  # two blocks of eight, and one more that begins within the second
@@ -94,7 +93,7 @@ def test_few_neighbours_are_left_behind(size):
         return active & (n < most[0]), [n, x, computed + 1], tally
 
     def run(left, most):
-        plan = Tiles(16, 1.0, kernel=True, leave_at=left)
+        plan = Tiles(16, 1.0, leave_at=left)
         begun = [jnp.zeros(size, np.int32), jnp.zeros((size, 2)), jnp.zeros(size, np.int32)]
         consts = [most[None], jnp.asarray([1.0, 2.0])]
         return run_in_tiles(plan, step, consts, [1, None], most > 0, begun)
@@ -207,66 +206,11 @@ def of_branches(count, x):
     return steps(count, x), lax.scan(draw, x, np.arange(3))
 
 
-@pytest.mark.parametrize("way", ["ONE_FUNCTION", "NESTS"])
-def test_no_lanes_part_in_a_function(way):
+def test_no_lanes_part_in_a_function():
     """What puts back lanes that ran apart has no place in one."""
-    batched = bx.vmap(of_branches, divergence={"ONE_FUNCTION": ONE_FUNCTION, "NESTS": NESTS}[way])
+    batched = bx.vmap(of_branches, divergence=ONE_FUNCTION)
     assert functions(batched, COUNTS, POINTS)
     same(jax.jit(batched)(COUNTS, POINTS), jax.jit(jax.vmap(of_branches))(COUNTS, POINTS), None)
-
-
-def draws(x, entries):
-    """A loop whose first constant is a key."""
-
-    def step(key, entry):
-        key, own = jax.random.split(key)
-
-        def another(c):
-            return c[0] + 1, jax.random.uniform(jax.random.fold_in(own, c[0]), (2,))
-
-        n, point = lax.while_loop(lambda c: c[1].sum() > 0.7, another, (0, jnp.ones(2) + 0 * x))
-        return key, (n, point + entry)
-
-    return lax.scan(step, jax.random.fold_in(jax.random.key(5), (x * 9).astype(int)), entries)[1]
-
-
-def nests(x, entries):
-    """Nested loops, one of them three deep, one with keys, with results at each step."""
-    return [fun(x, entries) for fun in (three_deep, arrays, draws)]
-
-
-@pytest.fixture
-def of_nests(monkeypatch):
-    """The function of all lanes, `jax.vmap`'s, and arguments, of which one is not a number."""
-    monkeypatch.setattr(nest, "FEW_STEPS", np.inf)
-    xs = np.random.default_rng(0).exponential(9, size=N).astype(np.float32)
-    xs[[4, 20]] = np.nan, 300.0
-    entries = np.array([0.5, 3.0, 0.1], np.float32)
-    return bx.vmap(nests, (0, None), divergence=NESTS), jax.vmap(nests, (0, None)), xs, entries
-
-
-def test_loops_of_loops(of_nests):
-    batched, masked, xs, entries = of_nests
-    assert functions(batched, xs, entries) == 3
-    same(jax.jit(batched)(xs, entries), jax.jit(masked)(xs, entries), None)
-
-
-@pytest.mark.nightly
-def test_loops_of_loops_in_chunks_on_devices_and_differentiated(of_nests):
-    batched, masked, xs, entries = of_nests
-    expected = jax.jit(masked)(xs, entries)
-    chunked = bx.vmap(nests, (0, None), divergence=NESTS, batch_size=20)
-    same(jax.jit(chunked)(xs, entries), expected, None)
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = (jax.P("d"), jax.P()), jax.P("d")
-    spread = jax.shard_map(batched, mesh=mesh, in_specs=specs[0], out_specs=specs[1])
-    same(jax.jit(spread)(xs[:22], entries), jax.tree.map(lambda x: x[:22], expected), None)
-    tangent = lambda f: jax.jit(lambda x: jax.jvp(lambda x: f(x, entries)[0], (x,), (x,))[1])(xs)
-    drop = lambda tree: [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
-    same(drop(tangent(batched)), drop(tangent(masked)), None)
-    rows = np.stack([entries, entries[::-1]])
-    both = lambda inner: jax.jit(jax.vmap(inner, (None, 0)))(xs, rows)
-    same(both(batched), both(masked), None)
 
 
 def test_which_loops_run_so_is_told_by_their_cost():

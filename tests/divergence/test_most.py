@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import flatten, policy, runner
-from batchax.divergence.costs import Step, max_step_cost, price_of_loops
+from batchax.divergence.costs import WITH_DERIVATIVE, Price, Step, price_at_most
 from batchax.divergence.nest import price_inside
 from batchax.divergence.runner import Runner
 from batchax.programs.thresholds import TABLE
@@ -90,39 +90,41 @@ class Asked:
 
     def __init__(self, monkeypatch):
         self.around, self.pairs = [], []
-        monkeypatch.setattr(runner, "max_step_cost", self._told(max_step_cost))
+        monkeypatch.setattr(runner, "price_at_most", self._told)
         monkeypatch.setattr(runner, "run_flat", self._flat)
         monkeypatch.setattr(flatten, "price_inside", self._inside)
         monkeypatch.setattr(Step, "of", staticmethod(self._step(Step.of)))
         monkeypatch.setattr(policy, "_branch", self._branch)
 
-    def _told(self, tell):
-        def told(loop):
-            self.around.append((tell(loop), loop))
-            return float("inf")  # so that all is looked at
-
-        return told
+    def _told(self, loop):
+        self.around.append(price_at_most(loop))
+        return Price.made(float("inf"), 0.0)  # so that all is looked at
 
     def _flat(self, axis, loop, least):
         """Lanes stay together, so that loops inside are looked at, too."""
-        self.told = price_of_loops(loop)
+        self.told = price_at_most(loop)
         return flatten.run_flat(axis, loop, float("inf"))
 
     def _inside(self, nest):
         price = price_inside(nest)
-        self.pairs += [(price.of(lanes), self.told.of(lanes)) for lanes in LANES]
+        self.pairs += [(price.of(lanes), 2 * self.told.of(lanes)) for lanes in LANES]
         return price
+
+    def _work(self, work):
+        told = [max((told.of(n) for told in self.around), default=np.inf) for n in LANES]
+        more = zip(LANES, told, strict=True)
+        self.pairs += [(n * work, WITH_DERIVATIVE * most) for n, most in more]
 
     def _step(self, of):
         def step(*args):
             step = of(*args)
-            self.pairs.append((step.work, max(told for told, _ in self.around)))
+            self._work(step.work)
             return step
 
         return step
 
     def _branch(self, cost, thresholds, asked):
-        self.pairs.append((cost.work, max((told for told, _ in self.around), default=np.inf)))
+        self._work(cost.work)
         return policy.Masked("")
 
 

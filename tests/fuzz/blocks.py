@@ -15,16 +15,12 @@ import resource
 import signal
 import time
 from dataclasses import replace
-from unittest import mock
 
 import jax
-
-from batchax.programs import expensive_branches
 
 from fuzz.judge import Discarded, Found, judge
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
-from support.forced import EVERY_BRANCH
 
 MOST_SMALLER = 150  # programs tried to make a failing one smaller
 BLOCK = 100  # programs for one seed
@@ -49,11 +45,6 @@ class Block:
 
         begins: is called with the number of each program before it runs.
         """
-        # Of loops that run flat, lanes wait before every branch, however little that costs.
-        with mock.patch.object(expensive_branches, "ROW", EVERY_BRANCH):
-            self._run(begins)
-
-    def _run(self, begins):
         for k in range(self.first, self.first + self.count):
             choices = Choices(random.Random(f"{self.number} {k}"))
             self.programs += 1

@@ -17,16 +17,14 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED, KERNELS, LAST, NESTS, SERIAL, TILES
+from support.forced import FORCED, KERNELS, LAST, SERIAL
 
 OUTER = 2  # lanes of a vmap around
 _FORCED = {
     "FORCED": FORCED,
     "LAST": LAST,
-    "TILES": TILES,
     "KERNELS": KERNELS,
     "SERIAL": SERIAL,
-    "NESTS": NESTS,
 }
 
 

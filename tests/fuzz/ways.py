@@ -40,10 +40,8 @@ OPTIONS = [
     ["divergence=FORCED"],
     ["divergence=FORCED"],
     ["divergence=LAST"],
-    ["divergence=TILES"],
     ["divergence=KERNELS"],
     ["divergence=SERIAL"],
-    ["divergence=NESTS"],
     ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],
@@ -57,7 +55,6 @@ INNER = [
     'lambda f, *axes: bx.vmap(f, *axes, divergence="compact")',
     "lambda f, *axes: bx.vmap(f, *axes, divergence=FORCED)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=LAST)",
-    "lambda f, *axes: bx.vmap(f, *axes, divergence=TILES)",
     "lambda f, *axes: bx.vmap(f, *axes, divergence=KERNELS)",
 ]
 AROUND = [

@@ -15,24 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from batchax.programs import expensive_branches
-
 from fuzz.blocks import blocks
 from fuzz.evaluate import NotFinite, evaluate, only_finite
 from fuzz.judge import Discarded, Problem, adds_up_infinities, judge, of_nan, told_otherwise
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
-from support.forced import EVERY_BRANCH
 
 pytestmark = pytest.mark.in_every_part  # on each version of JAX
-
-
-@pytest.fixture(autouse=True, scope="module")
-def every_branch_is_expensive():
-    """Of loops that run flat, lanes wait before every branch, however little that costs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expensive_branches, "ROW", EVERY_BRANCH)
-        yield
 
 
 def _run(data, draw, judged):

@@ -151,11 +151,10 @@ def _decision(decision):
             return f"Masked: {reason}"
         case policy.Window(widths, _, left):
             return f"Window {_widths(widths, left)}"
-        case policy.Tiles(width, _, kernel, left):
-            return f"Tiles of {width}{', single kernel' * kernel}{f', leave {left}' * bool(left)}"
-        case policy.Flattened(window, kernel):
-            widths = _widths(window.widths, window.leave_at)
-            return f"Flattened {widths}{', single kernels inside' * kernel}"
+        case policy.Tiles(width, _, left):
+            return f"Tiles of {width}, single kernel{f', leave {left}' * bool(left)}"
+        case policy.Flattened(window):
+            return f"Flattened {_widths(window.widths, window.leave_at)}"
         case policy.Gathered(all_from):
             return f"Gathered{'' if all_from is None else f', all from {all_from:.3g}'}"
         case policy.Serial(most):

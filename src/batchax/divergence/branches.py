@@ -29,7 +29,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.divergence import policy
-from batchax.divergence.costs import BranchCost, launch_time, length
+from batchax.divergence.costs import BranchCost, launch_time, length, time_begun, time_to_move
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
 from batchax.divergence.policy import Masked, Serial, in_blocks
 from batchax.errors import UnsupportedError
@@ -64,7 +64,6 @@ from batchax.programs.cost import (
     bytes_of,
     cost_of_program,
 )
-from batchax.programs.expensive_branches import time_begun, time_to_move
 from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.linalg import least_lanes
@@ -289,7 +288,7 @@ class _Part:
             begun=self.begun,
             moving=time_to_move(moved),
             starting=launch_time(self.launches + 2 * len(self.used) + len(self.made)),
-            chunk=Lanes(fitting_width(_chunk(self.work), size)),
+            chunk=Lanes(self._chunk()),
             lanes=Lanes(size),
             others=others,
             operations=length(jaxpr),
@@ -301,6 +300,11 @@ class _Part:
             share=self.share,
             steps=self.axis.in_loop * LOOP_STEPS ** (self.axis.divergence.nesting > 0),
         )
+
+    def _chunk(self) -> int:
+        """How many lanes make a chunk. In a step of a loop few of the lanes come to a branch."""
+        most, size = _chunk(self.work), self.axis.size
+        return fitting_width(most, size // 4, 1) if self.axis.in_loop else fitting_width(most, size)
 
     def _of_used(self) -> ClosedJaxpr:
         """The branch, from what it reads to what it computes."""
@@ -328,8 +332,7 @@ class _Part:
         elif self.width is not None:
             chunk = min(self.width, size)
         else:
-            most = _chunk(self.work)
-            chunk = fitting_width(most, size)
+            most, chunk = _chunk(self.work), self._chunk()
         share = plan.all_from if isinstance(plan, policy.Gathered) else None
         back = plan.all_from_back if isinstance(plan, policy.Gathered) else None
         inside = self.axis.divergence.inside(recompiled=share is not None)

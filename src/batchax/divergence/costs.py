@@ -1,27 +1,25 @@
 """What loops and branches cost, in nanoseconds of the work of lanes: what the policy decides by.
 
-`Step` is a step of a loop, `Price` a program that some lanes run, and `BranchCost` a branch. What
-is estimated before anything is batched, at the end, is never below what these say later: lanes
-would stay together and no one would notice.
+`Step` is a step of a loop, `Price` a program that some lanes run, and `BranchCost` a branch.
+`price_at_most`, which is asked before anything is batched, is never below what these say later:
+lanes would stay together and no one would notice.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core.primitives import cond_p, scan_p, while_p
+from jax.extend.core.primitives import while_p
 
-from batchax.divergence.opening import TODO
-from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
-from batchax.kernel.differing import LOOPS, expand_bounded_loop
+from batchax.kernel.differing import LOOPS
 from batchax.memo import kept_with
 from batchax.programs.cost import (
     GPU_LAUNCH,
@@ -36,15 +34,9 @@ from batchax.programs.cost import (
     Nanoseconds,
     bytes_of,
     cost_of_program,
+    costs_of_program,
     size_of,
 )
-from batchax.programs.expensive_branches import (
-    NARROWEST,
-    may_be_expensive,
-    time_begun,
-    time_to_move,
-)
-from batchax.programs.one_function import fits_lowered_kernel
 from batchax.rules.in_place import kept_carries
 from batchax.small.pays import runs
 
@@ -159,6 +151,17 @@ class Step:
         )
 
 
+def time_to_move(arrays: Iterable[Any]) -> Nanoseconds:
+    """What it costs to move arrays of a lane to the lanes it runs with, and back."""
+    each_way = (Cost(places=3, bytes=2 * bytes_of([a])) for a in arrays)  # read there, written here
+    return VECTORIZED.time(2 * sum(each_way, Cost()))
+
+
+def time_begun(jaxpr: Jaxpr, differs: Sequence[bool]) -> Nanoseconds:
+    """How long a lane takes in operations which are not fused with others."""
+    return VECTORIZED.time(costs_of_program(jaxpr, differs=differs, steps=STEPS)[1])
+
+
 def power_of_two(lanes: float) -> int:
     """The nearest one."""
     return 1 << round(math.log2(max(1.0, lanes)))
@@ -167,10 +170,6 @@ def power_of_two(lanes: float) -> int:
 _KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
 _MOVED = 0.03
 _ROW = 2.0  # for an entry, whatever its size
-# A block of an expensive branch works so many times as long as it takes to begin, or has the most
-# lanes; all lanes fill so many blocks at most.
-_ENOUGH, _WIDEST = 2.0, 256
-_BLOCKS = 8
 STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
 
 
@@ -220,30 +219,9 @@ def price_of_moving(read: Sequence[Any], written: Sequence[Any]) -> Price:
     return Price.made(launch_time(rows), _ROW * rows + _MOVED * moved)
 
 
-def width_of_block(work: Price, moves: Price, lanes: int) -> int:
-    """How many lanes make a block of an expensive branch, so that to begin it is little beside
-    them.
-    """
-    width, lane = NARROWEST, work.lane + moves.lane
-    while width < _WIDEST and width * lane < _ENOUGH * (work.begin + moves.begin):
-        width *= 2
-    return min(max(width, lanes // _BLOCKS), max(1, lanes // 2))
-
-
-def max_block(work: Price, moves: Price) -> Price:
-    """The price of a block of some of the lanes, if no lane costs more than this."""
-    begin, lane = work.begin + moves.begin, work.lane + moves.lane
-    return Price.made(begin + max(NARROWEST * lane, 2 * _ENOUGH * begin), lane / _BLOCKS)
-
-
 def total(prices: Sequence[Price]) -> Price:
     """The price of programs one after another."""
     return Price.made(sum(p.begin for p in prices), sum(p.lane for p in prices))
-
-
-def max_of(prices: Sequence[Price]) -> Price:
-    """The price of the most expensive of several programs, or a little more."""
-    return Price.made(max(p.begin for p in prices), max(p.lane for p in prices))
 
 
 NOTHING = "computes nothing"
@@ -314,135 +292,26 @@ class BranchCost(NamedTuple):
 WITH_DERIVATIVE = 4
 """How many times as long a step takes together with the step back over it, at least."""
 
-_NOTHING = Price.made(0.0, 0.0)
-_BEGUN = 3  # operations more in a loop: in its predicate, in its step, in the segment before it
+_BEGUN = 4  # operations more in a loop: in its predicate, in its step, in the segment before it
 
 
-def max_step_cost(loop: AnyLoop) -> Nanoseconds:
-    """How long a lane takes for a step of the most expensive loop, or the most expensive branch."""
-    programs = _programs(loop)
-    costliest = _max_of(loop.primitive, programs)
-    if loop.primitive.name in LOOPS:
-        costliest = max(costliest, WITH_DERIVATIVE * sum(map(_time, programs)))
-    return Nanoseconds(costliest)
+def price_at_most(loop: AnyLoop) -> Price:
+    """What a step of a loop costs at most, before anything is batched, all inside it included.
 
-
-def may_be_one_function(loop: AnyLoop) -> bool:
-    """Whether neighbors may run a loop in one function, or one inside it."""
-    programs = _programs(loop)
-    return _all_fit(loop.primitive, programs) or any(map(_cheap.in_program, programs))
-
-
-def price_of_loops(loop: AnyLoop) -> Price:
-    """The price of a step of each loop inside, as `nest_of` may cut them."""
-    return total(list(map(_loops, _programs(loop))))
-
-
-def price_of_branches(loop: AnyLoop) -> Price:
-    """The price of the most expensive branch in it, for lanes that run it together."""
-    return max_of([_NOTHING, *map(_branches, _programs(loop))])
-
-
-@kept_with("what the most expensive branch in programs costs")
-def _branches(jaxpr: Jaxpr) -> Price:
-    inside = [(eqn, program) for eqn in jaxpr.eqns for program in _inside(eqn)]
-    costs = (cost_of_program(p, steps=STEPS) for eqn, p in inside if eqn.primitive is cond_p)
-    return max_of([_NOTHING, *map(price_of_cost, costs), *(_branches(p) for _, p in inside)])
-
-
-def _programs(loop: AnyLoop) -> list[Jaxpr]:
-    return [p.jaxpr for p in loop.params.values() if isinstance(p, ClosedJaxpr)]
-
-
-def _max_of(primitive: object, programs: list[Jaxpr]) -> Nanoseconds:
-    costliest = max(map(_max_step, programs), default=0.0)
-    if primitive is while_p or primitive is cond_p:
-        times = list(map(_time, programs))
-        # A step is asked for, too; of branches a lane takes one.
-        costliest = max(costliest, sum(times) if primitive is while_p else max(times))
-    if getattr(primitive, "name", None) in LOOPS:
-        costliest *= WITH_DERIVATIVE
-    return Nanoseconds(costliest)
-
-
-def _time(jaxpr: Jaxpr) -> Nanoseconds:
-    return VECTORIZED.time(cost_of_program(jaxpr, steps=STEPS) + _kept(jaxpr))
-
-
-@kept_with("what a step of the most expensive loop in programs costs")
-def _max_step(jaxpr: Jaxpr) -> Nanoseconds:
-    each = (_max_of(eqn.primitive, _inside(eqn)) for eqn in jaxpr.eqns)
-    return max(each, default=Nanoseconds(0.0))
-
-
-def _kept(jaxpr: Jaxpr) -> Cost:
-    """What it costs at most that lanes which are done keep what they have."""
-    return Cost(bytes=3 * bytes_of(v.aval for v in jaxpr.outvars))
-
-
-@kept_with("what a step of each loop in programs costs")
-def _loops(jaxpr: Jaxpr) -> Price:
-    return total([_loops_of(eqn) for eqn in jaxpr.eqns if may_wait.in_equation(eqn)])
-
-
-def _loops_of(eqn: Eqn) -> Price:
-    if eqn.primitive is cond_p:  # of which no loops are cut out
-        return total([_block(jaxpr) for jaxpr in _inside(eqn) if may_be_expensive(jaxpr)])
-    inside = total(list(map(_loops, _inside(eqn))))
-    is_loop = eqn.primitive is while_p or eqn.primitive is scan_p
-    return total([_step(eqn), inside]) if is_loop else inside
-
-
-def _block(branch: Jaxpr) -> Price:
-    """The price of a block of lanes that take a branch, whatever they have of their own."""
-    asked = Cost(bytes=8, launches=3)  # who takes it
-    work = price_of_cost(cost_of_program(branch, steps=STEPS_INSIDE) + asked)
-    read, written = ([v.aval for v in some] for some in (branch.invars, branch.outvars))
-    return max_block(work, price_of_moving([*read, *written], [*written, TODO]))
-
-
-def _step(loop: Eqn) -> Price:
-    """The price of a step, of the whole body: what it is cut into, to be added, is counted twice.
-
-    Cut out, it has a segment before it, in which what it updates in place is copied.
+    A step of a loop inside costs no more than twice that, as `nest_of` may cut it; nor does a step
+    of which derivatives are taken cost more than `WITH_DERIVATIVE` times that.
     """
-    kept = [v.aval for v in loop.outvars]
-    price = total([price_of_keeping(kept), price_of_copying(kept)])
-    price = total([price, price_of_cost(Cost(launches=_BEGUN))])
-    if loop.primitive is scan_p:  # as a `while` it takes its entries, and puts them
-        (body,) = bodies_of(loop)
-        taken = [v.aval for v in body.jaxpr.invars[body.same + body.carried :]]
-        put = [v.aval for v in body.jaxpr.outvars[body.carried :]]
-        entries = Cost(
-            bytes=2 * bytes_of([*taken, *put]),
-            places=len(taken) + 2 * len(put),
-            launches=len(taken) + len(put),
-        )
-        price = total([price, price_of_cost(entries)])
-    costs = (cost_of_program(p, steps=STEPS_INSIDE) for p in programs_inside(loop))
-    return total([price, *map(price_of_cost, costs)])
+    return total([_at_most(p.jaxpr) for p in loop.params.values() if isinstance(p, ClosedJaxpr)])
 
 
-def _inside(eqn: Eqn) -> list[Jaxpr]:
-    """The programs of an equation; of a bounded loop the one that it stands for."""
-    operations = expand_bounded_loop(eqn)
-    return programs_inside(eqn) if operations is None else [operations.jaxpr]
+@kept_with("what programs cost at most")
+def _at_most(jaxpr: Jaxpr) -> Price:
+    loops = [jaxpr, *(e for e in with_inside(jaxpr.eqns) if programs_inside(e))]
+    held = [[v.aval for v in loop.outvars] for loop in loops]
+    # Lanes that are done keep what they have, and entries are taken and put.
+    kept = (Cost(bytes=6 * bytes_of(h), places=3 * len(h), launches=_BEGUN + len(h)) for h in held)
+    return price_of_cost(sum(kept, cost_of_program(jaxpr, steps=STEPS)))
 
 
-def _may_wait_at(eqn: Eqn) -> bool:
-    if eqn.primitive is cond_p:
-        return any(may_be_expensive(branch.jaxpr) for branch in eqn.params["branches"])
-    return eqn.primitive is while_p or eqn.primitive.name in LOOPS
-
-
-may_wait = Anywhere(_may_wait_at)
-"""Whether a program holds a loop that lanes may leave one by one, or an expensive branch."""
-
-
-def _all_fit(primitive: Any, programs: list[Jaxpr]) -> bool:
-    """Whether that is a loop whose programs neighbors may run in one function."""
-    loop = primitive is while_p or primitive.name in LOOPS
-    return loop and all(map(fits_lowered_kernel, programs))
-
-
-_cheap = Anywhere(lambda eqn: _all_fit(eqn.primitive, _inside(eqn)))
+may_wait = Anywhere(lambda eqn: eqn.primitive is while_p or eqn.primitive.name in LOOPS)
+"""Whether a program holds a loop that lanes may leave one by one."""

@@ -1,7 +1,4 @@
-"""Loops that hold loops which lanes leave one by one, run as a `FlatLoop`.
-
-A bounded loop, or the sweep back over one, is run as the ``while`` that it stands for.
-"""
+"""Loops that hold loops which lanes leave one by one, run as a `FlatLoop`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
@@ -17,93 +13,26 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.divergence.costs import may_wait
 from batchax.divergence.flat import FlatLoop
-from batchax.divergence.flat_derivatives import tangents_of_lanes, why_meeting_back
-from batchax.divergence.limits import HOST, NAME, can_move, why_together
+from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loops import VARIES_LESS, Waiting, as_weak_as, bind, with_index
 from batchax.divergence.nest import nest_of, price_inside
 from batchax.divergence.opening import scan_as_while, while_of_scan
-from batchax.divergence.policy import Flattened, Masked
+from batchax.divergence.policy import Masked
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
-from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop, match_axis
+from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop
 from batchax.kernel.captured import closed_over
 from batchax.kernel.differing import (
     LOOPS,
     differing_in_steps,
     differing_in_while,
-    expand_bounded_loop,
 )
-from batchax.kernel.inner import batch_inner, example_aval, remembered, stage_function
-from batchax.kernel.interpreter import interpret
-from batchax.kernel.named_axes import any_uses_axis, varying_of
-from batchax.kernel.own_primitive import tangents_of, with_tangent_rule
+from batchax.kernel.inner import remembered, stage_function
+from batchax.kernel.named_axes import any_uses_axis
 from batchax.rules.callbacks import is_seen
 from batchax.rules.loops import match_carry, split_operands
-
-
-def run_flat_bounded(axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-    """The results of a bounded loop or a sweep for all lanes, each at a place of its own.
-
-    None if lanes take its steps together.
-    """
-    types = [
-        example_aval(axis, jax.typeof(x), a) for x, a in zip(loop.args, loop.axes, strict=True)
-    ]
-    program = stage_function(axis, lambda *xs: loop.primitive.bind(*xs, **loop.params), types)
-    (eqn,) = program.jaxpr.eqns
-    operations = expand_bounded_loop(eqn)
-    if operations is None:
-        recording.note(why=NAME)
-        return None
-    at = tuple(loop.axes)
-    front: list[Position] = [0] * len(program.out_avals)
-    with recording.paused(axis):
-        flat, _ = batch_inner(axis, operations, at, front, varying_of(loop.args))
-    loops = [eqn.params["loop"] for eqn in flat.jaxpr.eqns if "loop" in eqn.params]
-    flat_loops = [inner for inner in loops if isinstance(inner, FlatLoop)]
-    if not flat_loops:
-        return None
-    plan = flat_loops[0].plan
-    assert isinstance(plan, Flattened)
-    recording.note(divergence="flat", widths=plan.widths)
-    if recording.is_on():
-        recording.note(back=why_meeting_back(program, at))
-    only_branches = all(inner.nest.only_branches for inner in flat_loops)
-    return _with_derivatives(axis, flat, program, at, only_branches)(*loop.args), front
-
-
-def _with_derivatives(
-    axis: Axis,
-    flat: ClosedJaxpr,
-    program: ClosedJaxpr,
-    at: Sequence[Position],
-    only_branches: bool,
-) -> Any:
-    """`flat`, which does what `program` does for one example, with the derivatives of that.
-
-    Where they are taken of lanes that meet at each step, branches, if there are `only_branches` to
-    wait before, run for the lanes that take them.
-    """
-    way: Any = axis.divergence
-    inside = replace(axis, divergence=way.inside())
-    meeting = replace(axis, divergence=way.in_lockstep() if only_branches else None)
-
-    def together(*xs: Any) -> list[Any]:
-        with recording.paused(axis):
-            outs, out_axes = interpret(meeting, program.jaxpr, program.consts, xs, at)
-        return [match_axis(meeting, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
-
-    def rule(
-        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]]:
-        both = None
-        if not any(varying_of(primals)):  # inside ``shard_map`` what is shared would need a cast
-            both = tangents_of_lanes(inside, program, primals, at, moving, dots)
-        return both or tangents_of(together, primals, moving, dots, range(len(program.out_avals)))
-
-    return with_tangent_rule(lambda *xs: eval_jaxpr(flat.jaxpr, flat.consts, *xs), rule)
 
 
 def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
@@ -119,10 +48,8 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     body = loop.params[control_flow(loop.primitive).step]
     if not may_wait.in_program(body):  # as most do not: the rest is asked of few
         return None
-    if not can_move(axis, loop.args):
+    if loop.primitive.name in LOOPS or not can_move(axis, loop.args):
         return None
-    if loop.primitive.name in LOOPS:
-        return run_flat_bounded(axis, loop)
     form = (_scan if loop.primitive is scan_p else _while)(axis, loop)
     if form is None:
         return None
@@ -159,13 +86,9 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
     if isinstance(plan, Masked):
         recording.note(why=plan.reason)
         return None
-    if plan.kernel:
-        nest = nest_of(inside, whole.test, whole.body, differs, one_function=True)
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
     recording.note(divergence="flat", widths=plan.widths)
-    if recording.is_on():
-        recording.note(back=why_meeting_back(together, (*consts_at, *[0] * len(whole.carry))))
     outs = bind(flat, _compat.varying_alike([*consts, *whole.carry]))
     at: list[Position] = [0] * len(outs)
     shared = [k for k in results if not apart[k]]

@@ -23,7 +23,6 @@ from batchax.divergence.policy import Flattened, Masked, Tiles, Window
 from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import alike, with_varying_values
 from batchax.divergence.windows import Tally, counted, run_in_windows
-from batchax.execution.bounded_derivatives import moves, no_tangent
 from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
@@ -161,18 +160,9 @@ class PartingLoop:
 
         A compiler that makes one function of a program is not told to by what derives from it.
         """
-        if isinstance(self.plan, Tiles) and self.plan.kernel:
+        if isinstance(self.plan, Tiles):
             return self.masked(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
-
-    def tangents(
-        self, operands: Sequence[Value], moving: Sequence[int], tangents: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]] | None:
-        """The results and their tangents, if these have a transpose; None: see `differentiated`.
-
-        Those of integers are None. `tangents` are those of the operands that are `moving`.
-        """
-        return None
 
     def run(self, *operands: Any) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
@@ -272,7 +262,9 @@ class PartingLoop:
             tally = counted(tally, count_active(active))
         axis, test, body = replace(self.axis, size=width), self.test, self.body
         if self._for_kernel:
-            axis, test, body = masked_inside(axis), lower_for_kernel(test), lower_for_kernel(body)
+            # No lanes are gathered there, nor put back to several places.
+            axis = replace(axis, divergence=None)
+            test, body = lower_for_kernel(test), lower_for_kernel(body)
         body = MaskedBody.of(axis, test, body, self.positions[self.n_test :])
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
@@ -284,16 +276,8 @@ class PartingLoop:
 
     @property
     def _for_kernel(self) -> bool:
-        """Whether steps are in a single kernel; of a nested loop, those of the loops inside."""
-        return isinstance(self.plan, Tiles | Flattened) and self.plan.kernel
-
-
-def masked_inside(axis: Axis) -> Axis:
-    """`axis`, for lanes of which all run each branch, and each loop until the last is done.
-
-    In one function of the compiler no lanes are gathered, nor put back to several places.
-    """
-    return replace(axis, divergence=None)
+        """Whether steps are in a single kernel."""
+        return isinstance(self.plan, Tiles)
 
 
 def as_weak_as(aval: Aval, x: Any) -> Any:
@@ -425,13 +409,8 @@ def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any
 def _jvp(
     primals: Sequence[Value], tangents: Sequence[Any], *, loop: PartingLoop, program: Any
 ) -> tuple[list[Any], list[Any]]:
-    which = [i for i, t in enumerate(tangents) if moves(t)]
-    both = loop.tangents(primals, which, [tangents[i] for i in which])
-    if both is None:
-        of_operations = jvp_of(_differentiated, parting_loop_p)
-        return of_operations(primals, tangents, loop=loop, program=program)
-    outs, dots = both
-    return outs, [no_tangent(x) if t is None else t for x, t in zip(outs, dots, strict=True)]
+    of_operations = jvp_of(_differentiated, parting_loop_p)
+    return of_operations(primals, tangents, loop=loop, program=program)
 
 
 def _batched(

@@ -1,27 +1,26 @@
 """How the body of a loop is opened, so that all where lanes may wait are loops in it.
 
-A call is replaced by what it calls, a ``scan`` by a ``while``, and an expensive branch by a
-``while`` of one step at most.
+A call is replaced by what it calls, and a ``scan`` by a ``while``.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import DropVar, Literal, unmapped_aval
-from jax.extend.core.primitives import cond_p, scan_p, while_p
+from jax.extend.core import Literal, unmapped_aval
+from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import plan, variables_read
+from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.rewriter import Rewriter, fresh
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,
@@ -31,8 +30,6 @@ from batchax.kernel.differing import (
     expand_bounded_loop,
 )
 from batchax.kernel.inner import remembered, stage_function
-from batchax.programs.counted import without_branches
-from batchax.programs.expensive_branches import expensive_branches
 from batchax.rules.loops import split_operands
 
 _COUNT = jax.typeof(np.int32(0))
@@ -140,175 +137,20 @@ def _arrays(body: ClosedJaxpr, n_carry: int) -> list[Any]:
     return [_compat.varying_as(blank(y, k), y) for k, y in enumerate(ys)]
 
 
-TODO = jax.typeof(np.False_)
-
-
-class DeferredBranchId(NamedTuple):
-    """A branch that is a ``while``: of this ``cond``, this one; and all of it that are."""
-
-    eqn: Eqn
-    number: int
-    expensive: tuple[int, ...]
-
-
-def _open_branches(
-    axis: Axis,
-    eqn: Eqn,
-    expensive: Sequence[int],
-    to: Rewriter,
-    places: dict[Any, DeferredBranchId],
-) -> None:
-    """Writes the equations that do what a ``cond`` of one example does.
-
-    Args:
-      axis: the axis of the lanes.
-      eqn: the equation.
-      expensive: which of its branches are to be loops.
-      to: what they are written to.
-      places: the loops join it, each by the first variable that it returns.
-    """
-    index, *operands = [*eqn.invars]
-    branches = eqn.params["branches"]
-    made = {d: _made(branches[d], eqn.outvars) for d in expensive}
-    expensive = [d for d in expensive if made[d]]  # of others nobody reads anything
-    made = {d: made[d] for d in expensive}
-    others = [
-        _doing_nothing(axis, branches, d, made) if d in made else b for d, b in enumerate(branches)
-    ]
-    results = {
-        k: fresh(v.aval) for k, v in enumerate(eqn.outvars) if any(k in m for m in made.values())
-    }
-    first = eqn.replace(
-        outvars=[results.get(k, v) for k, v in enumerate(eqn.outvars)],
-        params={**eqn.params, "branches": tuple(others)},
-    )
-    to.eqns.append(without_branches(first, expensive))
-    for d in expensive:
-        asked = remembered(
-            branches[d], ("is taken", d, index.aval), lambda: _is_taken(axis, d, index.aval)
-        )
-        (todo,) = to.inline(asked, [index])
-        test, body, used = _while_of_branch(branches[d], made[d])
-        last = {k: all(k not in made[e] for e in expensive if e > d) for k in made[d]}
-        after = {k: eqn.outvars[k] if last[k] else fresh(eqn.outvars[k].aval) for k in made[d]}
-        taken = fresh(TODO)
-        loop = eqn.replace(
-            primitive=while_p,
-            invars=[*(operands[k] for k in used), todo, *(results[k] for k in made[d])],
-            outvars=[taken, *after.values()],
-            params={
-                "cond_nconsts": 0,
-                "cond_jaxpr": test,
-                "body_nconsts": len(used),
-                "body_jaxpr": body,
-            },
-            effects=body.effects,
-        )
-        results.update(after)
-        places[taken] = DeferredBranchId(eqn, d, tuple(expensive))
-        to.eqns.append(loop)
-
-
-def _made(branch: ClosedJaxpr, results: Sequence[Any]) -> tuple[int, ...]:
-    """Which results a branch computes, of those that anybody reads: others it hands on."""
-    computed = {v for eqn in branch.jaxpr.eqns for v in eqn.outvars}
-    outs = zip(branch.jaxpr.outvars, results, strict=True)
-    return tuple(
-        k
-        for k, (v, result) in enumerate(outs)
-        if not isinstance(v, Literal) and v in computed and not isinstance(result, DropVar)
-    )
-
-
-def _doing_nothing(
-    axis: Axis,
-    branches: Sequence[ClosedJaxpr],
-    number: int,
-    made: dict[int, tuple[int, ...]],
-) -> ClosedJaxpr:
-    """A branch that hands on what that one hands on, and returns anything for what it computes."""
-    branch = branches[number]
-    others = tuple(b.jaxpr for i, b in enumerate(branches) if i not in made)
-
-    def build() -> ClosedJaxpr:
-        jaxpr = branch.jaxpr
-        computed = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-        nothing = Rewriter(branch)
-        outs = [
-            _anything(axis, nothing, others, k)
-            if not isinstance(v, Literal) and v in computed
-            else v
-            for k, v in enumerate(jaxpr.outvars)
-        ]
-        return nothing.program(outputs=outs)
-
-    return remembered(branch, ("doing nothing", axis, others), build)
-
-
-def _anything(axis: Axis, to: Rewriter, others: Sequence[Jaxpr], k: int) -> Any:
-    """What may be returned as result `k`: what another branch hands on, so that all agree."""
-    jaxpr = to.read.jaxpr
-    for other in others:
-        if isinstance(other.outvars[k], Literal):
-            return other.outvars[k]
-        if other.outvars[k] in other.invars:
-            return jaxpr.invars[other.invars.index(other.outvars[k])]
-    aval = jaxpr.outvars[k].aval
-    made = stage_function(axis, lambda: [_compat.varying_as(blank(aval, k), aval)], [])
-    return to.inline(made, [])[0]
-
-
-def _is_taken(axis: Axis, number: int, index: Any) -> ClosedJaxpr:
-    return stage_function(axis, lambda i: [lax.eq(i, np.asarray(number, i.dtype))], [index])
-
-
-def _while_of_branch(
-    branch: ClosedJaxpr, made: Sequence[int]
-) -> tuple[ClosedJaxpr, ClosedJaxpr, list[int]]:
-    """The predicate and the body of the loop, and which operands of the branch are its constants.
-
-    It carries whether the step is still to be taken, and the results that are `made`.
-    """
-
-    def build() -> tuple[ClosedJaxpr, ClosedJaxpr, list[int]]:
-        jaxpr = branch.jaxpr
-        read = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
-        used = [k for k, v in enumerate(jaxpr.invars) if v in read]
-        outs = [jaxpr.outvars[k] for k in made]
-        carry = [fresh(TODO), *(fresh(v.aval) for v in outs)]
-        inputs = [*(jaxpr.invars[k] for k in used), *carry]
-        once = Rewriter(branch, jaxpr.eqns)
-        body = once.program(inputs, [Literal(np.False_, TODO), *outs])
-        carry = [fresh(v.aval) for v in carry]
-        return Rewriter(branch).program(carry, carry[:1]), body, used
-
-    return remembered(branch, ("as while", tuple(made)), build)
-
-
-def opened_places(
-    axis: Axis, program: ClosedJaxpr, differs: Differs, places: dict[Any, DeferredBranchId]
-) -> ClosedJaxpr:
+def opened(axis: Axis, program: ClosedJaxpr, differs: Differs) -> ClosedJaxpr:
     """`program` with each call that holds such a loop replaced by what it calls.
 
-    And with each ``scan`` that holds one, and each expensive branch, replaced by a ``while``;
-    those of branches join `places`.
+    And with each ``scan`` that holds one replaced by a ``while``.
     """
     to, was = Rewriter(program), program.jaxpr.eqns
-    _open(axis, to, differs, places)
+    _open(axis, to, differs)
     if len(to.eqns) == len(was) and all(map(operator.is_, to.eqns, was)):
         return program
     return to.program()
 
 
-def _open(axis: Axis, to: Rewriter, differs: Differs, places: dict[Any, DeferredBranchId]) -> None:
-    """Writes the equations of the program that `to` reads, opened.
-
-    Args:
-      axis: the axis of the lanes.
-      to: what they are written to.
-      differs: which inputs of the program differ between lanes.
-      places: the loops that are expensive branches, by the first variable that each returns.
-    """
+def _open(axis: Axis, to: Rewriter, differs: Differs) -> None:
+    """Writes the equations of the program that `to` reads, opened; some inputs differ."""
     jaxpr = to.read.jaxpr
     apart = dict(zip(jaxpr.invars, differs, strict=True))
     for step in plan(jaxpr.eqns, jaxpr.outvars):
@@ -322,12 +164,9 @@ def _open(axis: Axis, to: Rewriter, differs: Differs, places: dict[Any, Deferred
             to.eqns.append(to.own(eqn))
         elif eqn.primitive is scan_p:
             _open_scan(axis, to.own(eqn), to)
-        elif eqn.primitive is cond_p:
-            expensive = expensive_branches(eqn, of_operands)
-            _open_branches(axis, to.own(eqn), expensive, to, places)
         else:
             called = expand_bounded_loop(eqn) or _compat.close(bodies_of(eqn)[0].program)
-            to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d, places))
+            to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d))
 
 
 def _asked_of_each(eqn: Eqn) -> Any:

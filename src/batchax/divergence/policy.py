@@ -21,8 +21,8 @@ next to nothing where all take as many, in time and in compiling:
   first, and those that are left in a window. The body is compiled twice, beside which what moves
   lanes is little. So do the lanes of a bounded loop whose step is a few expensive operations: what
   ends it for `jax.vmap` takes about as long to compile as what moves lanes.
-- Where a step is too cheap to move lanes, tiles of adjacent lanes run: no lane is moved. A tile of
-  steps that a compiler can make a single kernel is narrow, and leaves its last lanes behind.
+- Where a step is too cheap to move lanes, and a compiler can make it a single kernel, narrow tiles
+  of adjacent lanes run: no lane is moved but the last of a tile, which are left behind.
 - All other loops are masked.
 
 On a GPU a step takes as long for a few lanes as for thousands. So the second is what there is.
@@ -46,11 +46,11 @@ from batchax.divergence.costs import (
     microseconds,
     power_of_two,
     price_of_moving,
+    time_to_move,
 )
-from batchax.divergence.nest import DeferredBranch, Inner, Nest, price_inside
+from batchax.divergence.nest import Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.cost import Nanoseconds
-from batchax.programs.expensive_branches import time_to_move
 from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
@@ -98,17 +98,17 @@ class Window:
 class Tiles:
     """Adjacent lanes, until the last of them is done; then the next ones: no lane is moved.
 
+    All is a single kernel, on one core.
+
     Attributes:
       width: how many lanes make a tile.
       patience: as of a `Window`.
-      kernel: whether a tile is a single kernel.
       leave_at: how many lanes of a tile may be left when it ends, to run together with others that
         are left; 0: none.
     """
 
     width: int
     patience: float
-    kernel: bool = False
     leave_at: int = 0
 
     @property
@@ -123,11 +123,9 @@ class Flattened:
 
     Attributes:
       window: the lanes that run at a time: all, a window, or all first and then a window.
-      kernel: whether each loop inside is a single kernel.
     """
 
     window: Window
-    kernel: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -290,7 +288,7 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
     if few >= size:
-        return Tiles(1, step.moving, kernel=True)
+        return Tiles(1, step.moving)
     if few and few >= size // _FEW and different(loop.body.jaxpr) >= t.min_operations:
         return Window((size,), step.moving, few, _PAUSE, then_serial=True)
     if step.moving <= t.max_move_steps:
@@ -311,14 +309,7 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     width = _of_a_kernel(t, loop, step)
     if width < size:
         many = step.work * size >= t.min_work
-        return Tiles(width, step.moving, kernel=True, leave_at=width // _LEFT if many else 0)
-    if step.moving > t.max_move_steps:
-        width = _of_a_tile(t, size, step, alike)
-        if width < size:
-            return Tiles(width, step.moving)
-        widths, _ = _of_the_last(t, loop, step, asked, alike)
-        if widths != (size,):
-            return Window(widths, _LONG_AFTER * step.moving, widths[-1], _PAUSE)
+        return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
     by_library = alike > size // min(t.window_shares) and not t.asked
     return Masked(_LIBRARY if by_library else why)
 
@@ -443,14 +434,6 @@ def _that_fill_a_core(t: Thresholds, numbers: int) -> int:
     return max(min(t.kernel_lanes, most // numbers) // _VECTOR * _VECTOR, _VECTOR)
 
 
-def _of_a_tile(t: Thresholds, size: int, step: Step, alike: int) -> int:
-    """How many lanes are copied to where they are computed, which a cache holds; all for none."""
-    if not t.kernel_lanes or step.staying > t.max_move_steps:
-        return size
-    begun = t.min_work_per_launch * step.overhead * t.serial_slowdown
-    return _fitting(t, size, max(begun, alike))
-
-
 def _fitting(t: Thresholds, size: int, enough: float) -> int:
     every = (max(1, size // n) for n in t.window_shares)
     return next((width for width in every if enough <= width < size), size)
@@ -483,12 +466,9 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
     width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
     flat = _flattened(min(width, asked.most(size)), nest, asked)
     width = flat.window.widths[0]
-    if width == size and _fits_kernel(t, Nanoseconds(price.lane * size), nest.inside):
-        loops = (part for part in nest.parts if isinstance(part, Inner))
-        long = price.lane * size >= t.min_work
-        if long and all(_is_tiled_in_a_kernel(t, size, inner) for inner in loops):
-            return Masked(_IN_TILES)
-        return replace(flat, kernel=True)
+    long = price.lane * size >= t.min_work
+    if width == size and long and all(_is_tiled_in_a_kernel(t, size, x) for x in nest.loops):
+        return Masked(_IN_TILES)
     if price.of(size) < t.min_work_inside:
         return Masked(_CHEAP_INSIDE)
     around = price.lane * (length or _STEPS_AROUND)
@@ -502,9 +482,7 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
             last = max(width, size // _LEFT)
             window = replace(flat.window, widths=(size, last), leave_at=last)
         flat = Flattened(window)
-    blocks = [part.block.of(size) for part in nest.parts if isinstance(part, DeferredBranch)]
-    soon_over = min(blocks, default=math.inf) < t.min_branch_work and not t.asked
-    return Masked(_SOON_OVER) if soon_over else flat
+    return flat
 
 
 def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
@@ -512,8 +490,8 @@ def _width_of_nest(t: Thresholds, size: int, nest: Nest) -> int:
     width, price = _LEAST_OF_NESTS, price_inside(nest)
     while width * price.lane < _WORTH * price.begin and width < size:
         width *= 2
-    kernels = nest.inside is not None and all(fits_lowered_kernel(p.jaxpr) for p in nest.inside)
-    if kernels and math.isfinite(t.min_window_work):
+    programs = (inner.eqn.params[name] for inner in nest.loops for name in _WHILE)
+    if math.isfinite(t.min_window_work) and all(fits_lowered_kernel(p.jaxpr) for p in programs):
         # The compiler divides them among cores, and in a narrow window these would wait for each
         # other.
         while width * price.lane < t.min_window_work and width < size:
@@ -527,10 +505,10 @@ def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
     Of so many lanes, these wait at each step of the loop around it for the work of others, of
     which little is in vain. At steps of their own all lanes do each step, most in vain.
     """
-    test, body = (inner.eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+    test, body = (inner.eqn.params[name] for name in _WHILE)
     differs = (*inner.differs, *[True] * len(body.out_avals))
     chosen = _loop(Loop(size, test, body, differs), t, Asked())
-    return isinstance(chosen, Tiles) and chosen.kernel
+    return isinstance(chosen, Tiles)
 
 
 def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial | Masked:
@@ -628,10 +606,11 @@ def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
     return f"{microseconds(every)} for all lanes, limit {microseconds(limit)}"
 
 
+_WHILE = "cond_jaxpr", "body_jaxpr"
+
 CHEAP = "a step costs too little, or lanes are too few, for a window"
 _IN_TILES = "neighbors take the loops inside in turn, and wait for few others at each step"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
-_SOON_OVER = "the branch is over sooner than who waits before it is told from others"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
 # The benchmark `divergence` times loops with windows of these widths.
 _NARROWING = 4  # the second window is this many times narrower than the first
@@ -648,9 +627,6 @@ _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has
 _PAUSE = 8  # steps of all lanes before those that are left are counted: each count ends a kernel
-# Lanes that are expensive to move leave all others once these have waited so many times as long as
-# that takes: then moving takes a twentieth of the time so far, whatever comes after it.
-_LONG_AFTER = 10
 # A window of a nested loop to which moving a lane costs so many times too much saves half of what
 # it should, and takes as long to compile: all lanes stay to the end.
 _TAIL = 4

@@ -14,13 +14,7 @@ from typing import Any
 from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
-from batchax.divergence.costs import (
-    Step,
-    max_step_cost,
-    may_be_one_function,
-    price_of_branches,
-    price_of_loops,
-)
+from batchax.divergence.costs import WITH_DERIVATIVE, Step, price_at_most
 from batchax.divergence.flatten import run_flat
 from batchax.divergence.limits import (
     CANNOT_MOVE,
@@ -64,11 +58,9 @@ class Runner(Asked):
 
     Attributes:
       thresholds: the row by which it is chosen; None where nothing was measured.
-      lockstep: whether lanes take each step of a nested loop together.
     """
 
     thresholds: Thresholds | None = None
-    lockstep: bool = False
 
     @classmethod
     def here(cls, option: Compact | None) -> Runner:
@@ -95,10 +87,6 @@ class Runner(Asked):
         """How lanes run around a loop whose lanes run inside as this says."""
         return replace(self, nesting=self.nesting - 1)
 
-    def in_lockstep(self) -> Runner:
-        """As this, with lanes that take each step of a nested loop together."""
-        return replace(self, lockstep=True)
-
     def with_max_width(self, width: int) -> Runner:
         """As this, with no more than so many lanes at a time."""
         return replace(self, max_width=width)
@@ -118,22 +106,16 @@ class Runner(Asked):
         t = self.thresholds
         if t is None or not isinstance(axis.size, int):
             return False
-        expensive = max_step_cost(loop) * axis.size >= worth_batching_twice(t)
-        serial = price_of_branches(loop).of(axis.size) >= t.min_work
-        kernel = axis.size >= t.kernel_lanes and may_be_one_function(loop)
-        alone = bool(t.kernel_lanes) and (serial or kernel)
-        return expensive or alone or self._may_be_flattened(axis, loop)
-
-    def _may_be_flattened(self, axis: Axis, loop: AnyLoop) -> bool:
-        assert self.thresholds is not None
-        return price_of_loops(loop).of(axis.size) >= self.thresholds.min_work
+        most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
+        return most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         """The results of a nested loop, in which each lane is at a step of its own."""
-        if self.lockstep or self.thresholds is None:
+        if self.thresholds is None:
             return None
-        if not (recording.is_on() or self._may_be_flattened(axis, loop)):
-            return None  # a listing shows what it would cost
+        cheap = 2 * price_at_most(loop).of(axis.size) < self.thresholds.min_work
+        if cheap and not recording.is_on():  # a listing shows what it would cost
+            return None
         return run_flat(axis, loop, self.thresholds.min_work)
 
     def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Flattened | Masked:

@@ -1,9 +1,9 @@
 """Loops whose steps are too cheap to move lanes: tiles of adjacent lanes, one after another.
 
-A tile is a window that is read by slices instead of gathers, so no lane is moved. Its lanes run
-until the last of them is done. Where a tile is a single kernel, which begins no operations, moving
-a lane is cheap as well: there a few lanes of each tile are left behind. After the last tile those
-that are left run together, as many at a time, until again few are left.
+A tile is a window that is read by slices instead of gathers, so no lane is moved. All is a single
+kernel, which begins no operations, so there moving a lane is cheap as well: a few lanes of each
+tile are left behind. After the last tile those that are left run together, as many at a time, until
+again few are left.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ def run_in_tiles(
         return run(operands[: len(positions)], active, operands[len(positions) :])
 
     operands = [active, *consts, *carry]
-    if not plan.kernel:
-        return whole(*operands)
     operands = _compat.varying_alike(operands, like=operands)
     types = list(map(jax.typeof, operands[1 + len(consts) :]))
     return _compat.single_kernel(whole, types, operands)

@@ -36,14 +36,14 @@ def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = Fal
     return lax.convert_element_type(lax.dot(ones, ones), dtype)
 
 
-def fitting_width(most: int, size: int) -> int:
+def fitting_width(most: int, size: int, least: int = _FEWEST) -> int:
     """How many lanes make a chunk: `most`, or fewer if `size` lanes would make few chunks of it.
 
     The last chunk is seldom full, and costs as much as if it were. The fewer chunks there are,
     the more that weighs.
     """
     width = most
-    while width > _FEWEST and width * _CHUNKS > size:
+    while width > least and width * _CHUNKS > size:
         width //= 2
     return max(1, min(width, size))
 
@@ -86,52 +86,20 @@ def in_order(active: Any, room: int) -> tuple[Any, Any]:
 
 
 def _by_loop(room: int) -> Any:
-    return lambda active: _appended(active, _nothing(active, room))
+    def run(active: Any) -> tuple[Any, Any]:
+        def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            order, count = state
+            # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which
+            # is int64 in double precision.
+            (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
+            # Written for every lane: one that is not active is written over by the next.
+            order = lax.dynamic_update_index_in_dim(order, i, count, 0)
+            hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
+            return order, count + lax.convert_element_type(hit, np.int32)
 
+        return lax.fori_loop(np.int32(0), np.int32(active.size), step, _nothing(active, room))
 
-def _appended(active: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-    """A list of lanes and their number, after those that are `active`; it has room for one more."""
-
-    def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        order, count = state
-        # Between known bounds `lax.fori_loop` counts in the type of Python's integers, which is
-        # int64 in double precision.
-        (i,) = _compat.varying_alike([lax.convert_element_type(i, np.int32)], like=[active])
-        # Written for every lane: one that is not active is written over by the next.
-        order = lax.dynamic_update_index_in_dim(order, i, count, 0)
-        hit = lax.dynamic_index_in_dim(active, i, 0, keepdims=False)
-        return order, count + lax.convert_element_type(hit, np.int32)
-
-    return lax.fori_loop(np.int32(0), np.int32(active.size), step, state)
-
-
-def in_front(sets: Sequence[Any]) -> Any:
-    """The indices of the lanes of some masks, those of the first before those of the second.
-
-    No lane is in two. Behind the last of them is anything.
-    """
-    ways = {"cpu": _sets_by_loops, "default": _sets_by_scatter}
-    run = lambda *sets: [lax.platform_dependent(*sets, **ways)]
-    return staged_once("in front", run, *sets)[0]
-
-
-def _sets_by_loops(*sets: Any) -> Any:
-    state = _nothing(sets[0], 1)
-    for some in sets:
-        state = _appended(some, state)
-    return state[0]
-
-
-def _sets_by_scatter(*sets: Any) -> Any:
-    size = sets[0].shape[0]
-    lanes, count = lax.iota(np.int32, size), np.int32(0)
-    # Others are written out of bounds, where they are dropped; each differs, as places must.
-    target = lax.add(lanes, np.int32(size + 1))
-    for some in sets:
-        upto = lax.add(count, lax.cumsum(lax.convert_element_type(some, np.int32)))
-        target = lax.select(some, lax.sub(upto, np.int32(1)), target)
-        count = lax.index_in_dim(upto, size - 1, keepdims=False)
-    return put(_nothing(sets[0], 1)[0], lanes, target, 0)
+    return run
 
 
 def _by_scatter(room: int) -> Any:
@@ -208,35 +176,6 @@ def taken_at(x: Value, places: Any, axis: int) -> Any:
     indices = lax.reshape(places, (*places.shape, 1))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
-
-
-def entries_at(x: Value, lanes: Any, places: Any) -> Any:
-    """Of each of these lanes the entry at its place, none of which is out of bounds.
-
-    The lanes of `x` are along its first axis, and entries along its second, of which one is left.
-    """
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0, 1)
-    )
-    window, mode = (1, 1, *x.shape[2:]), lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, _pairs(lanes, places), numbers, window, mode=mode)
-
-
-def put_entries(x: Value, values: Any, lanes: Any, places: Any) -> Any:
-    """`x` with other entries, as `entries_at` has them; lanes that are out of bounds are dropped.
-
-    No two lanes are the same.
-    """
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, x.ndim)),
-        inserted_window_dims=(0,),
-        scatter_dims_to_operand_dims=(0, 1),
-    )
-    return put_p.bind(x, _pairs(lanes, places), values, numbers=numbers)
-
-
-def _pairs(lanes: Any, places: Any) -> Any:
-    return lax.concatenate([lax.reshape(i, (i.size, 1)) for i in (lanes, places)], 1)
 
 
 def put(x: Value, values: Any, places: Any, axis: int) -> Any:

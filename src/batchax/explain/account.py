@@ -274,7 +274,6 @@ class StepCount:
         - "flat": each lane advances independently.
         - "grouped": a branch runs for the lanes that take it.
         - "decided": the same, or for all lanes if most of them take it.
-        - "gathered": the same, and lanes of a loop around it wait for it.
         - "once": once for all lanes.
       needed: The lane-steps of a loop over the examples; None if unknown.
       done: The computed lane-steps; None if unknown.

@@ -303,7 +303,7 @@ def _each(
         branches = sorted(listed | {b for b in needed if b is not None})
     for branch in branches:
         way = notes.get("divergence", "together")
-        if way in ("grouped", "gathered") and branch not in notes["apart"]:
+        if way == "grouped" and branch not in notes["apart"]:
             way = "masked"
         if way == "grouped" and branch in notes["decided"]:
             way = "decided"

@@ -306,13 +306,7 @@ def _remarks(eqn: Equation) -> str:
         width = eqn.notes["widths"][0]
         remarks.append("lanes run sequentially" if width == 1 else f"tiles of {width} lanes")
     if divergence == "flat":
-        back = eqn.notes.get("back")
-        both = "" if back is None else f", but lanes meet on the way back: {back}"
-        both = ", and on the way back" if back == "" else both
-        remarks.append(f"each lane is at a place of its own{both}")
-    if divergence == "gathered":
-        branches, width = ", ".join(map(str, eqn.notes["apart"])), eqn.notes["widths"][0]
-        remarks.append(f"lanes wait before branch {branches} until they are {width}")
+        remarks.append("each lane is at a place of its own")
     if divergence == "grouped":
         decided = eqn.notes["decided"]
         told = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}
@@ -320,7 +314,7 @@ def _remarks(eqn: Equation) -> str:
             if some:
                 branches = ", ".join(map(str, some))
                 remarks.append(f"branch {branches} for the lanes that take it{otherwise}")
-    if divergence in ("grouped", "gathered") and show_masked(eqn):
+    if divergence == "grouped" and show_masked(eqn):
         remarks.append(f"others masked, {show_masked(eqn)}")
     if "small_matrices" in eqn.notes:
         remarks.append(_SMALL_MATRICES[eqn.notes["small_matrices"]])

@@ -232,7 +232,6 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
         "flat": f"at places of their own, {widths} at a time",
         "grouped": "those that take it",
         "decided": "those that take it, or all if most do",
-        "gathered": f"those that wait before it, {widths} at a time",
         "asked of all": "as long as any goes on",
         "once": "once for all",
     }[counted.way]

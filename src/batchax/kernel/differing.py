@@ -27,7 +27,6 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
 from batchax.memo import Memo, kept_with
-from batchax.programs.expensive_branches import expensive_branches
 
 _OF_ONE_LANE = {
     "unvmap_any": jnp.any,
@@ -109,8 +108,8 @@ class Differing(NamedTuple):
 
     Attributes:
       results: which of them differ.
-      parts: whether lanes leave a loop in it one by one, or come to an expensive branch so, one
-        that can be cut out: not inside a branch, nor in a call that must stay one.
+      parts: whether lanes leave a loop in it one by one, one that can be cut out: not inside a
+        branch, nor in a call that must stay one.
     """
 
     results: Differs
@@ -157,7 +156,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     if flow.branches:
         taken = [differing(b.jaxpr, [operands[k] for k in b.operands]).results for b in bodies]
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
-        return Differing(results, operands[0] and bool(expensive_branches(eqn, operands)))
+        return Differing(results, False)
     if flow.test:
         return _of_while(eqn, bodies, operands)
     (body,) = bodies

@@ -33,7 +33,6 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"
 _NUMBER = re.compile(_LOOP + r"(\d+)\)*$")
-_SOME = re.compile(_LOOP + r"(\d+)_but_([\d_]+)\)*$")
 _RUN = "batchax_runs_"
 _MARK = re.compile(_RUN + r"(\d+)_(\d*)_(\d+)\)*$")
 _CALLBACKS = frozenset(("debug_callback", "debug_print"))
@@ -61,24 +60,10 @@ def loop_number(eqn: Eqn) -> int | None:
     return None if match is None else int(match[1])
 
 
-def without_branches(eqn: Eqn, left_out: Sequence[int]) -> Any:
-    """A ``cond`` with all of the branches of another but some, whose runs are counted elsewhere."""
-    number = loop_number(eqn)
-    if number is None:
-        return eqn
-    some = "_".join(map(str, left_out))
-    return _compat.named_equation(eqn, f"{_LOOP}{number}_but_{some}", eqn.params)
-
-
 def mark_for(eqn: Eqn, branch: int | None, lanes: int) -> Mark | None:
     """The mark of a program of an equation; None if its runs are not counted there."""
     number = loop_number(eqn)
-    if number is None:
-        some = _SOME.search(str(eqn.source_info.name_stack))
-        if some is None or str(branch) in some[2].split("_"):
-            return None
-        number = int(some[1])
-    return Mark(number, branch, lanes)
+    return None if number is None else Mark(number, branch, lanes)
 
 
 def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
