@@ -21,6 +21,8 @@ from batchax.explain.findings.batch import chunk_sizes
 from batchax.explain.findings.operations import FindingContext
 from batchax.kernel.recording import Recorder
 
+from support.forced import FORCED
+
 
 def f32(*shape):
     return jax.ShapeDtypeStruct(shape, np.float32)
@@ -81,6 +83,13 @@ def loop_of_a_rule(x):
 
 def counted_loop(x, n):
     return lax.fori_loop(0, n, lambda _, x: jnp.sin(x), x)
+
+
+def loop_in_one_left(x, n):
+    """A loop whose lanes leave it, with one in a branch inside, which they do not leave."""
+    settle = lambda x: lax.while_loop(lambda x: x.sum() > 1, lambda x: jnp.sin(x) * 0.9, x)
+    step = lambda i, x: lax.cond(i % 3 == 0, settle, jnp.cos, x)
+    return lax.fori_loop(0, n, step, x)
 
 
 def bounded(x):
@@ -185,6 +194,7 @@ TABLE = {
             lambda: found(counted_loop, f32(B, 32), i32(), in_axes=(0, None), compile=False),
             lambda: found(counted_loop, f32(2, 3), i32(2), compile=False),
             lambda: found(bounded, f32(B, 32), divergence="compact", compile=False),
+            lambda: found(loop_in_one_left, f32(B, 3), i32(B), divergence=FORCED, compile=False),
         ],
     ),
     "sequentially": (

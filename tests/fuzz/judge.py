@@ -17,7 +17,7 @@ import batchax as bx
 
 from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
 from fuzz.programs import HELPERS, PRELUDE, Program
-from support.forced import FORCED, KERNELS, LAST, SERIAL
+from support.forced import ALONE, FORCED, KERNELS, LAST, SERIAL
 
 OUTER = 2  # lanes of a vmap around
 _FORCED = {
@@ -25,6 +25,7 @@ _FORCED = {
     "LAST": LAST,
     "KERNELS": KERNELS,
     "SERIAL": SERIAL,
+    "ALONE": ALONE,
 }
 
 

@@ -42,6 +42,7 @@ OPTIONS = [
     ["divergence=LAST"],
     ["divergence=KERNELS"],
     ["divergence=SERIAL"],
+    ["divergence=ALONE"],
     ["batch_size=3", "divergence=FORCED"],
     ["batch_size=3", 'divergence="compact"'],
     ["batch_size=3", "divergence=bx.Compact(width=2)"],

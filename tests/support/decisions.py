@@ -155,6 +155,8 @@ def _decision(decision):
             return f"Tiles of {width}, single kernel{f', leave {left}' * bool(left)}"
         case policy.Flattened(window):
             return f"Flattened {_widths(window.widths, window.leave_at)}"
+        case policy.Probed(slowdown):
+            return f"Probed, {slowdown:.3g} times as long if all take as many steps"
         case policy.Gathered(all_from):
             return f"Gathered{'' if all_from is None else f', all from {all_from:.3g}'}"
         case policy.Serial(most):

@@ -22,6 +22,9 @@ EVERYWHERE = Thresholds(
 )
 FORCED = Runner(thresholds=EVERYWHERE)
 
+ALONE = Runner(thresholds=EVERYWHERE._replace(kernel_lanes=1 << 20))
+"""One lane after another, in nested loops, too: from the start, or once that takes less."""
+
 
 class Lockstep(Runner):
     """Lanes take each step of a nested loop together."""

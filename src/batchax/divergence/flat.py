@@ -32,6 +32,8 @@ from batchax import _compat
 from batchax.divergence.costs import launch_time
 from batchax.divergence.loops import PartingLoop
 from batchax.divergence.nest import Inner, Nest, Segment
+from batchax.divergence.policy import Loop, Probed
+from batchax.divergence.probed import masked_until_unequal
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import Tally, counted, rows_of, with_rows
@@ -186,7 +188,20 @@ class FlatLoop(PartingLoop):
 
     def replanned(self, lanes: int, positions: tuple[Position, ...]) -> Any:
         """How so many lanes are run."""
-        return self.axis.divergence.plan_of_nest(lanes, self.nest, self.length)
+        differs = [a is not None for a in positions[self.n_test :]]
+        differs += [True] * len(self.body.out_avals)
+        whole = Loop(lanes, self.test, self.body, tuple(differs))
+        return self.axis.divergence.plan_of_nest(whole, self.nest, self.length)
+
+    def run(self, *operands: Any) -> list[Any]:
+        """As that of any loop."""
+        if not isinstance(self.plan, Probed):
+            return super().run(*operands)
+        consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
+        together = replace(self.axis, divergence=None)
+        loop = self.test, self.body, self.positions, self.n_test
+        carry = masked_until_unequal(together, *loop, self.plan.slowdown, consts, carry)
+        return self._sequentially(consts, carry)
 
     @property
     def _unchanged(self) -> list[int]:

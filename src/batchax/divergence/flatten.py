@@ -17,7 +17,7 @@ from batchax.divergence.limits import HOST, can_move, why_together
 from batchax.divergence.loops import VARIES_LESS, Waiting, as_weak_as, bind, with_index
 from batchax.divergence.nest import nest_of, price_inside
 from batchax.divergence.opening import scan_as_while, while_of_scan
-from batchax.divergence.policy import Masked
+from batchax.divergence.policy import SHOWN, Loop, Masked
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.words import Aval, ClosedJaxpr
@@ -82,13 +82,14 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         recording.note(why=VARIES_LESS)
         return None
     length = loop.params.get("length")
-    plan = axis.divergence.plan_of_nest(axis.size, nest, length)
+    whole_loop = Loop(axis.size, whole.test, whole.body, differs)
+    plan = axis.divergence.plan_of_nest(whole_loop, nest, length)
     if isinstance(plan, Masked):
         recording.note(why=plan.reason)
         return None
     n_test = len(whole.test_consts)
     flat = FlatLoop(inside, whole.test, whole.body, n_test, consts_at, plan, nest, length, together)
-    recording.note(divergence="flat", widths=plan.widths)
+    recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
     outs = bind(flat, _compat.varying_alike([*consts, *whole.carry]))
     at: list[Position] = [0] * len(outs)
     shared = [k for k in results if not apart[k]]

@@ -19,7 +19,7 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.divergence.policy import Flattened, Masked, Tiles, Window
+from batchax.divergence.policy import Flattened, Masked, Probed, Tiles, Window
 from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import alike, with_varying_values
 from batchax.divergence.windows import Tally, counted, run_in_windows
@@ -137,7 +137,7 @@ class PartingLoop:
     body: ClosedJaxpr
     n_test: int
     positions: tuple[Position, ...]
-    plan: Window | Tiles | Flattened | Masked
+    plan: Window | Tiles | Flattened | Probed | Masked
     is_bounded: ClassVar[bool] = False
 
     @property

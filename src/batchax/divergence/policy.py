@@ -134,6 +134,22 @@ class Flattened:
 
 
 @dataclass(frozen=True)
+class Probed:
+    """All lanes of a nested loop, masked, until one after another takes less; see `probed`.
+
+    Attributes:
+      slowdown: how many times as long that takes, if all lanes take as many steps.
+    """
+
+    slowdown: float
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """One lane at a time, in the end."""
+        return (1,)
+
+
+@dataclass(frozen=True)
 class Gathered:
     """A branch that runs in blocks, for the lanes that take it.
 
@@ -158,10 +174,13 @@ class Serial:
     most: int
 
 
-Decision = Masked | Window | Tiles | Flattened | Gathered | Serial
+Decision = Masked | Window | Tiles | Flattened | Probed | Gathered | Serial
+SHOWN = {Window: "compact", Tiles: "tiles", Flattened: "flat", Probed: "probed"}
+"""How a listing names the strategy of a loop."""
 
 
 NOTHING_ASKED = Compact()
+_EACH_ALONE = Tiles(1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -226,11 +245,13 @@ class NestedLoop:
       lanes: how many there are.
       nest: the loop, cut at those.
       length: how many steps it has, if all lanes take as many.
+      whole: it, as one loop.
     """
 
     lanes: int
     nest: Nest
     length: int | None
+    whole: Loop
 
 
 @dataclass(frozen=True)
@@ -288,7 +309,7 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
     if few >= size:
-        return Tiles(1, step.moving)
+        return _EACH_ALONE
     if few and few >= size // _FEW and different(loop.body.jaxpr) >= t.min_operations:
         return Window((size,), step.moving, few, _PAUSE, then_serial=True)
     if step.moving <= t.max_move_steps:
@@ -396,7 +417,15 @@ def _most_left(widths: Sequence[int], overhead: float) -> int:
 def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
     """Of how many lanes each by itself, in a single kernel, takes less than a step of all, masked.
 
-    They wait for no other lane. None if lanes fit a kernel together: they fill vector registers.
+    They wait for no other lane.
+    """
+    return int(_SERIAL * _alone_as_fast(t, loop, step))
+
+
+def _alone_as_fast(t: Thresholds, loop: Loop, step: Step) -> float:
+    """How many lanes, each by itself in a single kernel, take as long as a step of all, masked.
+
+    None if lanes fit a kernel together: they fill vector registers.
     """
     if not t.kernel_lanes:
         return 0
@@ -405,7 +434,7 @@ def _few_serial(t: Thresholds, loop: Loop, step: Step) -> int:
     if tiled or not all(map(fits_serial_kernel, programs)):
         return 0
     masked = step.work * (loop.lanes + step.overhead)
-    return int(_SERIAL * masked / (t.serial_slowdown * step.alone))
+    return masked / (t.serial_slowdown * step.alone)
 
 
 def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
@@ -459,8 +488,11 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window |
     return Window((size, width), step.moving) if width < size else Masked(why)
 
 
-def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked:
+def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Tiles | Probed | Masked:
     size, nest, length = nested.lanes, nested.nest, nested.length
+    alone = _alone_as_fast(t, nested.whole, nested.whole.step)
+    if _SERIAL * alone >= size:
+        return _EACH_ALONE
     price = price_inside(nest)
     long = length is not None and length > _MANY
     width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
@@ -469,6 +501,8 @@ def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Masked
     long = price.lane * size >= t.min_work
     if width == size and long and all(_is_tiled_in_a_kernel(t, size, x) for x in nest.loops):
         return Masked(_IN_TILES)
+    if alone * _MAX_SLOWDOWN >= size and (length is None or length > 2 * PROBED):
+        return Probed(size / alone)
     if price.of(size) < t.min_work_inside:
         return Masked(_CHEAP_INSIDE)
     around = price.lane * (length or _STEPS_AROUND)
@@ -622,6 +656,10 @@ _LONGEST = 700  # operations in the programs of all windows together, about: eac
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8
+PROBED = 4  # steps of a nested loop that all lanes take, before it is known how unequal they are
+# How many times as long lanes may take one after another in a nested loop, if all take as many
+# steps: they do so only once they have been seen to take fewer.
+_MAX_SLOWDOWN = 2.5
 _SERIAL = 0.5  # of the time of all lanes, that lanes one after another may take by the model
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy

@@ -30,6 +30,7 @@ from batchax.divergence.loops import VARIES_LESS, Waiting, bind, parting_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     CHEAP,
+    SHOWN,
     Asked,
     BoundedTail,
     ControlFlow,
@@ -39,6 +40,7 @@ from batchax.divergence.policy import (
     Loop,
     Masked,
     NestedLoop,
+    Probed,
     Serial,
     Tiles,
     Window,
@@ -118,10 +120,10 @@ class Runner(Asked):
             return None
         return run_flat(axis, loop, self.thresholds.min_work)
 
-    def plan_of_nest(self, size: int, nest: Nest, length: int | None) -> Flattened | Masked:
-        """How so many lanes of a nested loop run."""
-        chosen = self.decide(NestedLoop(size, nest, length))
-        assert isinstance(chosen, Flattened | Masked)
+    def plan_of_nest(self, whole: Loop, nest: Nest, length: int | None) -> NestPlan:
+        """How the lanes of a nested loop run."""
+        chosen = self.decide(NestedLoop(whole.lanes, nest, length, whole))
+        assert isinstance(chosen, Flattened | Tiles | Probed | Masked)
         return chosen
 
     def plan(
@@ -181,7 +183,7 @@ class Runner(Asked):
         if any(varying_of(given)) and Waiting.of(axis, loop).varies_less(results):
             recording.note(why=VARIES_LESS)
             return None
-        recording.note(divergence=_SHOWN[type(plan)], widths=plan.widths)
+        recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
         outs = bind(*parting_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 
@@ -213,7 +215,7 @@ class Runner(Asked):
             if apart is None:
                 return None
         else:
-            recording.note(divergence=_SHOWN[type(plan)], widths=plan.widths)
+            recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
         return finish(bounded_parting(axis, loop, whole, plan, apart))
 
     def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | None:
@@ -244,8 +246,9 @@ def for_any_machine(option: Any) -> Any:
     return Runner(thresholds=TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
 
 
+NestPlan = Flattened | Tiles | Probed | Masked
+
 _AROUND = "a loop around it has a window"
-_SHOWN = {Window: "compact", Tiles: "tiles"}
 _WHERE = {
     WhileLoop: "a loop that ends at its own step in each lane",
     BoundedLoop: "a bounded loop that ends at its own step in each lane",

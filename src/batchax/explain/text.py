@@ -305,6 +305,8 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "tiles":
         width = eqn.notes["widths"][0]
         remarks.append("lanes run sequentially" if width == 1 else f"tiles of {width} lanes")
+    if divergence == "probed":
+        remarks.append("lanes masked, until running them sequentially takes less")
     if divergence == "flat":
         remarks.append("each lane is at a place of its own")
     if divergence == "grouped":

@@ -304,8 +304,8 @@ def _what_is_traced_around(error: Exception, shared: Sequence[SpecifiedLeaf], ea
         f"{needs} a value that is known. These are the same {each}, and are traced all the same, "
         "by what is around, such as jax.jit:\n"
         + _listed(named or numbers or traced, each="")
-        + f"\njax.jit(..., static_argnames={name!r}) leaves {name} as it is, and so does a "
-        f"function that closes over it; else use {instead}."
+        + f"\nPass static_argnames={name!r} to jax.jit, or close over {name}. For a model of "
+        f"Equinox, use equinox.filter_jit in place of jax.jit. Or use {instead}."
     )
 
 

@@ -2,13 +2,14 @@
 
 A primitive that is in no table here is taken not to be, since a jaxpr with it would not compile. A
 single kernel cannot hold library calls, such as sums of many lanes: short ones are written out,
-term by term.
+in sums of two terms.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,9 @@ from batchax.memo import Memo
 from batchax.programs.cost import SERIAL, windows_of
 from batchax.programs.inner import programs_in
 
-_TERMS = 8
+_TERMS = 8  # that are added one by one
 _FACTORS = 16  # of which products add up
+_NUMBERS = 4096  # at most, that are added in a kernel of one lane
 
 
 def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -33,12 +35,13 @@ def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
     return _programs.get("for lanes", lambda: rewritten(program, _change), owner=program.jaxpr)
 
 
-def can_be_written(eqn: Eqn) -> bool:
+def can_be_written(eqn: Eqn, short: bool = False) -> bool:
+    """Whether an operation has a form for a kernel; `short`: for one of many lanes."""
     form = _FORMS.get(eqn.primitive.name)
-    return form is not None and form.serves(eqn)
+    return form is not None and form.serves(eqn) and (not short or form.is_short(eqn))
 
 
-_is_other_form = Anywhere(can_be_written)
+_is_other_form = Anywhere(lambda eqn: can_be_written(eqn))
 _programs = Memo("programs for lanes in one function", most=512)
 
 
@@ -58,17 +61,23 @@ class _Form(NamedTuple):
 
     Attributes:
       serves: whether an equation has it.
+      is_short: whether it is short enough for a kernel of many lanes.
       write: it, of the parameters of the equation and its operands.
     """
 
     serves: Callable[[Eqn], bool]
+    is_short: Callable[[Eqn], bool]
     write: Callable[..., Any]
 
 
-def _is_short(eqn: Eqn) -> bool:
+def _is_reduced(eqn: Eqn) -> bool:
     aval = eqn.invars[0].aval
-    terms = [aval.shape[a] for a in eqn.params["axes"]]
-    return aval.dtype in (np.float32, np.float64) and 0 < int(np.prod(terms)) <= _TERMS
+    return aval.dtype in (np.float32, np.float64) and 0 < aval.size <= _NUMBERS
+
+
+def _is_short(eqn: Eqn) -> bool:
+    shape = eqn.invars[0].aval.shape
+    return int(np.prod([shape[a] for a in eqn.params["axes"]])) <= _TERMS
 
 
 def from_zero(total: Any) -> Any:
@@ -85,59 +94,96 @@ def from_zero(total: Any) -> Any:
 
 
 def _sum(params: Any, x: Any) -> Any:
-    total = _term_by_term(lax.add)(params, x)
+    total = _all_in(lax.add)(params, x)
     return total if total.size == x.size else from_zero(total)
 
 
-def _term_by_term(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A reduction as operations on two terms: one by one, or many on halves of all."""
+
     def write(params: Any, x: Any) -> Any:
-        axes = params["axes"]
-        total = None
-        for places in itertools.product(*(range(x.shape[a]) for a in axes)):
-            first, end = [0] * x.ndim, list(x.shape)
-            for a, place in zip(axes, places, strict=True):
-                first[a], end[a] = place, place + 1
-            term = lax.squeeze(lax.slice(x, first, end), axes)
-            total = term if total is None else combine(total, term)
-        return total
+        axes = sorted(params["axes"])
+        if int(np.prod([x.shape[a] for a in axes])) <= _TERMS:
+            return functools.reduce(combine, _terms(x, axes))
+        for axis in reversed(axes):
+            x = _by_halves(combine, x, axis)
+        return x
 
     return write
 
 
-def _is_short_product(eqn: Eqn) -> bool:
-    ((left, _right), batch), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
-    terms = int(np.prod([x.shape[a] for a in left]))
+def _terms(x: Any, axes: Sequence[int]) -> Iterator[Any]:
+    for places in itertools.product(*(range(x.shape[a]) for a in axes)):
+        first, end = [0] * x.ndim, list(x.shape)
+        for a, place in zip(axes, places, strict=True):
+            first[a], end[a] = place, place + 1
+        yield lax.squeeze(lax.slice(x, first, end), axes)
+
+
+def _by_halves(combine: Callable[[Any, Any], Any], x: Any, axis: int) -> Any:
+    """`x` without `axis`, in as many steps as that has binary digits."""
+    part, rest = functools.partial(lax.slice_in_dim, axis=axis), []
+    while (n := x.shape[axis]) > 1:
+        half = n // 2
+        if n % 2:
+            rest.append(part(x, n - 1, n))
+        x = combine(part(x, 0, half), part(x, half, 2 * half))
+    return lax.squeeze(functools.reduce(combine, rest, x), (axis,))
+
+
+def _is_small_product(eqn: Eqn) -> bool:
+    ((left, right), batch), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
     floats = {x.dtype, y.dtype, eqn.outvars[0].aval.dtype} <= {
         np.dtype("float32"),
         np.dtype("float64"),
     }
-    return floats and len(left) == 1 and not any(batch) and 0 < terms <= _FACTORS
+    numbers = x.size * int(np.prod(np.delete(y.shape, right)))
+    return floats and len(left) <= 1 and not any(batch) and 0 < numbers <= _NUMBERS
+
+
+def _is_short_product(eqn: Eqn) -> bool:
+    ((left, _right), _), x = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    return int(np.prod([x.shape[a] for a in left])) <= _FACTORS
 
 
 def _product(params: Any, x: Any, y: Any) -> Any:
-    ((left,), (right,)), _ = params["dimension_numbers"]
+    contracted, _ = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or x.dtype
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+    left, right = map(list, contracted)
     shape = (*np.delete(x.shape, left), *np.delete(y.shape, right))
-    total = None
-    for k in range(x.shape[left]):
+    n_left, n = x.ndim - len(left), x.shape[left[0]] if left else 1
+    if n > _FACTORS:
+        x, y = _last(x, left[0]), _last(y, right[0])
+        x = lax.broadcast_in_dim(x, (*shape, n), [*range(n_left), len(shape)])
+        y = lax.broadcast_in_dim(y, (*shape, n), [*range(n_left, len(shape)), len(shape)])
+        return from_zero(_by_halves(lax.add, lax.mul(x, y), len(shape)))
+
+    def term(k: int) -> Any:
         first, second = (
-            lax.index_in_dim(z, k, a, keepdims=False) for z, a in ((x, left), (y, right))
+            lax.index_in_dim(z, k, a[0], keepdims=False) if a else z
+            for z, a in ((x, left), (y, right))
         )
-        term = lax.mul(
+        return lax.mul(
             lax.broadcast_in_dim(first, shape, range(first.ndim)),
             lax.broadcast_in_dim(second, shape, range(first.ndim, len(shape))),
         )
-        total = term if total is None else lax.add(total, term)
-    return total if x.shape[left] == 1 else from_zero(total)
+
+    total = functools.reduce(lax.add, map(term, range(n)))
+    return total if n == 1 else from_zero(total)
+
+
+def _last(x: Any, axis: int) -> Any:
+    """`x` with an axis behind the others."""
+    return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 
 
 _FORMS = {
-    "dot_general": _Form(_is_short_product, _product),
-    "reduce_sum": _Form(_is_short, _sum),
-    "reduce_prod": _Form(_is_short, _term_by_term(lax.mul)),
-    "reduce_max": _Form(_is_short, _term_by_term(lax.max)),
-    "reduce_min": _Form(_is_short, _term_by_term(lax.min)),
+    "dot_general": _Form(_is_small_product, _is_short_product, _product),
+    "reduce_sum": _Form(_is_reduced, _is_short, _sum),
+    "reduce_prod": _Form(_is_reduced, _is_short, _all_in(lax.mul)),
+    "reduce_max": _Form(_is_reduced, _is_short, _all_in(lax.max)),
+    "reduce_min": _Form(_is_reduced, _is_short, _all_in(lax.min)),
 }
 
 
@@ -213,7 +259,7 @@ _others_of_one = Anywhere(lambda eqn: not can_be_written(eqn) and _is_other(eqn,
 _UPDATES = frozenset(("dynamic_update_slice", "maybe_set", "scatter"))
 _others_of_lanes = Anywhere(
     lambda eqn: (
-        not can_be_written(eqn)
+        not can_be_written(eqn, short=True)
         and (eqn.primitive.name in _UPDATES or _is_other(eqn, _others_of_lanes))
     )
 )

@@ -136,6 +136,8 @@ def loops(context: FindingContext) -> Iterator[Finding]:
     for eqn, record in context.walk():
         if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
             continue
+        if any(e.notes.get("divergence") in _LEFT for e in _around(context, eqn)):
+            continue  # lanes leave that loop, and wait in this one for few others
         step, steps = _step_of(eqn)
         waits, told = steps / 2, ""
         counted = context.counted(eqn.number)
@@ -157,6 +159,17 @@ def loops(context: FindingContext) -> Iterator[Finding]:
 
 _CHUNKS = 16  # that are advised: with more, lanes wait less, and more of the time goes to chunks
 _WAITING = ("masked", "asked of all")  # the latter by a predicate that looks at other lanes
+_LEFT = ("compact", "tiles", "flat", "probed")
+
+
+def _around(context: FindingContext, eqn: Equation) -> Iterator[Equation]:
+    """The loops, branches and calls that an equation is inside."""
+    number = eqn.number
+    while "." in number:
+        number = number.rpartition(".")[0]
+        outer = context.equation(number)
+        if outer is not None:
+            yield outer
 
 
 def _step_of(eqn: Equation) -> tuple[Work, int]:

@@ -1,0 +1,164 @@
+"""Nested loops that lanes leave, all at once, to run one after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.divergence import policy
+from batchax.divergence.probed import masked_until_unequal
+from batchax.divergence.runner import Runner
+from batchax.kernel.axis import Axis
+from batchax.programs.thresholds import TABLE
+
+from support.forced import ALONE
+from support.kinds_of_axis import check_kind
+from support.oracle import same
+
+N, DRAWS = 7, 20
+CLOSE = dict(rtol=1e-3, atol=1e-4)
+RATES = np.random.default_rng(0).uniform(0.02, 0.9, N).astype("f")
+STARTS = np.random.default_rng(1).normal(size=(N, 3)).astype("f")
+
+
+def orbit(x, rate):
+    """A scan of loops in loops and in branches, of which lanes take different counts of steps."""
+
+    def inner(state):
+        k, x = state
+        x = lax.fori_loop(0, k % 3, lambda _, x: jnp.sin(x) + 0.1, x)
+        return k + 1, jnp.tanh(x * 1.1 + rate)
+
+    def draw(carry, t):
+        x, count = carry
+        steps = 1 + (7 * rate * (t % 4)).astype(jnp.int32)
+        last, x = lax.while_loop(lambda c: c[0] < steps, inner, (0, x))
+        far = lambda x: lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: 0.7 * x, x)
+        x = lax.cond(t % 5 == 0, far, lambda x: x, x)
+        return (x, count + last), jnp.sum(x)
+
+    return lax.scan(draw, (x, 0), jnp.arange(DRAWS, dtype=jnp.float32))
+
+
+def each(xs, rates):
+    outs = [orbit(x, rate) for x, rate in zip(xs, rates, strict=True)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *outs)
+
+
+def plans(fun, *args, **options):
+    """How the loops of a function are run that hold others."""
+    listed = bx.explain(fun, compile=False, **options)(*args)
+    return [e.notes.get("divergence") for e in listed.equations if e.primitive in ("scan", "while")]
+
+
+@pytest.fixture(params=["probed", "tiles"])
+def way(request, monkeypatch):
+    """All lanes first; or each lane by itself from the start, as one tile."""
+    if request.param == "probed":
+        monkeypatch.setattr(policy, "_SERIAL", 0.0)
+    else:
+        monkeypatch.setattr(policy, "_SERIAL", np.inf)
+    return request.param
+
+
+@pytest.mark.compiles(120)
+def test_values_and_derivatives_are_those_of_the_loop(way):
+    assert plans(orbit, STARTS, RATES, divergence=ALONE) == [way]
+    ways = {
+        "all at once": {"divergence": ALONE},
+        "chunks": {"divergence": ALONE, "batch_size": 3},
+        "devices": {"divergence": ALONE, "mesh": "all"},
+    }
+    make = functools.partial(bx.vmap, orbit)
+    check_kind(make, each, STARTS, RATES, ways=ways, derivatives=False, tolerance=CLOSE)
+    moved = jnp.cos(STARTS), jnp.sin(RATES)
+    for options in ways.values():
+        batched = make(**options)
+        got = jax.jit(lambda *xs, f=batched: jax.jvp(f, xs, moved))(STARTS, RATES)
+        same(got, jax.jvp(each, (STARTS, RATES), moved), CLOSE)
+
+
+def test_the_gradient_of_bounded_loops_inside(way):
+    def settle(x, rate):
+        step = lambda x: x - 0.1 * jnp.sin(x * rate)
+        near = lambda x: bx.bounded_while(lambda x: x[0] > rate, step, x, max_steps=12)
+        return lax.scan(lambda x, _: (near(x + 1), None), x, None, length=DRAWS)[0].sum()
+
+    loss = lambda xs: bx.vmap(settle, divergence=ALONE)(xs, RATES).sum()
+    alone = lambda xs: sum(settle(x, rate) for x, rate in zip(xs, RATES, strict=True))
+    same(jax.jit(jax.value_and_grad(loss))(STARTS), jax.value_and_grad(alone)(STARTS), CLOSE)
+
+
+def test_the_lanes_of_an_outer_vmap_join_them(way):
+    xs, rates = np.stack([STARTS, STARTS[::-1]]), np.stack([RATES, RATES])
+    got = jax.jit(jax.vmap(bx.vmap(orbit, divergence=ALONE)))(xs, rates)
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *map(each, xs, rates))
+    same(got, expected, CLOSE)
+
+
+def test_a_while_whose_lanes_end_at_other_steps(way):
+    def hailstone(n):
+        halve = lambda n: lax.while_loop(lambda n: n % 2 == 0, lambda n: n // 2, n)
+        return lax.while_loop(
+            lambda c: c[0] != 1, lambda c: (halve(3 * c[0] + 1), c[1] + 1), (n, 0)
+        )
+
+    ns = np.array([1, 3, 7, 27, 5, 97], np.int32)
+    assert plans(hailstone, ns, divergence=ALONE) == [way]
+    steps = jax.jit(bx.vmap(hailstone, divergence=ALONE))(ns)[1]
+    assert steps.tolist() == [0, 2, 5, 41, 1, 43]
+
+
+def _loops(slowest):
+    """A loop of nine steps, each with a loop of five, or in lane 0 of `slowest` times as many."""
+
+    def body(lane, count, total):
+        steps = jnp.where(lane == 0, 5 * slowest, 5)
+        more = lax.while_loop(
+            lambda c: c[0] < steps, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, total)
+        )
+        return count + 1, more[1]
+
+    types = jax.typeof(np.int32(0)), jax.typeof(np.int32(0)), jax.typeof(np.float32(0))
+    test = jax.make_jaxpr(lambda count, total: count < 9)(*types[1:])
+    return test, jax.make_jaxpr(body)(*types)
+
+
+@pytest.mark.parametrize(
+    ("slowest", "slowdown", "taken"), [(1, 1.0, 9), (1, 0.5, 4), (40, 2.5, 4), (40, 40.0, 9)]
+)
+def test_lanes_leave_once_one_after_another_takes_less(slowest, slowdown, taken):
+    test, body = _loops(slowest)
+    lanes, axis = np.arange(8, dtype=np.int32), Axis(8, None)
+    carry = [np.zeros(8, np.int32), np.ones(8, np.float32)]
+    run = lambda: masked_until_unequal(axis, test, body, (0,), 0, slowdown, [lanes], carry)
+    counts, _ = jax.jit(run)()
+    same(counts, np.full(8, taken))
+
+
+def test_chains_of_a_sampler_are_probed_by_default():
+    def leapfrog(state):
+        count, x, p = state
+        density = lambda x: -0.5 * jnp.sum((x[1:] - x[:-1] ** 2) ** 2) - jnp.sum(x**2)
+        for _ in range(8):
+            p = p + 0.01 * jax.grad(density)(x)
+            x = x + 0.01 * jnp.tanh(p)
+        return count + 1, x, p
+
+    def draw(x, key):
+        steps = jax.random.randint(key, (), 1, 30)
+        momentum = jax.random.normal(key, x.shape)
+        return lax.while_loop(lambda c: c[0] < steps, leapfrog, (0, x, momentum))[1], None
+
+    def chain(key, x):
+        return lax.scan(draw, x, jax.random.split(key, 50))[0]
+
+    keys, xs = jax.random.split(jax.random.key(0), 100), jnp.ones((100, 10))
+    default = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
+    assert plans(chain, keys, xs, divergence=default) == ["probed"]
+    loop = jnp.stack([jax.jit(chain)(k, x) for k, x in zip(keys[:5], xs, strict=False)])
+    same(jax.jit(bx.vmap(chain, divergence=default))(keys, xs)[:5], loop, CLOSE)

@@ -1,0 +1,69 @@
+"""Sums and products as a single kernel can hold them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from batchax.programs.one_function import (
+    fits_lowered_kernel,
+    fits_serial_kernel,
+    lower_for_kernel,
+)
+
+from support.oracle import same
+
+RANDOM = np.random.default_rng(0)
+REDUCTIONS = [lax.reduce_sum, lax.reduce_prod, lax.reduce_max, lax.reduce_min]
+
+
+def _alone(fun, *args):
+    """The results of a function with its sums written out, and which kernels hold it."""
+    lowered = lower_for_kernel(jax.make_jaxpr(fun)(*args))
+    fits = fits_serial_kernel(lowered.jaxpr), fits_lowered_kernel(jax.make_jaxpr(fun)(*args).jaxpr)
+    return jax.core.eval_jaxpr(lowered.jaxpr, lowered.consts, *args)[0], fits
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "shape", [(1,), (7,), (8,), (9,), (200,), (3, 5), (4, 33), (2, 3, 31)], ids=str
+)
+def test_reductions(reduce, shape):
+    x = RANDOM.uniform(0.5, 1.5, shape).astype(jnp.zeros(()).dtype)
+    for axes in {(0,), tuple(range(len(shape))), (len(shape) - 1,)}:
+        out, (alone, lanes) = _alone(lambda x, axes=axes: reduce(x, axes), x)
+        same(out, reduce(jnp.asarray(x), axes))
+        assert alone
+        assert lanes == (np.prod([shape[a] for a in axes]) <= 8)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "axes"),
+    [
+        ((), (5,), 0),
+        ((3,), (5,), 0),
+        ((16,), (16,), 1),
+        ((40,), (40,), 1),
+        ((3, 17), (17, 4), 1),
+        ((12, 40), (40,), 1),
+        ((2, 5), (5, 33), 1),
+    ],
+    ids=str,
+)
+def test_products(x, y, axes):
+    x, y = (RANDOM.normal(size=shape).astype(jnp.zeros(()).dtype) for shape in (x, y))
+    out, (alone, lanes) = _alone(lambda x, y: jnp.tensordot(x, y, axes), x, y)
+    same(out, jnp.tensordot(x, y, axes))
+    assert alone
+    assert lanes == (axes == 0 or x.shape[-1] <= 16)
+
+
+def test_sums_of_negative_zeros_are_zeros():
+    out, _ = _alone(lambda x: x.sum(), np.full(33, -0.0, np.float32))
+    assert not np.signbit(out)
+
+
+def test_what_is_large_is_left_to_a_library():
+    for fun, *args in (jnp.sum, np.ones(5000)), (jnp.dot, np.ones((70, 70)), np.ones(70)):
+        assert _alone(fun, *map(jnp.asarray, args))[1] == (False, False)
