@@ -53,6 +53,8 @@ WAYS = {
     "bounded_while of lanes": bx.vmap(stepped(lambda *loop: bx.bounded_while(*loop, 9))),
     "while, masked": bx.vmap(stepped(lax.while_loop), divergence="predicate"),
     "while, compact": bx.vmap(stepped(lax.while_loop), divergence="compact", batch_size=4),
+    "mesh": bx.vmap(f, mesh=jax.make_mesh((4,), ("d",))),
+    "mesh, batch_size": bx.vmap(f, mesh=jax.make_mesh((4,), ("d",)), batch_size=1),
     "sequential_vmap": bx.vmap(bx.sequential_vmap(f)),
     "sequential_vmap, not batched": lambda x: bx.sequential_vmap(f)(x[2]),
     "custom_vmap, not batched": lambda x: with_rule(x[2]),

@@ -72,6 +72,7 @@ WAYS = {
     "sequential_vmap": lambda f: bx.vmap(bx.sequential_vmap(f)),
     "jax.vmap outside": lambda f: lambda keys: jax.vmap(bx.vmap(f, batch_size=2))(keys[:, None]),
     "mesh": lambda f: bx.vmap(f, mesh=jax.make_mesh((1,), ("d",))),
+    "mesh, lanes repeated": lambda f: bx.vmap(f, mesh=jax.make_mesh((4,), ("d",))),
 }
 
 

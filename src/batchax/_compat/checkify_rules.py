@@ -30,7 +30,7 @@ from jax.experimental.key_reuse._core import (
 from jax.extend.core.primitives import while_p
 
 from batchax._compat.jaxprs import ClosedJaxpr, Primitive, checks
-from batchax._compat.staging import stage
+from batchax._compat.staging import as_one_call, stage
 
 
 class Checking(NamedTuple):
@@ -126,6 +126,24 @@ def _with_one_predicate(
 
 
 set_error_rule(while_p, _while)
+
+(_shard_map_p,) = (p for p in error_checks if p.name == "shard_map")
+_shard_map_of_jax = error_checks[_shard_map_p]
+
+
+def _shard_map(
+    checking: Checking, operands: Sequence[Any], params: Any
+) -> tuple[Any, Sequence[Any]]:
+    """JAX's rule loses constants of the checked program, such as a table that is indexed.
+
+    It raises "foreach() argument 2 is shorter" (JAX 0.10.2 to 0.12.0). A call keeps its constants.
+    """
+    context, error, enabled = checking
+    params = {**params, "jaxpr": as_one_call(params["jaxpr"])}
+    return _shard_map_of_jax(*context, error, enabled, *operands, **params)
+
+
+set_error_rule(_shard_map_p, _shard_map)
 
 
 def set_key_use(

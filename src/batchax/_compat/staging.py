@@ -186,21 +186,30 @@ def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
     That is a third of the work of binding each of them again. In public JAX does so for what
     ``jax.jit(inline=True)`` made, which to call takes as long as it saves.
     """
-    ins, outs = len(operands), len(program.out_avals)
+    return jex_primitives.jit_p.bind(*operands, **_of_jit(program, _OF_JIT))
+
+
+def as_one_call(jaxpr: Any) -> Any:
+    """`jaxpr`, open or closed, as one call of ``jax.jit`` of all that it does."""
+    if not jaxpr.eqns:
+        return jaxpr
+    outs = [jex_core.Var(v.aval) for v in jaxpr.outvars]
+    params = _of_jit(close(jaxpr), {**_OF_JIT, "inline": _A_CALL.params["inline"]})
+    call = _A_CALL.replace(invars=list(jaxpr.invars), outvars=outs, params=params)
+    call = call.replace(effects=jaxpr.effects, ctx=jaxpr.eqns[0].ctx)
+    return jaxpr.replace(eqns=[call], outvars=outs)
+
+
+def _of_jit(program: ClosedJaxpr, params: Any) -> Any:
+    ins, outs = len(program.in_avals), len(program.out_avals)
     counts = {"in_shardings": ins, "in_layouts": ins, "donated_invars": ins}
     counts |= {"out_shardings": outs, "out_layouts": outs}
-    some = {name: _OF_JIT[name] * count for name, count in counts.items()}
-    return jex_primitives.jit_p.bind(*operands, **{**_OF_JIT, **some, "jaxpr": program})
+    return {**params, **{k: params[k] * count for k, count in counts.items()}, "jaxpr": program}
 
 
-def _parameters_of_jit() -> dict[str, Any]:
-    """The parameters of a call to be written out, of a function of one operand and result."""
-    (eqn,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).jaxpr.eqns
-    inline = type(eqn.params["inline"])  # a bool, since 0.12 one of several words
-    return {**eqn.params, "inline": getattr(inline, "JAX_EARLY", True)}
-
-
-_OF_JIT = _parameters_of_jit()
+(_A_CALL,) = jax.make_jaxpr(jax.jit(lambda x: -x))(0.0).jaxpr.eqns
+_inline = type(_A_CALL.params["inline"])  # a bool, since 0.12 one of several words
+_OF_JIT = {**_A_CALL.params, "inline": getattr(_inline, "JAX_EARLY", True)}
 
 
 class _InShardMap:
