@@ -53,8 +53,6 @@ WAYS = {
     "bounded_while of lanes": bx.vmap(stepped(lambda *loop: bx.bounded_while(*loop, 9))),
     "while, masked": bx.vmap(stepped(lax.while_loop), divergence="predicate"),
     "while, compact": bx.vmap(stepped(lax.while_loop), divergence="compact", batch_size=4),
-    "mesh": bx.vmap(f, mesh=jax.make_mesh((4,), ("d",))),
-    "mesh, batch_size": bx.vmap(f, mesh=jax.make_mesh((4,), ("d",)), batch_size=1),
     "sequential_vmap": bx.vmap(bx.sequential_vmap(f)),
     "sequential_vmap, not batched": lambda x: bx.sequential_vmap(f)(x[2]),
     "custom_vmap, not batched": lambda x: with_rule(x[2]),
@@ -73,6 +71,16 @@ def test_errors_are_reported_as_by_jaxs_loops(way):
         message = PLAIN(x)[0].get()
         assert (message is None) == (what == "right")
         assert ours(x)[0].get() == message, what
+
+
+@pytest.mark.compiles(80)
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_each_device_of_a_mesh_reports_its_errors(batch_size):
+    batched = bx.vmap(f, mesh=jax.make_mesh((4,), ("d",)), batch_size=batch_size)
+    ours = jax.jit(checkify.checkify(batched, errors=checkify.all_checks))
+    for x in WRONG.values():
+        message = PLAIN(x)[0].get()  # of the third example, which the second device has
+        assert ours(x)[0].get() == (message and f"at mapped index 1: {message}")
 
 
 @pytest.mark.compiles(80)
