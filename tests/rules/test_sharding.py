@@ -330,6 +330,7 @@ REFUSED_BY_JAX = {
         *((name, True) for name in REFUSED_BY_JAX),
         ("constants", False),
         ("gradient of a scan", False),
+        ("inverse", False),
     ],
 )
 def test_values_without_a_mesh_meet_a_batch_that_names_one(name, set_mesh):

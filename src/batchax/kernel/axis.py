@@ -12,6 +12,7 @@ a loop or the branches of a ``cond`` by another strategy.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -118,7 +119,10 @@ def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
         out = lax.broadcast_in_dim(x, shape, kept)
         if not isinstance(out, Tracer):
             return jax.device_put(out, NamedSharding(axis.mesh, sharding.spec))
-    out = lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
+    # Where no mesh is set, JAX drops `out_sharding`.
+    unset = sharding is not None and jax.sharding.get_abstract_mesh().empty
+    with jax.sharding.use_abstract_mesh(sharding.mesh) if unset else nullcontext():
+        out = lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
     over = lanes_vary_over(axis)
     return _compat.varying_over(out, over) if over else out
 
