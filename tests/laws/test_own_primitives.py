@@ -15,9 +15,11 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
+from batchax import _compat
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
+from batchax.rows.found_bounds import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.row_rules import call_later
 from batchax.rows.sizes import found_places_p
@@ -179,6 +181,17 @@ def sorting_with(f, sort):
     return sorted_by_others
 
 
+def with_found_sizes(f):
+    """`f` as what follows from a size that is found: of one element at most, or of two."""
+
+    def found(x):
+        program = _compat.stage(lambda x: [f(x)], [jax.typeof(x)])
+        count = lax.convert_element_type(x > 1, np.int32)[None]
+        return found_switch_p.bind(count, x, programs=(program,) * 2, bounds=((0,), (1,)))[0]
+
+    return found
+
+
 # For each primitive, of a function of a number: a function with the primitive around that one or
 # beside it, and the same without.
 AROUND = {
@@ -211,6 +224,7 @@ AROUND = {
         lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
+    "found_switch": lambda f: (with_found_sizes(f), f),
     "index_arrays": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
