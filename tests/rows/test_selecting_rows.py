@@ -7,6 +7,8 @@ import pytest
 
 import batchax as bx
 
+from support.compiled import compilations
+
 FLOAT = jax.dtypes.canonicalize_dtype(float)
 LENGTHS = [3, 0, 2, 4]
 
@@ -144,3 +146,16 @@ def test_one_capacity_is_one_compilation():
     with pytest.raises(bx.AxisError, match="have 9 elements, and capacity is 8"):
         batch()[0].with_capacity(8)
     same(batch()[0].with_capacity(9).with_capacity(30).with_capacity(9), batch()[1])
+
+
+def test_rows_on_the_host_get_room_without_compiling():
+    rows = [np.ones((n, 2), np.float32) for n in (3, 1, 4)]
+
+    def room():
+        for n in (11, 12, 13):
+            x = bx.Ragged.from_rows([*rows, np.full((n, 2), 2.0, np.float32)]).with_capacity(40)
+            assert isinstance(x.data, jax.Array)
+            assert x.data.shape == (40, 2)
+            assert np.asarray(x.data)[8 : 8 + n].tolist() == [[2.0, 2.0]] * n
+
+    assert compilations(room) == []

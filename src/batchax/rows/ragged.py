@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
@@ -310,9 +311,14 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         part[self.element_axis] = slice(0, capacity)
         room = list(self.data.shape)
         room[self.element_axis] = max(0, capacity - size)
-        numpy = np if isinstance(self.data, np.ndarray) else jnp
-        parts = [self.data[tuple(part)], numpy.zeros(room, self.dtype)]
-        return self.with_data(numpy.concatenate(parts, axis=self.element_axis))
+        if _on_host(self.data):  # a program of XLA would be compiled for each number of elements
+            host = np.asarray(self.data)
+            joined = [host[tuple(part)], np.zeros(room, host.dtype)]
+            padded = np.concatenate(joined, axis=self.element_axis)
+            numpy = isinstance(self.data, np.ndarray)
+            return self.with_data(padded if numpy else jnp.asarray(padded))
+        parts = [self.data[tuple(part)], jnp.zeros(room, self.dtype)]
+        return self.with_data(jnp.concatenate(parts, axis=self.element_axis))
 
     def with_max_length(self, max_length: int | tuple[int | None, ...]) -> Ragged:
         """Sets another bound of the lengths.
@@ -368,6 +374,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             f"lengths={shown if isinstance(self.axis, int) else f'({shown})'}, "
             f"max_length={self.max_length})"
         )
+
+
+def _on_host(x: Any) -> bool:
+    """Whether NumPy reads this without a transfer: it is an array of NumPy, or on the first CPU."""
+    if not isinstance(x, jax.Array):
+        return isinstance(x, np.ndarray)
+    if isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return False
+    first = jax.devices()[0]
+    return first.platform == "cpu" and x.devices() == {first} and not x.committed
 
 
 def _letters(every: Sequence[Any]) -> list[str]:
