@@ -279,7 +279,8 @@ def _count(mapped: Sequence[Input]) -> int:
         )
         raise AxisError(
             f"all arguments must have the same number of rows, but they have{lines}\nPass None in "
-            "in_axes for an argument that all rows share."
+            "in_axes for an argument that all rows share. A list of rows that differ in length is "
+            "a Ragged: pass batchax.Ragged.from_rows(rows)."
         )
     return counts.pop()
 

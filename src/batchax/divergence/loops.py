@@ -190,6 +190,7 @@ class PartingLoop:
             ended, tallies = run_in_tiles(plan, step, *given), []
         else:
             window = plan.window if isinstance(plan, Flattened) else plan
+            assert isinstance(window, Window)
             ended, tallies = run_in_windows(window, step, *given)
         outs = with_values(slots, changed, ended)
         if isinstance(plan, Window) and plan.then_serial:

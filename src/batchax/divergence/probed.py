@@ -89,8 +89,8 @@ def _counting(axis: Axis, body: ClosedJaxpr) -> ClosedJaxpr:
     """`body` with one more number, to which what the steps of loops inside cost is added."""
 
     def run(*operands: Value) -> list[Value]:
-        *operands, spent = operands
-        return _run(body, operands, spent)
+        *given, spent = operands
+        return _run(body, given, spent)
 
     return stage_function(axis, run, [*body.in_avals, jax.typeof(np.float32(0))])
 

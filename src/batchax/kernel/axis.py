@@ -120,8 +120,10 @@ def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
         if not isinstance(out, Tracer):
             return jax.device_put(out, NamedSharding(axis.mesh, sharding.spec))
     # Where no mesh is set, JAX drops `out_sharding`.
-    unset = sharding is not None and jax.sharding.get_abstract_mesh().empty
-    with jax.sharding.use_abstract_mesh(sharding.mesh) if unset else nullcontext():
+    own: Any = nullcontext()
+    if sharding is not None and jax.sharding.get_abstract_mesh().empty:
+        own = jax.sharding.use_abstract_mesh(sharding.mesh)
+    with own:
         out = lax.broadcast_in_dim(x, shape, kept, out_sharding=sharding)
     over = lanes_vary_over(axis)
     return _compat.varying_over(out, over) if over else out

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend import core
 from jax.extend.core.primitives import custom_jvp_call_p
 
@@ -164,9 +165,10 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
 
     def entries_of(i: int | Constant) -> Entries | None:
         x = i.value if isinstance(i, Constant) else consts.get(i)
-        small = x is not None and np.ndim(x) < 2 and not isinstance(x, jax.core.Tracer)
-        if small and np.size(x) <= 4 and np.issubdtype(np.asarray(x).dtype, np.integer):
-            return tuple(np.asarray(x).reshape(-1).tolist())
+        if x is not None and not isinstance(x, Tracer) and np.ndim(x) < 2 and np.size(x) <= 4:
+            known = np.asarray(x)
+            if np.issubdtype(known.dtype, np.integer):
+                return tuple(known.reshape(-1).tolist())
         return None if isinstance(i, Constant) else vectors.get(i)
 
     def walk(

@@ -283,7 +283,9 @@ def _write(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
 def _targets(rows: Any, x: Any, indices: Any) -> tuple[Any, Any]:
     """Where in all packed elements the indices of elements are, moved inside, and which were."""
     (dim,), (along,) = (x.shape[k] for k in ragged_axes(x.shape)), ragged_axes(indices.shape)
-    name, less = shorter(dim, rows.bounds)
+    of = shorter(dim, rows.bounds)
+    assert of is not None  # or the rows would not be packed
+    name, less = of
     index, row = rows.segments[name].index, rows.of(indices.shape[along]).rows
     place = as_index(lax.squeeze(indices.value, (len(indices.shape) - 1,)))
     each = lambda x: lax.broadcast_in_dim(
