@@ -747,3 +747,13 @@ def test_padding_in_the_words_of_torch():
     rows = bx.Ragged.from_rows([np.ones(2), np.ones(3)])
     with pytest.raises(bx.ArgumentTypeError, match="pass fill_value"):
         rows.to_padded(padding_value=0)
+
+
+@pytest.mark.parametrize(
+    "fun", [lambda x: x.mean(), jnp.sum, jnp.tanh], ids=["method", "sum", "tanh"]
+)
+def test_a_list_of_rows_of_one_length(fun):
+    rows = [np.ones(3, np.float32)] * 4
+    with pytest.raises((AttributeError, TypeError), match=r"pass jnp.stack\(\w+\), or batchax.Rag"):
+        bx.vmap(fun)(rows)
+    assert bx.vmap(lambda x: x[0] + x[1])(rows[:2]).shape == (3,)

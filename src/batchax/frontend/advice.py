@@ -146,9 +146,15 @@ def named_in_errors(
         if short:
             error.args = (short,)
         raise
-    except (TypeError, ValueError, jax.errors.NonConcreteBooleanIndexError) as error:
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        jax.errors.NonConcreteBooleanIndexError,
+    ) as error:
         top = (
             _batched_already(fun, error)
+            or _rows_in_a_list(error, mapped)
             or _found_sizes(error)
             or _no_reverse(error)
             or _what_python_needed(error, mapped, each)
@@ -157,7 +163,7 @@ def named_in_errors(
             or _shapes_of_one_example(fun, error, mapped, shared, each)
         )
         if top and error.args and _SAYS not in str(error.args[0]):
-            says = "\n" if isinstance(error, AxisError) else _SAYS
+            says = _SAYS if not isinstance(error, (AttributeError, AxisError)) else "\n"
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
         raise
     except Exception as error:
@@ -198,6 +204,18 @@ def _batched_already(fun: Any, error: Exception) -> str:
         f"{name_of(fun)} gets its arguments without the axes that "
         "are mapped here, and maps over an axis that they do not have. If it is batched already, "
         "pass the function of one example instead, with its in_axes."
+    )
+
+
+def _rows_in_a_list(error: Exception, mapped: Sequence[Any]) -> str:
+    lists = [m.path.removesuffix("[0]") for m in mapped if re.fullmatch(r"\w+\[0\]", m.path)]
+    if not lists or not re.search(r"'list' object|<class 'list'>", str(error)):
+        return ""
+    (name, *_) = lists
+    return (
+        f"{name} is a list of arrays, of which each is mapped: the function gets a list with its "
+        f"part of each. If {name} holds one row for each example, pass jnp.stack({name}), or "
+        f"batchax.Ragged.from_rows({name}) if rows differ in length."
     )
 
 
