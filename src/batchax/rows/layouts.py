@@ -165,10 +165,10 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
 
     def entries_of(i: int | Constant) -> Entries | None:
         x = i.value if isinstance(i, Constant) else consts.get(i)
-        if x is not None and not isinstance(x, Tracer) and np.ndim(x) < 2 and np.size(x) <= 4:
-            known = np.asarray(x)
-            if np.issubdtype(known.dtype, np.integer):
-                return tuple(known.reshape(-1).tolist())
+        is_integer = lambda x: jnp.issubdtype(jax.typeof(x).dtype, np.integer)  # and no random key
+        small = lambda x: np.ndim(x) < 2 and np.size(x) <= 4
+        if x is not None and not isinstance(x, Tracer) and is_integer(x) and small(x):
+            return tuple(np.asarray(x).reshape(-1).tolist())
         return None if isinstance(i, Constant) else vectors.get(i)
 
     def walk(
