@@ -40,6 +40,7 @@ NEVER_SHOWN = {
     "core_call": "what a call was named in other versions of JAX",
     "stage": "tracing takes it out",
     "call_later": "a rule of the user is shown, which it calls",
+    "found_switch": "the programs that it chooses from are shown",
     "summed": "it names what lanes add up, and is no operation of theirs",
     "custom_lin": "its rule says that forward mode through reverse-only rules cannot be",
     "call_hi_primitive_linearized": "its rule says the same",

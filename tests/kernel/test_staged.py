@@ -1,12 +1,10 @@
-"""What windows are made of: loops of few operations, and entries by lane and place."""
+"""What windows are made of: loops of few operations, and parts of arrays."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from batchax.execution.gathered_lanes import entries_at, put_entries
 from batchax.execution.slices import part_of, put_part
 from batchax.kernel.inner import while_loop
 
@@ -27,16 +25,3 @@ def test_rows_are_cut_along_an_axis(axis):
     x = np.arange(24.0).reshape(4, 6)
     np.testing.assert_array_equal(part_of(x, np.int32(1), axis, 2), x.take([1, 2], axis))
     np.testing.assert_array_equal(put_part(x, -x[:2], np.int32(2))[2:], -x[:2])
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool])
-def test_entries_are_those_of_each_lane_and_lanes_out_of_bounds_write_nothing(dtype):
-    x = (np.arange(60).reshape(5, 4, 3) % 2).astype(dtype)
-    lanes, places = np.array([3, 0, 4], np.int32), np.array([1, 3, 0], np.int32)
-    rows = entries_at(x, lanes, places)
-    np.testing.assert_array_equal(rows[:, 0], x[lanes, places])
-    values = jnp.ones((3, 1, 3), dtype)
-    new = np.array(put_entries(jnp.asarray(x), values, np.array([3, 7, 4], np.int32), places))
-    expected = x.copy()
-    expected[[3, 4], [1, 0]] = 1
-    np.testing.assert_array_equal(new, expected)

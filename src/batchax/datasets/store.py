@@ -74,7 +74,7 @@ class OutputGuard:
     def written(self, number: int, files: Sequence[Path]) -> None:
         if files:
             at = self._at()
-            names = [str(file.relative_to(at)) for file in files]
+            names = [os.path.relpath(file, at) for file in files]  # elsewhere, if it was moved
             stamp = _stamp(at, names)
             with self._lock:
                 self._written[number] = names, stamp

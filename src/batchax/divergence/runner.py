@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchax import _compat
 from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
@@ -108,7 +109,8 @@ class Runner(Asked):
         t = self.thresholds
         if t is None or not isinstance(axis.size, int):
             return False
-        most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
+        with _compat.named_scope(axis.name, axis.size):  # the cost of a rule is that of its program
+            most = WITH_DERIVATIVE * price_at_most(loop).of(axis.size)
         return most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:

@@ -163,7 +163,7 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
         shapes[len(shapes)] = tuple(shape)
         return len(shapes) - 1
 
-    def entries_of(i: int | Constant) -> Entries | None:
+    def known_entries(i: int | Constant) -> Entries | None:
         x = i.value if isinstance(i, Constant) else consts.get(i)
         is_integer = lambda x: jnp.issubdtype(jax.typeof(x).dtype, np.integer)  # and no random key
         small = lambda x: np.ndim(x) < 2 and np.size(x) <= 4
@@ -189,13 +189,13 @@ def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> Ro
                 outs = walk(inner, inputs, (eqn, *callers))
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
-            if eqn.primitive.name in _WINDOWED and (of := entries_of(inputs[1])) is not None:
+            if eqn.primitive.name in _WINDOWED and (of := known_entries(inputs[1])) is not None:
                 constant = _with_known_index(eqn, of, bounds or {})
                 if constant is not None:
                     eqn, index = constant
                     inputs = inputs[0], index, *inputs[2:]
             outputs = tuple(number(v.aval.shape) for v in eqn.outvars)
-            made = _known_entries(eqn, list(map(entries_of, inputs)))
+            made = _known_entries(eqn, list(map(known_entries, inputs)))
             if made is not None:
                 vectors[outputs[0]] = made
             env.update(zip(eqn.outvars, outputs, strict=True))
