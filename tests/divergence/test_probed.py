@@ -118,10 +118,9 @@ def _loops(slowest):
 
     def body(lane, count, total):
         steps = jnp.where(lane == 0, 5 * slowest, 5)
-        more = lax.while_loop(
-            lambda c: c[0] < steps, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, total)
-        )
-        return count + 1, more[1]
+        step = lambda c: (c[0] + 1, jnp.sin(c[1]))
+        loop = lambda total: lax.while_loop(lambda c: c[0] < steps, step, (0, total))[1]
+        return count + 1, lax.cond(count >= 0, jax.jit(loop), loop, total)
 
     types = jax.typeof(np.int32(0)), jax.typeof(np.int32(0)), jax.typeof(np.float32(0))
     test = jax.make_jaxpr(lambda count, total: count < 9)(*types[1:])

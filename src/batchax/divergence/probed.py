@@ -25,7 +25,9 @@ from batchax.divergence.costs import SCALAR, may_wait
 from batchax.divergence.policy import PROBED
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import anyone
+from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import remembered, stage_function, while_loop
@@ -100,10 +102,13 @@ def _run(program: ClosedJaxpr, operands: Sequence[Value], spent: Value) -> list[
 
     def equation(eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
         nonlocal spent
-        run = _LOOPS.get(eqn.primitive)
-        if run is None or not may_wait.in_equation(eqn):
+        is_call = facts_of(eqn.primitive).is_plain_call
+        if not (is_call or eqn.primitive in _LOOPS) or not may_wait.in_equation(eqn):
             return bind_equation(eqn, operands)
-        *outs, spent = run(eqn.params, operands, spent)
+        if is_call:
+            *outs, spent = _run(program_called(eqn), operands, spent)
+        else:
+            *outs, spent = _LOOPS[eqn.primitive](eqn.params, operands, spent)
         return outs
 
     outs = evaluate(program.jaxpr, program.consts, operands, equation)
