@@ -389,19 +389,6 @@ def hidden_markov(y):
     return lax.while_loop(going_on, step, start)[:2]
 
 
-@program("optax", "a Gaussian process each, 48 series", _series, 48)
-def gaussian_process(y):
-    def loss(parameters):
-        scale, amplitude, noise = jnp.exp(parameters)
-        t = jnp.arange(60.0)
-        k = amplitude * jnp.exp(-0.5 * ((t[:, None] - t) / scale) ** 2)
-        factor = jnp.linalg.cholesky(k + (noise + 1e-3) * jnp.eye(60))
-        z = jax.scipy.linalg.solve_triangular(factor, y - y.mean(), lower=True)
-        return (0.5 * z @ z + jnp.sum(jnp.log(jnp.diag(factor)))) / 60
-
-    return _minimized(loss, jnp.array([1.0, 0.0, -1.0]), 1e-2, 40)
-
-
 @program("JAX", "a bound of an inner vmap, 256", lambda n: (jnp.arange(n) % 40,), 256)
 def bounded_inside(count):
     def inner(x):
