@@ -75,7 +75,10 @@ def _complaints(session):
 
 
 def _one(session, selector):
-    return session.find_element("css selector", selector)
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    # What opens is filled by an event, which comes later.
+    return WebDriverWait(session, 20).until(lambda s: s.find_element("css selector", selector))
 
 
 def _all(session, selector):
