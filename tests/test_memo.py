@@ -290,7 +290,6 @@ def test_the_default_device_between_two_calls():
 NO_CACHES = {
     "datasets/engines/worker.py": {
         "_jobs": "jobs of which this process does units, with files open",
-        "_writer": "the name of this process",
     },
     "datasets/disk.py": {"_held": "locks that are held, to release"},
     "datasets/job.py": {"functools.cache": "the plan and fingerprint of one call"},

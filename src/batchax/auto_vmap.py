@@ -21,7 +21,7 @@ from batchax.frontend.arguments import array_inside
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
-from batchax.frontend.options import OF_RANKS, check_small_matrices, is_word
+from batchax.frontend.options import OF_RANKS, check_small_matrices
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
@@ -152,8 +152,8 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     options = {k: named[k] for k in _OPTIONS if k in named and k not in signature.parameters}
     divergence = options.get("divergence", "auto")
     check_divergence(divergence)
-    if is_word(divergence, "serial"):
-        options["batch_size"] = lanes_at_a_time(divergence, options.get("batch_size"))
+    lanes = lanes_at_a_time(divergence, options.get("batch_size"))
+    options |= {} if lanes is None else {"batch_size": lanes}
     find_chunking(fun, *(options.get(k, default) for k, default in _CHUNKS.items()))  # checks
     check_small_matrices(options.get("small_matrices", "auto"))
     if len(ranks) == 1 and isinstance(ranks[0], str):

@@ -96,7 +96,7 @@ def solver(count, x):
 def test_lanes_of_cheap_steps_run_sequentially(fun):
     points = POINTS.at[3].set(jnp.nan)
     (notes,) = loops(fun, COUNTS, points, divergence=ONE_DEVICE)
-    assert (notes["divergence"], notes["widths"]) == ("tiles", (1,))
+    assert (notes["divergence"], notes["widths"]) == ("alone", (1,))
     ours, theirs = bx.vmap(fun, divergence=ONE_DEVICE), jax.vmap(fun)
     same(jax.jit(ours)(COUNTS, points), jax.jit(theirs)(COUNTS, points), None)
     tangents = lambda f: jax.jvp(lambda x: f(COUNTS, x)[1:], (points,), (points + 1,))

@@ -55,7 +55,7 @@ def plans(fun, *args, **options):
     return [e.notes.get("divergence") for e in listed.equations if e.primitive in ("scan", "while")]
 
 
-@pytest.fixture(params=["probed", "tiles"])
+@pytest.fixture(params=["probed", "alone"])
 def way(request, monkeypatch):
     """All lanes first; or each lane by itself from the start, as one tile."""
     if request.param == "probed":
@@ -111,6 +111,15 @@ def test_a_while_whose_lanes_end_at_other_steps(way):
     assert plans(hailstone, ns, divergence=ALONE) == [way]
     steps = jax.jit(bx.vmap(hailstone, divergence=ALONE))(ns)[1]
     assert steps.tolist() == [0, 2, 5, 41, 1, 43]
+
+
+def test_measured_explanations_say_that_steps_in_a_kernel_are_not_counted(way):
+    told = bx.explain(orbit, divergence=ALONE, measure=True)(STARTS, RATES)
+    scan, *inside = told.steps
+    assert (scan.way, scan.done) == (way, None)
+    assert all(count.done is None for count in inside)
+    assert "sequentially" in str(told)
+    assert "lanes run sequentially in a single kernel" in str(told)
 
 
 def _loops(slowest):

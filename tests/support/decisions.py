@@ -131,7 +131,7 @@ def _shown(control_flow):
             return (
                 f"{'bounded loop' if bounded else 'loop'} of {lanes}, {_of_step(control_flow.step)}"
             )
-        case policy.NestedLoop(lanes=lanes, nest=nest):
+        case policy.NestedLoop(whole=policy.Loop(lanes=lanes), nest=nest):
             price = price_inside(nest)
             return (
                 f"nested loop of {lanes}, begins {price.begin:.3g} ns, a lane {price.lane:.3g} ns"
@@ -155,8 +155,12 @@ def _decision(decision):
             return f"Tiles of {width}, single kernel{f', leave {left}' * bool(left)}"
         case policy.Flattened(window):
             return f"Flattened {_widths(window.widths, window.leave_at)}"
+        case policy.Alone():
+            return "Alone, single kernel"
+        case policy.FewAlone(left):
+            return f"FewAlone, leave at {left}, single kernel"
         case policy.Probed(slowdown):
-            return f"Probed, {slowdown:.3g} times as long if all take as many steps"
+            return f"Probed, {slowdown:.3g} times as long if counts are equal"
         case policy.Gathered(all_from):
             return f"Gathered{'' if all_from is None else f', all from {all_from:.3g}'}"
         case policy.Serial(most):

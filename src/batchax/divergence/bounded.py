@@ -27,7 +27,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.loops import PartingLoop, as_weak_as, bind, parting_loop
-from batchax.divergence.policy import Masked, Tiles, Window
+from batchax.divergence.policy import LoopDecision, Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
 from batchax.execution.bounded_derivatives import parts, take
@@ -354,7 +354,7 @@ def bounded_parting(
     axis: Axis,
     loop: BoundedLoop,
     whole: WhileLoop,
-    plan: Window | Tiles | Masked,
+    plan: LoopDecision,
     apart: TailCompaction | None,
 ) -> list[Any]:
     """The carry of the ``while`` that a bounded loop is, of all lanes in the end."""

@@ -82,8 +82,9 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
         recording.note(why=VARIES_LESS)
         return None
     length = loop.params.get("length")
-    whole_loop = Loop(axis.size, whole.test, whole.body, differs)
-    plan = axis.divergence.plan_of_nest(whole_loop, nest, length)
+    plan = axis.divergence.plan_of_nest(
+        Loop(axis.size, whole.test, whole.body, differs), nest, length
+    )
     if isinstance(plan, Masked):
         recording.note(why=plan.reason)
         return None

@@ -19,10 +19,19 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.divergence.policy import Flattened, Masked, Probed, Tiles, Window
+from batchax.divergence.policy import (
+    Alone,
+    FewAlone,
+    Flattened,
+    LoopDecision,
+    Masked,
+    NestDecision,
+    Tiles,
+    Window,
+)
 from batchax.divergence.tiles import run_in_tiles
 from batchax.divergence.varying import alike, with_varying_values
-from batchax.divergence.windows import Tally, counted, run_in_windows
+from batchax.divergence.windows import Tally, counted, run_in_windows, until_few_are_left
 from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
@@ -137,7 +146,7 @@ class PartingLoop:
     body: ClosedJaxpr
     n_test: int
     positions: tuple[Position, ...]
-    plan: Window | Tiles | Flattened | Probed | Masked
+    plan: LoopDecision | NestDecision
     is_bounded: ClassVar[bool] = False
 
     @property
@@ -160,7 +169,7 @@ class PartingLoop:
 
         A compiler that makes one function of a program is not told to by what derives from it.
         """
-        if isinstance(self.plan, Tiles):
+        if isinstance(self.plan, Tiles | Alone):
             return self.masked(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
@@ -170,7 +179,7 @@ class PartingLoop:
         if isinstance(plan, Masked):
             return self.masked(*operands)
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
-        if isinstance(plan, Tiles) and plan.width == 1:
+        if isinstance(plan, Alone):
             return self._sequentially(consts, carry)
         active = self._test(self.axis, consts, carry)
         slots = [*carry, *self.more_slots()]
@@ -186,6 +195,10 @@ class PartingLoop:
 
         given = [*consts, *(slots[k] for k in same)], (*self.positions, *[0] * len(same))
         given = *given, active, [slots[k] for k in changed]
+        if isinstance(plan, FewAlone):
+            own, _, *state = given
+            left = until_few_are_left(plan, step, own, *state)
+            return self._sequentially(consts, with_values(slots, changed, left))
         if isinstance(plan, Tiles):
             ended, tallies = run_in_tiles(plan, step, *given), []
         else:
@@ -193,8 +206,6 @@ class PartingLoop:
             assert isinstance(window, Window)
             ended, tallies = run_in_windows(window, step, *given)
         outs = with_values(slots, changed, ended)
-        if isinstance(plan, Window) and plan.then_serial:
-            return self._sequentially(consts, outs)
         steps = self.axis.divergence.option.steps
         if steps is not None:
             steps.add(plan.widths, tallies)
@@ -288,9 +299,7 @@ def as_weak_as(aval: Aval, x: Any) -> Any:
     return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
 
 
-def parting_loop(
-    axis: Axis, loop: WhileLoop, plan: Window | Tiles | Masked
-) -> tuple[PartingLoop, list[Any]]:
+def parting_loop(axis: Axis, loop: WhileLoop, plan: LoopDecision) -> tuple[PartingLoop, list[Any]]:
     """`loop` as one that lanes leave one by one, and its operands.
 
     Its carry may begin with more values than that of `loop` has.

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from batchax.divergence.compact import Compact
 from batchax.divergence.costs import (
@@ -81,8 +82,6 @@ class Window:
       share: the share of the lanes of a window that must be done before it is refilled; None to
         leave that to `patience`.
       counts: whether lane-steps are counted.
-      then_serial: whether those that leave the run of all lanes run one after another, in a single
-        kernel. There is no other window then.
     """
 
     widths: tuple[int, ...]
@@ -91,7 +90,6 @@ class Window:
     pause: int = 1
     share: float | None = None
     counts: bool = False
-    then_serial: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,19 +132,35 @@ class Flattened:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """All lanes of a nested loop, masked, until one after another takes less; see `probed`.
+class Alone:
+    """Lanes one after another, in a single kernel: each takes all its steps as one example."""
+
+    widths: ClassVar = (1,)
+
+
+@dataclass(frozen=True)
+class FewAlone:
+    """All lanes, masked, until few are left; those as `Alone`.
 
     Attributes:
-      slowdown: how many times as long that takes, if all lanes take as many steps.
+      leave_at, pause: as of a `Window`.
+    """
+
+    leave_at: int
+    pause: int
+    widths: ClassVar = (1,)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """All lanes of a nested loop, masked, until `Alone` takes less; see `probed`.
+
+    Attributes:
+      slowdown: how long that takes over all lanes, masked, if the counts of steps are equal.
     """
 
     slowdown: float
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """One lane at a time, in the end."""
-        return (1,)
+    widths: ClassVar = (1,)
 
 
 @dataclass(frozen=True)
@@ -174,13 +188,21 @@ class Serial:
     most: int
 
 
-Decision = Masked | Window | Tiles | Flattened | Probed | Gathered | Serial
-SHOWN = {Window: "compact", Tiles: "tiles", Flattened: "flat", Probed: "probed"}
+LoopDecision = Window | Tiles | Alone | FewAlone | Masked
+NestDecision = Flattened | Alone | Probed | Masked
+Decision = LoopDecision | NestDecision | Gathered | Serial
+SHOWN = {
+    Window: "compact",
+    Tiles: "tiles",
+    Flattened: "flat",
+    Alone: "alone",
+    FewAlone: "few alone",
+    Probed: "probed",
+}
 """How a listing names the strategy of a loop."""
 
 
 NOTHING_ASKED = Compact()
-_EACH_ALONE = Tiles(1, 0.0)
 
 
 @dataclass(frozen=True)
@@ -242,16 +264,14 @@ class NestedLoop:
     """A loop that holds loops which lanes leave one by one.
 
     Attributes:
-      lanes: how many there are.
-      nest: the loop, cut at those.
-      length: how many steps it has, if all lanes take as many.
       whole: it, as one loop.
+      nest: the same, cut at those.
+      length: how many steps it has, if that is known.
     """
 
-    lanes: int
+    whole: Loop
     nest: Nest
     length: int | None
-    whole: Loop
 
 
 @dataclass(frozen=True)
@@ -305,13 +325,13 @@ def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
     return Flattened(Window((width,), moving, share=asked.option.threshold, counts=asked.counts))
 
 
-def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
+def _loop(loop: Loop, t: Thresholds, asked: Asked) -> LoopDecision:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
     if few >= size:
-        return _EACH_ALONE
+        return Alone()
     if few and few >= size // _FEW and different(loop.body.jaxpr) >= t.min_operations:
-        return Window((size,), step.moving, few, _PAUSE, then_serial=True)
+        return FewAlone(few, _PAUSE)
     if step.moving <= t.max_move_steps:
         width = _from_the_start(t, size, step, alike)
         if width < size and loop.bounded:
@@ -328,6 +348,8 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> Window | Tiles | Masked:
     else:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
     width = _of_a_kernel(t, loop, step)
+    if width == 1 < size:
+        return Alone()
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
@@ -488,11 +510,11 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window |
     return Window((size, width), step.moving) if width < size else Masked(why)
 
 
-def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> Flattened | Tiles | Probed | Masked:
-    size, nest, length = nested.lanes, nested.nest, nested.length
+def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> NestDecision:
+    size, nest, length = nested.whole.lanes, nested.nest, nested.length
     alone = _alone_as_fast(t, nested.whole, nested.whole.step)
     if _SERIAL * alone >= size:
-        return _EACH_ALONE
+        return Alone()
     price = price_inside(nest)
     long = length is not None and length > _MANY
     width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
@@ -656,11 +678,13 @@ _LONGEST = 700  # operations in the programs of all windows together, about: eac
 # A loop inside a loop has windows only if moving a lane costs no more than so many of its steps:
 # it is entered often, and mostly for few steps.
 _MOST_STEPS_INSIDE = 8
-PROBED = 4  # steps of a nested loop that all lanes take, before it is known how unequal they are
-# How many times as long lanes may take one after another in a nested loop, if all take as many
-# steps: they do so only once they have been seen to take fewer.
-_MAX_SLOWDOWN = 2.5
-_SERIAL = 0.5  # of the time of all lanes, that lanes one after another may take by the model
+# Steps of a nested loop that all lanes take, masked, before it is known how unequal their counts
+# are; and how long lanes may take one after another if counts are equal, over a step of all. They
+# do so only once that has been seen to take less, by this factor. Programs: NUTS.
+PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
+# What lanes may take one after another by the model, over what all take, masked. Programs: van der
+# Pol; search: bisection.
+_SERIAL = 0.5
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has

@@ -22,7 +22,7 @@ from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
 from batchax.divergence.costs import SCALAR, may_wait
-from batchax.divergence.policy import PROBED
+from batchax.divergence.policy import PROBED, PROBED_GAIN
 from batchax.divergence.varying import alike
 from batchax.divergence.windows import anyone
 from batchax.jaxprs.bodies import program_called
@@ -33,8 +33,6 @@ from batchax.kernel.axis import Axis, Position
 from batchax.kernel.inner import remembered, stage_function, while_loop
 from batchax.programs.cost import cost_of_program
 from batchax.rules.loops import MaskedBody, predicate
-
-_GAIN = 0.8  # of what all lanes have taken, that one after another may take
 
 
 def masked_until_unequal(
@@ -52,7 +50,7 @@ def masked_until_unequal(
     Args:
       axis: the axis of the lanes.
       test, body, positions, n_test: as of a `PartingLoop`.
-      slowdown: how many times as long lanes take one after another, if all take as many steps.
+      slowdown: how long lanes take one after another over all, masked, if counts are equal.
       consts, carry: the operands.
     """
     counting = remembered(body, ("counting", axis), lambda: _counting(axis, body))
@@ -73,7 +71,7 @@ def masked_until_unequal(
     def goes_on(state: Any) -> Any:
         active, _, own, slowest, steps = state
         alone = lax.mul(own, np.float32(slowdown / axis.size))
-        waits = lax.ge(alone, lax.mul(slowest, np.float32(_GAIN)))
+        waits = lax.ge(alone, lax.mul(slowest, np.float32(PROBED_GAIN)))
         waits = lax.bitwise_or(waits, lax.lt(steps, np.int32(PROBED)))
         return lax.bitwise_and(anyone(active), waits)
 

@@ -36,14 +36,13 @@ from batchax.divergence.policy import (
     BoundedTail,
     ControlFlow,
     Decision,
-    Flattened,
     Gathered,
     Loop,
+    LoopDecision,
     Masked,
+    NestDecision,
     NestedLoop,
-    Probed,
     Serial,
-    Tiles,
     Window,
     decide,
     worth_batching_twice,
@@ -122,18 +121,18 @@ class Runner(Asked):
             return None
         return run_flat(axis, loop, self.thresholds.min_work)
 
-    def plan_of_nest(self, whole: Loop, nest: Nest, length: int | None) -> NestPlan:
+    def plan_of_nest(self, whole: Loop, nest: Nest, length: int | None) -> NestDecision:
         """How the lanes of a nested loop run."""
-        chosen = self.decide(NestedLoop(whole.lanes, nest, length, whole))
-        assert isinstance(chosen, Flattened | Tiles | Probed | Masked)
+        chosen = self.decide(NestedLoop(whole, nest, length))
+        assert isinstance(chosen, NestDecision)
         return chosen
 
     def plan(
         self, size: int, test: Any, body: Any, differs: Sequence[bool], bounded: bool = False
-    ) -> Window | Tiles | Masked:
+    ) -> LoopDecision:
         """How so many lanes of a loop run; see `Loop`."""
         chosen = self.decide(Loop(size, test, body, tuple(differs), bounded))
-        assert isinstance(chosen, Window | Tiles | Masked)
+        assert isinstance(chosen, LoopDecision)
         return chosen
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
@@ -247,8 +246,6 @@ def for_any_machine(option: Any) -> Any:
         return option
     return Runner(thresholds=TABLE[ANY_MACHINE]._replace(max_devices=1 << 30))
 
-
-NestPlan = Flattened | Tiles | Probed | Masked
 
 _AROUND = "a loop around it has a window"
 _WHERE = {

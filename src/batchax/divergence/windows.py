@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from batchax.divergence.policy import Window
+from batchax.divergence.policy import FewAlone, Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active, put, taken_at
@@ -349,8 +349,7 @@ def run_in_windows(
       carry: the first carry of all lanes, at the front.
 
     Returns:
-      The last carry, and for each window the count of its lane-steps. Where the plan is
-      `then_serial`, the carry of a few lanes is not the last one.
+      The last carry, and for each window the count of its lane-steps.
     """
     # Invariants of what follows:
     # - Each lane is done, waits in the queue, or has one slot. `everyone`, the arrays of all lanes,
@@ -376,8 +375,8 @@ def run_in_windows(
     if widths[0] == size:
         widths = widths[1:]
         left = plan.leave_at if plan.share is None else _refilled_at(plan, size)
-        left = max(left, widths[0]) if widths else left * plan.then_serial
-        together = Together(size, left, None if plan.then_serial else _waiting(plan), plan.pause)
+        left = max(left, widths[0]) if widths else 0
+        together = Together(size, left, _waiting(plan), plan.pause)
         state = alike((active, carry, _blank(plan)), varying)
         once = lambda state: step(size, consts, *state)
         (active, carry, tally), some = together.run(some, once, state)
@@ -394,6 +393,15 @@ def run_in_windows(
         queue = Queue(lanes.index, lanes.active)
         tallies.append(tally)
     return carry, tallies
+
+
+def until_few_are_left(plan: FewAlone, step: LaneStep, consts: Any, active: Any, carry: Any) -> Any:
+    """What all lanes carry, masked, when no more than a few of them are active."""
+    once = lambda state: step(active.shape[0], consts, *state)
+    state = alike((active, carry, ()), [active, *carry, *consts])
+    together = Together(active.shape[0], plan.leave_at, None, plan.pause)
+    ((_, carry, _), _) = together.run(anyone(active), once, state)
+    return carry
 
 
 def until_all_are_done(step: LaneStep, width: int, consts: Sequence[Value], state: Any) -> Any:

@@ -270,7 +270,10 @@ class StepCount:
         - "together": all lanes take the same steps.
         - "masked": all lanes take part until the last is done.
         - "compact": lanes run in windows.
-        - "tiles": adjacent lanes run until the last of them is done; a tile may be one lane.
+        - "tiles": adjacent lanes run until the last of them is done.
+        - "alone": lanes run sequentially.
+        - "few alone": all lanes take part until few are left, which run sequentially.
+        - "probed": all lanes take part until running sequentially takes less.
         - "flat": each lane advances independently.
         - "grouped": a branch runs for the lanes that take it.
         - "decided": the same, or for all lanes if most of them take it.

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from batchax import _compat
+from batchax.divergence.policy import SHOWN, Alone, FewAlone, Probed
 from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards
 from batchax.execution.memory import memory_of
@@ -213,7 +214,9 @@ def _counted(
     chunk = max((m.lanes for m in counted.marks), default=None) if in_chunks else None
     needed, masked = _needed(example, given, chunk)
     loops, told = _loops(staged, example.axis.size), set[int]()
-    meeting: list[str] = []  # numbers of loops that run in sections, each for all chunks
+    # Numbers of loops whose steps are not counted, nor those of loops inside, and why: a section
+    # runs for all chunks, and a kernel that runs lanes sequentially counts nothing.
+    uncounted: dict[str, str] = {}
     for number, eqn in equations.items():
         loop, held = loops.get(number, (None, None))
         if loop is None and eqn.primitive == "while":
@@ -222,13 +225,19 @@ def _counted(
             continue
         told.add(loop)
         if in_chunks and any_uses_axis(example.axis, *map(_compat.close, programs_inside(held))):
-            meeting.append(f"{number}.")
-        if f"{number}.".startswith(tuple(meeting)):
-            yield from _each(eqn, {}, {}, {}, 0, "lanes of all chunks meet in it")
+            uncounted[f"{number}."] = "lanes of all chunks meet in it"
+        elif eqn.notes.get("divergence") in _SEQUENTIAL:
+            uncounted[f"{number}."] = "lanes run sequentially in a single kernel"
+        why = next((why for n, why in uncounted.items() if f"{number}.".startswith(n)), "")
+        if why:
+            yield from _each(eqn, {}, {}, {}, 0, why)
             continue
         own = [{b: x for (k, b), x in d.items() if k == loop} for d in (needed, done, masked)]
         lanes = 0 if in_chunks else example.axis.size
         yield from _each(eqn, own[0], own[1], own[2], lanes)
+
+
+_SEQUENTIAL = [SHOWN[kind] for kind in (Alone, FewAlone, Probed)]
 
 
 def _counting(staged: Staged) -> Counted:

@@ -303,8 +303,11 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "compact":
         remarks.append(f"windows of {', '.join(map(str, eqn.notes['widths']))} lanes")
     if divergence == "tiles":
-        width = eqn.notes["widths"][0]
-        remarks.append("lanes run sequentially" if width == 1 else f"tiles of {width} lanes")
+        remarks.append(f"tiles of {eqn.notes['widths'][0]} lanes")
+    if divergence == "alone":
+        remarks.append("lanes run sequentially")
+    if divergence == "few alone":
+        remarks.append("lanes masked, until few are left, which run sequentially")
     if divergence == "probed":
         remarks.append("lanes masked, until running them sequentially takes less")
     if divergence == "flat":

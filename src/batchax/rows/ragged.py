@@ -311,14 +311,12 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
         part[self.element_axis] = slice(0, capacity)
         room = list(self.data.shape)
         room[self.element_axis] = max(0, capacity - size)
-        if _on_host(self.data):  # a program of XLA would be compiled for each number of elements
-            host = np.asarray(self.data)
-            joined = [host[tuple(part)], np.zeros(room, host.dtype)]
-            padded = np.concatenate(joined, axis=self.element_axis)
-            numpy = isinstance(self.data, np.ndarray)
-            return self.with_data(padded if numpy else jnp.asarray(padded))
-        parts = [self.data[tuple(part)], jnp.zeros(room, self.dtype)]
-        return self.with_data(jnp.concatenate(parts, axis=self.element_axis))
+        numpy, data = jnp, self.data
+        if _on_host(data):  # a program of XLA would be compiled for each number of elements
+            numpy, data = np, np.asarray(data)
+        parts = [data[tuple(part)], numpy.zeros(room, self.dtype)]
+        padded = numpy.concatenate(parts, axis=self.element_axis)
+        return self.with_data(jnp.asarray(padded) if isinstance(self.data, jax.Array) else padded)
 
     def with_max_length(self, max_length: int | tuple[int | None, ...]) -> Ragged:
         """Sets another bound of the lengths.

@@ -36,7 +36,7 @@ Shorter = tuple[str, int]
 
 
 def shorter(dim: Any, bounds: Mapping[str, int]) -> Shorter | None:
-    """The size that `dim` is, and less how many elements; None if it is no such size."""
+    """The size that `dim` is, and less how many elements; None if it has another form."""
     name = str(dim)
     if name.isidentifier():
         return name, 0
@@ -136,7 +136,7 @@ Move = Callable[[Any, Operation, Sequence[Any]], Any]
 
 
 def packed_move(eqn: Eqn, bounds: Mapping[str, int]) -> Move | None:
-    """How an equation that reads or writes along packed rows runs; None if it is no such."""
+    """How an equation that reads or writes along packed rows runs; None of other equations."""
     find = _MOVES.get(eqn.primitive.name)
     return None if find is None else find(eqn, bounds)
 

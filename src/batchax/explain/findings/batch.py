@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 from batchax.config import config
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import rule_of_user
+from batchax.divergence.policy import SHOWN
 from batchax.divergence.runner import Runner, for_any_machine
 from batchax.errors import UnsupportedError
 from batchax.execution.memory import free_memory, show_bytes
@@ -159,7 +160,7 @@ def loops(context: FindingContext) -> Iterator[Finding]:
 
 _CHUNKS = 16  # that are advised: with more, lanes wait less, and more of the time goes to chunks
 _WAITING = ("masked", "asked of all")  # the latter by a predicate that looks at other lanes
-_LEFT = ("compact", "tiles", "flat", "probed")
+_LEFT = frozenset(SHOWN.values())
 
 
 def _around(context: FindingContext, eqn: Equation) -> Iterator[Equation]:
