@@ -255,7 +255,7 @@ INDEXING = """
 {n}.at[{i}].add({s})
 {n}[{iv}]
 {m}[{i}, {i2}]
-{m}[{i}, ::-1]
+{m}[jnp.clip({i}, 0, {m}.shape[0] - 1), ::-1]
 {n}.at[..., {i}].mul(2.0)
 {n}.at[{iv}].add({s})
 {n}.at[{iv}].set({s})

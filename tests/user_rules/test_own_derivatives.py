@@ -222,3 +222,50 @@ def test_without_a_batching_rule():
     same(jax.grad(f)(1.0, 2.0), jnp.asarray(3.0))
     with pytest.raises(bx.UnsupportedError, match="without a batching rule"):
         bx.vmap(f)(jnp.ones(3), jnp.ones(3))
+
+
+RULED = {
+    "own": lambda x: jnp.tanh(x) * x,
+    "jvp": jax.custom_jvp(lambda x: jnp.sin(x) * x),
+    "vjp": jax.custom_vjp(lambda x: jnp.sin(x) * x),
+}
+# What a rule returns besides the tangents has derivatives of its own, which are not the rule's.
+RULED["jvp"].defjvp(lambda p, t: (jnp.sin(p[0]) * p[0], 2 * t[0] * jnp.cos(p[0])))
+RULED["vjp"].defvjp(
+    lambda x: (jnp.sin(x) * x, x), lambda x, ct: (3 * ct * jnp.exp(jnp.sin(x)),)
+)
+
+SECOND = {
+    "jvp of vjp": lambda f: lambda x: jax.jvp(jax.grad(lambda y: jnp.sum(f(y))), (x,), (x,))[1],
+    "vjp of vjp": lambda f: jax.grad(
+        lambda x: jnp.sum(jnp.cos(jax.grad(lambda y: jnp.sum(f(y)))(x)))
+    ),
+    "jvp of jvp": lambda f: lambda x: jax.jvp(
+        lambda y: jax.jvp(f, (y,), (jnp.cos(x),))[1], (x,), (x,)
+    )[1],
+    "many of vjp": lambda f: lambda x: jax.vmap(
+        lambda t: jax.jvp(jax.grad(lambda y: jnp.sum(f(y))), (x,), (t,))[1]
+    )(jnp.stack([x, x + 1])),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("batched", ["alone", "inside", "outside"])
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("ruled", RULED)
+def test_second_derivatives_of_a_function_with_rules_of_derivatives(ruled, second, batched, jit):
+    """As of the function without a batching rule, however it is batched."""
+    if (ruled, second) == ("vjp", "jvp of jvp"):
+        return  # JAX has no forward mode of it
+    function = RULED[ruled]
+    with_rule = bx.custom_vmap(function)
+    with_rule.def_vmap(lambda size, batched, x: (jax.vmap(function)(x), True))
+    wraps = {
+        "alone": lambda derived, f: derived(lambda x: jnp.cosh(f(x)) + f(x)),
+        "inside": lambda derived, f: derived(lambda x: jnp.cosh(jax.vmap(f)(x))),
+        "outside": lambda derived, f: jax.vmap(derived(lambda x: jnp.cosh(f(x)) + f(x))),
+    }
+    run = lambda f: wraps[batched](SECOND[second], f)
+    got = (jax.jit if jit else lambda f: f)(run(with_rule))
+    x = jnp.linspace(-1.0, 1.0, 5)
+    same(got(x), run(function)(x))

@@ -49,6 +49,7 @@ from batchax.user_rules.call import (
     transpose,
     with_pullback,
     with_pullback_of_one,
+    without_values,
 )
 from batchax.user_rules.rule import UserRule
 
@@ -167,7 +168,11 @@ def _by_rule(
         targets = [f or i in later.moving for i, f in enumerate(flags)]
         if any(_before(steps, targets, "flags_before")[: len(rule.closed)]):
             later, targets = None, flags
-    again = steps  # with these the rule is computed after its function was
+        else:
+            steps, args = without_values(steps, args)
+            axes, flags, targets = axes[: len(args)], flags[: len(args)], targets[: len(args)]
+    # with these the rule is computed after its function was
+    again = without_values(steps, ())[0]
     if isinstance(later, Values):
         again = steps[:-1]
         steps = (*again, replace(steps[-1], values=True))

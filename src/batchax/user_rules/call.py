@@ -27,6 +27,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
+from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front, match_axis
@@ -49,7 +50,8 @@ class Tangents:
     """A step of differentiation: to the tangents of the results `of`.
 
     Operands are those of the function before, then tangents of those that are `moving`. If
-    `values`, all results of the function before follow the tangents.
+    `values`, all results of the function before follow the tangents. These are what derivative
+    rules inside of it return besides the tangents, which has other derivatives of its own.
     """
 
     moving: tuple[int, ...]
@@ -61,6 +63,8 @@ class Tangents:
 
         def run(*xs: Any) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
+            if not self.of:  # in reverse mode, which `jax.custom_vjp` has alone
+                return pullback_of(before, primals, self.moving, ())[0]
             outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
             return [*dots, *outs] if self.values else dots
 
@@ -224,6 +228,10 @@ def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Any:
 
 custom_call_p = declare("custom_batched_call")
 
+has_derivative_rules = Anywhere(
+    lambda eqn: eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+)
+
 
 def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
     def program(*xs: Any) -> list[Any]:
@@ -319,7 +327,12 @@ def jvp(
         else:
             further = (*steps, Tangents(moving, of))
             found_dots = custom_call_p.bind(*primals, *given, steps=further, **call)
-        outs = custom_call_p.bind(*primals, steps=steps, jaxpr=whole, rule=rule)
+        zeros = []
+        if of and has_derivative_rules.in_program(jaxpr):
+            # The results are those of the derivative rules, as JAX has it.
+            zeros = [ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval())) for x in given]
+            steps = (*steps, Tangents(moving, (), values=True))
+        outs = custom_call_p.bind(*primals, *zeros, steps=steps, jaxpr=whole, rule=rule)
     for k, dot in zip(of, found_dots, strict=True):
         dots[k] = dot
     return outs, dots
@@ -343,6 +356,8 @@ def _differentiable(
 def _count_linear(steps: Sequence[DerivativeStep]) -> int:
     """How many operands, the last ones, a call is linear in."""
     for step in reversed(steps):
+        if isinstance(step, Tangents) and step.values:
+            return 0
         if not isinstance(step, MappedStep):
             return len(step.moving if isinstance(step, Tangents) else step.of)
     return 0
@@ -406,6 +421,15 @@ class Pullbacks:
     calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
 
 
+def without_values(
+    steps: tuple[DerivativeStep, ...], operands: Sequence[Any]
+) -> tuple[tuple[DerivativeStep, ...], Sequence[Any]]:
+    """`steps` and operands of a call without its last step, if that has the same results."""
+    if steps and isinstance(steps[-1], Tangents) and not steps[-1].of:
+        return steps[:-1], operands[: -len(steps[-1].moving)]
+    return steps, operands
+
+
 def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
     """What the call `eqn` can keep something for in this run, if anything."""
     if custom_call_p not in run.found:
@@ -422,7 +446,7 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
         if eqn.primitive is not custom_call_p:
             continue
         rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
-        operands = tuple(map(_identity, eqn.invars))
+        steps, operands = without_values(steps, tuple(map(_identity, eqn.invars)))
         key = (rule, steps, operands)
         if key in tangents:
             pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
