@@ -117,7 +117,7 @@ def begun(batch: Batch) -> Callable[[], list[Any]]:
     return lambda: fetched(outputs, arrays, batch.count)
 
 
-def _with_reduced(batch: Batch, arrays: list[Any], instead: dict[int, int]) -> list[Any]:
+def _with_reduced(batch: Batch, arrays: Sequence[Any], instead: dict[int, int]) -> Sequence[Any]:
     outputs = batch.program.function.outputs
     if not any(o.reduces for o in outputs):
         return arrays
@@ -125,17 +125,15 @@ def _with_reduced(batch: Batch, arrays: list[Any], instead: dict[int, int]) -> l
     return [next(reduced) if o.reduces else x for o, x in zip(outputs, arrays, strict=True)]
 
 
-def recomputed(batch: Batch, failing: dict[int, Any]) -> list[Any]:
-    """The results of a batch, with failing rows replaced by one that does not fail."""
-    outputs, good = batch.program.function.outputs, set(range(batch.count)) - set(failing)
+def without(batch: Batch, results: Sequence[Any], failing: Iterable[int]) -> list[Any]:
+    """Results of a batch with nothing in the rows that fail; reductions leave these rows out."""
+    outputs, places = batch.program.function.outputs, sorted(failing)
+    good = set(range(batch.count)) - set(places)
     if not good:
         return [without_rows(o, batch.count) for o in outputs]
-    instead = dict.fromkeys(failing, min(good))
-    arrays = _with_reduced(batch, batch.start(instead), instead)
-    results = fetched(outputs, arrays, batch.count)
+    results = _with_reduced(batch, results, dict.fromkeys(places, min(good)))
     return [
-        x if o.reduces else _blanked(o, x, sorted(failing))
-        for o, x in zip(outputs, results, strict=True)
+        x if o.reduces else _blanked(o, x, places) for o, x in zip(outputs, results, strict=True)
     ]
 
 
@@ -213,25 +211,36 @@ _TIMES = 2  # that the rows of a batch which fail are looked for: an error may b
 
 def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[list[Any], list[Bad]]:
     """The results of a batch that fails, and the rows for which it fails."""
-    raises, bad = policy.on_error == "raise", dict[int, Bad]()
+    raises, outputs = policy.on_error == "raise", batch.program.function.outputs
+    most, streak = (1, None) if raises else (batch.count, policy.streak)
     for _ in range(_TIMES):
-        streak = None if raises else policy.streak
-        bad |= {b.row: b for b in failing_rows(batch, error, 1 if raises else batch.count, streak)}
-        if raises and bad:
+        parts: dict[int, list[Any]] = {}
+        bad = failing_rows(batch, error, most, streak, parts)
+        if bad and not raises:
+            for b in bad:
+                parts[b.row - batch.unit.start] = [without_rows(o, 1) for o in outputs]
+            columns = zip(*(parts[first] for first in sorted(parts)), strict=True)
+            return [_joined(o, column) for o, column in zip(outputs, columns, strict=True)], bad
+        if bad:
             break
-        failing = dict.fromkeys(batch.places_of(bad))
-        work = functools.partial(recomputed, batch, failing) if failing else begun(batch)
-        results, again = tried(work)
+        results, again = tried(begun(batch))
         if again is None:
-            return results, sorted(bad.values(), key=lambda b: b.row)
+            return results, []
         error = again
-    raise row_error(batch, [*bad.values()] if raises else [], "on_error", error) from error
+    raise row_error(batch, bad, "on_error", error) from error
 
 
 def failing_rows(
-    batch: Batch, error: Exception, most: int, streak: Streak | None = None
+    batch: Batch,
+    error: Exception,
+    most: int,
+    streak: Streak | None = None,
+    parts: dict[int, list[Any]] | None = None,
 ) -> list[Bad]:
-    """The rows for which a batch fails, at most `most`."""
+    """The rows for which a batch fails, at most `most`.
+
+    `parts` receives the results of the parts that do not fail, by the first row of each.
+    """
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         raise MemoryLimitError(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {_sources(batch)}: a batch of "
@@ -242,9 +251,11 @@ def failing_rows(
     bad: list[Bad] = []
 
     def tried_again(part: Batch) -> Exception | None:
-        again = tried(lambda: jax.block_until_ready(part.start()))[1]
+        results, again = tried(begun(part))
         if again is None and streak is not None:
             streak.end()
+        if again is None and parts is not None:
+            parts[part.first] = results
         return again
 
     with _compat.callbacks_fail_silently():  # the same one, again and again
@@ -260,7 +271,7 @@ def _failing(
 ) -> Iterator[tuple[int, Exception]]:
     """The rows that fail by themselves, found by programs of fewer and fewer rows.
 
-    Of a batch of `n` rows with one that fails, about `n` are recomputed.
+    The parts without such rows are computed once more each, and not the whole batch.
     """
     if batch.count == 1:
         yield batch.row(0), error
@@ -289,7 +300,7 @@ def without_nonfinite(
     bad = [Bad(batch.row(place), str(error)) for place, error in sorted(wrong.items())]
     if policy.on_nonfinite == "raise":
         raise row_error(batch, bad, "on_nonfinite")
-    return recomputed(batch, {**dict.fromkeys(batch.places_of(bad_rows)), **wrong}), bad
+    return without(batch, results, {*batch.places_of(bad_rows), *wrong}), bad
 
 
 def _not_finite_in_sums(
