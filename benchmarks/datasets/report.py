@@ -123,7 +123,7 @@ def _page(results: Sequence[Measured]) -> str:
 {summary(results)}
 
 [Functions of one row over datasets on disk](../guides/datasets.md). Everything of a function runs
-in one process, in turns, and files of input are dropped from the system's memory before each.
+in one process, interleaved, and files of input are dropped from the system's memory before each.
 Seconds are medians, with the shortest and the longest in brackets. Where these are far apart, that
 is noise of the machine, of its disk or of what else runs on it: writing alone has it, too. Ratios
 are batchax's median over the other, with a 95% bootstrap interval.
@@ -133,7 +133,7 @@ are batchax's median over the other, with a 95% bootstrap interval.
 *Reading*, *computing* and *writing* are each done alone for all units, by the code that a map does
 them with: the same library, the same threads, the same syncs and checksums. *`bx.map`* is the
 seconds for all rows at its rate from when a quarter of them is done. Computing uses all cores, and
-what reads and writes beside it takes some of their time.
+reading and writing at the same time take some of their time.
 
 {limits}
 
@@ -150,7 +150,7 @@ figure of a cell is the time of `bx.map` over that library's. Ways that take lon
 
 {after_kills}
 
-The second table is of calls in processes of their own: once without a kill, and once after a call
+The second table is of calls each in a new process: once without a kill, and once after a call
 that was killed when half of that time was over.
 
 ## Against loops by hand

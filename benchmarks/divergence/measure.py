@@ -28,7 +28,7 @@ class Way:
       seconds: the median of its run times.
       run: the ratio of its time over that of `jax.vmap`: below 1 where it is faster.
       compile_seconds: to trace, lower and compile it, once.
-      temporary_bytes: what the compiled program allocates beside arguments and outputs.
+      temporary_bytes: what the compiled program allocates besides arguments and outputs.
     """
 
     seconds: float

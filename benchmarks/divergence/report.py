@@ -13,7 +13,7 @@ from benchmarks.divergence.workload import BASE
 from benchmarks.measure import ON_A_GPU, Ratio
 from benchmarks.report import compiles, figures, here, made_with, named, ratio, seconds, size
 
-TITLE = "Lanes that part ways: bx.vmap against jax.vmap, lax.map and by hand"
+TITLE = "Lanes that diverge: bx.vmap against jax.vmap, lax.map and by hand"
 COLOURS = {
     "auto": "C3",
     "compact": "C0",
@@ -117,29 +117,29 @@ def _page(results: Sequence[DivergenceResult]) -> str:
 
 {summary(results)}
 
-![Time of each way over that of jax.vmap, and lane-steps of use](divergence.png)
+![Time of each way over that of jax.vmap, and useful lane-steps](divergence.png)
 
 The same function of one example, for all lanes, in several ways:
 
-- *auto*: `bx.vmap(f)`, which parts lanes where that surely pays;
+- *auto*: `bx.vmap(f)`, which runs lanes separately where that is never slower;
 - *compact*: `bx.vmap(f, divergence="compact")`, with nothing set by hand;
 - *jax.vmap*, and *predicate*, which is `bx.vmap(f, divergence="predicate")`: all lanes run until
   the last is done, and run all branches; those that are done, or take another branch, are masked;
 - *lax.map*: one lane after the other;
 - *compaction by hand*: a loop that runs until half the lanes are done, and another of half as many
-  lanes for the others, and so on; *refill by hand*: a loop of 64 lanes, where in each step those
-  that are done give their places to others; *by hand*, for branches: lanes sorted by branch, in
+  lanes for the others, and so on; *refill by hand*: a loop of 64 lanes, where in each step waiting
+  lanes refill the slots of those that are done; *by hand*, for branches: lanes sorted by branch, in
   blocks of 64;
 - *uniform loop*: no way to compute this, but what as many lane-steps take where all lanes take
   equally many.
 
-All run in one process and in turns. Figures are times over that of `jax.vmap`, below 1 where a way
+All run in one process, interleaved. Figures are times over that of `jax.vmap`, below 1 where a way
 is faster, with a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}: slow
-workloads have few). *Of use* is the share of the lane-steps of
+workloads have few). *Useful* is the share of the lane-steps of
 compact that some lane needs, as `bx.LaneSteps` counts them, loops inside loops included; and after
 it the same of masked lanes: the steps of all lanes over the number of lanes times the steps of the
 slowest. Branches have no steps. *Compiling*, once, includes tracing; *temporaries* is what the
-compiled program allocates beside arguments and outputs: both of `jax.vmap`, of auto, and of
+compiled program allocates besides arguments and outputs: both of `jax.vmap`, of auto, and of
 compact.
 
 Two costs are not those of masking. `jax.vmap` gives each lane a copy of what branches take, here
@@ -148,8 +148,8 @@ place* each step writes one element per lane, where `jax.vmap` copies the array,
 grows with the square of the length; on a CPU, XLA hands the steps of the longest arrays to several
 threads, which takes many times as long as the step itself, in all ways.
 
-*Lanes* is how many ran: on a GPU {ON_A_GPU.times_lanes} times as many as names say. Nobody
-runs one lane after the other there. Of programs from a cache, *compiling* is left out.
+*Lanes* is how many ran: on a GPU {ON_A_GPU.times_lanes} times as many as names say. Lanes do not
+run sequentially there. Of programs from a cache, *compiling* is left out.
 
 The heavy-tailed counts are those of 4,096 lanes, of which most take few steps, 26 at the mean, and
 one takes 2,000; the equal ones are 27. *Gradient* comes with the value, and is that of
