@@ -231,21 +231,21 @@ RULED = {
 }
 # What a rule returns besides the tangents has derivatives of its own, which are not the rule's.
 RULED["jvp"].defjvp(lambda p, t: (jnp.sin(p[0]) * p[0], 2 * t[0] * jnp.cos(p[0])))
-RULED["vjp"].defvjp(
-    lambda x: (jnp.sin(x) * x, x), lambda x, ct: (3 * ct * jnp.exp(jnp.sin(x)),)
-)
+RULED["vjp"].defvjp(lambda x: (jnp.sin(x) * x, x), lambda x, ct: (3 * ct * jnp.exp(jnp.sin(x)),))
 
 SECOND = {
     "jvp of vjp": lambda f: lambda x: jax.jvp(jax.grad(lambda y: jnp.sum(f(y))), (x,), (x,))[1],
     "vjp of vjp": lambda f: jax.grad(
         lambda x: jnp.sum(jnp.cos(jax.grad(lambda y: jnp.sum(f(y)))(x)))
     ),
-    "jvp of jvp": lambda f: lambda x: jax.jvp(
-        lambda y: jax.jvp(f, (y,), (jnp.cos(x),))[1], (x,), (x,)
-    )[1],
-    "many of vjp": lambda f: lambda x: jax.vmap(
-        lambda t: jax.jvp(jax.grad(lambda y: jnp.sum(f(y))), (x,), (t,))[1]
-    )(jnp.stack([x, x + 1])),
+    "jvp of jvp": lambda f: (
+        lambda x: jax.jvp(lambda y: jax.jvp(f, (y,), (jnp.cos(x),))[1], (x,), (x,))[1]
+    ),
+    "many of vjp": lambda f: (
+        lambda x: jax.vmap(lambda t: jax.jvp(jax.grad(lambda y: jnp.sum(f(y))), (x,), (t,))[1])(
+            jnp.stack([x, x + 1])
+        )
+    ),
 }
 
 
