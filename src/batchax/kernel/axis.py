@@ -102,7 +102,7 @@ def move_axis(x: Value, source: int, destination: int) -> Any:
 
 
 def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
-    """An unbatched `x` repeated for every lane, batch axis at `destination`."""
+    """Repeats an unbatched `x` for every lane, with the batch axis at `destination`."""
     ndim = jax.numpy.ndim(x)
     destination = _in_range("destination", destination, x, ndim + 1)
     shape = list(jax.numpy.shape(x))
@@ -130,17 +130,14 @@ def broadcast_axis(axis: Axis, x: Value, destination: int) -> Any:
 
 
 def lanes_vary_over(axis: Axis) -> frozenset[Hashable]:
-    """The axes of a mesh that lanes are spread over by `spmd_axis_name`, as far as types say so.
-
-    Inside ``shard_map`` they do: what has the batch axis varies over those axes.
-    """
+    """Returns the mesh axes of `spmd_axis_name` over which types can vary, inside ``shard_map``."""
     if axis.spmd_name is None:
         return frozenset()
     return _compat.checked_axes().intersection(axis.spmd_name)
 
 
 def expand_axis(x: Value, destination: int) -> Any:
-    """An unbatched `x` with a batch axis of size one, for broadcasting later."""
+    """Gives an unbatched `x` a batch axis of size one, for broadcasting later."""
     ndim = np.ndim(x)  # also of a literal, which is a Python number
     destination = _in_range("destination", destination, x, ndim + 1)
     dims = tuple(i + (i >= destination) for i in range(ndim))
@@ -148,7 +145,7 @@ def expand_axis(x: Value, destination: int) -> Any:
 
 
 def expand_lanes(x: Value, destination: int, ndim: int) -> Any:
-    """A number for each lane as an array of `ndim` dimensions of size one, and lanes."""
+    """Reshapes one number for each lane to `ndim` dimensions of size one, and the lanes."""
     return _expanded(x, inserted((1,) * ndim, destination, x.shape[0]), (destination,))
 
 
@@ -227,7 +224,6 @@ def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
 
 
 def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
-    """`position`, of an axis among `ndim`, counted from the front."""
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -243,18 +239,19 @@ def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
 
 
 def shift_dims(dims: Any, position: int) -> tuple[int, ...]:
-    """Per-example dimension numbers as they are once an axis sits at `position`."""
+    """Shifts per-example dimension numbers for a batch axis at `position`."""
     return tuple(int(d + (d >= position)) for d in dims)  # NumPy ints occur
 
 
 def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> Any:
-    """How the type of `x` is sharded once its batch axis is at `destination`.
+    """Returns the sharding in the type of `x` once its batch axis is at `destination`.
 
-    None where types do not say how arrays are sharded.
+    None where types carry no sharding.
     """
     if axis.mesh_axis is None:
         return None
     sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
+    # Types may name mesh axes of type Explicit only. Under `auto_axes` the entry is dropped.
     entry = axis.mesh_axis if is_in_types(sharding, axis.mesh_axis) else None  # None in `auto_axes`
     entries = [*sharding.spec, *[None] * (jax.numpy.ndim(x) - len(sharding.spec))]
     if source is not None:
@@ -263,20 +260,19 @@ def batch_sharding(axis: Axis, x: Value, source: Position, destination: int) -> 
 
 
 def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
-    """A sharding in a type, on the mesh of the lanes: that of a constant is on none."""
+    """Puts a sharding without a mesh, as constants have, on the mesh of the lanes."""
     if axis.mesh is None or not sharding.mesh.empty:
         return sharding
+    # The mesh in scope may have other axis types, as inside ``shard_map``.
     here = jax.sharding.get_abstract_mesh()
     return NamedSharding(axis.mesh.abstract_mesh if here.empty else here, sharding.spec)
 
 
 def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:
-    """An ``out_sharding`` of one example as it is with the batch axis at `position`.
-
-    The batch axis of a result is sharded as those of the operands `args` are.
-    """
+    """Adds the batch axis at `position` to the ``out_sharding`` of one example."""
     if sharding is None:
         return None
+    # The batch axis of a result is sharded as the batch axes of the operands are.
     entries = (
         jax.typeof(x).sharding.spec[a] for x, a in zip(args, axes, strict=True) if a is not None
     )
@@ -284,13 +280,14 @@ def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> An
     if not is_in_types(sharding, batch_entry):
         batch_entry = None
     spec = list(sharding.spec)
+    # A spec may be shorter than the rank: trailing dimensions are unsharded.
     spec += [None] * (position - len(spec))
     spec.insert(position, batch_entry)
     return sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
 
 
 def is_in_types(sharding: Any, entry: Any) -> bool:
-    """Whether types of such a sharding may have `entry`: axes of type Explicit, and no others."""
+    """Returns whether types on the mesh of `sharding` may have `entry`."""
     types = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     names = entry if isinstance(entry, tuple) else (entry,)
     return entry is not None and all(types.get(n) == AxisType.Explicit for n in names)
@@ -301,12 +298,12 @@ def inserted(entries: Sequence[Any], position: int, entry: Any) -> tuple[Any, ..
 
 
 def slot_after(dims: Sequence[int], count: int) -> int:
-    """Where a dimension is put to come right after the first `count` of the sorted `dims`."""
+    # `dims` is sorted, so the slot after the first `count` dimensions follows the last of them.
     return dims[count - 1] + 1 if count else 0
 
 
 def names_in(params: Any) -> frozenset[Hashable]:
-    """Whatever in the parameters of an equation may be the name of an axis."""
+    """Collects every hashable in equation parameters that may be the name of an axis."""
     if isinstance(params, dict):
         return frozenset().union(*map(names_in, params.values()))
     if isinstance(params, (tuple, list, set, frozenset)):
@@ -326,73 +323,44 @@ PlacedOutputs = tuple[list[Any], list[Position]]
 
 @dataclass(frozen=True, eq=False)
 class WhileLoop:
-    """A ``while`` of one example, whose predicate differs between lanes.
+    """Describes a ``while`` of one example whose predicate differs between lanes."""
 
-    Attributes:
-      test: the program of the predicate, of `test_consts` and the carry.
-      body: the program of a step, of `body_consts` and the carry.
-      test_consts, test_at: operands of `test`, and where each has the batch axis.
-      body_consts, body_at: those of `body`.
-      carry: the first carry; all of it has the batch axis at the front.
-    """
-
-    test: ClosedJaxpr
-    body: ClosedJaxpr
+    test: ClosedJaxpr  # of `test_consts` and the carry
+    body: ClosedJaxpr  # of `body_consts` and the carry
     test_consts: Sequence[Any]
     test_at: Sequence[Position]
     body_consts: Sequence[Any]
     body_at: Sequence[Position]
-    carry: Sequence[Value]
+    carry: Sequence[Value]  # the first carry, with the batch axis of each part at the front
 
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """A ``cond`` or ``switch`` of one example, whose index differs between lanes.
+    """Describes a ``cond`` or ``switch`` of one example whose index differs between lanes."""
 
-    Attributes:
-      programs: the branches, all of them programs of `operands`.
-      index: which branch each lane takes; the batch axis is its only one.
-      operands, positions: what branches are given, and where each has the batch axis.
-    """
-
-    programs: Sequence[ClosedJaxpr]
-    index: Any
+    programs: Sequence[ClosedJaxpr]  # the branches, each of `operands`
+    index: Any  # the branch that each lane takes, of shape (lanes,)
     operands: Sequence[Value]
     positions: Sequence[Position]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundedLoop:
-    """A bounded loop of one example, or the sweep back over one, in which lanes diverge.
+    """Describes a bounded loop, or the reverse sweep of one, in which lanes diverge."""
 
-    Attributes:
-      test: the program of the predicate, or None if the number of steps is known.
-      steps: the program of a step; of a sweep, and that of going back over one.
-      guarded: programs of the same, which are differentiated in place of them. Where they have
-        lanes of an inner axis, derivatives may need operands of masked ones replaced, when values
-        do not.
-      form: what its operands are: a `LoopSignature` or `SweepSignature`.
-      args, axes: the operands, and where each has the batch axis.
-    """
-
-    test: ClosedJaxpr | None
-    steps: Sequence[ClosedJaxpr]
+    test: ClosedJaxpr | None  # None where the number of steps is known
+    steps: Sequence[ClosedJaxpr]  # a step; for a sweep also its reverse step
+    # Variants of `steps` that are differentiated in their place. Where they contain lanes of an
+    # inner axis, derivatives may need operands of masked lanes replaced when values do not.
     guarded: Sequence[ClosedJaxpr]
-    form: Any
+    form: Any  # a `LoopSignature` or `SweepSignature`
     args: Sequence[Value]
     axes: Sequence[Position]
 
 
 @dataclass(frozen=True, eq=False)
 class AnyLoop:
-    """A loop of one example, in which there may be loops that lanes leave.
-
-    A ``scan``, a ``while``, a bounded loop or the sweep back over one.
-
-    Attributes:
-      primitive, params: the equation.
-      args, axes: its operands, and where each has the batch axis.
-    """
+    """Describes a ``scan``, ``while``, bounded loop, or sweep. Lanes may leave loops in it."""
 
     primitive: Any
     params: dict[str, Any]
@@ -405,31 +373,28 @@ class Divergence(Protocol):
 
     @property
     def explicit(self) -> bool:
-        """Whether the user asked for it.
+        """Returns whether the user asked for this policy.
 
-        If so loops draw lanes from all chunks, and each device runs the lanes that it has. If not,
-        all else is as it would be without.
+        If so, loops draw lanes from all chunks, and each device runs the lanes that it has.
         """
         ...
 
     def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
-        """Whether lanes may diverge in a loop, or in what is inside it.
+        """Returns whether lanes may diverge in a loop or inside it.
 
-        If not, it is batched as if there were no other way.
+        If not, the loop is batched as usual.
         """
         ...
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        """The results of a loop for all lanes, in which each is at a place of its own.
+        """Returns results for all lanes, each of which advances independently.
 
-        None where lanes take each step together, or nothing is gained.
+        None to run lanes in lockstep.
         """
         ...
 
     def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
-        """The results of all lanes; None to have lanes masked."""
+        """Returns the results of all lanes, or None to mask lanes."""
         ...
 
-    def with_max_width(self, width: int) -> Divergence:
-        """As this, with no more than so many lanes at a time."""
-        ...
+    def with_max_width(self, width: int) -> Divergence: ...

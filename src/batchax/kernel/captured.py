@@ -47,15 +47,10 @@ from batchax.memo import kept_with
 
 
 def refuse_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
-    """`program`, which must hold no such value.
+    """Checks that a traced jaxpr does not close over a value of a trace around it.
 
-    Args:
-      program: the program.
-      trace: the trace that staged it: what is of a trace inside of it is no constant of it.
-
-    Raises:
-      UnsupportedError: it holds one by which a derivative is taken.
-      UnexpectedTracerError: it holds one of a function that JAX has staged.
+    A constant that belongs to `trace` itself is allowed. Raises UnsupportedError for a value of a
+    derivative around it, and UnexpectedTracerError for one of a function that JAX has traced.
     """
     _refuse_lost(program, trace, _compat.name_and_place(program.jaxpr))
     return program
@@ -71,13 +66,14 @@ def _refuse_lost(program: Any, trace: Any, called_at: str) -> None:
                 _compat.refuse_escaped(x)  # JAX says where it was made
             raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
     for eqn in filter(programs_held, jaxpr.eqns):
+        # `_tracers_inside` is cached on the equation, so programs without tracers are not walked.
         if _tracers_inside.in_equation(eqn):
             for inner in _run_by(eqn):
                 _refuse_lost(inner, trace, line_of(eqn))
 
 
 def of_what_is_around(place: str, type_of: str) -> str:
-    """What is wrong with the use of a tracer at `place`, which is outside of its trace."""
+    """Words the error for a tracer that `place` uses outside of its trace."""
     return (
         f"{place} uses a traced value ({type_of}) of what is differentiated or "
         "staged around it, and runs outside of that. If it is a rule of jax.custom_jvp or "
@@ -95,25 +91,27 @@ _tracers_inside = Anywhere(
 
 
 def _run_by(eqn: Eqn) -> list[Any]:
-    """The programs that an equation runs, of its operands.
+    """Returns the jaxprs that an equation runs on its operands.
 
-    Primitives of third parties hold others: Lineax's what made an operator, whose values are
-    operands.
+    Third parties hold other jaxprs in parameters (Lineax: the jaxpr that made an operator).
     """
     if not programs_held(eqn):
         return []
     bodies = bodies_of(eqn)
+    # A jaxpr that the equation does not run has inputs that are not operands.
     return [body.program for body in bodies if len(body.operands) == len(body.jaxpr.invars)]
 
 
 def _reader(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
-    """The first equation that reads `variable`: inside of calls, loops and branches, too."""
+    """Finds the first equation that reads `variable`, also inside calls, loops, and branches."""
     for eqn in jaxpr.eqns:
         if not any(v is variable for v in eqn.invars):
             continue
         for body in bodies_of(eqn):
             for v, operand in zip(body.jaxpr.invars, body.operands, strict=False):
                 if eqn.invars[operand] is variable:
+                    # A body may pass the value on without reading it: then the call itself is the
+                    # reader.
                     return _reader(body.jaxpr, v) or eqn
         return eqn
     return None
@@ -121,17 +119,18 @@ def _reader(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
 
 @dataclass(frozen=True, eq=False)
 class MappedProgram:
-    """A staged program, and the operands it is run on, each with its batch axis."""
+    """Holds a traced jaxpr, the operands that it runs on, and their batch axes."""
 
     axis: Axis
     staged: Any  # a closed jaxpr, or a part of one that looks like it
     args: Sequence[Value]
     axes: Sequence[Position]
+    # whether the equations that it emits are computed at once
     computes: bool = False  # whether what is staged of it will be computed at once
 
     @property
     def traced(self) -> bool:
-        """Whether running it traces operations, rather than computing them at once."""
+        """Returns whether running it traces operations instead of computing them at once."""
         values = (*self.args, *self.staged.consts)
         return not self.computes and any(isinstance(x, Tracer) for x in values)
 
@@ -140,12 +139,14 @@ class MappedProgram:
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
 
     def resolve(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
-        """`values` with placeholders of this program replaced where it can be, and their axes."""
+        """Replaces placeholders of this program in `values` where possible; with their axes."""
         variables = [_compat.staged_variable(x) for x in values]
         jaxpr = self.staged.jaxpr
+        # Placeholders are variables of this program that a rule closed over while it was traced.
         needed = [v for v in variables if v is not None and v in self._variables]
         if not needed:
             return list(values), [None] * len(values)
+        # Only the equations that the needed variables depend on run again.
         eqns = [step.eqn for step in plan(jaxpr.eqns, needed, keeps=lambda _: False)]
         jaxpr = jaxpr.replace(eqns=eqns, outvars=needed)
         # Rules run outside of the derivative whose values the program may have been run on. What
@@ -177,7 +178,7 @@ _running: ContextVar[MappedProgram | None] = ContextVar("batchax_running", defau
 
 @contextmanager
 def running(program: MappedProgram) -> Iterator[None]:
-    """While `program` is interpreted: rules may look up what they close over."""
+    """Sets the program that is interpreted, for rules that look up what they close over."""
     token = _running.set(program)
     try:
         yield
@@ -186,35 +187,31 @@ def running(program: MappedProgram) -> Iterator[None]:
 
 
 def may_be_differentiated() -> bool:
-    """Whether what runs now may be differentiated later.
-
-    It may unless the running program computes with values, rather than trace operations: no
-    transformation will see what it did.
-    """
+    """Returns whether the operations that run now may be differentiated later."""
     program = _running.get()
+    # A program that computes with values is not seen by transformations around it.
     return program is None or program.traced
 
 
 def program_behind(*rules: Any) -> MappedProgram | None:
-    """The running program, if any of `rules` closes over a placeholder of some program.
-
-    A rule that needs no program must not hold one: it may live in a cache for long.
-    """
+    """Returns the running program if `rules` close over its placeholders, else None."""
     program = _running.get()
+    # A rule that needs no program must not hold one: caches keep rules for long.
     return program if program is not None and closes_over_tracers(rules) else None
 
 
 def closes_over_tracers(rule: Any) -> bool:
-    """Whether a function closes over a placeholder of some program, or may do so."""
+    """Returns whether a function closes over a placeholder of a program, or may do so."""
     return any(True for _ in _tracers([rule]))
 
 
 def captured_tracers(rule: Any) -> list[Tracer]:
-    """The tracers in the closure and defaults of a function, and in containers there.
+    """Lists the tracers in a function's closure and defaults, and in containers there.
 
-    Not those that other objects there hold as attributes.
+    Attributes of other objects are not searched.
     """
     tracers = _tracers([rule], lambda x: ())
+    # Keyed by `id`, as `==` of tracers is a traced operation.
     return list({id(t): t for t in tracers if t is not None}.values())
 
 
@@ -228,7 +225,7 @@ def rules_of(eqn: Eqn) -> list[Any]:
 
 
 def closed_over(eqn: Eqn) -> list[Any]:
-    """The variables that rules in `eqn`, and in programs inside it, close over."""
+    """Lists the variables that rules in `eqn`, and in jaxprs inside it, close over."""
     rules = rules_of(eqn)
     variables = list(map(_compat.staged_variable, _tracers(rules))) if rules else []
     for inner in programs_inside(eqn):
@@ -242,29 +239,24 @@ def _closed_over_inside(jaxpr: Jaxpr) -> list[Any]:
 
 
 class Captured:
-    """What rules of a function close over, as values for all lanes.
-
-    Attributes:
-      name: what messages call the function.
-      program: the program whose placeholders they close over, if they do.
-    """
+    """Holds the values, for all lanes, of what rules of the function `name` close over."""
 
     def __init__(self, name: str, program: MappedProgram | None) -> None:
+        # the program of the placeholders, if rules close over any
         self.name, self.program = name, program
         self._values: dict[int, tuple[Value, Position]] = {}
 
     def find(self, rule: Any) -> None:
-        """Finds what `rule` closes over now: it is to run when the derivative is over."""
+        """Resolves now what `rule` closes over, as the rule runs after the derivative is over."""
         tracers = [] if self.program is None else [t for t in _tracers([rule]) if t is not None]
         if self.program is not None and tracers:
             pairs = zip(*self.program.resolve(tracers), strict=True)
             self._values = dict(zip(map(id, tracers), pairs, strict=True))
 
     def values(self, constants: Sequence[Value]) -> tuple[list[Any], list[Position]]:
-        """Constants of a rule as values, with the position of the batch axis in each.
+        """Resolves constants of a rule to values and their batch axes.
 
-        Raises:
-          UnsupportedError: one is a value of what is differentiated or staged around the rule.
+        Raises UnsupportedError for a value of what is differentiated or traced around the rule.
         """
         if self.program is None:
             return list(constants), [None] * len(constants)
@@ -287,12 +279,12 @@ _MOST_OBJECTS = 10_000  # a rule bound to something larger is taken to hold a tr
 def _tracers(
     unseen: list[Any], of_object: Callable[[Any], Iterable[Any]] | None = None
 ) -> Iterator[Any]:
-    """The tracers that can be reached from functions, their closures and containers.
+    """Yields the tracers reachable from functions, their closures, and containers.
 
-    `of_object` finds what other objects hold. Ends with None where there is more to search
-    than is reasonable.
+    Yields None last where the search exceeds `_MOST_OBJECTS`.
     """
     seen: set[int] = set()
+    # A depth-first search with a stack: closures may refer to themselves, hence `seen`.
     while unseen:
         x = unseen.pop()
         number = id(x)
@@ -305,6 +297,7 @@ def _tracers(
                 yield x
                 continue
             find_parts = of_object or _parts_of_object
+        # The search is cut off here, and the caller assumes a tracer.
         if len(seen) > _MOST_OBJECTS:
             yield None
             return
@@ -328,6 +321,7 @@ def _parts_of_object(x: Value) -> Iterable[Any]:
         return x.values()
     if isinstance(x, (type, types.ModuleType, jax.Array)):
         return ()
+    # Objects with `__slots__` or C wrappers show no `__dict__`; `wrapped_parts` knows those of JAX.
     return (*getattr(x, "__dict__", {}).values(), *_compat.wrapped_parts(x))
 
 
@@ -337,9 +331,7 @@ _LEAVES = frozenset(
 
 
 def _own_parts(call: Any) -> list[Any]:
-    """What a function with derivative rules holds, except for what `functools.wraps` copied to
-    it.
-    """
+    # `functools.wraps` copies attributes such as `__wrapped__` to the call, and these are skipped.
     return [part for name, part in vars(call).items() if not name.startswith("_")]
 
 

@@ -39,26 +39,28 @@ _inside = ContextVar("batchax_unseen", default=False)
 
 
 def checks_nans_here() -> bool:
-    """Whether it would look at each operation here, and is to see no values but the user's."""
+    """Returns whether JAX would check each operation here, where it must see only user values."""
     return jax_looks() and not (_inside.get() or recording.is_on())
 
 
 def in_jit() -> bool:
-    """Whether operations become part of a program, rather than being computed here and now."""
+    """Returns whether operations are traced into a program instead of being computed now."""
     if _compat.staging():
         return True  # no need to stage an operation to see it
+    # An operation on constants shows whether the trace in scope makes tracers of them.
     return _compat.tracing() and isinstance(jnp.zeros(()), Tracer)
 
 
 def hide_from_debug_nans(run: Callable[..., T], args: Any, name: str) -> T:
-    """What `run` returns for `args`, two trees: of all its arrays JAX looks at these alone.
+    """Runs `run(*args)` so that JAX checks only its final arrays for NaN.
 
-    Raises:
-      FloatingPointError: JAX looks for what there is in one. `name` is what made it.
+    Raises FloatingPointError, which names `name`, if there is one in the results.
     """
     if not checks_nans_here():
         return run(*args)
     staged = in_jit()
+    # Traced operands are checked later, by JAX or a transform. One compiled program hides the
+    # intermediate values from that check.
     if staged or any(isinstance(x, Tracer) for x in jax.tree.leaves(args)):
         token = _inside.set(True)
         try:
@@ -71,7 +73,7 @@ def hide_from_debug_nans(run: Callable[..., T], args: Any, name: str) -> T:
 
 
 def seen(outs: T, name: str) -> T:
-    """`outs`, which JAX has looked at: also at values behind tracers, and later at cotangents."""
+    """Copies `outs`, so that JAX checks them, values behind tracers, and later cotangents."""
     try:
         return jax.tree.map(lambda x: copy_p.bind(x) if _is_inexact(x) else x, outs)
     except FloatingPointError as error:
@@ -79,7 +81,6 @@ def seen(outs: T, name: str) -> T:
 
 
 def found(error: Exception, name: str) -> FloatingPointError:
-    """JAX's error for what it found, where `name` made it."""
     infinite = "(inf)" in str(error) or getattr(error, "ty", "") == "inf"
     return FloatingPointError(
         f"invalid value ({'inf' if infinite else 'nan'}) encountered in {name}"
@@ -87,12 +88,13 @@ def found(error: Exception, name: str) -> FloatingPointError:
 
 
 def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
-    """`run` for such `args` as a call of one compiled program, of what among them is traced."""
+    """Wraps `run` in a call of one compiled program of the traced leaves of `args`."""
 
     def of_traced(*xs: Any) -> tuple[list[Any], Any]:
         given = iter(xs)
         own = [next(given) if isinstance(x, Tracer) else x for x in leaves]
         outs, out_tree = jax.tree.flatten(run(*jax.tree.unflatten(tree, own)))
+        # Results that are not traced are returned with their values, outside of the program.
         made = [x for x in outs if isinstance(x, Tracer)]
         return made, (out_tree, [None if isinstance(x, Tracer) else (x,) for x in outs])
 
@@ -103,6 +105,7 @@ def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
     if in_jit() and not _compat.observed(program.effects):
         # What reverse mode keeps is looked at where a `jit` around ends: so it keeps arguments.
         evaluate = jax.checkpoint(evaluate)
+    # `jax.disable_jit` is meant for the programs of the user.
     with jax.disable_jit(False):  # which is for the user's programs
         whole = _compat.stage(jax.jit(evaluate), types)
 

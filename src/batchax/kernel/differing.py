@@ -47,7 +47,11 @@ looks_at_lanes = Anywhere(lambda eqn: facts_of(eqn.primitive).looks)
 
 
 def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
-    """The predicate of a loop, without looking at other lanes; as it is if they stay together."""
+    """Rewrites the predicate of a loop to look at one lane only.
+
+    It stays as it is if the body keeps lanes in lockstep.
+    """
+    # Equinox reduces predicates over all lanes with `unvmap_any` and the like.
     if not any(eqn.primitive.name in _OF_ONE_LANE for eqn in test.jaxpr.eqns):
         return test
     if _stays_together(body.jaxpr):
@@ -69,7 +73,8 @@ _asked = Memo("predicates asked of each lane", most=256)
 
 @kept_with("whether lanes stay together in a loop")
 def _stays_together(jaxpr: Jaxpr) -> bool:
-    """Whether a program checks that lanes stay together; loops in it check for themselves."""
+    """Returns whether a program checks that lanes stay in lockstep, loops in it aside."""
+    # Loops inside are asked separately, as they have predicates.
     eqns = with_inside(jaxpr.eqns, lambda eqn: not control_flow(eqn.primitive).test)
     return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)
 
@@ -78,13 +83,14 @@ LOOPS = frozenset({"bounded_loop", "reverse_sweep"})
 
 
 def expand_bounded_loop(eqn: Eqn) -> ClosedJaxpr | None:
-    """The program that an equation stands for, of its operands; None if it is no such loop.
+    """Returns a bounded loop as the jaxpr of its operations, or None if `eqn` is not one.
 
-    Nor one that uses the name of an axis: nobody says here how large that is.
+    Also None if it uses the name of an axis, whose size is not known here.
     """
     if eqn.primitive.name not in LOOPS or _compat.named_axes(eqn.effects):
         return None
     types = tuple(v.aval for v in eqn.invars)
+    # Programs are compared by value: tracing outside of `jit` makes new objects each time.
     key = value_key((eqn.primitive, types, tuple(sorted(eqn.params.items()))))
     return _written.get((key, _compat.trace_context()), lambda: operations_of(eqn))
 
@@ -104,20 +110,17 @@ Differs = tuple[bool, ...]
 
 
 class Differing(NamedTuple):
-    """What is so of the results of a program, or of an equation.
+    """Says which results of a program or equation differ between lanes."""
 
-    Attributes:
-      results: which of them differ.
-      parts: whether lanes leave a loop in it one by one, one that can be cut out: not inside a
-        branch, nor in a call that must stay one.
-    """
-
-    results: Differs
+    results: Differs  # for each result
+    # Whether lanes leave a loop inside one by one, and that loop can be cut out: it is not in a
+    # branch, or in a call that must stay one.
     parts: bool
 
 
 def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
-    """That of a program, of which some inputs differ between lanes."""
+    """Computes which results of a jaxpr differ, from which of its inputs do."""
+    # Loops around a loop ask for it, and ask again where it is cut out: hence the cache.
     # Asked of each loop by all that are around it, and again where these are cut.
     return _differing(jaxpr, tuple(inputs))
 
@@ -130,7 +133,7 @@ def _differing(jaxpr: Jaxpr, inputs: Differs) -> Differing:
 
 
 def differing_through(jaxpr: Jaxpr, env: dict[Any, bool]) -> Iterator[tuple[Eqn, Differing]]:
-    """That of each equation; `env` says which inputs differ, and then which variables do."""
+    """Yields the result for each equation. `env` starts with the inputs and is extended."""
     for eqn in jaxpr.eqns:
         of_equation = differing_in(eqn, differs_of(env, eqn.invars))
         env.update(zip(eqn.outvars, of_equation.results, strict=True))
@@ -138,22 +141,25 @@ def differing_through(jaxpr: Jaxpr, env: dict[Any, bool]) -> Iterator[tuple[Eqn,
 
 
 def differs_of(env: dict[Any, bool], atoms: Sequence[Any]) -> Differs:
-    """Which of some variables differ; numbers and constants of a program do not."""
+    """Looks up which atoms differ; literals and constants do not."""
     return tuple(not isinstance(v, Literal) and env.get(v, False) for v in atoms)
 
 
 def differing_in(eqn: Eqn, operands: Differs) -> Differing:
-    """That of an equation: where nothing else is known all results differ if an operand does."""
+    """Computes which results of an equation differ. By default all do if an operand does."""
     operations = expand_bounded_loop(eqn)
     if operations is not None:
         return differing(operations.jaxpr, operands)
     bodies = bodies_of(eqn)
+    # Results that reduce over all lanes are the same for each lane.
     if facts_of(eqn.primitive).looks:
         return Differing((False,) * len(eqn.outvars), False)
     if not bodies or not all(body.operands for body in bodies):
         return Differing((any(operands),) * len(eqn.outvars), False)
     flow = control_flow(eqn.primitive)
     if flow.branches:
+        # If the index differs, every result does; otherwise a result does if it does in some
+        # branch.
         taken = [differing(b.jaxpr, [operands[k] for k in b.operands]).results for b in bodies]
         results = tuple(operands[0] or any(each) for each in zip(*taken, strict=True))
         return Differing(results, False)
@@ -163,6 +169,7 @@ def differing_in(eqn: Eqn, operands: Differs) -> Differing:
     inside = differing_in_steps(body.jaxpr, body.same, body.carried, _given(body, operands))
     results = [any(operands)] * len(eqn.outvars)
     for k, differs in zip(body.results, inside.results, strict=True):
+        # Results that are not listed, such as stacked outputs, differ if an operand does.
         results[k] = differs
     return Differing(tuple(results), inside.parts and eqn.primitive.name in OPENED)
 
@@ -178,15 +185,14 @@ def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
 
 
 def differing_in_while(test: Jaxpr, body: Jaxpr, tested: Differs, given: Differs) -> Differing:
-    """That of a ``while``.
+    """Computes which results of a ``while`` differ.
 
-    Args:
-      test, body: its programs.
-      tested: which constants of the predicate differ.
-      given: which constants of the body do, and what of the first carry.
+    `tested` is for the constants of the predicate, `given` for those of the body and the first
+    carry.
     """
     carried = len(body.outvars)
     inside = differing_in_steps(body, len(given) - carried, carried, given)
+    # A predicate that differs makes the whole carry differ, as lanes stop at different steps.
     (ends,) = differing(test, [*tested, *inside.results]).results
     if not ends:
         return inside
@@ -198,14 +204,12 @@ def _given(body: Body, operands: Differs) -> Differs:
 
 
 def differing_in_steps(jaxpr: Jaxpr, same: int, carried: int, given: Differs) -> Differing:
-    """That of the body of a loop, once no step makes one more of its carry differ.
+    """Computes which results of a loop body differ at the fixed point over its steps.
 
-    Args:
-      jaxpr: the body.
-      same, carried: how many of its inputs are constants, and how many the loop carries; others
-        are parts for each step. A call is a body that carries nothing.
-      given: which of the inputs differ, before the first step.
+    The inputs are `same` constants, `carried` parts of the carry, and slices of each step. A call
+    is a body that carries nothing.
     """
+    # Entries only change from False to True, so this ends.
     while True:
         inside = differing(jaxpr, given)
         before = given[same : same + carried]
@@ -223,13 +227,8 @@ def predicate_is_batched(
     body_at: Sequence[Position],
     carry_at: Sequence[Position],
 ) -> bool:
-    """Whether a ``while`` ends at its own step in each lane; if that is not sure, False.
-
-    Args:
-      axis: the axis being mapped.
-      test, body: its programs.
-      test_at, body_at, carry_at: where operands have the batch axis.
-    """
+    """Returns whether lanes end a ``while`` at different steps; False where that is not known."""
+    # A rule of a user, or a collective, may make a shared value from batched ones.
     if any(map(has_other_rule.in_program, (test, body))) or any_uses_axis(axis, test, body):
         return False
     given = tuple(a is not None for a in (*body_at, *carry_at))

@@ -47,7 +47,7 @@ from batchax.memo import Memo
 
 
 class _Placement(enum.Enum):
-    """Where an output is to have its batch axis, other than at a position that is given."""
+    """Names where an output may have its batch axis, other than at a given position."""
 
     ANYWHERE = "where it is, or none"
     ZERO_IF_MAPPED = "first if it depends on the batch, or none"
@@ -80,21 +80,11 @@ def batch_inner(
     varying: Varying = (),
     read: Sequence[bool] | None = None,
 ) -> tuple[ClosedJaxpr, tuple[Position, ...]]:
-    """The closed jaxpr `body` for all lanes of `axis`.
+    """Batches the closed jaxpr `body`, and returns it with the batch axes of its outputs.
 
-    Args:
-      axis: the axis being mapped.
-      body: a closed jaxpr over examples.
-      in_axes: for each input the position of its batch axis, or None.
-      out_axes: for each output (or one for all) `ANYWHERE`, `ZERO_IF_MAPPED`, or the
-        position its batch axis must have, repeated if the output does not depend on
-        the batch.
-      varying: over which axes of a mesh its inputs vary, inside ``shard_map``. That may be more
-        than they did for one example.
-      read: which outputs the caller reads, as for `interpret`.
-
-    Returns:
-      A closed jaxpr over batches, and where its outputs carry the batch axis.
+    Entries of `out_axes` are positions, `ANYWHERE`, or `ZERO_IF_MAPPED`. `varying` holds the mesh
+    axes over which inputs vary inside ``shard_map``, which may be more than for one example. `read`
+    is as for `interpret`.
     """
     in_axes = tuple(in_axes)
     anywhere = (ANYWHERE,) * len(body.out_avals)
@@ -102,6 +92,7 @@ def batch_inner(
     key = (axis, in_axes, varying, lanes_vary_over(axis), read)
     built, context = _memory()
     # It may have them where they are wanted.
+    # A program that was built for any placement may already have the axes that are asked for.
     fits = built.find(((key, anywhere), context), owner=body)
     if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(out_axes, fits[1], strict=True)):
         return fits
@@ -110,13 +101,13 @@ def batch_inner(
 
 
 def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
-    """What `build` returns, built once for each `key` for as long as `body` lives."""
+    """Caches what `build` returns for each `key` while `body` lives."""
     built, context = _memory()
     return built.get((key, context), build, owner=body)
 
 
 def inline_jaxpr(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
-    """What `program` returns; while another is staged, its equations are put there as they are."""
+    """Runs `program`. While another is traced, its equations are inlined."""
     if _compat.staging() and not _compat.checked_axes():
         return _compat.inlined(program, operands)
     return eval_jaxpr(program.jaxpr, program.consts, *operands)
@@ -127,6 +118,8 @@ def interpret_again(
 ) -> tuple[list[Any], list[Position]]:
     types = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, axes, strict=True)]
     here = _compat.staging() and not _compat.checked_axes() and not recording.is_on()
+    # The batched body is reused only where it is traced into a program without mesh types, notes,
+    # or effects, and the operand types are those it was built for.
     if not here or body.effects or types != list(map(jax.typeof, operands)):
         return interpret(axis, body.jaxpr, body.consts, operands, axes)
     program, at = batch_inner(axis, body, axes)
@@ -141,17 +134,17 @@ def emitted(
     emit: Callable[..., tuple[list[Any], Sequence[Position]]],
     more: Hashable = None,
 ) -> tuple[list[Any], Sequence[Position]]:
-    """What `emit` returns, of `operands`: for a call of `body`, what a rule emits.
+    """Returns `emit(*operands)`, traced once and inlined if the same `body` occurs again.
 
-    JAX keeps what it has traced of its own functions, and so the same body turns up in one program
-    after another. From the second time on what is emitted for it is kept, and put there as it is.
-    `emit` must not depend on values of the function that is being batched, and on what else it
-    does, `more` says.
+    `emit` must not depend on values of the function being batched; `more` names what else it
+    depends on.
     """
     if not _compat.staging() or recording.is_on() or _compat.checked_axes() or body.effects:
         return emit(*operands)
     types = tuple(map(jax.typeof, operands))
     key = "emitted", axis, types, tuple(axes), more
+    # JAX caches jaxprs of its own functions, so the same body occurs in many programs. Bodies that
+    # occur once are not worth tracing separately.
     if not remembered(body, key, _Met).again():
         return emit(*operands)
     program, out_axes = remembered(
@@ -161,7 +154,7 @@ def emitted(
 
 
 class _Met:
-    """Whether something was met before."""
+    """Remembers whether it was asked before."""
 
     def __init__(self) -> None:
         self._met = False
@@ -172,7 +165,7 @@ class _Met:
 
 
 def _memory() -> tuple[Memo, Hashable]:
-    """Where to remember what is built, and what of the surroundings that depends on."""
+    """Returns the cache of batched programs, and the context that they depend on."""
     # Rules of derivatives are asked only where something may be differentiated, and while notes
     # are taken each record has its own marks.
     built, place = recording.memory() or (_built, None)
@@ -209,7 +202,7 @@ def _place(position: Position, out_axis: Any) -> Position:
 
 
 def returning(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
-    """`program` with results that vary over these axes of a mesh, too."""
+    """Casts results of `program` to vary over these mesh axes too."""
     own = types_varying(program.out_avals)
     if all(want <= have for have, want in zip(own, varying, strict=True)):
         return program
@@ -221,7 +214,7 @@ def returning(program: ClosedJaxpr, varying: Varying) -> ClosedJaxpr:
 
 
 def returning_alike(programs: Sequence[ClosedJaxpr]) -> list[ClosedJaxpr]:
-    """`programs`, of which each result varies over what it does in any of them."""
+    """Casts results so that each varies over the same mesh axes in all `programs`."""
     if not _compat.checked_axes():
         return list(programs)
     by_program = [types_varying(program.out_avals) for program in programs]
@@ -230,10 +223,11 @@ def returning_alike(programs: Sequence[ClosedJaxpr]) -> list[ClosedJaxpr]:
 
 
 def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
-    """The type of a value with the batch axis at `position`, from that of one example."""
+    """Returns the type for all lanes, with the batch axis at `position`."""
     if position is None:
         return aval
     entry = axis.mesh_axis
+    # Abstract values of other kinds, such as references, have no sharding to update.
     if entry is not None and type(aval) is ShapedArray:
         aval = aval.update(sharding=sharding_on_mesh(axis, aval.sharding))
         entry = entry if is_in_types(aval.sharding, entry) else None
@@ -243,12 +237,13 @@ def batched_aval(axis: Axis, aval: Aval, position: Position) -> Any:
 
 
 def example_aval(axis: Axis, aval: Aval, position: Position) -> Any:
-    """The type of one example of a value whose batch axis is at `position`."""
+    """Returns the type of one example of a value whose batch axis is at `position`."""
     if position is None:
         return aval
     over = lanes_vary_over(axis)
     if over:
         aval = _compat.with_varying_axes(aval, _compat.varying_axes(aval) - over)
+    # `mapped_aval` updates the sharding, too, which takes three times as long.
     if type(aval) is ShapedArray and aval.sharding.mesh.empty:  # in a third of the time
         shape = aval.shape[:position] + aval.shape[position + 1 :]
         return ShapedArray(shape, aval.dtype, aval.weak_type, memory_space=aval.memory_space)
@@ -259,7 +254,7 @@ _staging_lanes: ContextVar[bool] = ContextVar("batchax_staging_lanes", default=F
 
 
 def staging_lanes() -> bool:
-    """Whether a function of one example is being staged, whose program batchax will read."""
+    """Returns whether a function of one example is being traced for batchax."""
     return _staging_lanes.get()
 
 
@@ -270,20 +265,14 @@ def stage_function(
     arg_names: Sequence[str] | None = None,
     transformation: str = "vmap",
 ) -> ClosedJaxpr:
-    """Stages a flat per-example function, with the name of `axis` in scope.
+    """Traces a flat function of one example with the name of `axis` in scope.
 
-    `arg_names` is what messages call its arguments, `transformation` what it is staged for.
-
-    Staging makes tracers of everything the function computes. A function that
-    branches in Python on something it computes from unbatched arguments alone
-    is staged again with such values computed at once, be they differentiated. Inside
-    ``shard_map`` types may disagree over the mesh axes that values vary over, although they would
-    not if each lane selected its own branch: then the function is staged again, with types as if
-    lanes did.
+    `arg_names` are for messages, and `transformation` is what the function is traced for.
     """
     named = [] if axis.name is None else [(axis.name, axis.size)]
     types = as_without_mesh(avals)
 
+    # Keep nested `jit` calls as equations, for which JAX checks results only.
     def stage(f: Callable[..., Any], selecting: bool = False) -> ClosedJaxpr:
         if checks_nans_here():
             f = _compat.keeping_calls(f)
@@ -295,11 +284,13 @@ def stage_function(
                 program = _compat.stage(f, types, named, arg_names, transformation, selecting)
         finally:
             _staging_lanes.reset(token)
-        return refuse_lost(program, traces[-1])
+        return refuse_lost(program, traces[-1])  # constants of this trace are not lost
 
     try:
         return stage(fun)
     except NEEDS_VALUES as error:
+        # Python branched on a traced value. If the value derives from unbatched arguments only, it
+        # can be computed while tracing.
         try:
             return stage(_compat.known_at_once(fun, functools.partial(_stays, axis)))
         except Exception:
@@ -309,6 +300,8 @@ def stage_function(
     except (TypeError, ValueError) as error:
         if not _compat.checked_axes():
             raise
+        # Mesh axes that branches vary over may disagree, unless each lane selects its own branch:
+        # types are then computed as if lanes did.
         try:
             return stage(fun, selecting=True)
         except Exception:
@@ -316,9 +309,10 @@ def stage_function(
 
 
 def _stays(axis: Axis, primitive: _compat.Primitive, params: Any) -> bool:
-    """Whether an operation is part of what lanes do, whatever its operands are."""
+    """Returns whether an operation must stay in the program even if its operands are known."""
     if primitive.name in _EFFECTFUL or (axis.name is not None and axis.name in names_in(params)):
         return True
+    # Parameters may be jaxprs, whose effects keep them in the program.
     return any(getattr(x, "effects", None) for x in params.values())
 
 
@@ -334,11 +328,7 @@ def stage_described(
     arg_names: Sequence[str] | None = None,
     transformation: str = "vmap",
 ) -> tuple[ClosedJaxpr, Any]:
-    """As `stage_function`, of a function that returns arrays and what describes them.
-
-    Returns:
-      The program, of the arrays, and their description.
-    """
+    """Traces as `stage_function` a function that returns arrays and their description."""
 
     def stage(arrays: Callable[..., Any]) -> ClosedJaxpr:
         return stage_function(axis, arrays, avals, arg_names, transformation)
@@ -360,7 +350,7 @@ def batch_function(
     args: Sequence[Value],
     axes: Sequence[Position],
 ) -> tuple[list[Any], list[Position]]:
-    """A flat per-example function applied to batched values, from inside a rule."""
+    """Applies a flat function of one example to batched values, from inside a rule."""
     avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     staged = stage_function(axis, fun, avals)
     return run_inner(axis, staged, args, axes)
@@ -373,7 +363,7 @@ def run_inner(
     axes: Sequence[Position],
     read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
-    """Runs a program inside an equation for all lanes, in the way that the axis has for it."""
+    """Runs a jaxpr of an equation for all lanes, by `axis.bodies` if the axis has that."""
     if axis.bodies is not None and any_uses_axis(axis, program):
         return axis.bodies.run(program, args, axes)
     return interpret(axis, program.jaxpr, program.consts, args, axes, read)
@@ -383,7 +373,7 @@ _programs = Memo("what moves lanes in windows, and counts them", most=512)
 
 
 def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
-    """What `fun` returns for these operands: it says `key`, and their types, what it does."""
+    """Runs `fun`, traced once for each `key`, operand types, platform, and context."""
     types = tuple(map(jax.typeof, operands))
     whole = key, types, jax.default_backend(), _compat.trace_context()
     program = _programs.get(whole, lambda: _compat.stage(lambda *xs: list(fun(*xs)), types))
@@ -391,8 +381,9 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any
 
 
 def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:
-    """As ``lax.while_loop``, which takes longer to find out what the loop closes over."""
+    """Runs as ``lax.while_loop``, which takes longer to find out what the loop closes over."""
     leaves, structure = jax.tree.flatten(state)
+    # A weakly typed carry would change its type in the first step.
     leaves = list(map(_strong, leaves))
 
     def flat(*leaves: Any) -> list[Any]:
@@ -401,6 +392,7 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
     types = list(map(jax.typeof, leaves))
     test = _compat.stage(lambda *leaves: [goes_on(structure.unflatten(leaves))], types)
     body = _compat.stage(flat, types)
+    # JAX raises the error about carry types, with its wording.
     if list(body.out_avals) != types:  # JAX says what is wrong
         return lax.while_loop(goes_on, once, state)
     (test,), asked = _compat.hoist_constants(test)
@@ -418,5 +410,5 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
 
 
 def _strong(x: Any) -> Any:
-    """`x`, not weakly typed: what a step makes of weak types may be strong."""
+    """Removes the weak type of `x`, as a step may return a strong one."""
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x

@@ -64,7 +64,7 @@ _warned: dict[Any, Any] = {}
 def run_without_rule(
     axis: Axis, eqn: Eqn, operands: list[Value], operand_axes: list[Position]
 ) -> tuple[Sequence[Any], Sequence[Position]]:
-    """Outputs of an equation whose primitive has no rule here."""
+    """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
 
     def one_lane(*xs: Any) -> list[Any]:
@@ -90,6 +90,7 @@ def run_without_rule(
 
     if not recording.is_watched():  # if one is, `explain` has a finding for it
         _warn(axis, eqn)
+    # No rule exists, so the lanes run in a `scan`.
     outs = one_after_another(axis, one_lane, operands, operand_axes)
     return outs, [0] * len(outs)
 
@@ -112,7 +113,7 @@ def one_after_another(
     operand_axes: Sequence[Position],
     unroll: bool = False,
 ) -> list[Any]:
-    """`one_lane` applied to each lane in order; outputs have the lanes first.
+    """Applies `one_lane` to each lane in a `scan`; outputs have the lanes first.
 
     Lanes run in order of their index, which keeps ordered effects in order.
     """
@@ -123,6 +124,7 @@ def one_after_another(
         if a is not None
     ]
 
+    # Unbatched operands are closed over, and batched ones are sliced by the scan.
     def step(carry: None, lane: list[Any]) -> tuple[None, list[Any]]:
         mine = iter(lane)
         xs = [x if a is None else next(mine) for x, a in zip(operands, operand_axes, strict=True)]
@@ -133,15 +135,14 @@ def one_after_another(
 
 
 def lanes_together(x: Value) -> Any:
-    """`x` with axis 0 on each device, where its type says that it is sharded: to be taken apart."""
     sharding: Any = jax.typeof(x).sharding
     if sharding.mesh.empty or sharding.spec[:1] in ((), (None,)):
         return x
+    # A scan slices axis 0, so types must not carry a sharding of it.
     return jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(None, *sharding.spec[1:])))
 
 
 def lanes_spread(axis: Axis, x: Value) -> Any:
-    """`x`, with lanes along axis 0, of the type that values batched over `axis` have."""
     if axis.mesh_axis is None:
         return x
     sharding = sharding_on_mesh(axis, jax.typeof(x).sharding)
@@ -164,11 +165,14 @@ def evaluate_in_order(
     args: Sequence[Placed],
     run_equation: Callable[[Any, list[Placed]], Iterable[Placed]],
 ) -> list[Placed]:
-    """What `jaxpr` returns, as `evaluate` of `run_equation`, with effects in order."""
+    """Evaluates `jaxpr` as `evaluate` does, with ordered effects in lane order."""
     env: dict[Any, Placed] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     steps = [step._replace(dead=()) for step in plan(jaxpr.eqns, jaxpr.outvars)]
     waiting: list[Step] = []
+    # Steps are deferred while they make ordered calls that differ between lanes, or depend on such
+    # steps. All deferred calls then run in one scan over the lanes, so that the calls of lane 0
+    # come before those of lane 1.
     made: set[Any] = set()
 
     def read(v: Any) -> Placed:
@@ -180,6 +184,7 @@ def evaluate_in_order(
     def run_waiting() -> None:
         calls, others = _needed(waiting)
         if len(calls) > 1 or any(_repeats(step.eqn, read(step.inputs[0])) for step in calls):
+            # Inputs of other steps and of the program must be left in `env`.
             inside = set(map(id, calls))
             reads = [jaxpr.outvars, *(s.inputs for s in steps if id(s) not in inside)]
             _run_lanes(axis, calls, env, read, set().union(*map(variables_in, reads)))
@@ -208,13 +213,9 @@ def evaluate_in_order(
 
 
 def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
-    """Whether lanes make calls of their own in an equation, which makes some in order.
+    """Returns whether lanes make different ordered calls in an equation.
 
-    Not if all that is called with is the same for all, whatever else of the equation differs.
-
-    Args:
-      eqn: the equation.
-      operands: which of its operands differ between lanes.
+    `operands` says which operands differ. Lanes do not if all arguments of the calls are shared.
     """
     if not any(operands):
         return False
@@ -227,6 +228,7 @@ def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
         return True
     if flow.test and all(results):  # as where lanes leave it one by one
         return True
+    # At the fixed point of a loop, part of its carry may differ in addition.
     for body in bodies_of(eqn):
         first, last = body.same, body.same + body.carried
         given = [operands[k] for k in body.operands]
@@ -240,18 +242,19 @@ def _calls_differ(eqn: Eqn, operands: Sequence[bool]) -> bool:
 
 
 def _needs_all(axis: Axis, eqn: Eqn) -> bool:
-    """Whether lanes cannot run an equation one after another: they meet, or part a reference."""
+    """Returns whether an equation must run for all lanes at the same time."""
+    # Lanes synchronize in a collective, and a reference is shared by all.
     return uses_axis(axis, eqn) or any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
 
 
 def _repeats(eqn: Eqn, first: Placed) -> bool:
-    """Whether an equation runs a program more or less often than once for each lane."""
+    """Returns whether an equation may run a jaxpr another number of times than once a lane."""
     together = control_flow(eqn.primitive).branches and first[1] is None
     return facts_of(eqn.primitive).nests and not together
 
 
 def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """The steps with effects that come in order, with all that later ones need; and the others."""
+    """Splits steps into those that ordered effects need, and the others."""
     eqns = [step.eqn for step in steps]
     needed = plan(eqns, (), keeps=lambda eqn: _compat.in_order(eqn.effects))
     inside = {id(step.eqn) for step in needed}
@@ -266,7 +269,7 @@ def _run_lanes(
     read: Callable[[Any], Placed],
     needed: set[Any],
 ) -> None:
-    """Runs steps of each lane sequentially; what they make that is `needed` is left in `env`."""
+    """Runs steps for one lane after the other, and stores `needed` outputs in `env`."""
     # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
     calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
     made = {v for step in steps for v in step.outputs}
@@ -295,32 +298,28 @@ def _run_lanes(
 
 
 def _recorded(axis: Axis, step: Step, at: dict[Any, Position]) -> Any:
-    """While notes of an equation are taken whose operands have the batch axis `at` a position."""
+    """Records an equation whose operands have the batch axis `at` these positions."""
     positions = [None if isinstance(v, Literal) else at.get(v, 0) for v in step.inputs]
     return recording.equation(axis, step.eqn, positions, False)
 
 
 @dataclass(eq=False)
 class ProgramRun:
-    """A run through a program, for rules that look ahead in it.
-
-    Attributes:
-      jaxpr: the program.
-      read: which of its results the caller reads; None for all.
-      found: what the rule of a primitive found out of the program.
-      kept: what a rule leaves for an equation that comes later, by that equation's id.
-    """
+    """Describes a run through a jaxpr, for rules that look ahead in it."""
 
     jaxpr: Jaxpr
-    read: Sequence[bool] | None = None
+    read: Sequence[bool] | None = None  # which results the caller reads; None for all
+    # facts that rules derived from the jaxpr, by rule
     found: dict[Any, Any] = field(default_factory=dict)
+    # what a rule leaves for a later equation, by its `id`
     kept: dict[int, Any] = field(default_factory=dict)
 
     def reads(self, eqn: Eqn) -> tuple[bool, ...]:
-        """Which results of an equation this run reads."""
+        """Returns which results of an equation are read in this run."""
         if "read" not in self.found:
             outvars = self.jaxpr.outvars
             outs = variables_in(outvars if self.read is None else compress(outvars, self.read))
+            # `plan` drops equations whose results do not reach an output.
             inputs = [step.inputs for step in plan(self.jaxpr.eqns, outs)]
             self.found["read"] = {*outs, *variables_in(chain.from_iterable(inputs))}
         return tuple(v in self.found["read"] for v in eqn.outvars)
@@ -338,20 +337,13 @@ def interpret(
     axes: Sequence[Position],
     read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
-    """Runs the per-example program `jaxpr` for all lanes of `axis`.
+    """Runs the per-example `jaxpr` for all lanes of `axis`.
 
-    Args:
-      axis: the axis being mapped.
-      jaxpr: a jaxpr over examples; `consts` are its constants, unbatched.
-      args: the operands; one whose entry in `axes` is an int carries the batch
-        axis at that position, one whose entry is None is the same in each lane.
-      read: which outputs the caller reads, for rules that depend on it; None for all.
-
-    Returns:
-      The outputs and the position of the batch axis in each, None for an
-      output that does not depend on the batch.
+    Entries of `axes` are the position of the batch axis in each operand, or None; the results have
+    theirs. `read` says which outputs the caller reads, for rules that depend on it; None for all.
     """
     effectful = [eqn for eqn in jaxpr.eqns if eqn.effects]  # most programs have none
+    # A reference must have a part for each lane before something batched is written to it.
     one_for_each_lane = references_to_batch(axis, jaxpr, axes) if effectful else frozenset()
     whole = ProgramRun(jaxpr, read)
     run = batch_looked_at if checks_nans_here() else batch_equation
@@ -381,14 +373,10 @@ def batch_equation(
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
 ) -> tuple[Sequence[Any], Sequence[Position]]:
-    """Outputs of one equation for all lanes, always as sequences.
+    """Returns outputs and batch axes of one equation, always as sequences.
 
-    Args:
-      axis: the axis being mapped.
-      eqn: the equation.
-      operands, operand_axes: what it takes, and where that carries the batch axis.
-      creates_batched: whether it creates a reference that must have a part for each lane.
-      whole: the run through the program that the equation is of, if rules may look ahead in it.
+    `creates_batched` is set for a reference that has a part for each lane, and `whole` is the run
+    through the program if rules may look ahead in it.
     """
     # What does not depend on the batch is emitted once, for all lanes.
     shared = operand_axes.count(None) == len(operand_axes) and not (
@@ -396,6 +384,7 @@ def batch_equation(
     )
     if axis.spmd_name is not None and not shared:
         check_lanes_apart(axis, eqn)
+    # Inside ``shard_map`` with checked types, operands must vary over the same mesh axes.
     checked = _compat.checked_axes()
     if checked:
         operands = vary_alike(eqn, operands)
@@ -418,13 +407,10 @@ def batch_looked_at(
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
 ) -> tuple[Sequence[Any], Sequence[Position]]:
-    """As `batch_equation`, where JAX looks for NaN, or infinity, in what is computed.
+    """Batches an equation as `batch_equation` under ``jax.debug_nans``.
 
-    JAX is to find what it finds in one example: in the results of an equation, but not in what
-    masked lanes make on the way to them.
-
-    Raises:
-      FloatingPointError: there is one in the results, as JAX says it, with the user's line.
+    Raises FloatingPointError, with the user's line, for NaN in results that one example would have.
+    Values of masked lanes are not reported.
     """
     primitive, facts = eqn.primitive, facts_of(eqn.primitive)
     run = functools.partial(batch_equation, axis, eqn, creates_batched=creates_batched)
@@ -436,8 +422,10 @@ def batch_looked_at(
     calls_back = _compat.observed(eqn.effects)
     body = program_called(eqn) if facts.body else None
     try:
+        # Loops and primitives of batchax compute masked values inside, which must stay hidden.
         if facts.nests or is_own(primitive):
             return hidden()
+        # Inside `jit`, JAX checks the results of the compiled program.
         if in_jit():
             return run(operands, operand_axes, whole=whole)
         if body is not None and primitive is not jit_p:
@@ -451,6 +439,8 @@ def batch_looked_at(
         except (FloatingPointError, _compat.FoundNaN):
             if has_rules(eqn) or calls_back:
                 raise  # it was in what the function does; or may not be done twice
+        # The NaN may be in intermediate values of the rule, so the equation runs again with those
+        # hidden.
         try:
             return hidden()
         except FloatingPointError:
@@ -466,7 +456,7 @@ def batch_looked_at(
 
 
 def _fits(eqn: Eqn, operands: Sequence[Value]) -> bool:
-    """Whether the types of operands inside ``shard_map`` let an equation be emitted as it is."""
+    """Returns whether the equation is valid for the operand types inside ``shard_map``."""
     casts = eqn.primitive.name == "pvary"  # JAX refuses to cast a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
 
@@ -499,8 +489,6 @@ def _batch(
 
 
 def _number(position: Position) -> Position:
-    """A position as Python's int, which JAX asks for.
-
-    Rules compute it from parameters, of which users may have made NumPy's integers.
-    """
+    """Converts a position to Python's int, which JAX expects."""
+    # Rules compute positions from parameters, where users may have passed NumPy integers.
     return position if position is None or type(position) is int else int(position)

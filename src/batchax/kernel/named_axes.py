@@ -61,16 +61,14 @@ def any_uses_axis(axis: Axis, *programs: Any) -> bool:
 
 
 def may_use_name(eqn: Eqn, name: Hashable) -> bool:
-    """Whether `eqn` uses `name`, or has derivative rules inside, which may once they are traced.
-
-    Rules that JAX traces when they are needed leave no mark in a program, and once the axis is
-    mapped nothing tells them of it but the rule that batches their call.
-    """
+    """Returns whether `eqn` uses `name`, or has derivative rules inside that may do so."""
+    # JAX traces derivative rules later, and they leave no mark in a jaxpr. After the axis is
+    # mapped, only the rule that batches their call knows its name.
     return uses_name(eqn, name) or _rules.in_equation(eqn)
 
 
 def gives_index(eqn: Eqn, name: Hashable) -> bool:
-    """Whether `eqn`, or an equation inside it, asks for the index of the lane over `name`."""
+    """Returns whether `eqn` or an equation inside it computes the lane index over `name`."""
     return any(
         e.primitive.name == "axis_index" and name in as_names(e.params["axis_name"])
         for e in with_inside([eqn])
@@ -93,7 +91,7 @@ _rules = Anywhere(has_rules)
 
 
 def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
-    """Names that `eqn` uses without an effect that says so; `ANY_NAME` if it may use any."""
+    """Returns names that `eqn` uses without an effect; `ANY_NAME` if it may use any."""
     holder = facts_of(eqn.primitive).names
     if holder:
         return frozenset(as_names(eqn.params[holder]))
@@ -126,11 +124,9 @@ _CREATES = frozenset({"new_ref", "empty_ref"})
 
 
 def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> frozenset[Any]:
-    """The references created by `jaxpr` that something batched may be written to.
+    """Returns the references created by `jaxpr` that batched values may be written to.
 
-    An equation with a batched operand is taken to make all its results batched,
-    and all that it writes, so a reference may be batched without need but never
-    left unbatched wrongly.
+    It errs on the side of batching.
     """
     created = {
         eqn.outvars[0] for eqn in jaxpr.eqns if eqn.effects and eqn.primitive.name in _CREATES
@@ -141,6 +137,7 @@ def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> f
     count = -1
     while count != len(batched):  # a loop, because an earlier equation may read what a later writes
         count = len(batched)
+        # A batched operand is taken to make all results, and all that the equation writes, batched.
         for eqn in jaxpr.eqns:
             if not batched.isdisjoint(variables_read(eqn)) or uses_axis(axis, eqn):
                 batched.update(eqn.outvars)
@@ -151,7 +148,7 @@ def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> f
 def create_batched(
     axis: Axis, eqn: Eqn, operands: Sequence[Value], operand_axes: Sequence[Position]
 ) -> tuple[list[Any], list[Position]]:
-    """The reference that `eqn` creates, with a part for each lane."""
+    """Creates a reference with a part for each lane."""
     if eqn.primitive.name == "empty_ref":
         params = {**eqn.params, "ty": unmapped_aval(axis.size, 0, eqn.params["ty"])}
         return [eqn.primitive.bind(**params)], [0]
@@ -172,14 +169,11 @@ _without: ContextVar[AbstractMesh | None] = ContextVar("batchax_without_mesh", d
 
 
 def without_mesh() -> AbstractContextManager[None]:
-    """Context to stage a function of one example in, for types `as_without_mesh` has them.
-
-    Inside a ``shard_map`` that has a whole mesh, and whose types do not say what varies, the mesh
-    is of no use to a function. It is staged as it is without one, then. Libraries compare types of
-    arrays, and a number's never tells of a mesh; and JAX cannot compute with known values in
-    there, where a mesh is set.
-    """
+    """Returns a context to trace a function of one example in. Types are from `as_without_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
+    # In a ``shard_map`` over a whole mesh with unchecked types, the mesh has no effect on a
+    # function. Libraries compare types of arrays with types of numbers, which carry no mesh, and
+    # JAX cannot compute with known values there while a mesh is set.
     return _leaving_out(mesh) if _useless(mesh) else nullcontext()
 
 
@@ -194,10 +188,8 @@ def _leaving_out(mesh: AbstractMesh) -> Iterator[None]:
 
 
 def as_without_mesh(types: Sequence[Aval]) -> list[Any]:
-    """These types as they are where a function is staged `without_mesh`, if that leaves one out.
-
-    What is derived of such a function later meets types of the mesh that was left out.
-    """
+    """Removes from types the mesh that `without_mesh` leaves out."""
+    # Derivatives of the function meet types with the mesh later.
     return [_without_mesh(x) if _tells_of_useless(x) else x for x in types]
 
 
@@ -219,17 +211,16 @@ def _useless(mesh: Any) -> bool:
 
 
 def mesh_around() -> Any:
-    """The mesh in scope, also where a function is staged `without_mesh`."""
+    """Returns the mesh in scope, also inside `without_mesh`."""
     mesh = jax.sharding.get_abstract_mesh()
     without = _without.get()
     return without if mesh.empty and without is not None else mesh
 
 
 def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
-    """Whether values may be spread over more devices than `most`.
+    """Returns whether values may be on more devices than `most`.
 
-    Of those that are traced nobody knows, but where each device has its own: inside a
-    ``shard_map`` over all axes of its mesh.
+    This is unknown for traced values, except inside ``shard_map`` over all mesh axes.
     """
     if any(isinstance(x, Tracer) for x in values):
         mesh = mesh_around()
@@ -239,7 +230,7 @@ def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
 
 
 def varying_of(values: Sequence[Value]) -> Varying:
-    """Over which axes of a mesh each of `values` varies; over none where types do not say."""
+    """Returns the mesh axes that each value varies over, or none where types are unchecked."""
     if not _compat.checked_axes():
         return (frozenset(),) * len(values)
     return tuple(_compat.varying_axes(jax.typeof(x)) for x in values)
@@ -254,16 +245,17 @@ def vary_over(values: Sequence[Value], varying: Varying) -> list[Any]:
 
 
 def vary_alike(eqn: Eqn, operands: Sequence[Value]) -> list[Any]:
-    """The operands of an equation, cast to vary over the same axes if they did for one example."""
+    """Casts operands to vary over the same mesh axes if they did for one example."""
     if len(operands) < 2 or holds_programs(eqn):
         return list(operands)
+    # For one example they differed, so the equation accepts operands that differ.
     if len({_compat.varying_axes(v.aval) for v in eqn.invars}) > 1:
         return list(operands)
     return _compat.varying_alike(operands)
 
 
 def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
-    """As `bind_equation`, for operands that may vary over more axes than for one example."""
+    """Binds as `bind_equation`, for operands that vary over more axes than for one example."""
     if not _compat.checked_axes():
         return bind_equation(eqn, operands, **changes)
     if eqn.primitive.name == "pvary":  # JAX refuses to cast a value that varies already
@@ -272,7 +264,7 @@ def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequenc
 
 
 def holds_programs(eqn: Eqn) -> bool:
-    """Whether there are programs in `eqn` that its operands are passed to, one by one."""
+    """Returns whether `eqn` holds jaxprs that its operands are passed to one by one."""
     # The program in a scatter or a reduction combines two numbers: the operands of that meet, as
     # those of any operation do.
     combines = facts_of(eqn.primitive).combines
@@ -280,7 +272,6 @@ def holds_programs(eqn: Eqn) -> bool:
 
 
 def varies_as_staged(eqn: Eqn, operands: Sequence[Value]) -> bool:
-    """Whether operands vary over what they did for one example."""
     return all(
         _compat.varying_axes(v.aval) == _compat.varying_axes(jax.typeof(x))
         for v, x in zip(eqn.invars, operands, strict=True)
@@ -288,11 +279,7 @@ def varies_as_staged(eqn: Eqn, operands: Sequence[Value]) -> bool:
 
 
 def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
-    """Refuses a collective of lanes over the very devices that they are spread over.
-
-    Raises:
-      AxisError: `eqn` is one.
-    """
+    """Raises AxisError for a collective over the mesh axes that shard the lanes."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for name in axis.spmd_name or ():
         casts = eqn.primitive.name == "pvary"
@@ -305,7 +292,7 @@ def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
 
 
 def as_lanes(axis: Axis, values: Sequence[Value], axes: Sequence[Position]) -> list[Any]:
-    """`values`, of which those with the batch axis vary over the mesh axes it is spread over."""
+    """Casts batched values to vary over the mesh axes that shard the lanes."""
     over = lanes_vary_over(axis)
     if not over:
         return list(values)
@@ -315,14 +302,11 @@ def as_lanes(axis: Axis, values: Sequence[Value], axes: Sequence[Position]) -> l
 
 
 def settle_varying(carry: Varying, build: Callable[[Varying], tuple[Made, Varying]]) -> Made:
-    """What `build` makes for the carry of a loop, whose type must be the same before and after.
+    """Builds a loop whose carry varies over the same mesh axes before and after a step.
 
-    The carry is taken to vary over more axes until a step adds none.
-
-    Args:
-      carry: over which axes of a mesh each part of the first carry varies.
-      build: makes programs for a carry that varies so; and says what the next one varies over.
+    `build` returns the loop for a carry that varies so, and the axes after one step.
     """
+    # Axes are only added, of finitely many, so this ends.
     while True:
         made, after = build(carry)
         wider = tuple(old | new for old, new in zip(carry, after, strict=True))

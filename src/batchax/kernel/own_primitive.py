@@ -52,7 +52,7 @@ def tangents_of(
     tangents: Sequence[Value],
     of: Sequence[int],
 ) -> tuple[list[Any], list[Any]]:
-    """The results of `function`, and tangents of those `of`, from those of `moving` operands."""
+    """Returns results of `function`, and tangents of those `of` from those of `moving` operands."""
     some, points = _of_moving(function, primals, moving, of)
     _, dots, outs = jax.jvp(some, points, tuple(tangents), has_aux=True)
     return outs, dots
@@ -61,9 +61,9 @@ def tangents_of(
 def pullback_of(
     function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
-    """The results of `function`, and from cotangents of those `of` to those of `moving` operands.
+    """Returns the results, and a pullback from cotangents `of` results to `moving` operands.
 
-    The latter is a pytree of what it keeps of the former.
+    The pullback is a pytree of residuals.
     """
     some, points = _of_moving(function, primals, moving, of)
     _, pull, outs = jax.vjp(some, *points, has_aux=True)
@@ -73,7 +73,10 @@ def pullback_of(
 def _of_moving(
     function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
 ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], tuple[Any, ...]]:
-    """`function` of some operands, with the results `of` beside all of them; and the operands."""
+    """Restricts `function` to the `moving` operands.
+
+    It returns the results `of`, then all of them.
+    """
 
     def some(*values: Any) -> tuple[list[Any], list[Any]]:
         outs = function(*with_values(primals, moving, values))
@@ -89,14 +92,9 @@ def transposed(
     types: Sequence[Aval],
     of: Sequence[int],
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """The transpose of `function`, from cotangents of results to those of `linear` operands.
+    """Transposes a function that is linear in the operands `linear`, whose types are `types`.
 
-    Args:
-      function: a function that is linear in some operands.
-      others: the values of its other operands, in order.
-      linear: those it is linear in.
-      types: their types.
-      of: the results whose cotangents are given; those of the others are zero.
+    `others` are the values of the other operands, in order, and `of` the results with cotangents.
     """
     rest = iter(others)
     blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
@@ -111,24 +109,14 @@ def transposed(
 
 @dataclass(frozen=True, eq=False)
 class Linearized:
-    """A program and its derivative, a linear program with a transpose.
+    """Holds a program and its derivative, a linear program with a transpose."""
 
-    Attributes:
-      values: computes the results of the program, and then the residuals.
-      reads: the inputs of the program that the derivative reads.
-      residuals: the types of the residuals.
-      tangents: from these inputs, the residuals, and the tangents of perturbed inputs to the
-        tangents of results.
-      back: the transpose, as a function: takes cotangents of results in place of tangents.
-      cotangents: the types of these.
-    """
-
-    values: ClosedJaxpr
-    reads: Sequence[int]
-    residuals: Sequence[Aval]
-    tangents: ClosedJaxpr
-    back: Flat
-    cotangents: Sequence[Aval]
+    values: ClosedJaxpr  # results, then residuals
+    reads: Sequence[int]  # the inputs that the derivative reads
+    residuals: Sequence[Aval]  # their types
+    tangents: ClosedJaxpr  # of `reads`, residuals, and tangents of perturbed inputs
+    back: Flat  # the transpose: of cotangents in place of tangents
+    cotangents: Sequence[Aval]  # their types
 
     @classmethod
     def of(
@@ -140,15 +128,9 @@ class Linearized:
     ) -> Linearized:
         """Splits a program.
 
-        Args:
-          program: the program.
-          perturbed: the inputs that have tangents.
-          results: the results that have tangents.
-          saved: "residuals", what JAX saves; "nothing" recomputes the program from its inputs.
-
-        Raises:
-          ValueError: from JAX, with "residuals": values and tangents are computed together, as in
-            ``lax.reduce_window`` with a function.
+        "nothing" recomputes it from its inputs, "residuals" saves what JAX saves. Raises JAX's
+        ValueError with "residuals" where values and tangents are computed together, as in
+        ``lax.reduce_window`` with a function.
         """
         inputs, outputs = program.in_avals, program.out_avals
         dots = [inputs[i].to_tangent_aval() for i in perturbed]
@@ -179,6 +161,7 @@ class Linearized:
             parts.append((linear, [i for _, i in read]))
             return [*outs, *(x for _, x in kept)]
 
+        # The linear program is available only after `values` is traced.
         whole = _compat.stage(values, inputs, names)
         tangents, reads = parts[-1]
         n = len(tangents.in_avals) - len(dots)
@@ -192,7 +175,7 @@ class Linearized:
         return cls(whole, reads, residuals, tangents, back_from_residuals, cotangents)
 
     def transpose(self) -> ClosedJaxpr:
-        """From inputs, residuals and cotangents of results to those of perturbed inputs."""
+        """Traces the transpose, of inputs, residuals, and cotangents of results."""
         n = len(self.reads) + len(self.residuals)
         types = [*self.tangents.in_avals[:n], *self.cotangents]
         return _compat.stage(self.back, types, _compat.names_in_scope())
@@ -205,7 +188,7 @@ TangentRule = Callable[
 
 
 def with_tangent_rule(function: Flat, rule: TangentRule) -> Flat:
-    """`function`, whose derivative in forward mode is `rule`."""
+    """Gives `function` the derivative `rule` in forward mode."""
     run = jax.custom_jvp(function)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
@@ -225,12 +208,7 @@ def report_errors(
 ) -> None:
     """Has ``checkify`` report errors in the operations that `primitive` stands for.
 
-    Where no error can be reported, the primitive stays.
-
-    Args:
-      primitive: a primitive that runs programs and returns a list.
-      programs: the parameters that hold them.
-      operations: what it stands for.
+    `programs` are the parameters that hold jaxprs. Where no error can occur, the primitive stays.
     """
 
     def rule(checking: _compat.Checking, operands: Any, params: Any) -> tuple[Any, Sequence[Any]]:
@@ -246,6 +224,7 @@ def report_errors(
             effects = stage(params).effects if effects else effects
         bind = lambda *xs: primitive.bind(*xs, **params)
         run, leaves, structure = checking.with_errors(program)
+        # With other effects, or constants of a trace around, a `custom_jvp` cannot be built.
         if not effects and not any(isinstance(x, Tracer) for x in consts):
             run = _with_derivative_of(bind, run, len(leaves) + len(consts))
         return jax.tree.unflatten(structure, run(*leaves, *consts, *operands))
@@ -254,7 +233,7 @@ def report_errors(
 
 
 def _without_checks(program: Any) -> Any:
-    """A program, or some, or none, without the runtime checks in it."""
+    """Removes runtime checks from a program, a tuple of programs, or None."""
     if isinstance(program, tuple):
         return tuple(map(_without_checks, program))
     if not isinstance(program, ClosedJaxpr) or not _compat.checks(program.effects):
@@ -280,15 +259,16 @@ def _without_checks(program: Any) -> Any:
 def _with_derivative_of(
     bind: Callable[..., list[Any]], run: Callable[..., list[Any]], first: int
 ) -> Callable[..., list[Any]]:
-    """`run`, of `first` other operands and those of `bind`, with the derivative that `bind` has.
+    """Gives `run` the derivative of `bind`.
 
-    Its last results are those of `bind`, and only those have tangents. As for a ``jax.custom_jvp``
-    function, ``checkify`` does not check the derivative; ``checkify`` of the derivative does.
+    `run` has `first` more operands in front, and its last results are those of `bind`.
     """
 
     def rule(
         primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
     ) -> tuple[list[Any], list[Any]]:
+        # The errors in front have no tangents. As for a ``jax.custom_jvp`` function, ``checkify``
+        # does not check the derivative, and ``checkify`` of the derivative does.
         outs = checked(*primals)
         own = jax.eval_shape(bind, *primals[first:])
         smooth = [k for k, x in enumerate(own) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -305,9 +285,9 @@ Derivative = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Of:
-    """As `jvp` or `transpose`: that of these operations; None: those the primitive stands for.
+    """Selects as `jvp` or `transpose` that of other operations that compute the same.
 
-    They compute the same in another way, one that has derivatives, or cheaper ones.
+    None selects those that the primitive stands for.
     """
 
     operations: Callable[..., Any] | None
@@ -319,7 +299,7 @@ OF_OPERATIONS: Any = Of(None)
 
 @dataclass(frozen=True)
 class NoDerivative:
-    """As `jvp` or `transpose`: there is none, and who asks for it is told why."""
+    """Marks as `jvp` or `transpose` a derivative that does not exist: a call raises `message`."""
 
     message: str
 
@@ -328,13 +308,9 @@ class NoDerivative:
 
 
 def declare(name: str, several: bool = True) -> _compat.Primitive:
-    """A primitive that `own_primitive` defines in a later module, one that has all of its parts.
+    """Declares a primitive that `own_primitive` defines in a later module.
 
-    What binds it is often what its derivatives are made of, and cannot wait for them.
-
-    Args:
-      name: its name.
-      several: whether it has a list of results, and not one.
+    Its derivatives often need the function that binds it. `several`: it returns a list.
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = several
@@ -343,11 +319,9 @@ def declare(name: str, several: bool = True) -> _compat.Primitive:
 
 
 def placeholder(name: str, types: Callable[..., Any]) -> _compat.Primitive:
-    """A primitive that is in a program for a while only, and never run, batched or differentiated.
+    """Makes a primitive that is temporarily in a jaxpr. It is not run, batched, or differentiated.
 
-    Args:
-      name: its name.
-      types: of its operands' types and its parameters, those of its results, and its effects.
+    `types` maps operand types and parameters to result types and effects.
     """
     primitive = _compat.Primitive(name)
     primitive.multiple_results = True
@@ -359,7 +333,7 @@ _declared: list[_compat.Primitive] = []
 
 
 def declared() -> tuple[_compat.Primitive, ...]:
-    """All primitives of batchax; after ``import batchax`` they are defined, too."""
+    """Returns all primitives of batchax, which are complete after ``import batchax``."""
     return tuple(_declared)
 
 
@@ -446,7 +420,7 @@ def own_primitive(
 
 
 def jvp_of(operations: Callable[..., Any], primitive: _compat.Primitive) -> Derivative:
-    """The derivative in forward mode that a primitive has if it is that of these operations."""
+    """Returns the forward-mode derivative of these operations for a primitive."""
     return functools.partial(_jvp, _flat(operations, primitive.multiple_results), primitive)
 
 
@@ -465,6 +439,7 @@ def _jvp(
     types, _ = primitive.abstract_eval(*map(jax.typeof, primals), **params)
     every = range(len(types) if primitive.multiple_results else 1)
     run = functools.partial(operations, **params)
+    # `every` result has a tangent, of type float0 for integers, which JAX wants as `Zero`.
     outs, computed = tangents_of(run, primals, moving, [tangents[i] for i in moving], every)
     dots = [
         ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t

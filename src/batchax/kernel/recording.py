@@ -31,112 +31,82 @@ _MARKS = re.compile(_MARK + r"(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """A run through `program`, a jaxpr of one example, without the values of its constants."""
+    """Identifies one run through a jaxpr of one example, held without its constants."""
 
     program: Any
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The same for runs through the same program."""
+        """Returns a key that runs through the same program share."""
+        # Programs are copied when constants are removed, but their variables and equations are
+        # kept.
         return tuple(map(id, (*self.program.invars, *self.program.eqns)))
 
 
 @dataclass(eq=False)
 class Record:
-    """An equation, and what it was batched as.
+    """Describes an equation and how it was batched."""
 
-    Attributes:
-      number: its place among all records, which its mark shows.
-      eqn: the equation, of one example.
-      axis: the axis it was batched over.
-      in_axes, out_axes: where its operands and results carry that axis.
-      parent: the record of the equation inside which it is, if any.
-      run: the run through a program that it belongs to: a program may be run several times. None
-        outside of any.
-      role: which program of its parent that is, if its rule said so.
-      shared: whether it does not depend on the batch.
-      notes: what its rule said of it.
-      in_types, out_types: the types of its operands and results for all lanes; only for packed
-        rows, where they do not follow from the type of one lane and the batch axis.
-      stand_in: only where another form of the equation was batched (for padded rows), in the
-        records inside this one: the variables that hold its results there.
-    """
-
-    number: int
-    eqn: Eqn
+    number: int  # its index among the records, which its mark shows
+    eqn: Eqn  # of one example
     axis: Axis
     in_axes: Sequence[Position] = ()
     out_axes: Sequence[Position] = ()
-    parent: Record | None = None
-    run: Run | None = None
-    role: str = ""
-    shared: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
+    parent: Record | None = None  # the record of the equation around it
+    run: Run | None = None  # a program may run several times; None outside of any
+    role: str = ""  # which program of its parent it is in, such as "branch 0"
+    shared: bool = False  # whether it does not depend on the batch
+    notes: dict[str, Any] = field(default_factory=dict)  # what its rule noted
+    # Types for all lanes: only for packed rows, where the batch axis does not determine them.
     in_types: Sequence[Any] | None = None
     out_types: Sequence[Any] | None = None
+    # Variables of the results in the records inside, if another form was batched (padded rows).
     stand_in: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
 class PerExample:
-    """The program of one example that was batched.
-
-    Attributes:
-      axis: the axis it was batched over.
-      arguments: for each value it was given, the variable that stands for it, and its batch axis.
-        The keys are variables of the program it was batched in: the values themselves must not
-        be kept for longer than that.
-      outputs: the variables of its outputs.
-      program: the program, where runs are counted; None elsewhere.
-      given: what it is given, constants first, where runs are counted: the variable of each value
-        in the program it was batched in, or the value itself.
-      positions: where these have the batch axis.
-    """
+    """Describes a program of one example that was batched."""
 
     axis: Axis
+    # Keyed by the variable of the program around, as values must not be kept alive.
     arguments: Mapping[Any, tuple[Any, Position]]
     outputs: Sequence[Any]
+    # Only where runs are counted: the program, and the variable or value of each operand.
     program: Any = None
     given: Sequence[Any] = ()
-    positions: Sequence[Position] = ()
+    positions: Sequence[Position] = ()  # batch axes of `given`
 
 
 class Recorder:
-    """Takes notes while it is active: ``with recorder.active(): ...``.
-
-    Attributes:
-      records: a record for each equation, as often as it was batched.
-      programs: what was batched.
-      facts: what was said of the call as a whole, in order: what it is about, and details.
-      counts: whether what is batched has marks, by which runs of loops and branches are counted.
-      numbers: whether the loops and branches of what is batched are to have numbers for that; if
-        not, they have.
-    """
+    """Collects notes while it is active: ``with recorder.active(): ...``."""
 
     def __init__(self, counts: bool = False, numbers: bool = True) -> None:
+        # `counts`: programs get marks that count runs of loops and branches. `numbers`: loops and
+        # branches still need numbers for that.
         self.counts, self.numbers = counts, numbers
-        self.records: list[Record] = []
+        self.records: list[Record] = []  # one for each time an equation is batched
         self.programs: list[PerExample] = []
-        self.facts: list[tuple[str, dict[str, Any]]] = []
+        self.facts: list[tuple[str, dict[str, Any]]] = []  # facts on the call as a whole
         # Used in place of the programs that `kernel.inner` remembers: a program that is taken from
         # there is not batched again, so nothing would be noted of it.
         self.built = Memo("programs inside programs, batched while notes are taken", most=4096)
 
     @contextmanager
     def active(self, inside: Record | None = None) -> Iterator[None]:
-        """While this takes notes of what happens, `inside` an equation."""
+        """Activates this recorder, for operations `inside` an equation."""
         with _set(_place, _Place(self, inside)):
             yield
 
     def record_of(self, name_stack: Any) -> Record | None:
-        """The record whose mark is innermost in a name stack, or in an operation's name."""
+        """Returns the record of the innermost mark in a name stack or operation name."""
         marks = _MARKS.findall(str(name_stack))
         return self.records[int(marks[-1])] if marks else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where notes are being taken."""
+    """Holds where notes are being taken."""
 
     recorder: Recorder
     record: Record | None
@@ -170,13 +140,13 @@ def is_on() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a recorder is active, be it paused: what its notes tell needs no warning."""
+    """Returns whether a recorder is active, also a paused one. If so, warnings are omitted."""
     return _place.get() is not None
 
 
 @contextmanager
 def equation(axis: Axis, eqn: Eqn, in_axes: Sequence[Position], shared: bool) -> Iterator[Record]:
-    """While an equation is batched and notes are taken."""
+    """Records an equation while it is batched."""
     place = _active()
     assert place is not None
     # An equation of a form for padded rows has the mark of the one that it stands for (`meant`).
@@ -188,7 +158,7 @@ def equation(axis: Axis, eqn: Eqn, in_axes: Sequence[Position], shared: bool) ->
 
 @contextmanager
 def inside(axis: Axis, eqn: Eqn) -> Iterator[None]:
-    """While `eqn` is run for lanes in front, by what runs the equation around it."""
+    """Records `eqn` while the equation around runs it for lanes in front."""
     if _active() is None:
         yield
         return
@@ -200,9 +170,9 @@ def inside(axis: Axis, eqn: Eqn) -> Iterator[None]:
 
 @contextmanager
 def meant(eqn: Eqn) -> Iterator[Record | None]:
-    """While the form of an equation for padded rows is staged, which is batched in its place later.
+    """Records the padded form of an equation while it is traced.
 
-    The operations of that form are then recorded as parts of this equation.
+    It is batched later, and its operations are recorded as parts of `eqn`.
     """
     place = _place.get()
     if place is None or place.staged_for is None:
@@ -218,12 +188,13 @@ def _recorded(place: _Place, eqn: Eqn, axis: Axis, parent: Record | None) -> Ite
     record = Record(number, eqn, axis, parent=parent, run=place.run, role=place.role)
     place.recorder.records.append(record)
     inside = _Place(place.recorder, record, paused=place.paused, staged_for=place.staged_for)
+    # The mark goes into the name stack of each operation, and so into the compiled program.
     with _set(_place, inside), jax.named_scope(f"{_MARK}{number}"):
         yield record
 
 
 def _otherwise(**changes: Any) -> AbstractContextManager[None]:
-    """While notes, if any are taken, are taken with these changes."""
+    """Changes the current place, if notes are taken."""
     place = _place.get()
     return _AS_IT_IS if place is None else _set(_place, replace(place, **changes))
 
@@ -232,17 +203,18 @@ _AS_IT_IS = nullcontext()
 
 
 def run(program: Any) -> AbstractContextManager[None]:
-    """While `program`, a jaxpr of one example, is run through once."""
+    """Marks one run through the jaxpr `program`."""
     if not is_watched():
         return _AS_IT_IS
     return _otherwise(run=Run(_compat.without_constants(program)))
 
 
 def runs(axis: Axis) -> None:
-    """Where runs are counted, stages a mark that a program inside a loop or branch runs here."""
+    """Emits a mark that counts runs of a program in a loop or branch, where runs are counted."""
     place = _active()
     if place is None or not (place.recorder.counts and place.counts) or place.record is None:
         return
+    # The condition of a loop runs once more than its body, and is not counted.
     if place.role == "condition":
         return
     branch = place.role.removeprefix("branch ")
@@ -252,12 +224,12 @@ def runs(axis: Axis) -> None:
 
 
 def uncounted(is_counted: bool = False) -> AbstractContextManager[None]:
-    """While a part of a program is batched in which no run of all of it is to be counted."""
+    """Turns off counting, for a part of a program that is batched on its own."""
     return _otherwise(counts=is_counted)
 
 
 def with_numbers(program: Any) -> Any:
-    """A program that is going to be batched, whose loops have numbers where runs are counted."""
+    """Numbers the loops of a program that is going to be batched, where runs are counted."""
     place = _active()
     if place is None or place.record is not None:
         return program
@@ -265,20 +237,17 @@ def with_numbers(program: Any) -> Any:
 
 
 def part(role: str) -> AbstractContextManager[None]:
-    """While a rule batches that program of its equation: "condition", "branch 0"."""
+    """Names the program of an equation that its rule batches: "condition", "branch 0"."""
     return _otherwise(role=role)
 
 
 def paused(staged_for: Axis | None = None) -> AbstractContextManager[None]:
-    """While no notes are to be taken: what is emitted is staged, to be looked at or batched later.
-
-    `staged_for` is the axis that it will be batched over.
-    """
+    """Pauses notes while code is traced for inspection, or to be batched over `staged_for`."""
     return _otherwise(paused=True, staged_for=staged_for)
 
 
 def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
-    """Notes a program that is going to be batched, unless that is inside another equation."""
+    """Notes a program that is going to be batched, unless it is inside another equation."""
     place = _active()
     if place is not None and place.record is None:
         jaxpr = staged.jaxpr
@@ -286,6 +255,7 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
         values = [getattr(x, "data", x) for x in given]
         pairs = zip(values, zip(jaxpr.invars, (m.axis for m in mapped), strict=False), strict=False)
         consts = zip(staged.consts, ((v, None) for v in jaxpr.constvars), strict=True)
+        # Values are replaced by their variables, as a record must not keep them alive.
         own = {_compat.staged_variable(x): placed for x, placed in (*pairs, *consts)}
         more: dict[str, Any] = {}
         if place.recorder.counts:
@@ -299,20 +269,20 @@ def found_program(axis: Axis, staged: Any, mapped: Sequence[Any]) -> None:
 
 
 def note(**facts: Any) -> None:
-    """Adds notes to the record of the equation that is being batched, if notes are taken."""
+    """Adds notes to the record of the equation that is being batched."""
     place = _active()
     if place is not None and place.record is not None:
         place.record.notes.update(facts)
 
 
 def fact(about: str, **details: Any) -> None:
-    """Notes something of the call as a whole, unless that is inside another equation."""
+    """Notes a fact on the call as a whole, unless that is inside another equation."""
     place = _active()
     if place is not None and place.record is None:
         place.recorder.facts.append((about, details))
 
 
 def memory() -> tuple[Any, Any] | None:
-    """Where to remember programs while notes are taken, and for which equation; else None."""
+    """Returns the cache for programs while notes are taken, and the record that they belong to."""
     place = _active()
     return None if place is None else (place.recorder.built, place.record)

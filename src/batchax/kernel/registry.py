@@ -52,14 +52,14 @@ from batchax.kernel.axis import (
 
 
 def describe_rule(rule: Any) -> str:
-    """A rule as messages name it: with the file and line it was written at."""
+    """Names a rule in messages, with the file and line of its definition."""
     name = getattr(rule, "__qualname__", type(rule).__name__)
     code = getattr(inspect.unwrap(rule), "__code__", None)
     return f"`{name}`" if code is None else f"`{name}` ({code.co_filename}:{code.co_firstlineno})"
 
 
 def describe_returned(out: Any) -> str:
-    """What a function returned, for messages that expect a tuple."""
+    """Describes a result in messages that expect a tuple."""
     if isinstance(out, jax.Array):
         return f"one array of shape {out.shape}"
     what = f"a {type(out).__name__}"
@@ -67,13 +67,10 @@ def describe_returned(out: Any) -> str:
 
 
 def split_pair(where: str, result: Any, form: str, meaning: str) -> tuple[Any, Any]:
-    """The two things that a rule has to return.
+    """Returns the pair that a rule must return, or raises.
 
-    Args:
-      where: the rule, and what it is for, as the subject of a sentence.
-      result: what it returned.
-      form: what the two are called.
-      meaning: what the second one says.
+    `where` is the subject of the message, `form` names the pair, and `meaning` explains its second
+    part.
     """
     if not (isinstance(result, (tuple, list)) and len(result) == 2):
         raise ArgumentTypeError(
@@ -90,18 +87,10 @@ def fitted(
     results: Sequence[tuple[str, Any, str, Position, Any]],
     meaning: str,
 ) -> list[Any]:
-    """The results of a rule, if they fit what one example gives.
+    """Returns the results of a rule, converted to the types that one example implies.
 
-    Args:
-      size: how many lanes there are.
-      where: the rule, and what it is for, as the subject of a sentence.
-      returned_by: what gives those types for one example.
-      results: of each its name, the result, how its rule said where the lanes are, where that
-        is, and the type that one example has.
-      meaning: what a rule has to say of where the lanes are.
-
-    Raises:
-      AxisError: some do not; all of them are listed.
+    `results` holds for each its name, value, placement as the rule wrote it, batch axis, and the
+    type for one example. Raises AxisError that lists all results of the wrong type.
     """
     matched = [_matched(size, *result[1:]) for result in results]
     wrong = [
@@ -119,7 +108,7 @@ def fitted(
 
 
 def _matched(size: int, leaf: Any, said: str, position: Position, aval: Aval) -> tuple[Any, str]:
-    """A result of a rule with the type it must have, and what is wrong with it."""
+    """Converts a result of a rule to its type, or describes the problem."""
     try:
         x = leaf if hasattr(leaf, "aval") else jnp.asarray(leaf)
     except TypeError:
@@ -130,6 +119,7 @@ def _matched(size: int, leaf: Any, said: str, position: Position, aval: Aval) ->
     shape = aval.shape if position is None else inserted(aval.shape, position, size)
     if got.shape != shape:
         return x, f"with {said} expected shape {shape}, got {got.shape}"
+    # Python numbers are converted to any dtype, as JAX does for weak types.
     if got.dtype != aval.dtype and not (isinstance(leaf, (int, float, complex))):
         return x, f"expected dtype {aval.dtype}, got {got.dtype}"
     weak = getattr(aval, "weak_type", False)
@@ -148,18 +138,10 @@ def run_rule(
     params: dict[str, Any],
     types: Sequence[Aval] | None = None,
 ) -> tuple[list[Any], list[Position]]:
-    """The results of a user's rule for a primitive, always as lists.
+    """Runs a user's rule and checks its results, which are always lists.
 
-    Args:
-      axis: the axis being mapped.
-      primitive: what the rule is for.
-      rule: the rule.
-      args, axes, params: what it is given.
-      types: of the results for one example, if they are known.
-
-    Raises:
-      ArgumentTypeError: it returned something of the wrong form.
-      AxisError: it returned arrays that do not fit.
+    `types` are those for one example, if known. Raises ArgumentTypeError for a wrong form, and
+    AxisError for wrong shapes.
     """
     line = _compat.user_line(_compat.current_source(), running=True)
     if types is None:
@@ -199,10 +181,11 @@ def _types_for_one(
     axes: Sequence[Position],
     params: dict[str, Any],
 ) -> Sequence[Any]:
-    """The types of what a primitive returns for one example."""
+    """Computes the result types of a primitive for one example."""
 
     def one_example(*xs: Any) -> Any:
         out = primitive.bind(*xs, **primitive.get_bind_params(params))
+        # `get_bind_params` restores functions that JAX stores in parameters as jaxprs.
         return out if primitive.multiple_results else [out]
 
     types = map(jax.typeof, args)
@@ -219,7 +202,6 @@ _MEANING = (
 
 
 def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
-    """Where a rule says the lanes are, counted from the front."""
     if position is None:
         return None
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -251,23 +233,15 @@ R = TypeVar("R", bound=Rule)
 
 @dataclass(frozen=True)
 class Registered:
-    """A rule in the table.
-
-    Attributes:
-      rule: the rule.
-      origin: the module that asked for it.
-      is_users: whether that module is not one of batchax. What the rule returns is then checked.
-      number: which registration it was: the later one has the larger number.
-      own: the entry of batchax that a user's rule replaced.
-      looks_ahead: whether it takes a keyword `place`: the run through a program, and the equation.
-    """
+    """Describes a rule in the table."""
 
     rule: Rule
-    origin: str
-    is_users: bool
-    number: int
+    origin: str  # the module that registered it
+    is_users: bool  # not a module of batchax, so results are checked
+    number: int  # larger for later registrations
+    # whether it takes `place`: the run through a program, and the equation
     looks_ahead: bool = False
-    own: Registered | None = None
+    own: Registered | None = None  # the entry of batchax that a user's rule replaced
 
 
 # Keyed by the primitive, or by name for primitives JAX defines but does not
@@ -400,11 +374,7 @@ def unregister_rule(primitive: _compat.Primitive | str) -> None:
 
 
 def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
-    """Refuses a rule that cannot be called as one: in the form of JAX's own, say.
-
-    Raises:
-      ArgumentTypeError: it is no function, or takes other positional arguments.
-    """
+    """Raises ArgumentTypeError for a rule that does not take (axis, args, axes, **params)."""
     if not callable(rule):
         raise ArgumentTypeError(
             f"register_rule: a rule for `{primitive}` must be a function, got {show(rule)}."
@@ -412,7 +382,7 @@ def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
     try:
         parameters = inspect.signature(rule).parameters.values()
     except (TypeError, ValueError):
-        return
+        return  # no signature is known, as for some callables in C
     kinds = inspect.Parameter
     if any(p.kind is kinds.VAR_POSITIONAL for p in parameters):
         return
@@ -429,7 +399,7 @@ def _check_form(primitive: _compat.Primitive | str, rule: Rule) -> None:
 
 
 def _warn_of_name(name: str) -> None:
-    """Says that JAX knows no primitive of this name: it may be misspelled, or yet to come."""
+    """Warns that JAX has no primitive of this name, which may be misspelled."""
     near = difflib.get_close_matches(name, _compat.primitives_by_name(), 3)
     hint = f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
     warnings.warn_explicit(
@@ -442,7 +412,7 @@ def _warn_of_name(name: str) -> None:
 
 
 def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
-    """Forgets what was made of the rule that `rule` replaces, if there is one."""
+    """Forgets programs that were built with the rule that `rule` replaces."""
     declared = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
     replaced = _rules.get(primitive) if declared is None else find(declared)
     if replaced is None:
@@ -460,9 +430,9 @@ def _take_over(primitive: _compat.Primitive | str, rule: Rule) -> None:
 
 
 def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rule]:
-    """As `register_rule`, for a rule of batchax that takes a keyword `place`.
+    """Registers as `register_rule` a rule of batchax that takes a keyword `place`.
 
-    It is the run through the program and the equation, or None, as ``jax.vmap`` knows neither.
+    It is None under ``jax.vmap``, which does not know the program.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -477,15 +447,9 @@ def register_looking(primitive: _compat.Primitive | str) -> Callable[[Rule], Rul
 def serve_own(
     primitive: _compat.Primitive, rule: Rule, may_name_axis: bool, looks_ahead: bool
 ) -> None:
-    """As `register_rule`, for a primitive of batchax: ``jax.vmap`` has the rule, too.
+    """Registers the rule of a primitive of batchax here and in ``jax.vmap``.
 
-    Args:
-      primitive: a primitive of batchax.
-      rule: its rule.
-      may_name_axis: whether it may contain a collective over the axis being mapped, and
-        have the rule called for it, too, where no operand is batched.
-      looks_ahead: whether the rule is given its place in the program, where that is known
-        (``jax.vmap`` does not know it); see `Registered`.
+    `may_name_axis`: the rule also runs without batched operands, as it may contain a collective.
     """
     _serve_jax(primitive, replace=True, may_name_axis=may_name_axis)
     register_rule(primitive)(rule)
@@ -495,10 +459,11 @@ def serve_own(
 
 
 def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool = False) -> None:
-    """Lets ``jax.vmap`` batch `primitive` by the rule in the table, whichever that is then."""
+    """Lets ``jax.vmap`` batch `primitive` by the current rule in the table."""
 
     def for_jax(axis_data: Any, args: Any, axes: Any, /, **params: Any) -> Any:
         axis = _compat.axis_from(axis_data, Axis)
+        # A collective over the axis must be batched even if no operand is.
         named = axis.name is not None and (
             may_name_axis or (is_foreign(primitive) and axis.name in names_in(params))
         )
@@ -517,7 +482,7 @@ def _serve_jax(primitive: _compat.Primitive, replace: bool, may_name_axis: bool 
 
 
 def _note_rule_of_jax(primitive: _compat.Primitive | str) -> None:
-    """Keeps what JAX's table has for `primitive` now: what is there later, a user put there."""
+    """Stores the rule that JAX's table has now: a later one is the user's."""
     declared = _compat.find_primitive(primitive) if isinstance(primitive, str) else primitive
     if declared is not None:
         rule = batching.fancy_primitive_batchers.get(declared)
@@ -525,16 +490,17 @@ def _note_rule_of_jax(primitive: _compat.Primitive | str) -> None:
 
 
 def is_replaced_in_jax(primitive: _compat.Primitive) -> bool:
-    """Whether ``jax.vmap`` batches `primitive` by a rule that a user put into JAX's table."""
+    """Returns whether a user replaced the rule of `primitive` in JAX's table."""
     of_jax = _of_jax.get(primitive, _UNKNOWN)
     now = batching.fancy_primitive_batchers.get(primitive)
     if now is of_jax or of_jax is _UNKNOWN or now is None:
         return False
+    # JAX registers some rules late, when their module is imported: those are not a user's.
     return of_jax is not None or not _compat.is_jaxs_rule(now)
 
 
 def _module_outside_the_kernel() -> str:
-    """The module that asked for a rule, be it by itself or through a maker of rules."""
+    """Finds the module that registered a rule, directly or through a helper of the kernel."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("batchax.kernel."):
         frame = frame.f_back
@@ -542,9 +508,9 @@ def _module_outside_the_kernel() -> str:
 
 
 def find(primitive: _compat.Primitive) -> Registered | None:
-    """What is registered for `primitive`, by itself or by name: the later of the two.
+    """Finds the rule of `primitive`, registered by object or by name: the later one.
 
-    None, too, for a primitive whose rule in JAX's table a user replaced: ``jax.vmap`` batches it.
+    None if a user replaced its rule in JAX's table, so that ``jax.vmap`` batches it.
     """
     by_itself, by_name = _rules.get(primitive), _rules.get(primitive.name)
     if by_itself is None or by_name is None:
@@ -557,7 +523,7 @@ def find(primitive: _compat.Primitive) -> Registered | None:
 
 
 def is_foreign(primitive: _compat.Primitive) -> bool:
-    """Whether a rule not of batchax batches `primitive`, and no facts of it are entered."""
+    """Returns whether `primitive` has a rule that is not batchax's, and no facts."""
     entry = find(primitive)
     if entry is None:
         return _compat.jax_has_rule(primitive)
@@ -574,7 +540,6 @@ def find_rule(primitive: _compat.Primitive) -> Rule | None:
 
 
 def rule_origin(primitive: _compat.Primitive) -> str | None:
-    """The module whose rule serves `primitive`, or None when there is no rule."""
     entry = find(primitive)
     return None if entry is None else entry.origin
 
@@ -681,7 +646,7 @@ def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None
 
 
 def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
-    """What a primitive registered as `reducing` removes of `rank` dimensions, from the front."""
+    """Normalizes the dimensions that a `reducing` primitive removes, counted from the front."""
     several = isinstance(dims, (tuple, list))
     if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
         raise ArgumentTypeError(
@@ -698,17 +663,15 @@ def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
 
 
 def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
-    """What a primitive returned, with the batch axis of all results in one place."""
     return (out, [out_axis] * len(out)) if primitive.multiple_results else (out, out_axis)
 
 
 def leading_rule(
     primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
 ) -> tuple[Any, Any]:
-    """The rule of a primitive that takes leading batch dimensions, alike in all operands.
+    """Batches a primitive that takes the same leading batch dimensions in all operands.
 
-    `ranks` is how many trailing dimensions of each operand the primitive works
-    on: 2 for a matrix. Results have the leading dimensions of the operands.
+    `ranks` counts the trailing dimensions of each operand that it works on: 2 for a matrix.
     """
     # Where the batch axis may stay: anywhere before the dimensions that the primitive works on.
     in_place = range(np.ndim(args[0]) - (axes[0] is not None) - ranks[0] + 1)
@@ -718,10 +681,9 @@ def leading_rule(
 
 
 def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int]:
-    """Operands whose batch axes are in one place and broadcast against each other.
+    """Moves batch axes to one position, so that operands broadcast against each other.
 
-    Unbatched operands get an axis of size one; unbatched scalars stay scalars. With `columns`
-    lanes stay where they are.
+    Unbatched scalars stay scalars. With `columns`, lanes stay where they are.
     """
     # What has no axis may be a number of Python's.
     ranks = [np.ndim(x) if a is None else len(x.shape) - 1 for x, a in zip(args, axes, strict=True)]
@@ -730,6 +692,7 @@ def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int
         return list(args), forms.pop()[1]
     rank = max(ranks)
     whole = {a for n, a in forms if n == rank and a is not None}
+    # With a single position among the operands of full rank, those need not be moved.
     target = whole.pop() if len(whole) == 1 else common_position(args, axes)
     if target and not columns and _widens(args, axes, rank):
         target = 0  # where products read lanes fastest; moving them costs little then
@@ -739,13 +702,14 @@ def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int
             out.append(expand_axis(x, target) if n else x)
         elif n == rank:
             out.append(move_axis(x, a, target))
+        # One number for each lane gets dimensions of size one around its lanes.
         else:  # one number per lane
             out.append(expand_lanes(x, target, rank))
     return out, target
 
 
 def _widens(args: Any, axes: Any, rank: int) -> bool:
-    """Whether a result of this rank is larger than each of the operands that have lanes."""
+    """Returns whether the result is larger than each operand that has lanes."""
     shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
     full = (s for s in shapes if len(s) == rank)
     widest = [any(d != 1 for d in ds) for ds in zip(*full, strict=True)]
@@ -754,7 +718,6 @@ def _widens(args: Any, axes: Any, rank: int) -> bool:
 
 
 def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
-    """Operands of one shape with their batch axes in one place, repeated where there is none."""
     target = common_position(args, axes)
     return [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)], target
 
@@ -765,15 +728,12 @@ def example_shape(x: Value, position: Position) -> tuple[int, ...]:
 
 
 def example_rank(args: Any, axes: Any) -> int:
-    """The largest rank of the operands without their batch axes."""
+    """Returns the largest rank of the operands without their batch axes."""
     return max(np.ndim(x) - (a is not None) for x, a in zip(args, axes, strict=True))
 
 
 def common_position(args: Any, axes: Any) -> int:
-    """Where to align batch axes so that the least has to be moved.
-
-    Only operands of the largest rank count; the others fit anywhere.
-    """
+    """Chooses the batch axis that moves the least data. Only operands of the largest rank count."""
     ndim = example_rank(args, axes) + 1
     full = [(x, a) for x, a in zip(args, axes, strict=True) if a is not None and x.ndim == ndim]
     positions = {a for _, a in full}
@@ -787,14 +747,9 @@ def common_position(args: Any, axes: Any) -> int:
 
 
 def call_key(axis: Axis, program: ClosedJaxpr, *rest: Hashable) -> Hashable:
-    """Equal for calls of programs that do the same, in the same surroundings, outside of tracing.
+    """Returns a key for programs that compute the same in the same context.
 
-    A call outside of `jit` stages its function again each time. What it takes longer to make of the
-    program is remembered under this.
-
-    Args:
-      axis: the axis being mapped.
-      program: the program of one example.
-      rest: what else the call depends on: the types of its arguments, say.
+    `rest` is what else the call depends on, such as argument types.
     """
+    # A call outside of `jit` traces its function each time, so the program is compared by value.
     return axis, value_key(program), registrations(), _compat.trace_context(), *rest
