@@ -86,10 +86,12 @@ def batch_sweep(
 
 
 def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """As `batch_bounded_loop`, of a loop that JAX may have kept from another call."""
+    """Batches a loop, reusing the trace if JAX's cache returns the same body from another call."""
     programs = [p for p in (loop.test, *loop.steps, *loop.guarded) if p is not None]
+    # Callbacks and effects depend on the call, so such a loop is batched each time.
     if loop.form.steps.callback is not None or any(p.effects for p in programs):
         return batch_bounded_loop(axis, loop)
+    # The closure must not keep the operands of this call alive.
     bare = replace(loop, args=())
     run = lambda *args: batch_bounded_loop(axis, replace(bare, args=args))
     more = loop.test, *loop.guarded, loop.form
@@ -98,7 +100,7 @@ def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
 
 def _flat(axis: Axis, loop: AnyLoop) -> tuple[Axis, PlacedOutputs | None]:
-    """The axis as lanes have a use for it, and the results if each is at a place of its own."""
+    """Selects the axis that suits the loop, and the results if each lane advances independently."""
     axis = axis_for(axis, loop)
     return axis, None if axis.divergence is None else axis.divergence.run_nest(axis, loop)
 
@@ -112,6 +114,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     form: SweepSignature = loop.form
     loop = _with_common_checkpoints(loop)
     at = form.split(loop.axes)
+    # With a batched count, each device or lane stops at another step: lanes are masked.
     if at.count is not None:
         (forth, back), operands = loop.steps, (loop.args, loop.axes)
         params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
@@ -120,7 +123,9 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     ahead = loop.steps[0], loop.guarded[0]
     entries = list(map(entry_axis, at.xs, form.x_axes))
     kept = dict(zip(form.kept, at.checkpoints[1:], strict=True))
+    # Checkpoints of a value have the batch axis if the value has it at any step.
     carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
+    # Steps that the sweep recomputes are not counted again.
     with recording.uncounted():
         carry, _, *forth = _settled(axis, *ahead, at.consts, carry, entries)
     before = [*carry, *entries]
@@ -146,6 +151,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     entries = list(map(entry_axis, at.xs, form.x_axes))
     carry, ys, *programs = _settled(axis, body, guarded, at.consts, at.carry, entries)
     decided_at, tested = at.count, test
+    # The predicate is batched last, as the carry may become batched in a step.
     if test is not None and at.count is None:
         with recording.part("condition"):
             tested, (decided_at,) = batch_inner(axis, test, (*at.test, *carry))
@@ -167,7 +173,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
 
 def every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """Every step that some lane takes, for all lanes; those that are done are masked."""
+    """Runs every step that some lane takes, for all lanes. Lanes that are done are masked."""
     if loop.test is not None:
         return run_while(axis, loop, lambda active, _: lax.reduce_or(active, (0,)))
     if any(hazards(program.jaxpr).collective for program in loop.steps):
@@ -182,10 +188,10 @@ def every_step(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
 
 def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any]) -> PlacedOutputs:
-    """A loop with a predicate, for all lanes while `goes_on` says so.
+    """Runs a loop with a predicate for all lanes while `goes_on` returns True.
 
-    `goes_on` is given which lanes are active, and the steps each has taken. The carry begins with
-    these.
+    `goes_on` takes the mask of active lanes and the steps that each has taken, the first two
+    entries of the carry.
     """
     form: LoopSignature = loop.form
     n = 1 + form.n_test
@@ -193,6 +199,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
 
     def active_lanes(consts: Values, carry: Values, active: Any = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
+        # The first test has no mask: all lanes are active.
         if active is None:
             return predicate(axis, loop.test, operands, positions)
         return predicate_if(axis, active, loop.test, operands, positions)
@@ -201,6 +208,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
         def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             active, steps, *carry = carry
             new, ys = step(active, consts[n:], carry, x)
+            # Steps and the mask only change for active lanes, so a lane that is done stays done.
             steps = steps + lax.convert_element_type(active, np.int32)
             active &= active_lanes(consts, new, active) & (steps < consts[0])
             return [active, steps, *new], ys
@@ -217,10 +225,11 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
         lanes.xs,
         guarded=guarded,
         test=lambda _, carry: goes_on(*carry[:2]),
-        count=np.int32(form.steps.most),
+        count=np.int32(form.steps.most),  # the predicate ends the loop before that
         steps=form.steps,
         x_axes=_x_axes(loop),
         y_axes=steps_axes([0] * len(form.y_axes), form.y_axes),
+        # the mask and the steps come first in the carry
         kept=None if form.kept is None else [2 + i for i in form.kept],
     )
     _, steps, *carry = results.carry
@@ -228,7 +237,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
 
 
 def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """A loop whose number of steps is known."""
+    """Runs a loop whose number of steps is known, up to the largest count of a lane."""
     form: LoopSignature = loop.form
     lanes = of_lanes(axis, loop)
     program, guarded = _masked(axis, loop, 0, _counted(0))
@@ -245,14 +254,16 @@ def _run_counted(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         kept=form.kept,
         again=form.again,
     )
+    # A count may be negative or above the bound.
     steps = lax.clamp(np.int32(0), lanes.count, np.int32(form.steps.most))
     return _results(form, [*results.carry, *results.ys, *results.checkpoints, steps])
 
 
 def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
-    """A sweep, from the last step that some lane took; lanes that took fewer wait for theirs.
+    """Runs a sweep from the last step that some lane took.
 
-    So each step is taken together with the same step of the other lanes, as it was going forth.
+    Each lane takes step t back together with step t of the others, as in the loop; lanes with fewer
+    steps are masked until then.
     """
     form: SweepSignature = loop.form
     lanes = of_lanes(axis, loop)
@@ -279,11 +290,8 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
 
 
 def _counted(first: int) -> Callable[[Step], LoopStep]:
-    """Makes a step of the lanes that take it, of which entry `first` of the xs is the number.
-
-    The first constant is how many steps each lane takes.
-    """
-
+    # Entry `first` of the xs is the number of the step, and the first constant is the count of each
+    # lane.
     def counted(step: Step) -> LoopStep:
         def run(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
             entries = [*x[:first], *x[first + 1 :]]
@@ -297,28 +305,27 @@ def _counted(first: int) -> Callable[[Step], LoopStep]:
 def _masked(
     axis: Axis, loop: BoundedLoop, i: int, made: Callable[[Step], LoopStep]
 ) -> tuple[LoopStep, LoopStep | None]:
-    """A program of a step with lanes that are done masked, and the one to differentiate, if other.
+    """Returns a step with finished lanes masked, and the one to differentiate, if it differs.
 
-    Args:
-      axis: the axis being mapped.
-      loop: the loop.
-      i: which of its programs.
-      made: makes it of a step that is told which lanes are active.
+    `i` selects the program, and `made` wraps a step that takes the mask.
     """
     body, guarded, at = loop.steps[i], loop.guarded[i], loop.form.split(loop.axes)
     carried = [*at.returning, *at.carry] if i else at.carry
     positions = [*at.consts, *[0] * len(carried), *map(entry_axis, at.xs, loop.form.x_axes)]
 
     def plan(program: Any, differentiated: bool) -> MaskPlan:
-        """What masked lanes need in a step; of one with derivatives, or without."""
+        """Plans what masked lanes need in a step, with or without derivatives."""
         calls = is_seen(program)
         jaxpr = (with_active(axis, program) if calls else program).jaxpr
+        # Derivatives of masked lanes must be finite too: NaN times a zero cotangent is NaN. So all
+        # inexact operands are replaced.
         inexact = {i for i, v in enumerate(jaxpr.invars) if is_inexact(v.aval)}
         needed, mine = inexact if differentiated else (), range(calls)
         at = [*[0] * calls, *positions]
         return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
+    # The last program is the one whose steps are counted. What a sweep recomputes is not.
     # What a sweep recomputes are no steps of it.
     counts = recording.uncounted if i < len(loop.steps) - 1 else nullcontext
     step = made(_masked_step(axis, body, positions, plain, counts))
@@ -349,6 +356,7 @@ def _masked_step(
             outs, at = run_masked(active, run, operands, positions, plan, ())
         outs = [match_axis(axis, x, a, 0) for x, a in zip(outs, at, strict=True)]
         new, ys = outs[: len(carry)], outs[len(carry) :]
+        # `ys` of inactive lanes are zero, so that sums over steps ignore them.
         new = [select_lanes(active, 0, x, old) for x, old in zip(new, carry, strict=True)]
         return new, [select_lanes(active, 0, y, lax.full_like(y, 0)) for y in ys]
 
@@ -356,7 +364,7 @@ def _masked_step(
 
 
 def of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
-    """The operands, of which counts, and all that is carried, have the batch axis in front."""
+    """Moves the batch axis of counts and all carried values to the front."""
     at = loop.form.split(loop.axes)
     carry, returning = [0] * len(at.carry), [0] * len(at.returning)
     targets = at._replace(
@@ -369,7 +377,7 @@ def of_lanes(axis: Axis, loop: BoundedLoop) -> Operands:
 
 
 def _results(form: LoopSignature, outs: list[Value]) -> PlacedOutputs:
-    """Results of a loop, all of which have the batch axis but the numbers of checkpoints."""
+    # Everything has the batch axis, except for the step numbers of checkpoints.
     stacked = _stacked_at([0] * form.n_carry, form)
     return outs, [*[0] * (form.n_carry + len(form.y_axes)), *stacked, 0]
 
@@ -377,25 +385,27 @@ def _results(form: LoopSignature, outs: list[Value]) -> PlacedOutputs:
 def _stacked_at(
     carry_at: Sequence[Position], form: LoopSignature | SweepSignature
 ) -> list[Position]:
-    """Where checkpoints have the batch axis, of a carry that has it there."""
+    """Returns the batch axes of checkpoints, from those of the carry."""
     if form.kept is None:
         return []
     at = [carry_at[i] for i in form.kept]
+    # Checkpoints are stacked along axis 0; the step numbers, shared by all lanes, come first.
     return [None, *(a if a is None else a + 1 for a in at)]
 
 
 def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
-    """A sweep with checkpoints of the same steps in each lane: if they differ, with none."""
+    """Drops the checkpoints of a sweep if their step numbers differ between lanes."""
     given, at = loop.form.split(loop.args), loop.form.split(loop.axes)
     if at.checkpoints[0] is None:
         return loop
+    # Without checkpoints the sweep recomputes all carries from the first one.
     none = no_checkpoints(loop.steps[0], loop.form)
     given, at = given._replace(checkpoints=none), at._replace(checkpoints=[None] * len(none))
     return replace(loop, args=given.flat, axes=at.flat)
 
 
 def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
-    """The operands, with the batch axis where it is wanted of each."""
+    """Moves the batch axis of each operand to its target."""
     return [
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(loop.args, loop.axes, targets.flat, strict=True)
@@ -405,12 +415,13 @@ def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
 def _settled(
     axis: Axis, body: Any, guarded: Any, consts_at: Any, carry_at: Any, entries_at: Any
 ) -> tuple[list[Position], list[Position], Any, Any]:
-    """Where carry and ys have the batch axis, and both programs batched so."""
+    """Settles the batch axes of carry and ys, and returns both programs batched so."""
     program, settled, ys_at = settle(axis, body, consts_at, carry_at, entries_at)
     if guarded is body:
         return settled, ys_at, program, program
     # One of the two may make a value depend on the lane where the other does not: both get the
     # same axes, those of either.
+    # Ends at the fixed point: axes of the carry only change from None to a position.
     while True:
         _, more, kept_ys_at = settle(axis, guarded, consts_at, settled, entries_at)
         if more == settled:
@@ -429,11 +440,12 @@ def _x_axes(loop: BoundedLoop) -> tuple[Any, ...]:
 
 
 def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """`run` compiled; it makes no use of the parameter `guarded`."""
+    """Compiles `run`, cached without the parameter `guarded`, which it does not use."""
 
     @whatever_jit
     def compute(*operands: Any, **params: Any) -> list[Any]:
         values = {name: value for name, value in params.items() if name != "guarded"}
+        # Programs compare by identity in JAX's cache, and a call outside of `jit` traces new ones.
         keys = map(value_key, values.values())
         return jitted((run, *keys), functools.partial(run, **params))(*operands)
 

@@ -49,11 +49,13 @@ def loop_jvp(
 ) -> tuple[list[Any], list[Any]]:
     given, moved = form.split(primals), form.split(tangents)
     dots = moved.consts, moved.carry, moved.xs
+    # Only these need derivatives. `guarded` is what is differentiated.
     derivative = _derivative(body, guarded, form, moving(guarded.jaxpr, form.n_carry, *dots))
     if not (derivative.carry or derivative.ys):
         programs = {"test": test, "body": body, "guarded": guarded}
         outs = bounded_loop_p.bind(*primals, **programs, form=form)
         return outs, list(map(no_tangent, outs))
+    # Effects in order cannot be repeated, and the derivative recomputes steps from checkpoints.
     if _compat.ordered_by_lane(body.effects | (test.effects if test else frozenset())):
         raise UnsupportedError(
             "a bounded loop that does input or output (io_callback, ordered debug callbacks) is "
@@ -69,9 +71,11 @@ def loop_jvp(
         needed = None
     programs = {"test": test, "body": derivative.body, "guarded": derivative.guarded}
     recorded = form
+    # Record checkpoints of what the sweep needs, beside what the loop records already.
     if needed is not None:
         recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
     derivative = replace(derivative, form=recorded)
+    # With a known number of steps, the sweep can recompute everything from the first carry.
     again = form.again and test is None and form.kept is None and needed is not None
     bound = form if again else recorded
     results = bound.results(bounded_loop_p.bind(*primals, **programs, form=bound))
@@ -91,55 +95,48 @@ def loop_jvp(
         )
     kept = _chosen(results.checkpoints, bound, form)
     outs = [*results.carry, *results.ys, *kept, results.steps]
+    # Checkpoints and the number of steps have no tangents: checkpoints are copies.
     return outs, with_values(list(map(no_tangent, outs)), derivative.outputs, out_tangents)
 
 
 @dataclass(frozen=True)
 class _Derivative:
-    """The derivative of a bounded loop, as a linear function and its transpose.
+    """Holds the derivative of a bounded loop as a linear function and its transpose."""
 
-    Checkpoints have no tangents: they are copies of what follows from the first carry.
-
-    Attributes:
-      body, guarded, form: those of the loop; functions with a reverse rule compute what its
-        forward part does.
-      differentiated: what a step is differentiated as: has those functions themselves.
-      consts, carry, xs, ys: which of each have tangents.
-      staged: steps back by the types of their operands, which hold constants as first inputs, with
-        these: who asks what they need and who takes them trace them once.
-    """
-
+    # `body` and `guarded`: functions with a reverse rule compute what its forward part does.
     body: Any
     guarded: Any
-    differentiated: Any
+    differentiated: Any  # `guarded`, with the functions of reverse rules themselves
     form: LoopSignature
+    # Which of the constants, the carry, the xs, and the ys have tangents.
     consts: Sequence[int]
     carry: Sequence[int]
     xs: Sequence[int]
     ys: Sequence[int]
+    # Reverse steps by operand types, with their hoisted constants. `needed` and `back` share one
+    # trace of a step.
     staged: dict[Any, tuple[Any, list[Any]]] = field(default_factory=dict, compare=False)
 
     @property
     def inputs(self) -> list[int]:
-        """Which inputs of a step have tangents."""
         return moving_inputs(self.form, self.consts, self.carry, self.xs)
 
     @property
     def outputs(self) -> list[int]:
-        """Which results of a step, and so of the loop, have them."""
+        """Returns which results of a step have tangents."""
         return [*self.carry, *(self.form.n_carry + i for i in self.ys)]
 
     def _split(self, residuals: Values) -> tuple[Any, ...]:
-        """The steps taken, constants, first carry, checkpoints and xs."""
         form = self.form
         n_kept = 0 if form.kept is None else 1 + len(form.kept)
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, n_kept))
 
     def forward(self, residuals: Values, tangents: Values) -> list[Any]:
-        """The tangents of the results."""
+        """Computes the tangents of the results."""
         form = self.form
         steps, consts, carry, _, xs = self._split(residuals)
         dconsts, dcarry, dxs = parts(tangents, len(self.consts), len(self.carry))
+        # Values are recomputed beside the tangents, as a step needs both.
         run = with_tangents(self.differentiated, (len(consts), len(carry), len(xs)), self.inputs)
 
         def step(*groups: Values) -> tuple[Values, Values]:
@@ -160,12 +157,13 @@ class _Derivative:
         return [*results.carry[len(carry) :], *results.ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
-        """The cotangents of constants, first carry and xs."""
+        """Computes the cotangents of constants, first carry, and xs."""
         form, n, n_consts = self.form, len(self.carry), len(self.consts)
         steps, consts, carry, checkpoints, xs = self._split(residuals)
         ct_carry, ct_ys = parts(cotangents, n)
 
         def forth(program: Any) -> LoopStep:
+            # Forward steps of the sweep compute the carry only, and drop the ys.
             def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 return flat(program)(*consts, *carry, *x[: len(xs)])[: form.n_carry], []
 
@@ -184,12 +182,13 @@ class _Derivative:
             count=steps,
             steps=form.steps.derivative("cotangents"),
             x_axes=(*form.x_axes, *take(form.y_axes, self.ys)),
+            # Cotangents of constants are summed over the steps (None), those of xs are stacked.
             y_axes=(*[None] * n_consts, *take(form.x_axes, self.xs)),
         )
         return [*cts[:n_consts], *ct_carry, *cts[n_consts:]]
 
     def _step_back(self, consts: Values, cts: Values, x: Values) -> tuple[Values, Values]:
-        """From cotangents after a step to those before it, and of constants and xs."""
+        """Maps cotangents after a step to those before it, and to those of constants and xs."""
         operands = [*consts, *cts, *x]
         types = tuple(jax.typeof(x).strip_weak_type() for x in operands)
         if types not in self.staged:
@@ -201,7 +200,7 @@ class _Derivative:
         return cts, [*ct_consts, *ct_xs]
 
     def _pulled(self, *xs: Any) -> list[Any]:
-        """The cotangents of all inputs of a step that have them, in order."""
+        """Computes the cotangents of all perturbed inputs of a step, in order."""
         n_cts = len(self.carry)
         consts, cts, x = parts(xs, self.form.n_consts, n_cts)
         carry, x, ct_ys = parts(x, self.form.n_carry, len(self.form.x_axes))
@@ -210,10 +209,9 @@ class _Derivative:
         return list(pull([*cts, *ct_ys]))
 
     def needed(self) -> list[int]:
-        """Which values of the carry going back needs: for a step back, or for others of these.
+        """Lists the values of the carry that a sweep needs, for a reverse step or to recompute them.
 
-        A count or a sum that nothing depends on is not among them, nor is an array that is only
-        written to.
+        Counters and arrays that are only written to are not among them.
         """
         n, n_cts, n_carry = self.form.n_consts, len(self.carry), self.form.n_carry
         inputs = self.guarded.in_avals
@@ -225,6 +223,8 @@ class _Derivative:
 
         program = _compat.stage(back, [*inputs[:n], *cts[:n_cts], *inputs[n:], *cts[n_cts:]])
         _refuse_closures(self.differentiated, program.consts)
+        # First the values that a reverse step reads, then, up to a fixed point, those that a
+        # forward step reads to compute them.
         used = _compat.used_inputs(program, [True] * len(program.out_avals))[n + n_cts :][:n_carry]
         while True:
             flags, needs = [*used, *[False] * len(self.form.y_axes)], used
@@ -247,9 +247,9 @@ def _derivative(body: Any, guarded: Any, form: LoopSignature, which: Any) -> _De
 
 
 def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int]) -> Any:
-    """`program`, whose functions with a reverse rule compute what its forward part does.
+    """Rewrites functions with a reverse rule to compute what its forward part does.
 
-    As in JAX: that can be differentiated again, in both modes, and the functions cannot.
+    As in JAX, that is differentiable again, in both modes, and the functions are not.
     """
     if not _has_reverse_rule.in_program(program):
         return program
@@ -261,11 +261,11 @@ _has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call"
 
 
 def _refuse_closures(body: Any, consts: Values) -> None:
-    """Refuses derivative rules that close over what is traced outside of the loop.
+    """Rejects derivative rules that close over values traced outside of the loop.
 
-    They are traced with the derivative of a step, of which these are the constants: what they
-    close over is no operand of the loop, so it is gone when the steps are gone back over.
+    They are traced with the derivative of a step, whose constants `consts` are.
     """
+    # These values are not operands of the loop, so they are gone when the sweep runs.
     if not any(isinstance(x, Tracer) for x in consts):
         return
     for eqn in with_inside(body.jaxpr.eqns):
@@ -282,7 +282,7 @@ def _refuse_closures(body: Any, consts: Values) -> None:
 
 
 def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -> list[Any]:
-    """Of the checkpoints that `recorded` says, those that `form` says."""
+    """Selects the checkpoints of `form` among those of `recorded`."""
     if form.kept is None:
         return []
     values = dict(zip(recorded.kept or (), checkpoints[1:], strict=True))
@@ -292,19 +292,21 @@ def _chosen(checkpoints: Values, recorded: LoopSignature, form: LoopSignature) -
 def moving(
     jaxpr: Jaxpr, n: int, consts: Values, carry: Values, xs: Values
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Which constants, carries, xs and ys of a loop have tangents, that carries `n` values.
+    """Returns which constants, carries, xs, and ys of a loop with `n` carries have tangents.
 
-    A carry has one if it starts with one, or if some step gives it one. A constant that only
-    decides something has none: its cotangents would be zeros, which are NaN times infinity.
+    A carry does if it starts with one, or if a step gives it one.
     """
     entries, smooth = list(map(moves, xs)), [is_inexact(v.aval) for v in jaxpr.outvars]
 
+    # A constant that only decides something has no tangent. Its cotangent would be zero times a
+    # derivative that may be infinite, hence NaN.
     def matters(k: int) -> bool:
         alone = [i == k for i in range(len(jaxpr.invars))]
         return any(hit and s for hit, s in zip(reached(jaxpr, alone), smooth, strict=True))
 
     of_consts = [moves(t) and matters(k) for k, t in enumerate(consts)]
     of_carry = [m and s for m, s in zip(map(moves, carry), smooth, strict=False)]
+    # Ends at the fixed point, as entries only change from False to True.
     while True:
         hits = reached(jaxpr, [*of_consts, *of_carry, *entries])
         hits = [hit and s for hit, s in zip(hits, smooth, strict=True)]
@@ -328,7 +330,8 @@ def zeros_like(x: Value) -> Any:
 
 
 def refuse_shared(steps: Any, moving: Values) -> None:
-    """Refuses a sum over devices in a loop that each device leaves at another step."""
+    """Rejects a sum over devices in a loop that each device leaves at another step."""
+    # A cotangent of a shared value needs a `psum` each step, where devices would wait forever.
     axes = _compat.varying_axes(jax.typeof(steps))
     if any(axes - _compat.varying_axes(jax.typeof(x)) for x in moving):
         raise UnsupportedError(
@@ -351,9 +354,9 @@ def moving_inputs(
 def with_tangents(
     program: Any, sizes: Sequence[int], moving: Sequence[int]
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """The results of a program and their tangents, from groups of inputs.
+    """Evaluates a program and its tangents, from groups of inputs.
 
-    Each group has so many inputs, and then the tangents of those that are `moving`.
+    Each group holds primals, `sizes` of them, and then tangents of those that are `moving`.
     """
 
     def run(*groups: Values) -> tuple[list[Any], list[Any]]:
@@ -413,16 +416,10 @@ def sweep_jvp(
 
 @dataclass(frozen=True)
 class _SweepDerivative:
-    """The derivative of a sweep, as a linear function and its transpose.
-
-    Attributes:
-      ahead, behind, form: what the sweep does forth and back, and what its operands are.
-      consts, carry, xs, returning: which of each have tangents. All results have them.
-    """
-
     ahead: Any
     behind: Any
     form: SweepSignature
+    # Which of each have tangents. All results do.
     consts: Sequence[int]
     carry: Sequence[int]
     xs: Sequence[int]
@@ -430,22 +427,21 @@ class _SweepDerivative:
 
     @property
     def inputs(self) -> list[int]:
-        """Which inputs of `ahead` have tangents."""
         return moving_inputs(self.form, self.consts, self.carry, self.xs)
 
     def _split(self, residuals: Values) -> tuple[Any, ...]:
-        """The count, constants, first carry, what returns, and the xs."""
         form = self.form
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, form.n_back))
 
     def forward(self, residuals: Values, tangents: Values) -> list[Any]:
-        """The tangents of the results."""
+        """Computes the tangents of the results."""
         form, n = self.form, self.form.n_back
         count, consts, carry, returning, xs = self._split(residuals)
         sizes = len(self.consts), len(self.carry), len(self.xs)
         dconsts, dcarry, dxs, given = parts(tangents, *sizes)
         dreturning = with_values(list(map(zeros_like, returning)), self.returning, given)
         shift = lambda i: i if i < form.n_consts else i + n  # what returns comes after constants
+        # The reverse step takes constants, returning values, then carry and xs.
         inputs = [*map(shift, self.inputs), *range(form.n_consts, form.n_consts + n)]
         ahead = with_tangents(self.ahead, (len(consts), len(carry), len(xs)), self.inputs)
         groups = len(consts), n, len(carry), len(xs)
@@ -475,7 +471,7 @@ class _SweepDerivative:
         return [*returned[n:], *ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
-        """The cotangents of constants, first carry, xs and what returns."""
+        """Computes the cotangents of constants, first carry, xs, and returning values."""
         form, n, n_moving = self.form, self.form.n_back, len(self.carry)
         count, consts, carry, returning, xs = self._split(residuals)
         ct_back, ct_ys = parts(cotangents, n)
@@ -483,6 +479,9 @@ class _SweepDerivative:
         sums = [i for i, a in enumerate(form.y_axes) if a is None]
         rest = [i for i, a in enumerate(form.y_axes) if a is not None]
 
+        # Transposing a sweep back over steps gives a loop forward: it carries the cotangents `cts`
+        # of the returning values from the first step to the last. A second sweep then pulls
+        # cotangents back through the forward steps.
         def cts_of_step(cts: Values, of_sums: Values, of_rest: Values) -> list[Any]:
             return [*cts, *with_values(with_values(ct_ys, sums, of_sums), rest, of_rest)]
 
@@ -517,6 +516,7 @@ class _SweepDerivative:
         entries = [*xs, *take(ct_ys, rest)]
         x_axes = *form.x_axes, *take(form.y_axes, rest)
         steps = {"count": count, "steps": Steps(form.steps.most), "x_axes": x_axes}
+        # Record checkpoints of everything, since both the carry and the cotangents are needed.
         every = range(len(carry) + n)
         results = bounded_loop(forth, *shared, entries, kept=every, **steps)
         ct_carry = [zeros_like(x) for x in take(carry, self.carry)]

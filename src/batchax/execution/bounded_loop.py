@@ -48,25 +48,15 @@ from batchax.kernel.own_primitive import declare, with_values
 
 
 class Operands(NamedTuple):
-    """The operands of a loop or a sweep, or something about each, such as where its batch axis is.
+    """Groups the operands of a loop or sweep, or facts about each, such as batch axes."""
 
-    Attributes:
-      count: how many steps to take; of a loop, at most.
-      test: constants of the predicate; a sweep has none.
-      consts: what is the same at each step.
-      carry: the first carry.
-      checkpoints: of a sweep, what the loop recorded; see `Results`.
-      returning: of a sweep, what is carried back, after the last step.
-      xs: arrays with an entry for each step.
-    """
-
-    count: Any
-    test: list[Any]
-    consts: list[Value]
-    carry: list[Value]
-    checkpoints: list[Any]
-    returning: list[Any]
-    xs: list[Value]
+    count: Any  # steps to take; of a loop, at most
+    test: list[Any]  # constants of the predicate; empty for a sweep
+    consts: list[Value]  # the same at each step
+    carry: list[Value]  # the first carry
+    checkpoints: list[Any]  # of a sweep: those that the loop recorded, see `Results`
+    returning: list[Any]  # of a sweep: what is carried back, after the last step
+    xs: list[Value]  # arrays with an entry for each step
 
     @property
     def flat(self) -> list[Any]:
@@ -75,52 +65,32 @@ class Operands(NamedTuple):
 
 
 def _split(operands: Sequence[Value], *sizes: int) -> Operands:
-    """Operands, of groups of these sizes between the count and the xs."""
     rest = iter(operands)
     groups = (list(itertools.islice(rest, n)) for n in sizes)
     return Operands._make([next(rest), *groups, list(rest)])
 
 
 class Results(NamedTuple):
-    """What a bounded loop returns.
-
-    Attributes:
-      carry: the carry after the last step.
-      ys: what the steps returned, stacked; zeros where no step was taken.
-      checkpoints: if they were to be recorded, what was kept of some carries, stacked; before that
-        the number of steps that each came after, `UNUSED` where none was kept.
-      steps: how many steps were taken.
-    """
-
-    carry: list[Value]
-    ys: list[Value]
+    carry: list[Value]  # after the last step
+    ys: list[Value]  # stacked; zeros for steps that were not taken
+    # If recorded: the number of steps before each, `UNUSED` for free slots, then the carries,
+    # stacked.
     checkpoints: list[Any]
-    steps: Any
+    steps: Any  # the number of steps taken
 
 
 @dataclass(frozen=True)
 class LoopSignature:
-    """What the operands and results of a bounded loop are.
+    """Describes the operands and results of a bounded loop."""
 
-    Attributes:
-      n_test: number of constants of the predicate.
-      n_consts: number of constants of the body.
-      n_carry: number of values in the carry.
-      steps: how many there are at most.
-      x_axes: where each of the xs has the axis of the steps.
-      y_axes: where each of the ys gets it.
-      kept: the values of the carry that checkpoints have; None: no checkpoints are recorded.
-      again: whether a derivative computes all carries again: what is run for it alone would record
-        checkpoints for nothing, and be compiled.
-    """
-
-    n_test: int
-    n_consts: int
-    n_carry: int
-    steps: Steps
-    x_axes: tuple[int, ...]
-    y_axes: tuple[int, ...]
-    kept: tuple[int, ...] | None
+    n_test: int  # number of constants of the predicate
+    n_consts: int  # number of constants of the body
+    n_carry: int  # number of values in the carry
+    steps: Steps  # the bound, and progress
+    x_axes: tuple[int, ...]  # the axis of the steps in each of the xs
+    y_axes: tuple[int, ...]  # the axis of the steps in each of the ys
+    kept: tuple[int, ...] | None  # values of the carry in checkpoints; None: none recorded
+    # Whether a derivative recomputes all carries: the loop then need not record checkpoints.
     again: bool = False
 
     @property
@@ -139,25 +109,15 @@ class LoopSignature:
 
 @dataclass(frozen=True)
 class SweepSignature:
-    """What the operands and results of a sweep are.
+    """Describes the operands and results of a sweep."""
 
-    Attributes:
-      n_consts: number of constants of both programs.
-      n_carry: number of values in the carry of the loop.
-      kept: the values of the carry that checkpoints have; going back needs no others.
-      n_back: number of values that are carried back.
-      steps: how many there are at most.
-      x_axes: where each of the xs has the axis of the steps.
-      y_axes: where each of the ys gets it; None: they are added up.
-    """
-
-    n_consts: int
-    n_carry: int
-    kept: tuple[int, ...]
-    n_back: int
-    steps: Steps
-    x_axes: tuple[int, ...]
-    y_axes: tuple[int | None, ...]
+    n_consts: int  # number of constants of both programs
+    n_carry: int  # number of values in the carry of the loop
+    kept: tuple[int, ...]  # values of the carry in checkpoints; the sweep needs no others
+    n_back: int  # number of values that are carried back
+    steps: Steps  # the bound, and progress
+    x_axes: tuple[int, ...]  # the axis of the steps in each of the xs
+    y_axes: tuple[int | None, ...]  # the axis of the steps in each of the ys; None: they are summed
 
     @property
     def n_results(self) -> int:
@@ -175,7 +135,9 @@ _ONE = np.int32(1)
 
 
 def n_checkpoints(length: int) -> int:
-    """The least c with ``c * (c + 1) / 2 > length``: no step is recomputed twice."""
+    """Returns the least c with ``c * (c + 1) / 2 > length``."""
+    # Round k fills slots k to c - 1, so all rounds cover c (c + 1) / 2 steps, and the sweep then
+    # recomputes no step twice (Stumm and Walther, 2010).
     return (math.isqrt(8 * length + 8) + 1) // 2
 
 
@@ -185,70 +147,61 @@ def blank_checkpoints(checkpoints: Sequence[Any]) -> list[Any]:
 
 
 class Round(NamedTuple):
-    """Carries of a running loop that go into one place after another, up to the last.
+    """Assigns carries of a running loop to slots in rounds.
 
-    Attributes:
-      both: after how many steps the first of them comes, and the place it goes to, which is also
-        how many rounds there were before. As one array, which a compiler leaves out of a loop
-        when it is not used, as it does not with two numbers that depend on each other.
+    Round k fills the slots from k to the last. `both` holds the step of its first carry, and its
+    lowest slot, which is k.
     """
 
+    # One array, not two numbers: XLA removes an unused array from a loop, but not two numbers that
+    # depend on each other.
     both: Any
 
     @property
     def start(self) -> Any:
-        """After how many steps the first carry comes."""
+        """Returns the number of steps before the first carry of the round."""
         return self.both[0]
 
     @property
     def lowest(self) -> Any:
-        """The place it goes to."""
         return self.both[1]
 
     def place_of(self, number: Any) -> Any:
-        """Where the carry after so many steps goes."""
+        """Returns the slot of the carry after so many steps."""
         return number - self.start + self.lowest
 
     def at(self, number: Any, count: int) -> Round:
-        """The round of the carry after so many steps, of which the one before was in this one."""
+        """Returns the round of the carry after `number` steps. The carry before is in this one."""
         full = self.place_of(number) == np.int32(count)
         following = jnp.stack([number, self.lowest + _ONE])
         return Round(jnp.where(full, following, self.both))
 
     def numbers(self, last: Any, count: int) -> Any:
-        """After how many steps the carry in each place came, if this many were the last."""
+        """Returns the number of steps before the carry in each slot, after `last` steps."""
         i = jnp.arange(count, dtype=np.int32)
+        # Slots below `lowest` keep the first carry of an earlier round: round i starts after i
+        # count - i (i - 1) / 2 steps.
         firsts = i * np.int32(count) - i * (i - _ONE) // np.int32(2)  # of all rounds
         before = self.lowest - _ONE
         shift = self.start - (np.int32(count) - before) - before  # of the round before this one
         older = jnp.where(self.lowest > 0, i + shift, np.int32(UNUSED))
         newer = i + self.start - self.lowest
+        # Slots above the current one still hold carries of the previous round.
         numbers = jnp.where(i <= self.place_of(last), newer, older)
         return jnp.where(i < self.lowest, firsts, numbers)
 
 
 class Stack(NamedTuple):
-    """Checkpoints on the way back, those after fewer steps below.
+    """Holds checkpoints in a sweep, in order of their steps, the latest on top."""
 
-    Attributes:
-      numbers: after how many steps each came, in the order of the stack.
-      order: in which place it is.
-      places: the carries, stacked.
-      height: how many there are; from there on places are free.
-    """
-
-    numbers: Any
-    order: Any
-    places: list[Any]
-    height: Any
+    numbers: Any  # steps before each, in the order of the stack
+    order: Any  # the slot of each
+    places: list[Any]  # the carries, stacked by slot
+    height: Any  # how many there are; slots from here on are free
 
     @classmethod
     def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Any) -> Stack:
-        """Those after fewer than `count` steps; `first` is the first carry.
-
-        A loop that recorded fewer steps may leave no place free for those that are missing. Of its
-        checkpoints only the first is taken: with all other places free any number of steps fits.
-        """
+        """Builds the stack of the checkpoints before step `count`; `first` is the first carry."""
         numbers, *places = checkpoints
         zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
         numbers = put_entry(numbers, zero, zero, 0)
@@ -256,33 +209,31 @@ class Stack(NamedTuple):
         numbers, order = lax.sort(_compat.varying_alike([numbers, order]), num_keys=1)
         height = jnp.sum(numbers < count, dtype=np.int32)
         # The carry before the last step is always recorded (`Round`).
+        # A loop that recorded fewer steps may leave no slot free for the others. Then only the
+        # first carry is used: with all other slots free, any number of steps fits.
         latest = jnp.max(jnp.where(numbers == UNUSED, zero, numbers))
         height = lax.select(latest < count - _ONE, _ONE, lax.max(height, _ONE))
         return cls(numbers, order, places, height)
 
     @property
     def last(self) -> Any:
-        """After how many steps the carry on top came."""
         return entry_of(self.numbers, self.height - _ONE, 0)
 
     def carry_at(self, below: Any) -> list[Any]:
-        """The carry so many below the top."""
+        """Returns the carry so many entries below the top."""
         place = entry_of(self.order, self.height - _ONE - below, 0)
         return [entry_of(x, place, 0) for x in self.places]
 
     def leg(self, number: Any) -> tuple[Any, Callable[[Any], Any], Stack]:
-        """The way from the carry on top to the one after `number` steps, or a part of it.
+        """Plans the leg from the carry on top to the one after `number` steps, or part of the way.
 
-        If all carries on the way fit into the free places, they are kept. Otherwise a single one
-        is, as far away as what is missing before it will fit later. The others took its place
-        before.
-
-        Returns:
-          Where it ends; the place of each carry on the way, as a function of its number of steps;
-          and the stack with them on top, for which places have to be filled.
+        Returns where it ends, the slot of each carry on the way by its step, and the stack with
+        those carries, whose slots are to be filled.
         """
         here = self.last
         distance, free = number - here, np.int32(len(self.order)) - self.height
+        # If all carries fit into the free slots, they are kept. Otherwise a single one is, as far
+        # ahead as the rest before it will fit later; others take its slot until then.
         all_fit = distance <= free
         end = jnp.where(all_fit, number, here + lax.min(distance - free, free) + _ONE)
         first = jnp.where(all_fit, here + _ONE, end)
@@ -297,8 +248,9 @@ class Stack(NamedTuple):
         return end, place_of, self._replace(numbers=numbers, height=height)
 
     def run(self, number: Any) -> Any:
-        """How many on top came after `number` steps, one step less, and so on without a gap."""
+        """Counts the carries on top after `number` steps, one step less, and so on without a gap."""
         i = jnp.arange(len(self.order), dtype=np.int32)
+        # In a run without gaps, the number minus the position in the stack is constant.
         in_run = (i < self.height) & (self.numbers - i == number - self.height + _ONE)
         return jnp.sum(in_run, dtype=np.int32)
 
@@ -327,28 +279,17 @@ def bounded_loop(
     kept: Sequence[int] | None = None,
     again: bool = False,
 ) -> Results:
-    """Runs a bounded loop; it may be differentiated and batched.
+    """Runs a bounded loop, which can be differentiated and batched.
 
-    Args:
-      body: what one step does.
-      consts: what is the same at each step.
-      carry: the first carry.
-      xs: arrays with an entry for each step.
-      test: the predicate, a function of `test_consts` and the carry; None: always true.
-      test_consts: its constants.
-      guarded: a function that computes what `body` does and is differentiated in its place. A
-        batched loop has one in which the operands of masked lanes are replaced: derivatives may
-        need that where values do not.
-      count: how many steps to take, or fewer if `test` says so.
-      steps: how many that may be at most.
-      x_axes: where each of the `xs` has the axis of the steps.
-      y_axes: where each of the ys gets it.
-      kept: the values of the carry to record checkpoints of; None: no checkpoints.
-      again: whether derivatives compute all carries again.
+    `test` is the predicate, of `test_consts` and the carry; None: always true. It takes at most
+    `count` steps. `guarded` computes what `body` does and is differentiated in its place: a batched
+    loop replaces operands of masked lanes there. `kept` lists values of the carry to checkpoint,
+    None for no checkpoints, and `again` has derivatives recompute all carries.
     """
     (staged, safe), tested, carry, xs = settle(
         body, guarded, consts, carry, xs, x_axes, count, test, test_consts
     )
+    # Traced constants become operands, so that the primitive is differentiated by them.
     (staged, safe), held = _compat.hoist_constants(staged, safe)
     test_held: list[Any] = []
     if tested is not None:
@@ -374,19 +315,18 @@ def settle(
     test_consts: Values = (),
     first_entries: Sequence[Any] = (),
 ) -> tuple[tuple[Any, Any], Any, list[Any], list[Any]]:
-    """The programs of a step, of a guarded one and of the predicate; first carry and xs.
+    """Traces a step, a guarded step, and the predicate; with the first carry and the xs.
 
-    Entries of these types come before those of the xs.
-
-    Inside ``shard_map`` the type of a carry must be the same before and after a step. So the
-    first carry is cast to vary over the axes of the mesh that a step makes it vary over. It, the
-    xs and the ys also vary over those that the number of steps varies over.
+    `first_entries` are types of entries in front of those of the xs.
     """
     const_types = list(map(jax.typeof, consts))
     test_const_types = list(map(jax.typeof, test_consts))
     n, n_test = len(const_types), len(test_const_types)
     carry, xs = list(carry), list(xs)
     deciding = [jax.typeof(count)]
+    # Inside ``shard_map`` a carry must have the same type before and after a step. The first carry
+    # is cast to vary over the mesh axes that a step adds, until none is added. Carry, xs, and ys
+    # also vary over those of the number of steps and the predicate.
     while True:
         types = list(map(jax.typeof, carry))
         tested = None
@@ -423,12 +363,13 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
 
 
 def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSignature) -> list[Any]:
-    """The bounded loop as ordinary operations of JAX."""
+    """Runs the bounded loop as ordinary JAX operations."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
     ys, kept = blank[: len(form.y_axes)], blank[len(form.y_axes) :]
     most = form.steps.most
+    # With a bound of zero there is no entry of the xs to read.
     if most == 0:
         form.steps.end(n, results=carry)
         kept = blank_checkpoints(kept) if kept else []
@@ -445,6 +386,7 @@ def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSigna
     def step(state: Any) -> Any:
         n, carry, ys, now, kept = state
         form.steps.begin(n, total)
+        # Step n reads entry n of the xs and writes entry n of the ys.
         x = [entry_of(x, n, a) for x, a in zip(xs, form.x_axes, strict=True)]
         outs = inline_jaxpr(body, [*consts, *carry, *x])
         new, entries = outs[: form.n_carry], outs[form.n_carry :]
@@ -452,6 +394,7 @@ def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSigna
         n = n + np.int32(1)
         if form.kept is not None:
             now = now.at(n, places)
+            # Random keys may be used again by the sweep, which `unconsumed` allows.
             pairs = zip(kept, (_compat.unconsumed(new[i]) for i in form.kept), strict=True)
             kept = [put_entry(all_, x, now.place_of(n), 0) for all_, x in pairs]
         return n, new, ys, now, kept
@@ -465,7 +408,7 @@ def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSigna
 
 
 def zeros(aval: Aval) -> Any:
-    """Zeros of this type, sharded and varying over the axes of a mesh as it says."""
+    """Returns zeros of this type, with its sharding and varying mesh axes."""
     return varied(_compat.filled(aval, 0), [aval])
 
 
@@ -474,20 +417,21 @@ def _typed(x: Value, aval: Aval) -> Any:
 
 
 def loop_types(test: Any, body: Any, form: LoopSignature, count: Any) -> list[Any]:
-    """The types of what `run` returns: last carry, ys, checkpoints if recorded, steps."""
+    """Returns result types: last carry, ys, checkpoints if recorded, and the number of steps."""
     outs = body.out_avals
     ys = [
         unmapped_aval(form.steps.most, a, aval)
         for a, aval in zip(form.y_axes, outs[form.n_carry :], strict=True)
     ]
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
+    # The number of steps varies over the mesh axes of what decides it.
     decided = count if test is None else test.out_avals[0]
     steps = _compat.scalar_like(decided, np.dtype(np.int32))
     return [*outs[: form.n_carry], *ys, *checkpoint_types(steps, carry, form), steps]
 
 
 def no_checkpoints(body: Any, form: Any) -> list[Any]:
-    """Checkpoints of one example, with nothing kept: a sweep makes its own then."""
+    """Returns empty checkpoints of one example, so that a sweep makes its own."""
     carry = body.in_avals[form.n_consts : form.n_consts + form.n_carry]
     types = checkpoint_types(jax.typeof(np.int32(0)), carry, form)
     return blank_checkpoints(list(map(zeros, types)))
@@ -519,29 +463,15 @@ def reverse_sweep(
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
 ) -> tuple[list[Any], list[Any]]:
-    """Goes back over the steps of a bounded loop; may be differentiated and batched.
+    """Runs a sweep back over the steps of a bounded loop; can be differentiated and batched.
 
-    Args:
-      forth: what one step does, from constants, the carry and entries of all xs to the carry, and
-        no ys.
-      back: what going back over a step does, to what is carried back; its entries are the carry
-        before the step, and those of the xs. It is linear in what is carried back and some xs.
-      consts: what is the same at each step.
-      carry: the first carry.
-      checkpoints: what a loop of at least as many steps recorded; None: nothing was.
-      returning: what is carried back, after the last step.
-      xs: arrays with an entry for each step.
-      kept: the values of the carry that the checkpoints have; None: all. The others must not matter
-        to `back`, nor for those that do.
-      guarded: programs that are differentiated in place of `forth` and `back`; None: the same.
-      count: how many steps there were.
-      steps: how many that may be at most.
-      x_axes: where each of the `xs` has the axis of the steps.
-      y_axes: where each of the ys gets it; None: they are added up.
-
-    Returns:
-      What is carried back, before the first step; and the ys.
+    `forth` is a step without ys. `back` maps what is carried back (`returning`) over a step, whose
+    carry before it and xs are its entries, and is linear in `returning` and some xs. `checkpoints`
+    are from a loop of at least as many steps, or None. `kept` lists the values of the carry in
+    them, None for all; others must not matter to `back`. A y whose axis is None is summed over the
+    steps. Returns what is carried back before the first step, and the ys.
     """
+    # Settle mesh types of the forward step first, as its carry is an entry of the reverse step.
     programs, _, carry, xs = settle(forth, guarded[0], consts, carry, xs, x_axes, count)
     types = [jax.typeof(x).strip_weak_type() for x in carry]
     more, _, returning, _ = settle(
@@ -568,7 +498,7 @@ def reverse_sweep(
 def run_sweep(
     *operands: Any, forth: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> list[Any]:
-    """The sweep as ordinary operations of JAX."""
+    """Runs the sweep as ordinary JAX operations."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
     if form.steps.most == 0:
@@ -580,11 +510,11 @@ def run_sweep(
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
 
     def whole(kept: Values) -> list[Any]:
-        """The carry, with anything for what is not kept."""
+        """Fills in the values of the carry that checkpoints lack; they are not read."""
         return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
     def ahead(stack: Stack, t: Any) -> Stack:
-        """With the carry before step `t` on top, or, if that is too far, one on the way."""
+        """Puts the carry before step `t` on top of the stack, or one on the way."""
         end, place_of, longer = stack.leg(t)
 
         def step(state: Any) -> Any:
@@ -644,7 +574,7 @@ def run_sweep(
 
 
 def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
-    """The types of what `run` returns: what is carried back, and the ys."""
+    """Returns the types of what is carried back, and of the ys."""
     outs = back.out_avals
     ys = [
         aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)
@@ -656,18 +586,9 @@ def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
 def as_while(
     axis: Axis, args: Values, axes: Sequence[Any], /, *, test: Any, body: Any, form: LoopSignature
 ) -> tuple[WhileLoop, Callable[[Values], PlacedOutputs]]:
-    """The ``while`` that a bounded loop is in each lane.
+    """Converts a bounded loop to a ``while`` in each lane.
 
-    Its carry is the number of steps taken, the carry of the bounded loop, and the ys so far. No
-    checkpoints are recorded.
-
-    Args:
-      axis: the axis being mapped.
-      args, axes: the operands of the bounded loop, and where each has the batch axis.
-      test, body, form: what it does.
-
-    Returns:
-      The loop, and a function from its last carry to the results of the bounded loop.
+    Returns it, and a function from its last carry to the results. No checkpoints are recorded.
     """
     given, at = form.split(args), form.split(axes)
     programs = remembered(body, (test, form, "while"), lambda: _programs(test, body, form))
@@ -683,6 +604,7 @@ def as_while(
         test_at=[at.count, *at.test],
         body_consts=[given.count, *given.consts, *given.xs],
         body_at=[at.count, *at.consts, *at.xs],
+        # The carry: the number of steps, the carry of the loop, and the ys so far.
         carry=[lax.full_like(counts, 0), *first, *arrays],
     )
 
@@ -699,7 +621,6 @@ def _arrays(test: Any, body: Any, form: LoopSignature) -> list[Any]:
 
 
 def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """The predicate and the step of the ``while``, for one example."""
     n_test, n_consts, n_carry = form.n_test, form.n_consts, form.n_carry
     number = jax.typeof(np.int32(0))
     body_types = list(body.in_avals)

@@ -58,81 +58,73 @@ Outputs = tuple[list[Any], FlatOutputs]
 
 
 class Way:
-    """A way to run an axis, as a value: ways that are equal do the same to equal calls.
+    """Describes an execution strategy as a value: equal ones do the same for equal calls.
 
-    Only `run` must be said. `execute` knows the rest: whether operations are traced or computed,
-    whether notes are taken, whether a program is kept from one call to the next.
-
-    Attributes:
-      hides: whether values are computed that are not the user's, which ``jax.debug_nans`` must not
-        see: of lanes that are masked or repeated, of blank buffers.
-      compiles: whether outside of `jit` all that it does is compiled as one program, which
-        takes less than to compile its operations one by one.
-      makes_calls: whether `run` makes calls, each of which is executed for itself, and returns
-        results and how to rebuild them. Nothing is staged for such a way.
+    Subclasses must define `run`; `execute` handles tracing, notes, and caches.
     """
 
+    # `hides`: it computes values that ``jax.debug_nans`` must not see, such as masked lanes.
     hides: ClassVar[bool] = True
+    # `compiles`: outside of `jit`, all operations are compiled as one program, which is faster than
+    # one by one.
     compiles: ClassVar[bool] = False
+    # `makes_calls`: `run` makes calls that are executed on their own; nothing is traced for it.
     makes_calls: ClassVar[bool] = False
 
     @property
     def memo(self) -> Memo | None:
-        """Where its programs are kept, for calls outside of `jit`; None for nowhere."""
+        """Returns the cache of its programs for calls outside of `jit`, or None."""
         return None
 
     def run(self, call: Call) -> tuple[list[Any], Any]:
-        """The arrays of all lanes, and what there is to say of them, which holds no array."""
+        """Returns the arrays of all lanes, and details on them that hold no arrays."""
         raise NotImplementedError
 
     def needs_program(self, call: Call) -> bool:
-        """Whether the function is staged before it runs, for all lanes alike."""
+        """Returns whether the function is traced before it runs."""
         return True
 
     def note(self, call: Call) -> None:
-        """Says what runs, to whoever takes notes."""
+        """Notes what runs, for a recorder."""
         recording.found_program(call.axis, call.staged, call.mapped)
 
     def prepared(self, call: Call) -> Call:
-        """The call as this way wants it, once it is known that it will be run so.
-
-        Raises:
-          UnsupportedError: it cannot.
-        """
+        """Adapts a call to this strategy, or raises UnsupportedError."""
         return call
 
     def stages_whole(self, call: Call) -> bool:
-        """Whether all it does is staged before any of it is computed."""
+        """Returns whether everything is traced before any of it is computed."""
         return True
 
     def passes_constants(self, call: Call) -> bool:
-        """Whether what the function closes over is given to the program as arguments are."""
+        """Returns whether values that the function closes over are passed as arguments."""
         return self.memo is not None and not call.traced
 
     def put(self, constants: Sequence[Any]) -> Sequence[Any]:
-        """What the function closes over, where it is wanted."""
+        """Moves values that the function closes over to their devices."""
         return constants
 
     def may_keep(self, said: Any) -> bool:
-        """Whether a program may be kept of whose results `run` said this."""
+        """Returns whether a program with these details may be cached."""
         return True
 
     def check(self, call: Call, said: Any) -> None:
-        """Refuses results of which `run` said this, before they are computed."""
+        """Raises for invalid results before they are computed."""
 
     def finish(self, call: Call, arrays: list[Value], said: Any) -> Outputs:
-        """The results, where they are wanted."""
+        """Moves the results to their axes."""
         return arrays, call.outputs
 
 
 @dataclass(frozen=True)
 class AllAtOnce(Way):
-    """All lanes at once, equation by equation: what ``jax.vmap`` does."""
+    """Runs all lanes at once, equation by equation, as ``jax.vmap`` does."""
 
     hides: ClassVar[bool] = False
 
     def stages_whole(self, call: Call) -> bool:
-        """Only where a result may be refused, which is known after its last operation."""
+        # Results with no output axis must not depend on the batch, which is known only after the
+        # last operation.
         return any(output.spec is None for output in call.described)
 
     def run(self, call: Call) -> tuple[list[Any], _Placed]:
@@ -143,6 +135,7 @@ class AllAtOnce(Way):
             arrays, positions = run_adding(program, added)
         totals = [k for k, x in enumerate(arrays) if isinstance(x, DeferredContraction)]
         for k in totals:
+            # Sums that consumed a contraction were deferred: they take all lanes here.
             arrays[k] = arrays[k].of_all(call.described[k].spec.reduction)
         return arrays, _Placed(positions, totals)
 
@@ -158,7 +151,7 @@ class AllAtOnce(Way):
 
 
 class _Placed(NamedTuple):
-    """Where results have the batch axis, and which are the sums over it that are wanted."""
+    """Holds the batch axes of results, and which are sums over it."""
 
     positions: Sequence[Position]
     totals: Sequence[int]
@@ -166,26 +159,17 @@ class _Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A function of one example, called for all lanes.
-
-    Attributes:
-      axis: the axis being mapped.
-      function: the function, which returns arrays and what describes them.
-      mapped: its arguments. First those that stand for what it closes over, if these are passed.
-      way: how lanes are to run.
-      constants: how many arguments stand for what it closes over.
-      program: the function staged for one example, and what describes its outputs; None as long as
-        nobody has asked.
-      computes: whether what is staged of it will be computed at once.
-    """
+    """Describes a function of one example, called for all lanes."""
 
     axis: Axis
-    function: Described
+    function: Described  # returns arrays and their description
+    # Arguments. The first `constants` of them stand for values that the function closes over.
     mapped: Sequence[Mapped]
     way: Way = AllAtOnce()
     constants: int = 0
+    # traced for one example, once needed; with its outputs
     program: tuple[ClosedJaxpr, FlatOutputs] | None = None
-    computes: bool = False
+    computes: bool = False  # whether what it emits is computed at once
 
     @property
     def values(self) -> list[Any]:
@@ -201,7 +185,7 @@ class Call:
 
     @property
     def staged(self) -> ClosedJaxpr:
-        """The function of one example as a program, which it is staged to if it has not been."""
+        """Returns the traced function of one example."""
         return self._program[0]
 
     @property
@@ -227,11 +211,12 @@ class Call:
         staged, outputs = stage_described(self.axis, self.function, avals, paths)
         added = [is_added(output.spec) for output in outputs.described]
         positions = [m.axis for m in given]
+        # Sums over the batch may be factored out of contractions.
         staged = factored(self.axis, staged, positions, added)
         return recording.with_numbers(staged), outputs
 
     def with_program(self: Self) -> Self:
-        """The same call, staged: calls that are made of it will not be staged again."""
+        """Traces the function now, so that calls derived from this one share the trace."""
         return self if self.program is not None else replace(self, program=self._program)
 
     @property
@@ -240,7 +225,7 @@ class Call:
 
     @property
     def traced(self) -> bool:
-        """Whether running it traces operations, rather than computing them at once."""
+        """Returns whether running it traces operations instead of computing them."""
         return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)
 
     def with_values(self, values: Sequence[Value]) -> Call:
@@ -250,7 +235,7 @@ class Call:
         return replace(self, mapped=mapped)
 
     def with_constants_passed(self) -> Call:
-        """The same call, of a program that holds no values."""
+        """Passes constants as arguments, so that the program holds no values and can be cached."""
         (staged,), consts = _compat.hoist_constants(self.staged)
         given = [Mapped(CONSTANT, x, None) for x in self.way.put(consts)]
         return replace(
@@ -262,7 +247,7 @@ class Call:
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls that do the same, whatever the values, if nothing is traced."""
+        """Returns a key for calls that compute the same for any values, if nothing is traced."""
         specs = tuple(output.spec for output in self.described)
         places = zip(map(jax.typeof, self.values), self.positions, strict=True)
         return call_key(self.axis, self.staged, self.way, specs, *places)
@@ -278,15 +263,13 @@ def apply_passes(passes: Iterable[Pass], call: Call) -> Call:
 
 
 def execute(call: Call) -> Outputs:
-    """What a call returns.
+    """Runs a call by its strategy.
 
-    Whoever adds a way to run an axis need not know what is decided here.
-
-    Raises:
-      AxisError: a result depends on the batch where it must not.
-      UnsupportedError: it cannot run in its way.
+    Raises AxisError if a result depends on the batch where it must not, and UnsupportedError if the
+    strategy does not support the call.
     """
     way = call.way
+    # The calls that it makes come back here, one by one.
     if way.makes_calls:
         return hide_from_debug_nans(
             lambda *values: way.run(call.with_values(values)), call.values, WHOLE
@@ -312,13 +295,10 @@ def execute(call: Call) -> Outputs:
 
 
 def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
-    """The arrays that a way returns for these values, and what it says of them.
-
-    Where nothing is traced operations would be computed as they are met. So the whole is staged
-    first: what is wrong with it is found before anything is computed, and it may be kept. What
-    notes are taken of is not, and nothing that is kept is used for it.
-    """
+    """Returns the arrays of a strategy, and its details on them."""
     way = call.way
+    # If nothing is traced, operations would run as they are met. Tracing all of them first finds
+    # errors before anything is computed, and the program can be cached.
     if not call.traced and way.stages_whole(call):
         whole = _whole(call, values)
         way.check(call, whole.said)
@@ -332,7 +312,7 @@ def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
 
 
 class _Whole(NamedTuple):
-    """All that a way does as one program, and what it says of the results."""
+    """Holds everything that a strategy does as one program."""
 
     program: ClosedJaxpr
     said: Any
@@ -340,7 +320,6 @@ class _Whole(NamedTuple):
 
 
 def _whole(call: Call, values: Sequence[Value]) -> _Whole:
-    """All that a way does with such values."""
     way, memo = call.way, call.way.memo
 
     def run(*values: Any) -> tuple[list[Any], Any]:
@@ -353,6 +332,7 @@ def _whole(call: Call, values: Sequence[Value]) -> _Whole:
         evaluate = functools.partial(eval_jaxpr, program.jaxpr, program.consts)
         return _Whole(program, said, evaluate)
 
+    # While notes are taken, no cached program is used: nothing would be noted.
     if memo is None or recording.is_on():
         return stage()
     key = call.key
@@ -371,17 +351,17 @@ _held_p = placeholder(
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """An equation, known by identity."""
-
     eqn: Eqn
 
 
 def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value) -> ClosedJaxpr:
-    """`program`, which may use the axis `name`, without the references that it creates."""
+    """Removes the references that `program` creates, which may use the axis `name`."""
     if not _compat.makes_references(program.effects):
         return program
 
     def with_values() -> ClosedJaxpr:
+        # JAX discharges references by tracing again. Equations that touch none are held in a
+        # placeholder meanwhile, so that they stay as they are.
         held = rewritten(program, _hold)
         return rewritten(_compat.without_references(held, name, size), _release)
 
@@ -402,17 +382,15 @@ def _release(eqn: Eqn, inside: Inside) -> Any:
 
 
 def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:
-    """A call of the values of references that are mapped, and what writes the new ones back.
-
-    Each lane has a part of its own of such a reference, so lanes may run in any order. A reference
-    that is created inside holds that part. Its last value is one more output.
-    """
+    """Turns mapped references into values, and returns a function that writes new values back."""
     at = [i for i, m in enumerate(call.mapped) if m.axis is not None and _is_reference(m.value)]
     if not at:
         return call, lambda results: results
     references = [call.mapped[i].value for i in at]
 
     def function(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+        # Each lane has its part of such a reference, so lanes run in any order. The part is a
+        # reference created inside, and its last value is one more output.
         own = [jax.new_ref(x) if i in at else x for i, x in enumerate(examples)]
         arrays, outputs = call.function(*own)
         parts = [OutputArray(call.mapped[i].path, call.mapped[i].axis) for i in at]
@@ -433,11 +411,7 @@ def mapped_as_values(call: Call) -> tuple[Call, Callable[[Outputs], Outputs]]:
 
 
 def check_not_shared(shared: Iterable[SpecifiedLeaf]) -> None:
-    """Refuses references among arguments that all lanes share, by name.
-
-    Raises:
-      UnsupportedError: there is one.
-    """
+    """Raises UnsupportedError for a reference among the arguments that all lanes share."""
     for leaf in shared:
         for keys, x in jax.tree_util.tree_flatten_with_path(leaf.value)[0]:
             if _is_reference(x):

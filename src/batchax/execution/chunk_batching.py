@@ -54,9 +54,9 @@ _CHUNKS_EACH = 4
 def batch_gathered(
     axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop, named: bool
 ) -> list[Any]:
-    """The results of a `loop` whose mask is batched, for all lanes of `axis`, along axis 0.
+    """Batches a loop with a batched mask over `axis`; results have its lanes along axis 0.
 
-    `named` says whether the loop may ask for the index of a lane of `axis`.
+    `named`: the loop may use the index of a lane of `axis`.
     """
     if named:
         loop = _with_index(axis, loop)
@@ -65,12 +65,13 @@ def batch_gathered(
     assert isinstance(mask, ActiveMask)
     assert isinstance(loop.chunk, int)
     wide = mask.most or loop.chunk
+    # With many inner lanes, one loop for each outer lane wastes little of its last chunk.
     run = _one_by_one if loop.size >= _CHUNKS_EACH * wide else _as_one
     return run(axis, args, axes, loop)
 
 
 def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
-    """`loop` with the index of the lane of `axis` as one more operand, the last."""
+    """Adds the index of the lane of `axis` to `loop` as its last operand."""
 
     def given(body: ChunkBody) -> ChunkBody:
         def of_width(width: int) -> Callable[..., list[Any]]:
@@ -79,6 +80,7 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
             def run(start: Any, *xs: Any) -> list[Any]:
                 *own, lane = xs
                 types = [jax.typeof(start), *map(jax.typeof, own)]
+                # The index is the only use of the name that needs no other lanes.
                 staged = _compat.stage(one_example, types, [(axis.name, axis.size)])
                 _check_apart(axis, staged)
                 program = index_as_input(axis, staged)
@@ -105,7 +107,7 @@ def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
 def _one_by_one(
     axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
 ) -> list[Any]:
-    """The outer lanes in sequence: a chunk loop of one outer lane at a time."""
+    """Runs the outer lanes in sequence, each with a chunk loop."""
 
     def run(start: Any, *xs: Any) -> list[Any]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
@@ -124,11 +126,12 @@ def _one_by_one(
 def _as_one(
     axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
 ) -> list[Any]:
-    """One loop over the lanes of both axes."""
+    """Runs one loop over the lanes of both axes."""
     specs = tuple(map(_joined_spec, loop.operands, axes))
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
     size = axis.size * loop.size
     most = specs[0].most
+    # More lanes may allow wider chunks, up to the width that was asked for.
     chunk = loop.chunk if most is None else fitting_width(most, size)
     chunk = size if loop.serial else chunk
 
@@ -161,14 +164,14 @@ def _as_one(
 
 
 def _joined_spec(spec: Any, position: Position) -> Any:
-    """The spec of an operand in the loop over both axes: what outer lanes differ in is gathered."""
     if isinstance(spec, ActiveMask):
         return replace(spec, first=False)
+    # Outer lanes differ in a batched operand, so it is gathered for each lane.
     return Gathered(0) if isinstance(spec, Whole) and position is not None else spec
 
 
 def _joined(axis: Axis, loop: ChunkLoop, x: Value, position: Position, spec: Any) -> Any:
-    """An operand with the lanes of both axes along one."""
+    """Merges the lanes of both axes of an operand into one."""
     if isinstance(spec, Whole):
         if position is None:
             return x
@@ -181,12 +184,9 @@ def _joined(axis: Axis, loop: ChunkLoop, x: Value, position: Position, spec: Any
 
 
 def _apart(x: Value, spec: Any, before: Any) -> tuple[Any, Position]:
-    """What a chunk of one lane sees, for all lanes of the chunk, and where their axis is.
+    """Returns what one-lane chunks see of an operand, and the axis of the lanes.
 
-    Args:
-      x: what the chunk sees of an operand of the loop over both axes.
-      spec: its spec there.
-      before: its spec in the loop over the inner lanes.
+    `spec` is its spec in the loop over both axes, and `before` that in the loop over inner lanes.
     """
     if isinstance(spec, Whole):
         return x, None
@@ -203,10 +203,11 @@ def _together(lanes: Axis, x: Value, position: Position, spec: Any) -> Any:
 
 
 def _split(axis: Axis, loop: ChunkLoop, x: Value, spec: Any) -> Any:
-    """A result of the loop over both axes as one of `loop` for each outer lane, along axis 0."""
+    """Splits a result of the loop over both axes into outer and inner lanes, outer ones first."""
     at = 0 if isinstance(spec, Sum) else spec.axis
     x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))
     if isinstance(spec, Sum):
+        # Sums accumulate in float32 at least, as in the loop.
         return jnp.sum(x, 1, dtype=accumulator(x.dtype)).astype(x.dtype)
     return move_axis(x, at, 0)
 
@@ -224,7 +225,9 @@ def _batched(
     named = axis.name is not None and bool(program.effects)
     if loop.gathers and axes[0] is not None:
         return batch_gathered(axis, args, axes, loop, named), [0] * len(loop.results)
+    # A result has the outer lanes if an operand that it depends on has.
     hits = [named or hit for hit in reached(program.jaxpr, marked)]
+    # All arrays of a state must be batched alike, as they are combined together.
     of_state = lambda _, places: [any(hits[places])] * len(hits[places])
     hits = of_states(loop.results, hits, of_state)
 
@@ -252,7 +255,7 @@ def _batched(
 
 
 def _shifted(spec: Any, position: Position) -> Any:
-    """The spec of a value with one more axis, at `position`."""
+    """Adapts the spec of a value to one more axis at `position`."""
     if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
         return spec
     if isinstance(spec, Combined):

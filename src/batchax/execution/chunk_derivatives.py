@@ -62,12 +62,10 @@ from batchax.rules.masking import is_inexact
 def in_parts(
     loop: ChunkLoop, operands: Sequence[Value], moving: Sequence[int] | None = None
 ) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
-    """A loop that returns the state of each chunk, and what makes the results of `loop` of its.
+    """Returns a loop that stacks the state of each chunk, and a function to combine them.
 
-    Args:
-      loop: a loop that combines states, or finds extremes, of all lanes.
-      operands: its operands.
-      moving: those with respect to which it is differentiated, if that computes chunks again.
+    For a loop that combines states or finds extremes. `moving` are the operands that are
+    differentiated, if chunks are recomputed for that.
     """
     if not any(isinstance(spec, (Combined, Extreme)) for spec in loop.results):
         return loop, list
@@ -98,6 +96,7 @@ def in_parts(
             results += [state if parts else spec] * (1 + isinstance(spec, Extreme))
         return replace(loop, body=ChunkBody(of_width, of=loop.body), results=tuple(results))
 
+    # Autodiff then only sees a stack of independent chunks.
     each = with_parts(PerChunk(0))
     if isinstance(loop.chunk, Auto):
         # How many entries there are must be known by now. What one chunk has of them is as much as
@@ -110,7 +109,7 @@ def in_parts(
 
 
 def _state(x: Value, spec: Result) -> list[Any]:
-    """What is stacked of a chunk's result: of an extreme, how many lanes hold it, too."""
+    """Returns what is stacked for a chunk: of an extreme, also how many lanes attain it."""
     match spec:
         case Extreme(_, axis):
             best = of_only_chunk(x, spec)
@@ -123,7 +122,7 @@ def _state(x: Value, spec: Result) -> list[Any]:
 
 
 def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
-    """From the extremes of chunks, and how many lanes hold each, to that of all lanes."""
+    """Combines extremes of chunks, given how many lanes attain each."""
     spec = Extreme(kind, 0)
 
     @jax.custom_jvp
@@ -134,6 +133,7 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
     def _(primals: Any, tangents: Any) -> Any:
         (best, count), dot = primals, tangents[0]
         most, wide = extreme(best, count), accumulator(best.dtype)
+        # As in JAX, the derivative of an extreme is divided evenly among all lanes that attain it.
         holds = lax.eq(best, jnp.broadcast_to(most[None], best.shape))
         held = lax.select(holds, count, lax.full_like(count, 0)).astype(wide)
         share = held / jnp.sum(held, 0, keepdims=True)
@@ -155,9 +155,9 @@ def is_loss(
 
 
 def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> ChunkLoop:
-    """A loop whose results are those of `loop`, and behind them the gradient of one.
+    """Returns a loop that also computes the gradient of result `which`.
 
-    The gradient is with respect to the `moving` operands.
+    The gradient, with respect to the `moving` operands, follows the results.
     """
 
     def differentiate(of: OfWidth) -> OfWidth:
@@ -167,6 +167,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
             def run(start: Any, *xs: Any) -> list[Any]:
                 of_chunk = functools.partial(primal, start)
                 outs, pull = pullback_of(of_chunk, xs, moving, [which])
+                # The cotangent of a sum is 1 for each chunk, so the gradient needs no second pass.
                 return [*outs, *pull([lax.full_like(outs[which], 1)])]
 
             return run
@@ -178,14 +179,12 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
 
 
 def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
-    """Whether the program of a loop can be staged.
-
-    The program with a gradient cannot be where something in it has no reverse mode, such as a
-    loop of unknown length. What is raised then is anything: JAX's own errors, or a user's.
-    """
+    """Returns whether the program of a loop can be traced."""
     avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
     try:
         loop.program(avals, loop.width)
+    # With a gradient it cannot if something inside has no reverse mode, such as a loop of unknown
+    # length. JAX or the user's code may raise any error then.
     except Exception:
         return False
     return True
@@ -203,12 +202,15 @@ def jvp(
     types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     dependent = _dependent(program, moving, types)
+    # Differentiate the stack of chunk states, and combine those in ordinary operations.
     if any(isinstance(loop.results[k], (Combined, Extreme)) for k in dependent):
         each, of_all = in_parts(loop, primals, moving)
         of_moving = lambda *xs: of_all(chunk_loop(each, with_values(primals, moving, xs)))
         given, moved = ([x[i] for i in moving] for x in (primals, tangents))
         outs, dots = jax.jvp(of_moving, given, moved)
         return outs, [dots[k] if k in dependent else zero for k, zero in enumerate(zeros)]
+    # One pass computes a scalar loss with its gradient: the tangent is then an inner product, and
+    # reverse mode runs no chunk twice.
     if is_loss(loop, dependent, types, [primals[i] for i in moving]):
         (k,) = dependent
         with_gradient = loop_with_gradient(loop, k, moving)
@@ -230,7 +232,7 @@ def jvp(
 
 
 def _dependent(program: Any, moving: Sequence[int], types: Sequence[Aval]) -> list[int]:
-    """The results of a loop, of these types, that have tangents if some operands have."""
+    """Lists the results that have tangents if the `moving` operands have."""
     marked = [False, *(i in moving for i in range(len(program.in_avals) - 1))]
     hits = zip(reached(program.jaxpr, marked), types, strict=True)
     float0 = jax.dtypes.float0
@@ -238,11 +240,9 @@ def _dependent(program: Any, moving: Sequence[int], types: Sequence[Aval]) -> li
 
 
 def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
-    """`operands` for a loop that is to run after the one that computes `outs`.
-
-    Both call a library, and must not run at the same time (`rules/calls.py` says why). It is
-    enough that one operand waits. Waiting may cost a copy of it, so it is the smallest.
-    """
+    """Makes `operands` wait for `outs`, for loops that call a library."""
+    # Two library calls must not run at the same time (see `rules/calls.py`). One waiting operand
+    # suffices, and as waiting may copy it, the smallest is chosen.
     waiting = min(
         (i for i, x in enumerate(operands) if is_inexact(x)),
         key=lambda i: operands[i].size,
@@ -255,9 +255,9 @@ def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
 
 
 def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[int]) -> ChunkLoop:
-    """The loop for the tangents of the results `dependent`.
+    """Builds the loop for the tangents of results `dependent`.
 
-    Its operands are those of `loop`, and the tangents of those that are `moving`.
+    Tangents of `moving` operands follow the operands.
     """
     n = len(loop.operands)
 
@@ -284,7 +284,7 @@ def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[in
 def _reverse_of(
     loop: ChunkLoop, moving: Sequence[int], avals: Sequence[Aval]
 ) -> tuple[ChunkLoop, list[Any]]:
-    """The loop for the cotangents of `moving` operands, and the types of its operands."""
+    """Builds the loop for the cotangents of `moving` operands, and returns its operand types."""
     program = loop.program(avals, loop.width)
     types = result_types(loop, program)
     dependent = _dependent(program, moving, types)
@@ -322,13 +322,10 @@ def transpose(
 def _reverse_loop(
     loop: ChunkLoop, linear: Sequence[int], given: Sequence[int], avals: Sequence[Aval]
 ) -> tuple[ChunkLoop, list[int]]:
-    """The transpose of a loop, and which of its operands it takes, before cotangents.
+    """Transposes a loop that is linear in operands `linear`.
 
-    Args:
-      loop: a loop that is linear in some operands.
-      linear: those operands.
-      given: the results whose cotangents are not zero.
-      avals: the types of its operands.
+    Returns the loop and the operands it takes, before cotangents of the results `given`. `avals`
+    are the operand types.
     """
     others = [i for i in range(len(avals)) if i not in linear]
 
@@ -357,11 +354,12 @@ def _reverse_loop(
 
 
 def _as_operand(spec: Result) -> Operand:
-    """The spec of the cotangent of a result."""
+    """Returns the spec of the cotangent of a result."""
     match spec:
         case Sum():
             return WHOLE
         case Gathered(axis):
+            # A lane that stands in for a missing one must add nothing.
             return GatheredOrZero(axis)
         case _:
             assert not isinstance(spec, (Extreme, Combined))

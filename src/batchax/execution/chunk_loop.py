@@ -45,31 +45,31 @@ from batchax.kernel.own_primitive import declare
 
 @dataclass(frozen=True)
 class Whole:
-    """An operand that each chunk sees as it is."""
+    """Marks an operand that each chunk sees whole."""
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """A value with all lanes along `axis`, of which each chunk has its own."""
+    """Marks a value with all lanes along `axis`, of which each chunk has its own."""
 
     axis: int
 
 
 @dataclass(frozen=True)
 class PerChunk:
-    """A value with one entry for each chunk along `axis`."""
+    """Marks a value with one entry for each chunk along `axis`."""
 
     axis: int
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A result added up over the chunks. Floats of fewer than 32 bits are added up in float32."""
+    """Marks a result that is summed over chunks, narrow floats in float32."""
 
 
 @dataclass(frozen=True)
 class Extreme:
-    """The "max" or "min" over all lanes. Each chunk returns its lanes along `axis`."""
+    """Marks the "max" or "min" over all lanes, of a chunk's lanes along `axis`."""
 
     kind: str
     axis: int
@@ -77,23 +77,13 @@ class Extreme:
 
 @dataclass(frozen=True)
 class Combined:
-    """An array of the state of a reduction, which is combined with that of each chunk in turn.
-
-    The arrays of a state are results one after another.
-
-    Attributes:
-      reduction: which one.
-      structure: of a state.
-      number: of this array in it.
-      neutral: what it is before the first chunk.
-      outer: how many axes of outer vmaps come first.
-    """
+    """Marks an array of a reduction's state. Arrays of one state are consecutive results."""
 
     reduction: Reduction
-    structure: Any
-    number: int
-    neutral: Any
-    outer: int = 0
+    structure: Any  # of a state
+    number: int  # index of this array in it
+    neutral: Any  # before the first chunk
+    outer: int = 0  # how many axes of outer vmaps come first
 
     def combined(self, one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         return self._arrays(functools.partial(reductions.combined, self.reduction), 0, one, other)
@@ -103,6 +93,7 @@ class Combined:
 
     def _arrays(self, function: Callable[..., Any], axis: int, *states: Sequence[Any]) -> list[Any]:
         for _ in range(self.outer):
+            # The reduction knows nothing of outer axes, so each is mapped.
             function = jax.vmap(function, axis)
         state = function(*(jax.tree.unflatten(self.structure, x) for x in states))
         types = [x.dtype for x in states[0]]
@@ -112,7 +103,7 @@ class Combined:
 def of_states(
     specs: Sequence[Any], xs: Sequence[Value], function: Callable[[Combined, slice], Sequence[Any]]
 ) -> list[Any]:
-    """`xs`, with what `function` makes of those that are arrays of a state, given their places."""
+    """Replaces the arrays of each state in `xs` by `function(spec, places)`."""
     xs = list(xs)
     for k, spec in enumerate(specs):
         if isinstance(spec, Combined) and not spec.number:
@@ -123,31 +114,23 @@ def of_states(
 
 @dataclass(frozen=True)
 class ActiveMask:
-    """A mask: for each lane, whether the loop runs for it. Always the first operand.
+    """Marks the first operand as a mask that selects lanes.
 
-    It may be of integers, which say how long a lane takes: lanes that take about as long are in
-    the same chunk, those of 0 in none.
-
-    A chunk sees which of its lanes count. The last chunk may not be full: in place of each lane
-    that it lacks it runs its first lane again, which does not count there.
-
-    Attributes:
-      most: the width of a chunk where there are many lanes. The loop's `chunk` was chosen from
-        it, and may be narrower. Under an outer vmap there are more lanes, and it is chosen
-        again. None: `chunk` stays as it is, however many lanes there are.
-      first: whether it is known that the lanes which the loop runs for come before all others, so
-        that nothing has to find them. A mask of both axes under an outer vmap is not such a one.
+    Integers estimate how long a lane takes: similar lanes share a chunk, and lanes of 0 do not run.
     """
 
+    # The width of a chunk for many lanes, from which `chunk` was chosen. An outer vmap adds lanes
+    # and chooses again. None keeps `chunk`.
     most: int | None = None
+    # Whether selected lanes come first. A mask of both axes under an outer vmap is not such a one.
     first: bool = False
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A value with all lanes along `axis`, of which a chunk sees those that are gathered for it.
+    """Marks a value with all lanes along `axis`, gathered for each chunk.
 
-    In a result, the entries of lanes that the mask leaves out are zero.
+    Results of lanes that the mask leaves out are zero.
     """
 
     axis: int
@@ -155,11 +138,9 @@ class Gathered:
 
 @dataclass(frozen=True)
 class GatheredOrZero:
-    """An operand as `Gathered`, but zero in the lanes of a chunk that do not count.
+    """Marks an operand that is gathered, but zero for lanes of a chunk that do not count."""
 
-    Cotangents have this spec: a lane that stands in for a missing one adds nothing.
-    """
-
+    # For cotangents: a lane that stands in for a missing one adds nothing.
     axis: int
 
 
@@ -170,7 +151,7 @@ WHOLE, SUM = Whole(), Sum()
 
 
 def cotangent_spec(spec: Operand) -> Result:
-    """The spec of the cotangent of an operand, as a result of the loop in reverse mode."""
+    """Returns the spec of an operand's cotangent, a result in reverse mode."""
     match spec:
         case Whole():
             return SUM
@@ -182,7 +163,7 @@ def cotangent_spec(spec: Operand) -> Result:
 
 
 def resized(aval: Aval, axis: int, size: int) -> Any:
-    """An array type with another size along `axis`. That axis is not sharded any more."""
+    """Resizes an array type along `axis`, which is not sharded afterwards."""
     return unmapped_aval(size, axis, mapped_aval(aval.shape[axis], axis, aval))
 
 
@@ -191,16 +172,16 @@ OfWidth = Callable[[int], Callable[..., list[Any]]]
 
 
 class ChunkBody:
-    """What is done for one chunk, whatever its width.
+    """Holds what is done for one chunk of any width.
 
-    ``function(width)`` is a function of the index of the chunk's first lane and of the
-    operands, which returns a list of results. It is kept as a function and staged for
-    each use: derivative rules inside it may close over values of the trace they are in.
-    That may be long after it was made, and elsewhere; the named axes and the mesh in scope
-    are then those it was made under, or those of the body it is made `of`.
+    ``function(width)`` is a function of the first lane's index and the operands, to a list of
+    results.
     """
 
     def __init__(self, function: OfWidth, of: ChunkBody | None = None) -> None:
+        # Kept as a function and traced for each use, as derivative rules inside may close over
+        # values of the trace they are in. Later uses are elsewhere: restore the named axes and mesh
+        # of now.
         self.function = function
         self._names = _compat.names_in_scope() if of is None else of._names
         self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
@@ -208,7 +189,7 @@ class ChunkBody:
         self._staged: dict[Any, ClosedJaxpr] = {}
 
     def staged(self, width: int, operands: Sequence[Value]) -> ClosedJaxpr:
-        """Its program for a chunk of `width` lanes and operands of these types."""
+        """Returns its program for `width` lanes and these operand types."""
         key = (width, tuple(operands))
         if key not in self._staged:
             start = jax.typeof(np.int32(0))
@@ -222,61 +203,38 @@ class ChunkBody:
 
 @dataclass(frozen=True)
 class AllAtOnce:
-    """What is done for all lanes at once where a mask picks most of them.
+    """Holds what runs for all lanes at once if a mask selects at least `share` of them."""
 
-    Attributes:
-      body: what is done, as for one chunk of all lanes; its first operand is the mask. What it
-        returns for lanes that are not picked is not looked at.
-      share: the share of the lanes from which on they are most.
-      of_derivatives: that of derivatives, in which all lanes compute their values again; None:
-        derivatives run in chunks, however many are picked.
-    """
-
+    # As for one chunk of all lanes, with the mask as first operand. Results of other lanes are not
+    # read.
     body: ChunkBody
     share: float
+    # The share for derivatives, which recompute values of all lanes. None: always in chunks.
     of_derivatives: float | None = None
 
 
 @_compat.held_weakly
 @dataclass(frozen=True)
 class ChunkLoop:
-    """What a chunk loop does.
+    """Describes a chunk loop."""
 
-    Attributes:
-      body: what is done for one chunk.
-      operands: the spec of each operand.
-      results: the spec of each result.
-      size: number of lanes.
-      chunk: number of lanes in a chunk (the last may have fewer), or `Auto`.
-      progress: who is told how far it is.
-      all_at_once: what is done where its mask picks most lanes; None: chunks of those, as ever.
-      serial: on a CPU, of lanes that a mask picks so many at most run one after another, as
-        one function; more run all at once, and with them those that are not picked. If not zero,
-        a chunk holds all lanes, and results of lanes that are not picked are anything.
-      masked: what is done for all lanes at once, of which its mask may pick none, where a program
-        is compiled for another platform than the one that it was decided for; None: the same.
-    """
-
-    body: ChunkBody
+    body: ChunkBody  # for one chunk
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     size: int
-    chunk: int | Auto
+    chunk: int | Auto  # lanes of a chunk (the last may have fewer), or `Auto`
     progress: LoopProgress | None = None
-    all_at_once: AllAtOnce | None = None
+    all_at_once: AllAtOnce | None = None  # if the mask selects most lanes; None: in chunks
+    # On a CPU, up to so many selected lanes run sequentially in a single kernel. More run all at
+    # once. If not zero, a chunk holds all lanes, and other lanes have arbitrary results.
     serial: int = 0
+    # Runs for all lanes when compiled for another platform than the one the loop was planned for.
     masked: ChunkBody | None = None
 
     def derivative(
         self, name: str, differentiate: Callable[[OfWidth], OfWidth], **changes: Any
     ) -> ChunkLoop:
-        """A loop over the same lanes that computes a derivative of this one.
-
-        Args:
-          name: what it computes.
-          differentiate: from what is done for lanes to its derivative.
-          **changes: its attributes that differ.
-        """
+        """Builds a loop over the same lanes that computes the derivative `name` of this one."""
         chunk = self.chunk
         if isinstance(chunk, Auto):
             # A derivative needs other memory, so its chunk size is another choice, with a name of
@@ -295,7 +253,7 @@ class ChunkLoop:
         return once.changed(of, chunk=chunk, progress=callback, **changes)
 
     def changed(self, change: Callable[[ChunkBody], ChunkBody], **others: Any) -> ChunkLoop:
-        """A loop of which `change` makes what is done, for a chunk and for all lanes."""
+        """Applies `change` to each body of the loop."""
         whole, masked = self.all_at_once, self.masked
         if whole is not None:
             whole = replace(whole, body=change(whole.body))
@@ -304,19 +262,19 @@ class ChunkLoop:
 
     @property
     def gathers(self) -> bool:
-        """Whether its first operand is a mask that says which lanes it runs for."""
+        """Returns whether the first operand is a mask."""
         return isinstance(next(iter(self.operands), None), ActiveMask)
 
     @property
     def width(self) -> int:
-        """A width for which to look at the program: 1 where the chunk size is still open."""
+        """Returns a width to look at the program with: 1 while the chunk size is open."""
         return self.chunk if isinstance(self.chunk, int) else 1
 
     def program(self, avals: Sequence[Aval], width: int) -> ClosedJaxpr:
         return self.body.staged(width, self.of_chunk(avals, width))
 
     def of_chunk(self, avals: Sequence[Aval], width: int) -> list[Any]:
-        """The types of the operands as a chunk of `width` lanes sees them."""
+        """Returns operand types as a chunk of `width` lanes sees them."""
 
         def seen(aval: Aval, spec: Operand) -> Any:
             match spec:
@@ -332,7 +290,7 @@ class ChunkLoop:
         return list(map(seen, avals, self.operands))
 
     def result_aval(self, aval: Aval, spec: Result) -> Any:
-        """The type of a result, from that of a chunk's."""
+        """Returns the type of a result from that of one chunk."""
         aval = aval.strip_weak_type()
         match spec:
             case Lanes(axis) | Gathered(axis):
@@ -350,11 +308,7 @@ chunk_loop_p = declare("chunk_loop")
 
 
 def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
-    """Runs a chunk loop; it may be differentiated and batched.
-
-    Returns:
-      A result for each spec of `loop.results`, none of them weakly typed.
-    """
+    """Runs a chunk loop, which can be differentiated and batched. Results are not weakly typed."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.gathers:
@@ -374,7 +328,7 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
 
 
 def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
-    """`loop` with the constants of its program as more operands, the same for each chunk."""
+    """Turns constants of the program into operands that all chunks share."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
         def run(start: Any, *xs: Any) -> list[Any]:
@@ -394,7 +348,7 @@ def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
 
 
 def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
-    """What the results are before the first chunk, in a loop whose chunks do `program`."""
+    """Returns the results before the first chunk."""
     # `blank` wants another number for each array, in other loops as well: their programs mostly
     # differ in length.
     first = len(program.jaxpr.eqns)
@@ -410,6 +364,7 @@ def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Any:
         case Sum():
             return _compat.filled(whole, 0, accumulator(whole.dtype))
         case Combined():
+            # The neutral state leaves the first chunk's state as it is.
             return _compat.filled(whole, spec.neutral)
         case Extreme("max"):
             return _compat.filled(whole, lowest(whole.dtype))
@@ -429,13 +384,14 @@ def collect(
     index: Any,
     gathered: GatheredLanes | None = None,
 ) -> list[Any]:
-    """The results so far, with what one more chunk, number `index`, returned: `outs`."""
+    """Adds the results `outs` of chunk `index` to the results so far."""
     assert isinstance(loop.chunk, int)
     start = index * np.int32(loop.chunk)
     collected = [
         _collect(spec, result, out, start, index, gathered)
         for spec, result, out in zip(loop.results, results, outs, strict=True)
     ]
+    # Arrays of a state are combined together, after the others.
     both = lambda spec, places: spec.combined(results[places], outs[places])
     return of_states(loop.results, collected, both)
 
@@ -476,7 +432,6 @@ def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
 
 
 def of_only_chunk(out: Any, spec: Result) -> Any:
-    """A result for all lanes if this chunk were the only one."""
     if isinstance(spec, Extreme):
         return _REDUCE[spec.kind](out, axis=spec.axis)
     return out

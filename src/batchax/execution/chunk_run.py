@@ -51,9 +51,9 @@ from batchax.rules.calls import zero_after
 
 
 def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
-    """What a loop computes whose lanes run one after another if there are few, on a CPU.
+    """Runs a few lanes sequentially on a CPU, and more of them masked.
 
-    Lanes that are not picked have anything in its results.
+    Lanes that are not selected have arbitrary results.
     """
     count = count_active(operands[0])
     few = lambda *operands: _few(loop, count, operands)
@@ -93,6 +93,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
         return [count, *lax.fori_loop(np.int32(0), np.int32(loop.size), step, before)]
 
     operands = [count, *operands]
+    # A program that does not fit into a single XLA kernel runs as ordinary operations.
     if not fits_single_kernel(program.jaxpr):
         return run(*operands)[1:]
     types = [jax.typeof(count), *result_types(loop, program)]
@@ -100,7 +101,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
 
 
 def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
-    """The chunk loop as ordinary operations of JAX."""
+    """Runs the chunk loop as ordinary JAX operations."""
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
@@ -109,6 +110,7 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     if loop.serial:
         return run_serial_or_masked(loop, operands)
     chunks = _Chunks.of(loop, operands)
+    # A single chunk needs no loop, and the compiler may fuse it with what is around it.
     if loop.size <= chunks.width and not loop.gathers:
         outs, _ = chunks.run(np.int32(0), loop.size)
         results = list(map(of_only_chunk, outs, loop.results))
@@ -123,7 +125,7 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
 
 
 def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Sequence[Value]) -> list[Any]:
-    """The results, of which sums were those of a wider type."""
+    """Casts sums back from their wider type."""
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
         for x, t, spec in zip(results, program.out_avals, loop.results, strict=True)
@@ -131,7 +133,7 @@ def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Sequence[Value]) -
 
 
 def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Value]) -> list[Any]:
-    """The results of nobody, of few lanes in chunks, or of all at once: by how many are picked."""
+    """Switches by the number of selected lanes: none, few in chunks, or all at once."""
     assert isinstance(loop.chunk, int)
     few = replace(loop, all_at_once=None)
     avals = [jax.typeof(x) for x in operands]
@@ -143,6 +145,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
 
     count = count_active(operands[0])
     most = np.int32(max(1, math.ceil(whole.share * loop.size)))
+    # Index 0: no lane is selected. Index 1: some. Index 2: at least `most`.
     way = lax.convert_element_type(count > 0, np.int32)
     way += lax.convert_element_type(count >= most, np.int32)
     in_chunks = functools.partial(run_flat, few)
@@ -151,7 +154,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
 
 
 def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
-    """What `body` returns for all lanes, of which a mask picks some."""
+    """Runs `body` for all lanes, of which a mask selects some."""
     every = body.staged(loop.size, [jax.typeof(x) for x in operands])
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
     # What lanes that are not picked add to cotangents is nothing, whatever they computed.
@@ -164,26 +167,19 @@ def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
 
 
 def elsewhere(*, loop: ChunkLoop, program: Any) -> Callable[..., list[Any]] | None:
-    """What runs on another platform than the one that it was decided for which lanes run."""
+    """Returns what runs on a platform other than the one the loop was planned for."""
     return None if loop.masked is None else functools.partial(_all_at_once, loop, loop.masked)
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """The chunks of a loop, each of which is known by its index.
-
-    Attributes:
-      loop: the loop.
-      width: how many lanes a chunk has; the last may have fewer.
-      operands: those of the loop.
-      picked: of lanes that a mask picks their order, and how many there are; None: all run. There
-        is no order where the first lanes run one by one.
-      steps: who is told of them.
-    """
+    """Holds the chunks of a loop, each known by its index."""
 
     loop: ChunkLoop
-    width: int
+    width: int  # lanes of a chunk; the last may have fewer
     operands: Sequence[Value]
+    # The order and number of selected lanes; None: all run. The order is None where the first lanes
+    # run one by one.
     picked: tuple[Any, Any] | None
     steps: Steps
 
@@ -197,9 +193,9 @@ class _Chunks:
     def run(
         self, index: Any, width: int, start: Any = None
     ) -> tuple[list[Any], GatheredLanes | None]:
-        """What a chunk of `width` lanes returns, and the lanes that were gathered for it.
+        """Runs a chunk of `width` lanes from entry `start`.
 
-        It begins with entry `start`, if that is told.
+        Returns results and the gathered lanes.
         """
         self.steps.begin(index)
         loop, operands = self.loop, self.operands
@@ -223,13 +219,14 @@ class _Chunks:
 
 
 def _picked(mask: Value, spec: Any, chunk: int) -> tuple[Any, Any]:
+    # The selected lanes come first, and a chunk is one lane: nothing is gathered.
     if spec.first and chunk == 1 and mask.dtype == bool:
         return None, count_active(mask)
     return gathered_lanes.in_order(mask, chunk)
 
 
 def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> list[Any]:
-    """The results of all chunks, which do `program`, from what they are before the first."""
+    """Runs all chunks in a loop, from the results before the first one."""
     full, rest = divmod(chunks.loop.size, chunks.width)
 
     def step(i: Any, results: list[Value]) -> list[Any]:
@@ -262,14 +259,12 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 
 
 def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> list[Any]:
-    """The results of `full` chunks in a loop, and of one of the `rest` of the lanes after it.
+    """Runs `full` chunks in a loop, and one of the remaining lanes after it."""
 
-    The last must not run at the same time as the others (`rules/calls.py` says why). So its
-    index is how many are done, counted in the loop with a zero that no compiler knows and that
-    depends on what each chunk computed. Read from the results, which the last chunk writes into,
-    the zero would have them copied.
-    """
-
+    # The last chunk must not run at the same time as the others (see `rules/calls.py`). Its index
+    # is the count of finished chunks, plus a zero that depends on their outputs and that no
+    # compiler knows. A zero read from the results would make XLA copy them, as the last chunk
+    # writes into them.
     def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         done, results = carry
         outs, gathered = chunks.run(i, chunks.width)
@@ -290,7 +285,7 @@ def _part(
     width: int,
     gathered: GatheredLanes | None,
 ) -> Any:
-    """What one chunk sees of an operand."""
+    """Returns what one chunk sees of an operand."""
     match spec:
         case ActiveMask():
             assert gathered is not None
@@ -310,10 +305,11 @@ def _part(
 
 @whatever_jit
 def chosen_chunk(loop: ChunkLoop, avals: Sequence[Aval]) -> int:
-    """The size of the chunks that `batch_size="auto"` means for this loop."""
+    """Chooses the chunk size that `batch_size="auto"` means for this loop."""
     assert isinstance(loop.chunk, Auto)
     auto, loop = loop.chunk, replace(loop, progress=None)  # which needs no memory
 
+    # Candidates are compiled, and XLA's memory analysis decides.
     def compiled(chunk: int) -> Any:
         candidate = functools.partial(run_flat, replace(loop, chunk=chunk))
         return compile_for_account(candidate, avals)
@@ -323,13 +319,15 @@ def chosen_chunk(loop: ChunkLoop, avals: Sequence[Aval]) -> int:
 
 
 def _least_lanes(loop: ChunkLoop, avals: Sequence[Aval]) -> float | None:
-    """How many lanes do so much that it costs little to begin a chunk; None: on a device of which
-    few lanes never fill all of it.
+    """Returns how many lanes make the cost of a chunk's start negligible.
+
+    None on devices that a few lanes never fill.
     """
     if jax.default_backend() != "cpu":
         return None
     program = loop.program(avals, 1)
     cost = cost_of_program(program, steps=STEPS)
+    # Each operation is launched once a chunk; operands are sliced and results written.
     begun = cost.launches + len(loop.operands) + len(loop.results)  # cut, and written
     return _WORTH * LAUNCH * begun / max(VECTORIZED.time(cost), 1.0)
 
@@ -338,7 +336,8 @@ _WORTH = 16  # how many times as long as to begin a chunk its lanes take at leas
 
 
 def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
-    """A key: equal for loops that do the same in chunks of that size."""
+    """Returns a key for loops that do the same in chunks of that size."""
+    # The last chunk may have a program of another width.
     widths = {chunk} if loop.gathers else {min(chunk, loop.size), loop.size % chunk} - {0}
     programs = (value_key(loop.program(avals, width)) for width in sorted(widths))
     own = loop.size, loop.operands, loop.results, loop.progress, loop.serial
@@ -349,12 +348,12 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
 
 
 def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
-    """`run` with each operand an argument, as what is compiled wants them."""
+    """Runs with each operand as an argument, for compilation."""
     return run(loop, operands)
 
 
 def compute(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
-    """What `run` computes, compiled; in smaller chunks where memory runs out."""
+    """Compiles and runs the loop, in smaller chunks if memory runs out."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)
 

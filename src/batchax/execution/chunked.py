@@ -63,13 +63,7 @@ from batchax.rules.calls import calls_library, in_turn
 
 
 def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any]:
-    """Runs a chunk loop.
-
-    Args:
-      loop: what to do.
-      operands: its operands.
-      keep: whether reverse mode keeps what every chunk computed.
-    """
+    """Runs a chunk loop. With `keep`, reverse mode saves what every chunk computed."""
     if not keep:
         return chunk_loop(loop, operands)
     if isinstance(loop.chunk, int) and loop.size <= loop.chunk and not loop.gathers:
@@ -80,7 +74,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any
 
 
 def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
-    """A chunk loop as a scan, whose residuals JAX keeps for each chunk."""
+    """Runs a chunk loop as a scan, whose residuals JAX saves for each chunk."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
@@ -106,6 +100,7 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         return step(index, results, parts, chunk), None
 
     results = _compat.varying_alike(results_before(loop, program), like=operands)
+    # The remaining lanes are a chunk of their width, after the scan.
     full, rest = divmod(loop.size, chunk)
     results, _ = scan_slices(
         in_loop,
@@ -132,7 +127,7 @@ _Chunked = tuple[SectionBody, dict[Target, list[Any]], dict[Target, Found]]
 
 
 def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] | None:
-    """The targets of a stage; None if nothing is left to do for any lane."""
+    """Computes the targets of a stage in chunks. None if nothing is left to do for any lane."""
     targets = stage.targets
     body = SectionBody(setting.lanes, env, stage.free, targets)
     if not body.section.eqns and not targets:
@@ -141,6 +136,7 @@ def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] 
         body, outs, by_target = _in_loop(setting, stage, env, body)
     else:
         body, outs, by_target = _only_chunk(body, body.of_only_chunk)
+    # Each shard has results of its lanes: sums and extremes are combined over the shards.
     if setting.shards is not None:
         inside = stage.inside
         specs = [spec for target in outs for spec in body.specs[target]]
@@ -166,6 +162,7 @@ def _only_chunk(body: SectionBody, results: Sequence[Value]) -> _Chunked:
 
 
 def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Chunked:
+    # Results that are the same for all lanes are computed once, for the first lane.
     by_target: dict[Target, Found] = {}
     same: list[Target] = []
     if body.shared:  # batching found that all lanes have the same
@@ -198,15 +195,17 @@ InSections = Callable[[Shards | None], Axis]
 def run_cuts(
     setting: Setting, stage: Stage, by_target: Mapping[Target, Found], env: Env, whole: InSections
 ) -> None:
-    """Runs the cuts of a stage, of which chunks found the operands; adds their results to `env`."""
+    """Runs the cuts of a stage, whose operands chunks computed, and adds results to `env`."""
     held, loops = [], []
     for eqn in stage.cuts:
         streamed = _operands(stage, by_target, env, eqn)
+        # A loop without collectives runs with lanes at most a chunk wide.
         if control_flow(eqn.primitive).test and not is_exposed(setting.axis, eqn):
             loops.append(eqn)
         elif streamed is None:
             held.append(eqn)
         else:
+            # The collective was summed over lanes by the chunks; other axes remain.
             others = tuple(a for a in eqn.params["axes"] if a != setting.axis.name)
             if others:
                 streamed = eqn.primitive.bind(streamed, **{**eqn.params, "axes": others})
@@ -223,7 +222,7 @@ def run_cuts(
 
 
 def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eqn) -> Any:
-    """Adds what chunks found for a cut to `env`; or returns its result, if they computed that."""
+    """Adds computed operands of a cut to `env`, or returns its result if chunks computed that."""
     streamed = None
     for v in variables(eqn):
         target = stage.collected.get((id(eqn), v))
@@ -238,9 +237,9 @@ def _operands(stage: Stage, by_target: Mapping[Target, Found], env: Env, eqn: Eq
 
 
 def _together(local: Axis, eqn: Eqn, env: Env) -> bool:
-    """Runs a loop or branch whose lanes meet on each shard, for its lanes.
+    """Tries to run a loop or branch in lockstep on each shard.
 
-    It is not if some lanes might go where others do not: the shards could not meet there.
+    Returns False if lanes may diverge: shards could not synchronize there.
     """
     # Their rules batch the programs in them with `kernel.inner`, unless lanes diverge.
     chunks = eqn.primitive is chunk_loop_p and not eqn.params["loop"].gathers
@@ -254,19 +253,18 @@ def _together(local: Axis, eqn: Eqn, env: Env) -> bool:
 
 
 class LanesPart(Exception):
-    """Lanes may go where others do not, in an equation for which that must not be."""
+    """Signals that lanes may diverge in an equation where they must not."""
 
 
 @dataclass(frozen=True)
 class _Refusing:
-    """In the place of a way to run lanes that diverge."""
+    """Stands in for a divergence policy, and raises where lanes diverge."""
 
     @property
     def explicit(self) -> bool:
         return False
 
     def may_diverge(self, axis: Axis, loop: Any) -> bool:
-        """Always: whether lanes diverge in a loop is what it is asked for."""
         return True
 
     def run_nest(self, axis: Axis, loop: Any) -> None:
@@ -295,6 +293,7 @@ def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> 
     for v in {v for eqn in eqns for v in variables(eqn)}:
         x, position = env[v]
         if position is not None:
+            # Lanes that only fill up a shard are removed before, and added after.
             x = shards.without_repeated(shards.gathered(x, position), position)
         of_all[v] = x, position
     run_whole(axis, eqns, of_all)
@@ -306,13 +305,12 @@ def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> 
 
 
 def without_donations(eqns: Iterable[Eqn]) -> list[Eqn]:
-    """Equations of which no call of ``jax.jit`` donates an argument.
+    """Removes donations from calls of ``jax.jit`` in equations.
 
-    The author of a function knows that nothing reads an array after the call that it is donated
-    to. Section by section that is not so: what all lanes have in common is computed first, once,
-    and the chunks, and the first lane by itself, read the same array. In what is compiled as a
-    whole JAX does not heed donations inside; here calls may be met that are computed at once.
+    A donated array may be read again by other sections and chunks.
     """
+    # Within a whole compiled program JAX ignores inner donations, but calls in sections may be
+    # computed at once.
     return list(map(_keeping, eqns))
 
 
@@ -327,7 +325,7 @@ def _keeping(eqn: Any) -> Any:
 class SectionRunner:
     """Runs a program section by section.
 
-    On one of several `shards` `axis` has the lanes of all.
+    On one of several `shards`, `axis` has the lanes of all.
     """
 
     def __init__(
@@ -351,6 +349,7 @@ class SectionRunner:
         calls = _host_calls(axis, staged.jaxpr, positions, shards, in_parts)
         indexed = any(isinstance(o.spec, Reduce) and o.spec.reduction.index for o in described)
         index, values = None, list(zip(args, positions, strict=True))
+        # Expose the lane index as an input if anything depends on which lanes a chunk holds.
         if repeated or indexed or calls or any(is_exposed(axis, eqn) for eqn in staged.jaxpr.eqns):
             staged = expose_names(axis, staged, calls or HostCalls())
             index = staged.jaxpr.invars[0]
@@ -368,13 +367,15 @@ class SectionRunner:
         self._setting = Setting(axis, lanes, keep, shards, batch_bytes)
 
     def outputs(self) -> tuple[list[Any], list[Position]]:
-        """What the program returns, placed, and where it carries the batch axis."""
+        """Returns the outputs, placed, and their batch axes."""
         setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
         needed = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
         eqns: Sequence[Eqn] = without_donations(needed)
         left = dict(enumerate(zip(self._jaxpr.outvars, self._described, strict=True)))
         outs: dict[int, Found] = {}
         looped = False
+        # Each stage computes shared values once, then what chunks can, and then the cuts: equations
+        # in which all lanes take part. What depends on cuts is left to the next stage.
         while True:
             eqns = run_shared(setting.axis, eqns, env)
             stage = plan_stage(setting, eqns, env, left)
@@ -400,7 +401,7 @@ class SectionRunner:
         return values, [x.position for x in placed]
 
     def _in_sections(self, shards: Shards | None) -> Axis:
-        """The axis, for loops and branches with sections inside."""
+        """Returns the axis for loops and branches that run in sections."""
         axis, keep = self._setting.axis, self._setting.keep
         how = self._setting.lanes.batch_size, keep, shards
         return replace(axis, bodies=BodiesInSections(axis, *how))
@@ -413,10 +414,9 @@ def _host_calls(
     shards: Shards | None,
     in_parts: bool,
 ) -> HostCalls | None:
-    """The calls of the host, if there are any, and if lanes run `in_parts` or on devices.
+    """Returns the host callbacks, if any, where lanes run in chunks or on several devices.
 
-    Raises:
-      UnsupportedError: they are to be in order, and devices would make them.
+    Raises UnsupportedError for ordered ones on devices.
     """
     calls = [call for eqn in jaxpr.eqns for call in calls_in(eqn)]
     if not calls:
@@ -439,7 +439,6 @@ def _read(env: Env, v: Any) -> Found:
 
 
 def _placed(setting: Setting, v: Any, output: OutputArray, x: Found, by_chunks: bool) -> Found:
-    """An output where it is wanted."""
     value = x.value
     if not (by_chunks and x.position is not None):  # which leave it there
         # A value that all lanes share is reduced over the lanes of all shards, but where it is
@@ -451,18 +450,12 @@ def _placed(setting: Setting, v: Any, output: OutputArray, x: Found, by_chunks: 
 
 @dataclass(frozen=True)
 class BodiesInSections:
-    """Runs the programs inside loops and branches in which lanes meet section by section, too.
+    """Runs the jaxprs of loops and branches section by section where lanes synchronize.
 
-    So a step has as many lanes at a time as what is around the loop, and meets all of them.
-
-    Attributes:
-      axis: the axis of all lanes.
-      batch_size: how many run at a time.
-      keep: whether reverse mode keeps what each chunk computed.
-      shards: what lanes are spread over.
+    A step then has as many lanes at a time as the code around the loop.
     """
 
-    axis: Axis
+    axis: Axis  # of all lanes
     batch_size: int | Auto
     keep: bool
     shards: Shards | None
@@ -470,7 +463,7 @@ class BodiesInSections:
     def run(
         self, program: ClosedJaxpr, args: Sequence[Value], axes: Sequence[Position]
     ) -> tuple[list[Any], list[Position]]:
-        """What a program returns for all lanes, and where that carries the batch axis."""
+        """Returns the results of a jaxpr for all lanes, and their batch axes."""
         outputs = [OutputArray("", AUTO)] * len(program.out_avals)
         how = self.axis, self.batch_size, self.keep
         return SectionRunner(*how, program, args, axes, outputs, self.shards).outputs()
@@ -478,21 +471,14 @@ class BodiesInSections:
 
 @dataclass(frozen=True)
 class Chunking:
-    """How lanes are to be run.
+    """Says how lanes run in chunks."""
 
-    Attributes:
-      batch_size: at most that many at a time.
-      keep: whether reverse mode keeps what each chunk computed, rather than compute it
-        again.
-      progress: who is told how many chunks are done.
-    """
-
-    batch_size: int | Auto
-    keep: bool
+    batch_size: int | Auto  # at most that many at a time
+    keep: bool  # whether reverse mode saves what each chunk computed
     progress: LoopProgress | None = None
 
     def applies_to(self, size: Any) -> bool:
-        """Whether a batch of that size has more than one chunk, or may have."""
+        """Returns whether a batch of that size has several chunks, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
                 f"batch_size was given, but the number of lanes is {size}, a symbolic size. Leave "
@@ -501,6 +487,7 @@ class Chunking:
             )
         if self.progress is not None:  # of one chunk, too
             return size > 0
+        # `Auto` may choose any size below the number of lanes.
         return size > 1 if isinstance(self.batch_size, Auto) else size > self.batch_size
 
     def runner(self, call: Call, shards: Shards | None = None) -> SectionRunner:
@@ -515,11 +502,9 @@ def find_chunking(
     residuals: Any,
     progress: Any = False,
 ) -> Chunking | None:
-    """What the options of `vmap` ask for; None if all lanes are to run at once.
+    """Validates the options of `vmap`; None if all lanes run at once.
 
-    Raises:
-      ArgumentTypeError: an option has the wrong type.
-      AxisError: `batch_size` is less than one.
+    Raises ArgumentTypeError for a wrong type, and AxisError for `batch_size` below one.
     """
     check_one_of("residuals", residuals, "recompute", "keep")
     if memory_limit is not None and not is_word(batch_size, "auto"):
@@ -556,7 +541,7 @@ def find_chunking(
 
 @dataclass(frozen=True)
 class InChunks(Way):
-    """Lanes in chunks, section by section, one chunk after another."""
+    """Runs lanes in chunks, section by section."""
 
     chunking: Chunking
 
@@ -565,10 +550,10 @@ class InChunks(Way):
         return None if isinstance(self.chunking.batch_size, Auto) else kept_in_chunks
 
     def prepared(self, call: Call) -> Call:
-        """The call with lanes that chunks are taken from as from any axis, even if sharded.
+        """Prepares lanes so that chunks are taken from them, even if sharded.
 
-        Where the function calls ``shard_map``, and `spmd_axis_name` spreads a chunk over devices in
-        there, `batch_size` is how many lanes one of the devices runs at a time.
+        If the function calls ``shard_map`` and `spmd_axis_name` spreads chunks over devices,
+        `batch_size` counts lanes of one device.
         """
         check_no_references((*call.staged.consts, *call.values))
         axis, chunking = call.axis, self.chunking

@@ -35,30 +35,23 @@ whatever_jit = jax.disable_jit(False)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device had too little memory for a program, which then has not run."""
+    """Returns whether a program ran out of memory, in which case it has not run."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequence[Any]) -> Any:
-    """What one lane raises by itself, after all lanes together failed while they ran.
+    """Finds the error that a single lane raises, after all lanes together failed.
 
-    A library may turn the error of a host callback into its own where its Python frame runs the
-    operations, as `equinox.error_if` does. The operations of all lanes run outside of that frame.
-    So lanes of a function that has a host callback run again one after another, up to the first
-    that fails, and no more than `_LANES`.
-
-    Args:
-      run: the function of one example, of these values.
-      values, axes: the arguments of all lanes, and where each has the batch axis.
-
-    Returns:
-      The error; None if no lane raises another error than JAX's, or lanes cannot run by themselves.
+    Returns None if no lane raises one other than JAX's, or lanes cannot run by themselves.
     """
     if not all(isinstance(x, jax.Array | np.ndarray) for x in values):
         return None
     if any(isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) for x in values):
         return None
     pairs = list(zip(values, axes, strict=True))
+    # A library may convert the error of a host callback in the Python frame that runs the
+    # operations, as `equinox.error_if` does, and all lanes run outside of that frame. So lanes run
+    # again one by one, up to the first that fails, at most `_LANES`.
     one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
     try:
         if not calls_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
@@ -94,18 +87,15 @@ def run_eagerly(
     operands: Sequence[Value],
     may_change: bool,
 ) -> list[Any]:
-    """Compiles and runs a program; where memory runs out, with half the chunk size.
+    """Compiles and runs a program; if memory runs out, with half the chunk size.
 
-    Args:
-      with_chunk: gives, for a chunk size, the program and a key: the same for programs
-        that do the same.
-      chunk: the first to try.
-      operands: what to run it on; they are not donated, so it can be run again.
-      may_change: whether another chunk size may be tried, if this is the only process.
+    `with_chunk` returns, for a chunk size, a cache key and the program. Operands are not donated,
+    so they can be reused.
     """
     while True:
         try:
             outs = jitted(*with_chunk(chunk))(*operands)
+            # Errors of asynchronous execution must be raised here to be handled.
             return jax.block_until_ready(outs) if may_change else outs
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error) or not may_change or chunk == 1:
@@ -130,23 +120,21 @@ def run_eagerly(
 def jitted(
     key: Hashable, program: Callable[..., list[Any]], inline: bool = False
 ) -> Callable[..., list[Any]]:
-    """``jax.jit(program)``, the same for programs of one key.
+    """Returns ``jax.jit(program)``, cached by `key`.
 
-    So what it was compiled for JAX knows: types, devices, options. Where it is traced and `inline`,
-    no call of it is left. (Had JAX the program as a static argument, it would keep it forever, and
-    what functions in it close over.)
+    With `inline` no call of it remains where it is traced.
     """
+    # JAX's cache is then keyed by types, devices, and options only. As a static argument JAX would
+    # keep the program, and all that it closes over, forever.
     memo = _inlined if inline else _compiled
     make = lambda: jax.jit(program, inline=inline)
     return memo.get((key, _compat.trace_context()), make)
 
 
 def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """A program as a function of arrays that is compiled as one; operation by operation where not.
-
-    Programs that differ only in the values that they hold, such as the lengths of rows, are
-    compiled once: they are given these.
-    """
+    """Compiles a program as one function; runs it operation by operation under `disable_jit`."""
+    # Programs that differ only in values that they hold, such as lengths of rows, share one
+    # compilation: the values are arguments.
     (open_program,), consts = _compat.hoist_constants(program)
     evaluate = functools.partial(eval_jaxpr, open_program.jaxpr, open_program.consts)
     key = value_key(open_program)
@@ -164,17 +152,13 @@ _IN_A_HURRY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_
 
 
 def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Aval]) -> Any:
-    """Compiles a program for operands of which only the types are known, to see what it needs.
-
-    It is not run, so on a CPU machine code is made in a hurry; values have their memory by then.
-
-    That is so while another program is lowered. A compiler wants to know devices, and types name
-    a mesh at most. How much memory a program takes is the same on any devices, so it is compiled
-    for as many as the mesh has, from the first on.
-    """
+    """Compiles a program for operand types only, to read XLA's memory analysis."""
+    # The program is not run, so on a CPU code generation is minimal; buffers are assigned by then.
     hurry = _IN_A_HURRY if jax.default_backend() == "cpu" else None
     context = jax.sharding.get_abstract_mesh()
     meshes = [mesh for mesh in (context, *(x.sharding.mesh for x in avals)) if not mesh.empty]
+    # Inside a trace over a mesh, the compiler needs devices, and types name a mesh at most. Memory
+    # does not depend on the choice of devices, so the first ones are used.
     if not meshes or meshes[0].size > jax.device_count():
         return jax.jit(program).lower(*avals).compile(hurry)
     mesh = meshes[0]

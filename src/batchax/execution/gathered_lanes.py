@@ -21,7 +21,7 @@ _FEWEST = 16  # but no narrower than this
 
 
 def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
-    """How many lanes are active; to be asked in `one_function` of a compiler, or by itself."""
+    """Counts active lanes. `one_function`: inside a single XLA kernel."""
     if (
         one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
     ):  # which a float counts to
@@ -31,17 +31,16 @@ def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = Fal
             mask = lax.population_count(mask)
         count = lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
         return lax.convert_element_type(count, dtype)
+    # On a CPU a sum is several operations, each to be compiled, and a dot is one.
     # A processor is given several operations for a sum, each to be compiled, but one for this.
     ones = lax.convert_element_type(active, np.float32)
     return lax.convert_element_type(lax.dot(ones, ones), dtype)
 
 
 def fitting_width(most: int, size: int, least: int = _FEWEST) -> int:
-    """How many lanes make a chunk: `most`, or fewer if `size` lanes would make few chunks of it.
-
-    The last chunk is seldom full, and costs as much as if it were. The fewer chunks there are,
-    the more that weighs.
-    """
+    """Returns the width of a chunk: `most`, or less if `size` lanes make few chunks."""
+    # The last chunk is seldom full and costs as much as a full one, which weighs more the fewer
+    # chunks there are.
     width = most
     while width > least and width * _CHUNKS > size:
         width //= 2
@@ -49,34 +48,26 @@ def fitting_width(most: int, size: int, least: int = _FEWEST) -> int:
 
 
 class GatheredLanes(NamedTuple):
-    """The lanes of one chunk.
+    """Holds the lanes of one chunk."""
 
-    Attributes:
-      lanes: their indices. Where there are fewer than the chunk has room for, the first
-        of them stands in for those that are missing: its values do no harm, as it is run anyway.
-      counts: for each, whether it is a lane of the chunk, not a stand-in.
-      places: where results are written: the indices once more, but out of bounds for stand-ins,
-        so that what these compute is dropped.
-      alone: the index of the only lane; None where the chunk has room for several.
-    """
-
+    # Their indices. The first lane stands in for missing ones: its values are safe, as it runs
+    # anyway.
     lanes: Any
-    counts: Any
-    places: Any
-    alone: Any = None
+    counts: Any  # for each, whether it is not a stand-in
+    places: Any  # indices to write to; out of bounds for stand-ins, which are dropped
+    alone: Any = None  # the index of the only lane; None if the chunk has room for several
 
 
 def in_order(active: Any, room: int) -> tuple[Any, Any]:
-    """The indices of the lanes that are `active`, in ascending order, and how many there are.
+    """Returns the indices of `active` lanes in order, and their number.
 
-    Of integers, which say how long a lane takes, those that take longest come first.
-
-    The array has `room` more entries than there are lanes: a dynamic slice that would reach over
-    the end is moved back, and the slice of the last chunk must not be. What is behind the active
-    lanes stands for no lane.
+    For integers, which estimate run time, the longest come first. The result has `room` entries
+    more than there are lanes.
     """
     if active.dtype != bool:
         return _longest_first(active, room)
+    # The extra entries keep the last chunk's slice in bounds: XLA moves back a dynamic slice that
+    # reaches over the end.
     # On a CPU a scatter of single numbers takes longer than a loop over them. On most other
     # devices nothing is slower than such a loop.
     ways = {"cpu": _by_loop(room), "default": _by_scatter(room)}
@@ -128,22 +119,22 @@ def _longest_first(lengths: Any, room: int) -> tuple[Any, Any]:
 
 
 def _nothing(active: Any, room: int) -> tuple[Any, Any]:
-    """A list with no lane in it yet, and their number."""
     nothing = [lax.full((active.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
     order, count = _compat.varying_alike(nothing, like=[active])
     return order, count
 
 
 def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
-    """The lanes of the chunk that begins with entry `start` of `order`.
+    """Returns the lanes of the chunk that begins with entry `start` of `order`.
 
-    Without an order the chunk is one lane, the one at `start`.
+    Without an order, the chunk is the lane at `start`.
     """
     entries = start + lax.iota(np.int32, width)
     counts = lax.lt(entries, lax.broadcast(count, (width,)))
     if order is None:
         return GatheredLanes(entries, counts, entries, start)
     lanes = part_of(order, start, 0, width)
+    # Entries after the last active lane are stand-ins.
     first = lax.broadcast(lanes[0], (width,))
     outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
     return GatheredLanes(
@@ -152,7 +143,7 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
 
 
 def take(x: Value, lanes: GatheredLanes, axis: int, or_zero: bool = False) -> Any:
-    """The entries of `x` along `axis` that are picked; with `or_zero`, stand-ins are zero."""
+    """Gathers entries of `x` along `axis`; with `or_zero`, stand-ins are zero."""
     if lanes.alone is not None:  # a slice compiles sooner than a gather
         return part_of(x, lanes.alone, axis, 1)
     taken = taken_at(x, lanes.lanes, axis)
@@ -166,7 +157,6 @@ def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
 
 
 def taken_at(x: Value, places: Any, axis: int) -> Any:
-    """The entries of `x` at these places along `axis`, none of which is out of bounds."""
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -174,12 +164,13 @@ def taken_at(x: Value, places: Any, axis: int) -> Any:
         start_index_map=(axis,),
     )
     indices = lax.reshape(places, (*places.shape, 1))
+    # Indices are known to be valid, so XLA need not clamp them.
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
 def put(x: Value, values: Any, places: Any, axis: int) -> Any:
-    """`x` with `values` at these places along `axis`, which differ; out of bounds are dropped."""
+    """Writes `values` at distinct places along `axis`, and drops those out of bounds."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
         inserted_window_dims=(axis,),

@@ -27,30 +27,22 @@ _FORMAT = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class CompilersAccount:
-    """The compiler's account of the memory of a program, in bytes.
-
-    Attributes:
-      arguments: what is passed in.
-      outputs: what is returned.
-      temporaries: the most that is held besides.
-      aliased: the outputs that take the memory of an argument.
-      code: the machine code and what is embedded in it.
-    """
+    """Holds XLA's memory analysis of a program, in bytes."""
 
     arguments: int
     outputs: int
-    temporaries: int
-    aliased: int
-    code: int
+    temporaries: int  # the peak of intermediate values
+    aliased: int  # outputs that reuse the memory of an argument
+    code: int  # machine code, and constants embedded in it
 
     @property
     def bytes(self) -> int:
-        """What the device must hold: arguments, outputs and temporaries, each once."""
+        """Returns what the device must hold, with aliased outputs counted once."""
         return self.arguments + self.outputs + self.temporaries - self.aliased
 
 
 def memory_of(compiled: Any) -> CompilersAccount:
-    """The compiler's account of the memory of a compiled program."""
+    """Reads XLA's memory analysis of a compiled program."""
     stats = compiled.memory_analysis()
     return CompilersAccount(
         stats.argument_size_in_bytes,
@@ -63,11 +55,10 @@ def memory_of(compiled: Any) -> CompilersAccount:
 
 @dataclass(frozen=True)
 class Auto:
-    """A chunk size still to be chosen: the fastest that fits `limit` bytes.
+    """Stands for a chunk size to choose: the fastest that fits into `limit` bytes.
 
-    A `limit` of None stands for what the device has free when the choice is made.
-    `program` says for people what the choice is for. What is chosen `together` is chosen by
-    several processes, all of which run the program.
+    None: what the device has free at that time. `program` names the choice in messages; `together`
+    makes several processes choose it jointly.
     """
 
     limit: int | None
@@ -115,11 +106,7 @@ class BatchSizeChoice:
 
 
 def parse_limit(limit: Any) -> int | None:
-    """Bytes from an int or a string such as "2GiB" or "500 MB".
-
-    Raises:
-      ArgumentTypeError: it is neither.
-    """
+    """Parses bytes from an int or a string such as "2GiB" or "500 MB". Raises ArgumentTypeError."""
     if limit is None:
         return None
     if isinstance(limit, str):
@@ -136,7 +123,7 @@ def parse_limit(limit: Any) -> int | None:
 
 
 def show_bytes(count: int) -> str:
-    """A number of bytes for people: "1.5 GiB"."""
+    """Formats a number of bytes: "1.5 GiB"."""
     value, unit = float(count), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -175,27 +162,21 @@ def fitting_chunk(
     all_at_first: bool = False,
     least: float | None = None,
 ) -> int:
-    """The fastest chunk whose program fits, to within about a quarter: the largest, or a smaller.
+    """Chooses the fastest chunk size whose program fits, within about a quarter.
 
-    What a program needs grows about linearly with the chunk. So a small one is compiled, whose
-    account says where the limit is met, then a chunk of about that size, and others only where
-    that was far from it. Choices are remembered.
-
-    Args:
-      auto: the limit.
-      size: number of lanes.
-      key: the same for programs that do the same, to know them again.
-      compile_for: compiles the program for a chunk size.
-      all_at_first: whether all lanes are tried first, as they are likely to fit.
-      least: from how many lanes on it costs little to begin a chunk. So many are enough if a cache
-        holds the temporaries of no more; None: the more lanes, the faster.
-
-    Raises:
-      MemoryLimitError: one lane at a time needs more.
+    `compile_for` compiles the program for a size, and `key` caches the choice. `least` is the
+    number of lanes from which the start of a chunk is cheap: so many suffice if a cache holds the
+    temporaries of no more; None: more lanes are always faster. Raises MemoryLimitError if one lane
+    does not fit.
     """
     key = (key, auto, jax.default_backend())
 
+    # Memory grows about linearly with the chunk. A small chunk is compiled first, and its analysis
+    # predicts where the limit is met; then a chunk of about that size, and others only if that was
+    # far off.
     def choose() -> BatchSizeChoice:
+        # Processes that choose differently would deadlock, so they decide by the process with the
+        # least memory.
         # Processes that would choose otherwise than others would wait for them forever. So what
         # the choice is made by is that of the process that has least room.
         most = functools.partial(_most_of_all, auto.program) if auto.together else list
@@ -262,10 +243,11 @@ def _search(
         return needs.bytes <= limit
 
     def enough() -> float:
-        """From how many lanes on more of them take longer."""
+        """Estimates from how many lanes on a larger chunk is slower."""
         if least is None:
             return size
         *below, last = sorted(held)
+        # Temporaries grow by `grows` bytes a lane.
         grows = (
             held[last] / last if not below else (held[last] - held[below[-1]]) / (last - below[-1])
         )
@@ -289,6 +271,7 @@ def _search(
             guess = _SMALL if high > _SMALL else 1
             continue
         chunks = sorted(tried)
+        # Interpolate between the neighboring measurements around the limit, or extrapolate.
         below = max(chunks.index(low) - 1, 0) if high > size else chunks.index(low)
         first, second = chunks[below], chunks[below + 1]
         slope = (tried[second] - tried[first]) / (second - first)
@@ -306,16 +289,14 @@ def _search(
 
 
 def _without_rest(size: int, low: int, guess: int) -> int:
-    """The largest chunk up to `guess`, and near it, of which a whole number makes `size`.
-
-    A last chunk of another width would be a second program, with memory of its own.
-    """
+    """Returns the largest chunk near `guess`, and not above it, that divides `size`."""
+    # A last chunk of another width would be a second program, with its own memory.
     fewest = max(low + 1, guess * 3 // 4)
     return next((c for c in range(guess, fewest - 1, -1) if size % c == 0), guess)
 
 
 def free_memory() -> int:
-    """Bytes that the default device has free; for a CPU, those of the machine."""
+    """Returns the free bytes of the default device; of the machine for a CPU."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

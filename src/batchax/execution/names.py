@@ -48,36 +48,32 @@ from batchax.rules.collectives import REDUCTIONS
 
 @dataclass(frozen=True)
 class HostCalls:
-    """The calls of the host in a program whose lanes run in parts, in chunks or on devices.
+    """Describes the host callbacks of a program whose lanes run in chunks or on devices."""
 
-    Attributes:
-      batched: the variables that may depend on the batch.
-      devices: the axes of the mesh that lanes are spread over; empty for no mesh.
-      own: with devices, the index of the first lane of this one, and that after the last, if some
-        may fill it up that are not its own.
-    """
-
-    batched: AbstractSet[Any] = frozenset()
-    devices: tuple[Any, ...] = ()
+    batched: AbstractSet[Any] = frozenset()  # variables that may depend on the batch
+    devices: tuple[Any, ...] = ()  # mesh axes that shard the lanes; empty without a mesh
+    # With devices that may hold repeated lanes: the first lane of this one, and that after its
+    # last.
     own: Any = None
 
     @classmethod
     def of(cls, axis: Axis, jaxpr: Jaxpr, positions: Sequence[Any], **devices: Any) -> HostCalls:
-        """Those of `jaxpr`, whose inputs have the batch axis at these positions."""
+        """Finds the callbacks of `jaxpr`, whose inputs have the batch axis at these positions."""
         batched = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None}
         for eqn in jaxpr.eqns:
             named = uses_axis(axis, eqn)
+            # A reduction over the batch is the same for all lanes.
             reduces = named and eqn.primitive.name in _REDUCTIONS
             if not reduces and (named or not batched.isdisjoint(variables(eqn))):
                 batched.update(eqn.outvars)
         return cls(batched, **devices)
 
     def of_each_lane(self, eqn: Eqn) -> bool:
-        """Whether an equation makes calls that may depend on the batch."""
+        """Returns whether an equation makes callbacks that may depend on the batch."""
         return _calls(eqn) and not self.batched.isdisjoint(variables(eqn))
 
     def of_one_device(self, eqn: Eqn) -> bool:
-        """Whether an equation makes calls that one device is to make for all."""
+        """Returns whether an equation makes callbacks that one device makes for all."""
         return bool(self.devices) and _calls(eqn) and not self.of_each_lane(eqn)
 
 
@@ -85,25 +81,22 @@ _REDUCTIONS = frozenset(name for names in REDUCTIONS for name in names.split())
 
 
 def _calls(eqn: Eqn) -> bool:
-    """Whether calls in an equation are to be told the lane. What is in order is so by itself."""
+    """Returns whether callbacks of an equation take the lane.
+
+    Ordered ones are sequential already.
+    """
     return calls_host(eqn) and not _compat.in_order(eqn.effects)
 
 
 def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()) -> Section:
-    """`staged` with the index of the lane as its first input and calls opened.
+    """Adds the lane index as the first input of `staged`, and inlines calls that use the axis.
 
-    Variables keep their identity: derivative rules may have closed over them.
-
-    Args:
-      axis: the axis being mapped.
-      staged: the program.
-      calls: the calls of the host in it; by default they stay as they are.
-
-    Raises:
-      UnsupportedError: a call of the host that all devices have in common returns something.
+    `calls` are the host callbacks in it. Raises UnsupportedError if a callback that devices share
+    returns a value.
     """
     lane = _lane_variable()
     index = lane.aval
+    # Variables keep their identity, as derivative rules may close over them.
     to = Rewriter(staged)
     for eqn in staged.jaxpr.eqns:
         exposed, of_one = is_exposed(axis, eqn), calls.of_one_device(eqn)
@@ -138,7 +131,7 @@ def _lane_variable() -> Any:
 def _on_one_device(
     axis: Axis, eqn: Eqn, xs: Sequence[Value], names: tuple[Any, ...]
 ) -> Sequence[Any]:
-    """The results of an equation whose calls of the host are made by the first device only."""
+    """Evaluates an equation whose callbacks only the first device makes."""
     for call in (call for call in calls_in(eqn) if call.outvars):
         raise UnsupportedError(
             f"{_compat.user_line(call.source_info)}: a callback with effects returns a value that "
@@ -150,16 +143,16 @@ def _on_one_device(
 
 
 def _caller(lane: Any, own: Any) -> Any:
-    """The index of a lane for calls of the host: negative if it only fills up a device."""
+    """Returns the lane index for callbacks, negative for a repeated lane."""
     if own is None:
         return lane
     return lax.select(lax.lt(lane, own[1]), lane, lax.full_like(lane, -1))
 
 
 def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> ClosedJaxpr:
-    """`program`, in which no lanes meet, with the index of the lane as its first input.
+    """Adds the lane index as the first input of `program`, in which lanes do not synchronize.
 
-    With `calls` there is another one, the index that calls of the host are told.
+    With `calls`, a second index for callbacks follows.
     """
 
     def run(lane: Any, *xs: Any) -> list[Any]:
@@ -173,12 +166,10 @@ def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> Clo
 
 
 def is_exposed(axis: Axis, eqn: Eqn) -> bool:
-    """Whether an equation uses the name of the axis, or is a call to be opened for its loops.
-
-    Loops that lanes leave one by one draw lanes from all chunks, if they are at the top level.
-    """
+    """Returns whether an equation uses the axis, or is a call to be inlined for its loops."""
     if uses_axis(axis, eqn):
         return True
+    # Loops at the top level that lanes leave one by one draw lanes from all chunks.
     apart = axis.divergence is not None and axis.divergence.explicit
     return apart and _is_call_with_loop(eqn)
 
@@ -204,10 +195,8 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
 
 
 def _distinct(outs: Sequence[Value], xs: Sequence[Value]) -> list[Any]:
-    """`outs`, copied where one is an input, a constant, or the same as another.
-
-    So each is a variable of its own, which can be renamed to the result that it stands for.
-    """
+    """Copies values that are inputs, constants, or repeated, so that each is a distinct variable."""
+    # The variables are renamed to the results that they stand for.
     seen = set(map(id, xs))
     distinct = []
     for x in outs:
@@ -229,9 +218,9 @@ def _evaluate(
 
 
 def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Sequence[Any]:
-    """The results of an equation that `is_exposed`, for the lane with the index `lane`.
+    """Evaluates an equation that uses the axis, for the lane of index `lane`.
 
-    Or of one that has a host callback, if `caller` is the index that it is told.
+    Also one with a host callback, if `caller` is the index to pass to it.
     """
     name, exposed = eqn.primitive.name, is_exposed(axis, eqn)
     if _is_index(eqn):
@@ -252,9 +241,9 @@ def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Seque
 
 
 def find_meeting(axis: Axis, eqns: Iterable[Eqn]) -> Any:
-    """The first equation, inside calls, loops and branches, too, in which lanes meet, or None.
+    """Finds the first equation in which lanes synchronize, also inside calls, loops, and branches.
 
-    They do if it needs more of other lanes than to know which one it is.
+    Casts and the index of a lane need no other lanes.
     """
     for eqn in eqns:
         if not uses_axis(axis, eqn) or _is_index(eqn) or facts_of(eqn.primitive).cast:
@@ -276,7 +265,7 @@ def _is_index(eqn: Eqn) -> bool:
 
 
 def _index(axis: Axis, names: Any, lane: Any) -> Any:
-    """The index of a lane over several axes, of which the first counts slowest."""
+    """Computes the index over several axes, of which the first is the slowest."""
     index = jnp.int32(0)
     for n in as_names(names):
         mine = lane if n == axis.name else lax.axis_index(n)

@@ -50,7 +50,7 @@ from batchax.rules.masking import hazards
 
 
 def shard_lanes(shards: Shards | None) -> Pass:
-    """The pass for lanes that the user wants on the devices of a mesh: it puts them there."""
+    """Returns the pass that moves lanes to the devices of the mesh that the user passed."""
 
     def change(call: Call) -> Call:
         if shards is None or not isinstance(call.way, AllAtOnce):  # rows go there by themselves
@@ -63,12 +63,9 @@ def shard_lanes(shards: Shards | None) -> Pass:
 
 
 def chunk_lanes(chunking: Chunking | None, where_types_say: bool = True) -> Pass:
-    """The pass for lanes of which a few run at a time.
+    """Returns the pass that runs lanes in chunks, or all at once for None.
 
-    Args:
-      chunking: how many; None for all of them, or all that a device has.
-      where_types_say: whether each device runs the lanes that arguments say it has, if lanes do not
-        all run at once.
+    `where_types_say`: devices run the lanes that sharded arguments place there.
     """
 
     def change(call: Call) -> Call:
@@ -93,19 +90,13 @@ def chunk_lanes(chunking: Chunking | None, where_types_say: bool = True) -> Pass
 
 @dataclass(frozen=True)
 class OnDevices(Way):
-    """Each device runs its lanes.
+    """Runs the lanes of each device on that device, `chunking` at a time."""
 
-    Where arguments are traced, and the compiler will say where they are, the function is staged
-    once, for the lanes of one device: types may be others there, where axes of the mesh are manual.
-    Otherwise it is staged here, too, for what it closes over.
-
-    Attributes:
-      shards: what lanes are dealt out to.
-      chunking: how many lanes a device runs at a time; None for all that it has.
-    """
-
+    # For traced arguments whose devices XLA decides, the function is traced once, for the lanes of
+    # one device: types may differ there, where mesh axes are manual. Otherwise it is traced here as
+    # well, for its constants.
     shards: Shards
-    chunking: Chunking | None = None
+    chunking: Chunking | None = None  # None: all lanes of a device at a time
 
     @property
     def of_each(self) -> Chunking:
@@ -151,6 +142,7 @@ class OnDevices(Way):
         try:
             return on_shards(self.shards, one_shard, call.values, call.positions, compiled)
         except (NotImplementedError, ValueError) as error:
+            # JAX's error may be due to a constant that a shard cannot be given.
             if not isinstance(error, BatchaxError):  # of JAX: is it of what the function holds?
                 check_shared([], call.staged.consts)
             raise
@@ -172,14 +164,14 @@ class OnDevices(Way):
 
 
 def _of_one_device(call: Call, passed: Sequence[Any]) -> tuple[Call, _Said]:
-    """Inside: a call for the lanes of one device, which has its values, staged again.
+    """Traces the call again for the lanes of one device, inside ``shard_map``.
 
-    passed: the kinds of the values that stand for what the function closes over. Where it closes
-      over others each time, it is left what it has.
+    `passed` are types of the constants that were passed as arguments.
     """
     count = call.constants
     here = replace(call, program=None).with_program()
     staged, consts = here.staged, here.staged.consts
+    # If the function closes over other values each time it is traced, it keeps those of this trace.
     same = list(map(_kind, consts)) == list(passed)
     if count and same:
         staged = _compat.close(staged.jaxpr, here.values[:count])
@@ -197,30 +189,24 @@ def _of_one_device(call: Call, passed: Sequence[Any]) -> tuple[Call, _Said]:
 
 @dataclass(frozen=True)
 class _Said:
-    """What is known once the function was staged for one device.
+    """Holds what is known after the function was traced for one device."""
 
-    Attributes:
-      outputs: what describes its outputs, if it was staged nowhere else.
-      same: whether it holds the same values each time that it is staged.
-    """
-
-    outputs: FlatOutputs | None
-    same: bool
+    outputs: FlatOutputs | None  # if it was traced nowhere else
+    same: bool  # whether it holds the same constants in each trace
 
 
 def _kind(x: Value) -> Any:
-    """The type of an array, wherever it is."""
     return jax.typeof(x).shape, jax.typeof(x).dtype, jax.typeof(x).weak_type
 
 
 def infer_mesh_from_arguments(apart: Pass) -> Pass:
-    """The pass for lanes that arguments say are on the devices of a mesh, if that spares exchanges.
+    """Returns the pass that uses the mesh of sharded arguments if that avoids communication.
 
-    Args:
-      apart: the pass that says what lanes of one device do that diverge.
+    `apart` sets the divergence policy of the lanes of one device.
     """
 
     def change(call: Call) -> Call:
+        # Cheap checks come first: every call runs them.
         if not (isinstance(call.way, AllAtOnce) and any(map(_is_spread, call.mapped))):
             return call
         if checks_nans_here() or not _are_told(call):
@@ -242,7 +228,7 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
 
 
 def _is_spread(m: Mapped) -> bool:
-    """Whether an argument says that its lanes are on several devices. All calls ask this."""
+    """Returns whether an argument is sharded along its lanes."""
     sharding = sharding_of(m.value)
     if m.axis is None or not isinstance(sharding, NamedSharding):
         return False
@@ -251,7 +237,7 @@ def _is_spread(m: Mapped) -> bool:
 
 
 def _are_told(call: Call) -> bool:
-    """Whether all is known of where the arguments are, and they are where shards have them."""
+    """Returns whether the placement of all arguments is known, and fits shards."""
     inside = in_jit()
     if (not inside and call.given_traced) or AxisType.Manual in mesh_around().axis_types:
         return False
@@ -261,6 +247,7 @@ def _are_told(call: Call) -> bool:
             return False
     shards = find_shards(call.axis, call.values, call.positions, _NOTHING)
     if shards is None or call.axis.spmd_name is not None:
+        # Inside `jit` only types of Explicit mesh axes show the placement.
         return False
     if inside and not all(_is_typed(shards.mesh, name) for name in shards.names):
         return False
@@ -275,7 +262,7 @@ def _is_typed(mesh: Any, name: Any) -> bool:
 
 
 def _fit(values: Sequence[Value], positions: Sequence[Position], shards: Any) -> bool:
-    """Whether values are where shards want them, or nowhere in particular."""
+    """Returns whether values are placed as shards need, or not committed to a device."""
     return all(_fits(x, a, shards) for x, a in zip(values, positions, strict=True))
 
 
@@ -288,6 +275,7 @@ def _fits(x: Value, position: Position, shards: Any) -> bool:
     if sharding.mesh.empty:
         return True
     entries = [e for d, e in enumerate(sharding.spec) if d != position]
+    # Lanes must be sharded over exactly these mesh axes, or over none.
     says = position is not None and position < len(sharding.spec)
     own = sharding.spec[position] if says else None
     names = own if isinstance(own, tuple) else (own,)
@@ -305,11 +293,13 @@ def _usual_memory(x: jax.Array) -> str:
 
 
 def _spares_exchanges(call: Call) -> bool:
-    """Whether there is something in it for which the compiler would have devices exchange lanes."""
+    """Returns whether XLA would make devices communicate lanes in this program."""
     jaxpr = call.staged.jaxpr
     env = dict(zip(jaxpr.invars, (a is not None for a in call.positions), strict=True))
     for eqn, of_equation in differing_through(jaxpr, env):
         differs = any(differs_of(env, eqn.invars))
+        # Loops that lanes leave at different steps run until the last lane on all devices, and
+        # operations that XLA does not partition gather their operands.
         if of_equation.parts or (differs and _exchanged.in_equation(eqn)):
             return True
         if differs and control_flow(eqn.primitive).branches and _loops.in_equation(eqn):
@@ -318,7 +308,7 @@ def _spares_exchanges(call: Call) -> bool:
 
 
 def _is_of_each_lane(call: Call) -> bool:
-    """Whether lanes compute by themselves what they return, and nothing else happens."""
+    """Returns whether lanes are independent, all outputs are batched, and nothing has effects."""
     program = call.staged
     jaxpr = program.jaxpr
     alone = not (program.effects or _seen_from_outside.in_program(jaxpr))

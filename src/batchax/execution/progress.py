@@ -44,17 +44,11 @@ from batchax.rules.masking import is_inexact
 
 @dataclass(frozen=True)
 class LoopProgress:
-    """Whom a loop tells how far it is. Equal to one that tells the same.
+    """Reports the progress of a loop. Instances that report the same are equal."""
 
-    Attributes:
-      how: True, or a function of the user, which is known by identity.
-      name: what the loop does.
-      unit: what its steps are, in the plural.
-    """
-
-    how: How = field(compare=False)
-    name: str
-    unit: str
+    how: How = field(compare=False)  # True, or a function of the user, by identity
+    name: str  # what the loop does
+    unit: str  # what its steps are, in the plural
     _identity: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,10 +60,11 @@ class LoopProgress:
         return replace(self, name=f"{name} of {self.name.removeprefix('tangents of ')}")
 
     def tell(self, done: int, total: int, over: bool) -> None:
-        """So many steps are done of a loop, which may be over before all of them are.
+        """Reports that so many steps are done.
 
-        Whatever goes wrong with telling it, the program goes on.
+        Errors are shown as a warning, and the program continues.
         """
+        # A loop may end before all steps are done.
         over = over or done == total
         shown = _shown(self, total, done, over)
         if shown.failed:
@@ -95,10 +90,7 @@ class LoopProgress:
 
 @dataclass(frozen=True)
 class ProgressCallback:
-    """What a program calls, with the steps done and, if it is not known, how many there are.
-
-    Anything may follow. What is known is not passed by the program: each number takes time.
-    """
+    """Is called by a program with the steps done and, if it is not known, their number."""
 
     progress: LoopProgress
     total: int | None
@@ -106,27 +98,25 @@ class ProgressCallback:
 
     @property
     def numbers(self) -> int:
-        """How many numbers it is called with, before what may follow."""
+        """Returns how many numbers it is called with, before other values."""
         return 1 if self.total is not None else 2
 
+    # Values may follow, which only order the call. A known total is not passed, as each number
+    # takes time.
     def __call__(self, done: Any, *more: Any) -> None:
         total = int(more[0]) if self.total is None else self.total
         self.progress.tell(int(done), total, self.over)
 
 
 def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
-    """What the option `progress` asks for, of a loop over steps of `fun`; None for nothing.
-
-    Raises:
-      ArgumentTypeError: it is neither a bool nor callable.
-    """
+    """Validates the option `progress`; None for no reports. Raises ArgumentTypeError."""
     check_progress(how, unit)
     name = name_of(fun)
     return None if how is False else LoopProgress(how, name, unit)
 
 
 class _Shown:
-    """What is shown of a loop, from the first call on to one that says it is over."""
+    """Holds the display of a loop, from its first call to its last."""
 
     def __init__(self, of: LoopProgress, total: int) -> None:
         self.failed, self._done = False, 0
@@ -153,8 +143,9 @@ class _Shown:
                 self._bar.close()
 
     def seems_left(self) -> bool:
-        """Whether the last call was so long ago that the program must have failed."""
+        """Returns whether the last call is so long ago that the program must have failed."""
         silence = time.monotonic() - self._heard
+        # More than ten times the longest pause so far.
         return silence > 5.0 and silence > 10 * self._longest
 
 
@@ -163,12 +154,13 @@ _lock = threading.RLock()
 
 
 def _shown(of: LoopProgress, total: int, done: int, over: bool) -> _Shown:
-    """What is shown of a loop of so many steps, which is begun again when none is done."""
+    """Returns the display of a loop, restarted when no step is done."""
     loop = of, total
     with _lock:
         if not done:  # what is there is of a run that failed, if not of another thread's
             _forget(loop)
         if loop not in _running:
+            # Loops that failed never report their end.
             for other in [other for other, shown in _running.items() if shown.seems_left()]:
                 _forget(other)
             _running[loop] = _Shown(*loop)
@@ -190,38 +182,31 @@ _CALLS = 50  # in a loop: each takes 0.1 to 0.2 milliseconds
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a loop. Equal to others that report the same to the same callback.
+    """Describes the steps of a loop. Instances that report the same are equal."""
 
-    Attributes:
-      most: how many there are at most; a symbolic number is not reported.
-      callback: gets how many are done, if given.
-      width: how many begin at a time.
-      together: how many such beginnings have no order, and are next to each other.
-    """
-
-    most: Any
-    callback: LoopProgress | None = None
-    width: int = 1
-    together: int = 1
+    most: Any  # the largest number of steps; a symbolic one is not reported
+    callback: LoopProgress | None = None  # gets the number of steps done
+    width: int = 1  # how many steps begin at a time
+    together: int = 1  # how many such beginnings are unordered, next to each other
 
     def derivative(self, name: str) -> Steps:
         callback = None if self.callback is None else self.callback.derivative(name)
         return replace(self, callback=callback)
 
     def begin(self, done: Any, total: Any = None) -> None:
-        """In the loop, at the start of a step: so many are done, of `total` or of `most`."""
+        """Reports at the start of a step that `done` steps of `total`, or `most`, are done."""
         if self.callback is not None and self.most > 1:  # that the only step is done is enough
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
     def end(self, done: Any, total: Any = None, results: Sequence[Value] = ()) -> None:
-        """After the loop: so many steps are done, and these are the results."""
+        """Reports after the loop; `results` make the call wait for them."""
         if self.callback is not None:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
     def through(self, carry: Sequence[Value], done: Any) -> list[Any]:
-        """The carry of a scan of JAX's at the start of a step, for the way back to be told of."""
+        """Passes the carry of a scan through an operation whose transpose reports reverse steps."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
         if self.callback is None or not moving:
             return list(carry)
@@ -230,14 +215,15 @@ class Steps:
         return [passed.get(i, x) for i, x in enumerate(carry)]
 
     def went_back(self, done: Any, cotangent: Any) -> None:
-        """In the loop back, at the end of a step: so many are left to go back over."""
+        """Reports in the reverse loop, at the end of a step, that so many are left."""
         back, most = self.derivative("cotangents"), np.int32(self.most)
         due = back._due(most - done)
         due = None if due is None else lax.bitwise_or(due, lax.eq(done, np.int32(0)))
         back._tell(most - done, None, due, [cotangent])
 
     def _due(self, done: Any) -> Any:
-        """Whether the host is to be called after so many steps; None: after any."""
+        """Returns whether a step reports; None: every step does."""
+        # At most about `_CALLS` calls a loop.
         every = max(-(-self.most // _CALLS), self.width * self.together)
         if every == 1:
             return None
@@ -250,7 +236,7 @@ class Steps:
     def _tell(
         self, done: Any, total: Any, due: Any, after: Sequence[Any] = (), over: bool = False
     ) -> None:
-        """Calls the host if it is `due`, from one device of those that run the same program."""
+        """Calls the host if `due`, from one device of those that run the same program."""
         assert self.callback is not None
         callback = ProgressCallback(self.callback, self.most if total is None else None, over)
         operands = [done, *([] if total is None else [total]), *after]
@@ -278,17 +264,19 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
 
 
 def _call(*operands: Any, callback: ProgressCallback) -> list[Any]:
-    """Calls the host, once what follows the numbers among the operands is computed."""
+    """Calls the host once the operands after the numbers are computed."""
     numbers, after = operands[: callback.numbers], operands[callback.numbers :]
+    # The callback waits for one entry, so that arrays are not copied to the host.
     jax.debug.callback(callback, *numbers, *_entry(after))
     return []
 
 
 def _entry(values: Sequence[Value]) -> Sequence[Any]:
-    """The last entry of one of the values, if one has any: it is there when the value is."""
+    """Returns the last entry of one of the values, which is available when the value is."""
     for x in values:
         aval = jax.typeof(x)
         extended = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        # Types with Explicit mesh axes, empty arrays, and random keys cannot be sliced to a number.
         explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
         if not (extended or explicit or 0 in aval.shape):
             return [lax.squeeze(lax.slice(x, [n - 1 for n in x.shape], x.shape), range(x.ndim))]

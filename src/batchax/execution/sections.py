@@ -67,9 +67,9 @@ Env = dict[Any, tuple[Any, Position]]
 
 @dataclass(frozen=True)
 class Section:
-    """Equations of a program with their inputs and outputs.
+    """Holds equations of a program with their inputs and outputs.
 
-    It has the attributes of a jaxpr, closed and not, that an interpreter reads.
+    It has the attributes of an open and a closed jaxpr that an interpreter reads.
     """
 
     eqns: Sequence[Eqn]
@@ -80,7 +80,7 @@ class Section:
 
     @property
     def jaxpr(self) -> Section:
-        """Itself: sections are closed."""
+        # Sections are closed, so a section is its own jaxpr.
         return self
 
     def replace(self, **changes: Any) -> Section:
@@ -90,9 +90,9 @@ class Section:
 def section_for(
     eqns: Sequence[Eqn], outvars: Sequence[Any], given: Collection[Any], effects: bool = True
 ) -> Section:
-    """The section that computes `outvars` from variables that are `given`.
+    """Builds the section that computes `outvars` from variables that are `given`.
 
-    It has every one of `eqns` with effects, unless `effects` is false.
+    It includes all equations with effects, unless `effects` is false.
     """
 
     def reads(eqn: Eqn) -> list[Any]:
@@ -123,7 +123,7 @@ def run_shared(axis: Axis, eqns: Sequence[Eqn], env: Env) -> list[Any]:
 
 
 def run_whole(axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
-    """Runs equations for all lanes at once, and adds what they compute to `env`."""
+    """Runs equations for all lanes at once, and adds their results to `env`."""
     if not eqns:
         return
     outvars = [v for eqn in eqns for v in eqn.outvars]
@@ -136,15 +136,12 @@ def run_whole(axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
 def find_cuts(
     axis: Axis, eqns: Sequence[Eqn], loops: Collection[int]
 ) -> tuple[list[Any], set[Any], list[Any]]:
-    """The collectives over `axis` that come first, what waits for them, and what does not.
+    """Returns the first collectives over `axis`, the variables that depend on them, and the equations that do not.
 
-    `loops` has the ids of loops that need all lanes, too.
-
-    Returns:
-      Those collectives and loops; the variables that cannot be computed before they have
-      run; and the equations that can be run before them.
+    `loops` holds ids of loops that need all lanes as well.
     """
     cuts, blocked, free = [], set(), []
+    # In order: whatever reads a blocked variable must wait, too.
     for eqn in eqns:
         if not blocked.isdisjoint(variables(eqn)):
             blocked.update(eqn.outvars)
@@ -157,12 +154,9 @@ def find_cuts(
 
 
 def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
-    """The ids of the ``while`` loops among `eqns` whose lanes end at different steps.
+    """Returns the ids of ``while`` loops among `eqns` that lanes leave at different steps.
 
-    Args:
-      eqns: equations that depend on the batch.
-      env: what is known.
-      most: how many bytes a lane of a loop may hold.
+    A lane of a loop may hold `most` bytes.
     """
 
     def differs(v: Any) -> bool:
@@ -172,6 +166,7 @@ def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
     for eqn in eqns:
         if not control_flow(eqn.primitive).test or _compat.ordered_by_lane(eqn.effects):
             continue
+        # A loop with much data for each lane would keep that for all lanes at once.
         if bytes_per_lane(v for v in eqn.invars if differs(v)) > most:
             continue
         test, body = bodies_of(eqn)
@@ -196,7 +191,7 @@ def crossing(eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]) -> l
 
 
 def variables(eqn: Eqn) -> list[Any]:
-    """The variables that an equation reads, now or in a derivative rule that closes over them."""
+    """Lists the variables that an equation reads, now or in a derivative rule."""
     return variables_read(eqn) + closed_over(eqn)
 
 
@@ -208,30 +203,20 @@ _ONE_ARRAY = jax.tree.structure(0)
 
 
 class Partial(NamedTuple):
-    """Of what kind that is which one chunk adds to a reduction.
+    """Describes what one chunk adds to a reduction."""
 
-    Attributes:
-      specs: how a chunk loop collects each array of it.
-      structure: of the state.
-      result: the type that the reduction has when done all at once.
-    """
-
-    specs: list[Result]
-    structure: Any
-    result: Any
+    specs: list[Result]  # how a chunk loop collects each array
+    structure: Any  # of the state
+    result: Any  # the type of the reduction of all lanes at once
 
 
 def partial_result(
     reduction: Reduction, x: Value, axis: int, index: Any = None, real: Any = None
 ) -> tuple[list[Any], Partial]:
-    """What one chunk adds to a reduction of `x`, whose lanes are along `axis`: arrays.
+    """Returns the arrays that one chunk adds to a reduction of `x` along `axis`.
 
-    Args:
-      reduction: which one.
-      x: the outputs of lanes, or what lanes add up.
-      axis: along which.
-      index: of these lanes, if the reduction takes that.
-      real: which lanes count; None: all.
+    `index` holds the indices of the lanes, if the reduction uses them, and `real` the lanes that
+    count; None: all.
     """
     if isinstance(x, DeferredContraction):
         of_one = (1, *x.like.shape), x.like.dtype, x.like.weak_type
@@ -243,6 +228,7 @@ def partial_result(
     operation = reductions.operation_of(reduction)
     held = operation and operation.held
     specs: list[Result]
+    # Extremes are kept by lane, as their derivative needs the lanes that attain them.
     if held in ("max", "min"):
         specs = [Extreme(held, at) for _ in arrays]
     else:
@@ -256,10 +242,7 @@ def partial_result(
 
 
 def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: int) -> Any:
-    """The reduction over all lanes, from what a chunk loop collected.
-
-    `part` is of what kind the chunks added something.
-    """
+    """Completes a reduction from what a chunk loop collected."""
     state = jax.tree.unflatten(part.structure, results)
     return reductions.finished(reduction, state, size).astype(part.result.dtype)
 
@@ -278,41 +261,30 @@ def _result_type(reduction: Reduction, axis: int, shape: Any, dtype: Any, weak_t
 
 @dataclass(frozen=True, eq=False)
 class LanesToRun:
-    """The lanes that chunks are taken from.
-
-    Attributes:
-      axis: their axis.
-      batch_size: how many make a chunk.
-      index: the variable that holds the index of a lane, or None if nothing uses it. Its value for
-        all lanes are the index of the first, from which each chunk counts, and that after the last.
-      repeated: how many lanes at the end may repeat another one, and are no part then of what
-        lanes are reduced to.
-      progress: who is told how many chunks are done.
-    """
+    """Describes the lanes that chunks are taken from."""
 
     axis: Axis
     batch_size: int | Auto
+    # The variable of the lane index, or None. Its value for all lanes is the index of the first,
+    # from which chunks count, and that after the last.
     index: Any
-    repeated: int = 0
-    progress: LoopProgress | None = None
+    repeated: int = 0  # lanes at the end that may repeat another, and do not count
+    progress: LoopProgress | None = None  # gets the number of chunks done
 
     @property
     def are_one_chunk(self) -> bool:
         return isinstance(self.batch_size, int) and self.axis.size <= self.batch_size
 
     def may_repeat(self, width: int) -> bool:
-        """Whether chunks of `width` lanes may have some that repeat another.
-
-        Not if those are in the last chunk, and it has another width: so reductions of all others
-        stay as they are, and with them what a compiler makes of them, such as a product of
-        matrices of a sum of outer products.
-        """
+        """Returns whether chunks of `width` lanes may contain repeated lanes."""
         chunk = self.batch_size
+        # Not if they are all in the last chunk, of another width. The reductions of other chunks
+        # then need no mask, and XLA can turn a sum of outer products into a matrix product.
         apart = isinstance(chunk, int) and self.axis.size % chunk >= self.repeated
         return self.repeated > 0 and not (apart and width == chunk)
 
     def apart(self) -> LanesToRun:
-        """These in chunks of a size, a little less, with which `may_repeat` tells the last one."""
+        """Lowers the chunk size slightly so that only the last chunk has repeated lanes."""
         size, chunk = self.axis.size, self.batch_size
         if isinstance(chunk, Auto) or not self.repeated:
             return self
@@ -324,7 +296,7 @@ class LanesToRun:
 
 
 class Found(NamedTuple):
-    """A value for all lanes; of no `position` if it is the same for all."""
+    """Holds a value for all lanes; `position` is None if lanes share it."""
 
     value: Value
     position: Position
@@ -332,7 +304,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A variable wanted of a section: `how` it is wanted is a position or a `Reduce`."""
+    """Names a variable that a section computes: at a position, or as a `Reduce`."""
 
     variable: Any
     how: Any
@@ -343,10 +315,9 @@ class Target:
 
 
 class SectionBody:
-    """A section as a chunk loop: its body for one chunk, its operands, the specs of its results.
+    """Wraps a section as a chunk loop: its body, operands, and the specs of its results.
 
-    The specs are known once the body has been staged, which the constructor does. If there is one
-    chunk only, it runs it.
+    The constructor traces the body to find the specs. A single chunk is run at once.
     """
 
     def __init__(
@@ -358,7 +329,7 @@ class SectionBody:
         effects: bool = True,
         same: Sequence[Target] = (),
     ) -> None:
-        """`same`: targets known not to depend on the batch, which are returned for each lane."""
+        # `same`: targets that do not depend on the batch, but are returned for each lane.
         self.targets = targets
         self.section = section_for(eqns, [t.variable for t in targets], env, effects)
         indexed = any(t.reduction is not None and t.reduction.index for t in targets)
@@ -390,17 +361,17 @@ class SectionBody:
         return tuple(spec for specs in self.specs.values() for spec in specs)
 
     def of_targets(self, results: Iterable[Value]) -> dict[Target, list[Any]]:
-        """Results, or what belongs to each, by target: a reduced one may have several."""
+        """Groups results by target: a reduced one may have several."""
         each = iter(results)
         return {t: [next(each) for _ in self.specs[t]] for t in self.targets}
 
     @property
     def shared(self) -> list[Target]:
-        """The targets that turned out not to depend on the batch."""
+        """Lists the targets that do not depend on the batch."""
         return [t for t, specs in self.specs.items() if specs == [None]]
 
     def of_first_lane(self) -> dict[Target, Found]:
-        """The targets, which are the same in all lanes, from the first."""
+        """Computes the targets, which all lanes share, from the first lane."""
         parts = [
             lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
             for x, spec in zip(self.operands, self.loop.operands, strict=True)
@@ -411,29 +382,19 @@ class SectionBody:
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What is done for a chunk. Holds no values: programs that are kept for long hold on to it.
+    """Runs one chunk. Holds no values, as cached programs keep it alive."""
 
-    Attributes:
-      lanes: the lanes that chunks are taken from.
-      section: the equations.
-      positions: where operands have the batch axis.
-      targets: what is wanted.
-      same: those that do not depend on the batch, and are returned for each lane all the same.
-      specs: the specs of each target, noted; None if it does not depend on the batch.
-      reduced: notes of what a chunk adds to those that are reduced.
-    """
-
-    lanes: LanesToRun
+    lanes: LanesToRun  # those that chunks are taken from
     section: Any
-    positions: Sequence[Position]
+    positions: Sequence[Position]  # batch axes of the operands
     targets: Sequence[Target]
-    same: Sequence[Target] = ()
+    same: Sequence[Target] = ()  # unbatched targets that are returned for each lane
+    # of each target, noted by tracing; None if unbatched
     specs: dict[Target, list[Any]] = field(default_factory=dict)
+    # what a chunk adds to reduced targets, noted by tracing
     reduced: dict[Target, Partial] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
-        """The function of one chunk of `width` lanes; see `ChunkBody`."""
-
         def run(start: Any, *xs: Any) -> list[Any]:
             outs, positions, index, real = self.interpret(width, start, xs)
             outputs = zip(self.targets, outs, positions, strict=True)
@@ -452,14 +413,13 @@ class _Chunk:
     def interpret(
         self, width: int, start: Any, xs: Sequence[Value]
     ) -> tuple[list[Any], list[Position], Any, Any]:
-        """The targets for `width` lanes, and where they have the batch axis.
-
-        And the index of each lane, if anything uses it; and which lanes are real, None if all are.
-        """
+        """Returns the targets for `width` lanes, their batch axes, the lane indices if used, and a mask of real lanes, None if all are."""
         chunk = dict(size=width, name=None, mesh_axis=None, bodies=None)
+        # In a loop, costs that recur at each step count more than those paid once.
         in_loop = self.lanes.axis.in_loop or LOOP_STEPS * (not self.lanes.are_one_chunk)
         axis = replace(self.lanes.axis, in_loop=in_loop, **chunk)
         values = [
+            # The index is the first lane of all, plus the start of the chunk.
             x[0] + start + lax.iota(np.int32, width) if v is self.lanes.index else x
             for v, x in zip(self.section.invars, xs, strict=True)
         ]
@@ -468,6 +428,7 @@ class _Chunk:
             place = self.section.invars.index(self.lanes.index)
             index = values[place]
             if self.lanes.may_repeat(width):
+                # The second entry of the index is the end of the lanes that count.
                 real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
         if self._is_one_example(values):
             return *self._of_one_example(values), index, real
@@ -477,12 +438,12 @@ class _Chunk:
             return *run_adding(program, added), index, real
 
     def _is_one_example(self, values: Sequence[Value]) -> bool:
-        """Whether each chunk is one example, whose equations run as they are, without an axis.
+        """Returns whether each chunk is one example that runs without an axis.
 
-        Branches and loops are then branches and loops, not masks. Rules that are not batchax's
-        expect an axis, as host callbacks do, and a derivative rule may close over values of all
-        lanes. Inside ``shard_map`` what is cast to vary may vary already.
+        Branches and loops are then not masked.
         """
+        # Rules that are not batchax's and host callbacks expect an axis, and a derivative rule may
+        # close over values of all lanes. Inside ``shard_map`` values may vary already.
         if self.lanes.batch_size != 1 or recording.is_on() or any(varying_of(values)):
             return False
         eqns = self.section.eqns
@@ -496,7 +457,7 @@ class _Chunk:
         )
 
     def _of_one_example(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
-        """The targets for the only lane, and where they have the batch axis."""
+        """Runs the only lane of a chunk, and returns targets with their batch axes."""
         own = [
             x if a is None else lax.index_in_dim(x, 0, a, keepdims=False)
             for x, a in zip(values, self.positions, strict=True)
@@ -512,7 +473,6 @@ class _Chunk:
         return [a is not None for a in self.positions]
 
     def _differ(self, vs: Sequence[Any]) -> list[bool]:
-        """Which variables of the section differ between lanes."""
         differs = dict(zip(self.section.invars, self._mapped, strict=True))
         for _ in differing_through(self.section, differs):
             pass
@@ -525,7 +485,7 @@ class _Chunk:
     def _results(
         self, target: Target, x: Value, position: Position, index: Any, real: Any
     ) -> list[Any]:
-        """What a chunk returns for one target. Notes the specs of that in `specs`."""
+        """Returns what a chunk computes for one target, and notes its specs."""
         reduction = target.reduction
         if position is None:
             self.specs[target] = [None]
@@ -548,50 +508,36 @@ _SMALL = 256  # bytes that a loop cut out may hold of each lane, however little 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is the same for all stages of a program.
+    """Holds what all stages of a program have in common."""
 
-    Attributes:
-      axis: the axis of all lanes.
-      lanes: those to run here: all, or those of one shard.
-      keep: whether reverse mode keeps what each chunk computed.
-      shards: what lanes are spread over, if they are.
-      batch_bytes: what the arguments hold of each lane.
-    """
-
-    axis: Axis
-    lanes: LanesToRun
-    keep: bool
-    shards: Shards | None
-    batch_bytes: int
+    axis: Axis  # of all lanes
+    lanes: LanesToRun  # those that run here: all, or those of one shard
+    keep: bool  # whether reverse mode saves what each chunk computed
+    shards: Shards | None  # how lanes are sharded, if they are
+    batch_bytes: int  # bytes of the arguments for each lane
 
     def knows(self, env: Env, v: Any) -> bool:
-        """Whether the value of a variable is known; of a lane's index each chunk makes its own."""
+        """Returns whether the value of a variable is known.
+
+        Each chunk computes its own lane index.
+        """
         return isinstance(v, Literal) or (v in env and v is not self.lanes.index)
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """What runs until the first collectives have run, those included.
+    """Plans what runs up to the first collectives, inclusive."""
 
-    Attributes:
-      free: the equations that chunks run.
-      cuts: the collectives, and loops that lanes leave, which then run for all lanes.
-      known: the outputs that need no chunks to bring them where they are wanted, by number.
-      wanted: the outputs that chunks bring there.
-      collected: what the cuts need of each chunk, by the id of the equation, and the variable.
-      kept: what is kept for later stages, which compute the rest again.
-    """
-
-    free: Sequence[Eqn]
-    cuts: Sequence[Eqn]
-    known: Collection[int]
-    wanted: Mapping[int, Target]
+    free: Sequence[Eqn]  # run in chunks
+    cuts: Sequence[Eqn]  # collectives, and loops that lanes leave, which run for all lanes
+    known: Collection[int]  # numbers of outputs that are in place without chunks
+    wanted: Mapping[int, Target]  # outputs that chunks compute, by number
+    # what cuts need of chunks, by equation id and variable
     collected: Mapping[tuple[int, Any], Target]
-    kept: Sequence[Target]
+    kept: Sequence[Target]  # saved for later stages, which recompute the rest
 
     @property
     def inside(self) -> list[Target]:
-        """What chunks compute for those who come after them."""
         return [*self.collected.values(), *self.kept]
 
     @property
@@ -599,7 +545,7 @@ class Stage:
         return list(dict.fromkeys([*self.wanted.values(), *self.inside]))
 
     def left_of(self, eqns: Iterable[Eqn]) -> list[Any]:
-        """The equations for later stages. What has effects is not run again."""
+        """Lists the equations for later stages. Those with effects do not run again."""
         done = {id(eqn) for eqn in (*self.cuts, *(e for e in self.free if e.effects))}
         return [eqn for eqn in eqns if id(eqn) not in done]
 
@@ -607,14 +553,7 @@ class Stage:
 def plan_stage(
     setting: Setting, eqns: Sequence[Eqn], env: Env, outputs: Mapping[int, tuple[Any, OutputArray]]
 ) -> Stage:
-    """The next stage.
-
-    Args:
-      setting: what is the same for all stages.
-      eqns: the equations that are left; all of them depend on the batch.
-      env: what is known.
-      outputs: the outputs that are left: the variable of each, and how it is wanted.
-    """
+    """Plans the next stage. `eqns` and `outputs` are those that are left."""
     cuts, blocked, free = find_cuts(setting.axis, eqns, _loops_to_cut(setting, eqns, env))
     at_hand, targets = [], {}
     for i, (v, output) in outputs.items():
@@ -634,20 +573,18 @@ def plan_stage(
 
 
 def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
-    """The loops to run with lanes drawn from all chunks, where lanes that are done leave.
-
-    What each lane holds is then kept for all lanes at once. A loop is not cut out if that is much
-    more than the batch itself: chunks are there to save memory.
-    """
+    """Returns the loops to run with lanes drawn from all chunks, as finished lanes leave."""
     divergence = setting.axis.divergence
     asked = divergence is not None and divergence.explicit
     if not asked or isinstance(setting.lanes.batch_size, Auto):
         return set()
+    # What each lane holds is then kept for all lanes at once. If that is much more than the batch
+    # itself, the loop stays in chunks, which are there to save memory.
     return parting_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
 
 
 def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
-    """Whether an output is known, and needs no chunks to bring it where it is wanted."""
+    """Returns whether an output is known and already in place."""
     if not setting.knows(env, v):
         return False
     position = None if isinstance(v, Literal) else env[v][1]
@@ -659,7 +596,8 @@ def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
 
 
 def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
-    """What a cut needs of each chunk, of one of the variables that it reads."""
+    """Returns what a cut needs of each chunk for a variable that it reads."""
+    # A sum over lanes is accumulated by the chunks; other cuts need the whole batch.
     streams = _streams(setting.axis, eqn)
     if setting.knows(env, v) and not (streams and setting.shards and env[v][1] is not None):
         return None
@@ -669,10 +607,11 @@ def _collected(setting: Setting, env: Env, eqn: Eqn, v: Any) -> Target | None:
 def _kept(
     setting: Setting, eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]
 ) -> list[Any]:
-    """Variables from before the cuts that are kept for after them, not recomputed."""
+    """Lists variables to save for the equations after the cuts, instead of recomputing them."""
     if not cuts:
         return []
     needed = crossing(eqns, free, cuts)
+    # Save everything if it is no larger than the arguments.
     if bytes_per_lane(needed) <= setting.batch_bytes:
         return needed
     # What has effects is not recomputed: it would do its input or output twice.
@@ -682,21 +621,21 @@ def _kept(
 
 
 def how_wanted(v: Any, spec: Any) -> Any:
-    """How an output with this specification is wanted, should it depend on the batch."""
+    """Returns how an output is wanted if it depends on the batch."""
     if isinstance(spec, Reduce):
         return spec
     return 0 if spec is None or spec is AUTO else int(spec) % (len(v.aval.shape) + 1)
 
 
 def placed_at(v: Any, spec: Any, position: Position) -> Position:
-    """Where an output carries the batch axis once it is placed."""
+    """Returns the batch axis of an output after it is placed."""
     if isinstance(spec, Reduce) or spec is None or (spec is AUTO and position is None):
         return None
     return how_wanted(v, spec)
 
 
 def _streams(axis: Axis, eqn: Eqn) -> bool:
-    """Whether a collective is a reduction over all lanes, which each chunk can add to."""
+    """Returns whether a collective is a reduction over all lanes that chunks can accumulate."""
     params = eqn.params
     return (
         eqn.primitive.name in _STREAMED

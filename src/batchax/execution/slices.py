@@ -56,12 +56,12 @@ def _places(x: Value, start: Any, axis: int) -> list[Any]:
 
 
 def blank(aval: Aval, number: int) -> Any:
-    """An array of type `aval` of which every entry will be written over.
+    """Returns an array of type `aval` whose entries will all be written.
 
-    What it holds depends on `number`, which should differ from array to array. Of arrays that
-    hold the same value the compiler makes a single one, and then has to copy that for each loop
-    that writes into it.
+    Its values depend on `number`, which should differ between arrays.
     """
+    # XLA merges arrays of equal constants into one, and then copies it for each loop that writes to
+    # it.
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):  # random keys: they cannot hold a number
         sharding = None if aval.sharding.mesh.empty else aval.sharding
         return lax.empty(aval.shape, aval.dtype, out_sharding=sharding)
@@ -83,18 +83,9 @@ def scan_slices(
 ) -> Any:
     """Runs `step` for each of `count` slices of `width` entries.
 
-    Args:
-      step: ``(index, carry, parts) -> (carry, ys)``, where `parts` are the slices.
-      carry: what it starts from.
-      xs: the arrays.
-      axes: along which axis each is sliced; None for "the same at each step".
-      width: how many entries a slice has; None for one, without the axis.
-      count: how many slices are taken, from the first entry on.
-      reverse: whether the last slice comes first.
-      unroll: as for ``lax.scan``.
-
-    Returns:
-      The last carry, and the `ys` stacked along axis 0.
+    `step` maps (index, carry, parts) to (carry, ys); `axes` are those sliced, None for a whole
+    array. A `width` of None takes entries without the axis. Returns the last carry and the `ys`
+    stacked along axis 0.
     """
     operands = [_operand(x, a, width, count) for x, a in zip(xs, axes, strict=True)]
     handed = [x for x, operand in zip(xs, operands, strict=True) if operand.handed_on]
@@ -107,6 +98,9 @@ def scan_slices(
             if operand.cut is not None:
                 start = index if width is None else index * np.int32(width)
                 part = part_of(operand.cut, start, operand.axis, width or 1)
+                # A slice along other axes is cut from the whole array. Its derivative goes through
+                # the array that is handed from step to step, so that reverse mode writes in place
+                # instead of adding arrays of zeros.
                 if operand.handed_on:
                     way, left = take(next(rest), start, operand.axis, width or 1)
                     part = with_derivative_of(part, way)
@@ -124,21 +118,13 @@ def scan_slices(
 
 
 class _Operand(NamedTuple):
-    """How a step gets its part of an operand.
+    """Says how a step gets its part of an operand."""
 
-    Attributes:
-      same: what each step gets, if that is the same.
-      scanned: what ``lax.scan`` slices, if anything.
-      cut: what a step cuts its part from, if anything.
-      axis: along which it does.
-      handed_on: whether the operand is handed on, for derivatives of what is cut.
-    """
-
-    same: Any = None
-    scanned: Any = None
-    cut: Any = None
-    axis: int = 0
-    handed_on: bool = False
+    same: Any = None  # for an operand that each step gets whole
+    scanned: Any = None  # for an operand that ``lax.scan`` slices
+    cut: Any = None  # for an operand that the step slices
+    axis: int = 0  # along this axis
+    handed_on: bool = False  # whether it is handed on, for derivatives of the slices
 
 
 def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Operand:
@@ -152,9 +138,9 @@ def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Oper
 
 
 def take(array: Value, start: Any, axis: int, width: int) -> Any:
-    """A slice of an array that is handed on, and the array, without that slice.
+    """Returns a slice of an array that is handed on, and the array.
 
-    It is there, but may not be looked at again. That is what makes this the transpose of `put`.
+    The slice may not be read from it again, which makes this the transpose of `put`.
     """
 
     def ahead(at: Sequence[Any], arrays: Sequence[Value]) -> list[Any]:
@@ -167,7 +153,7 @@ def take(array: Value, start: Any, axis: int, width: int) -> Any:
 
 
 def put(array: Value, part: Value, start: Any, axis: int) -> Any:
-    """An array that is handed on, with a slice where it had nothing before."""
+    """Writes a slice into an array that is handed on, where it had nothing before."""
     width = part.shape[axis]
 
     def ahead(at: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
@@ -188,11 +174,8 @@ def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:
 
 
 def with_derivative_of(value: Value, other: Any) -> Any:
-    """`value`, which equals `other`, with the derivatives of `other`, to all orders.
-
-    A ``jax.custom_jvp`` function would lose those of second order: JAX drops its rule
-    once it has been used.
-    """
+    """Returns `value`, which equals `other`, with the derivatives of `other`, to all orders."""
+    # A ``jax.custom_jvp`` function loses second derivatives: JAX drops its rule after one use.
     return follow_p.bind(value, other)
 
 

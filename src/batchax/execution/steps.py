@@ -39,14 +39,14 @@ from batchax.rules.masking import is_inexact
 
 
 def entry_axis(position: Position, steps_axis: int) -> Position:
-    """Where an entry of an array has the batch axis, which is at `position` of the array."""
+    """Returns the batch axis of an entry, from that of an array of entries."""
     return position if position is None or position <= steps_axis else position - 1
 
 
 def whole_axis(position: Position, steps_axis: int | None) -> Position:
-    """Where an array of entries has the batch axis, which is at `position` of an entry.
+    """Returns the batch axis of an array of entries, from that of an entry.
 
-    If they are added up (`steps_axis` is None), the sum has it where an entry does.
+    With `steps_axis` None, entries are summed.
     """
     if position is None or steps_axis is None:
         return position
@@ -54,7 +54,7 @@ def whole_axis(position: Position, steps_axis: int | None) -> Position:
 
 
 def steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
-    """Where arrays with a batch axis have the axis of the steps, if they have one."""
+    """Returns the axes of the steps in arrays that have a batch axis, too."""
     return tuple(
         s if s is None else s + (a is not None and a <= s)
         for a, s in zip(positions, axes, strict=True)
@@ -63,26 +63,17 @@ def steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tup
 
 @dataclass(frozen=True)
 class ScanProgram:
-    """What a scan does. Equal to another one that does the same.
+    """Describes a scan. Instances that do the same are equal."""
 
-    Attributes:
-      body: the program of one step, without constants: from values that are the same at
-        each step, the carry and one entry of each of the xs to the carry and the ys.
-      n_carry: number of values in the carry.
-      in_axes: where each of the xs has the axis of the steps; None: the same at each.
-      out_axes: where each of the ys gets it, counted from the front.
-      steps: how many there are.
-      reverse: whether the last step comes first.
-      unroll: how many steps an iteration has; 0 for all, where their number is a symbol.
-    """
-
+    # One step, without constants: from shared values, the carry, and one entry of each of the xs to
+    # the carry and the ys.
     body: ClosedJaxpr = field(compare=False)
     n_carry: int
-    in_axes: tuple[Position, ...]
-    out_axes: tuple[int, ...]
+    in_axes: tuple[Position, ...]  # the axis of the steps in each of the xs; None: shared
+    out_axes: tuple[int, ...]  # the axis of the steps in each of the ys, from the front
     steps: Steps
-    reverse: bool
-    unroll: int
+    reverse: bool  # whether the last step comes first
+    unroll: int  # steps an iteration; 0: all, of a symbolic number
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +95,10 @@ def run_steps(
     xs: list[Value],
     differentiable: bool = True,
 ) -> list[Any]:
-    """The last carry and the ys, by JAX's loop; with ways for derivatives, if asked."""
+    """Runs a scan by ``lax.scan``, and returns the last carry and the ys.
+
+    `differentiable` adds arrays to differentiate through.
+    """
     types = program.body.out_avals[program.n_carry :]
     axes, length = program.out_axes, program.steps.most
     sweeps = _sweeps(program, xs)
@@ -122,8 +116,10 @@ def run_steps(
     ]
     read = {i: a for i, a in sliced.items() if i not in scanned}
     written = {k: a for k, a in enumerate(axes) if k not in stacked}
+    # An array with the axis of the steps last is read and written in blocks, see `_WIDTH`.
     x_blocks = [i for i, a in read.items() if in_blocks and _is_last(a, xs[i].ndim)]
     y_blocks = [k for k, a in written.items() if in_blocks and _is_last(a, types[k].ndim + 1)]
+    # Values are cut from constants, and derivatives flow through `handed` (see `scan_slices`).
     fixed = {i: lax.stop_gradient(xs[i]) if is_inexact(xs[i]) else xs[i] for i in read}
     first = len(program.body.jaxpr.eqns)
 
@@ -192,6 +188,7 @@ def run_steps(
     smooth = [k for k in written if differentiable and is_inexact(types[k])]
     handed = {i: xs[i] for i in read if differentiable and is_inexact(xs[i])}
     state, ys = _State(carry, handed, blanks(written), blanks(smooth)), {}
+    # Each sweep continues with the arrays of the one before.
     for sweep in reversed(sweeps) if program.reverse else sweeps:
         state, ys = swept(sweep, state)
     program.steps.end(length, results=state.carry)
@@ -203,25 +200,17 @@ def run_steps(
 
 
 class _State(NamedTuple):
-    """What a step hands on to the next.
+    """Holds what a step hands to the next."""
 
-    Attributes:
-      carry: the user's.
-      handed: arrays that entries are taken of, for derivatives.
-      arrays: what the ys are written into.
-      ways: what they are put into, for derivatives.
-    """
-
-    carry: list[Value]
-    handed: dict[int, Any]
-    arrays: dict[int, Any]
-    ways: dict[int, Any]
+    carry: list[Value]  # of the user
+    handed: dict[int, Any]  # arrays to slice, for derivatives
+    arrays: dict[int, Any]  # the ys, written in place
+    ways: dict[int, Any]  # the ys again, for derivatives
 
     def copy(self) -> _State:
         return _State(self.carry, dict(self.handed), dict(self.arrays), dict(self.ways))
 
     def without(self, xs: Sequence[int], ys: Sequence[int]) -> _State:
-        """Without what only blocks of steps need."""
         return _State(
             self.carry,
             {i: x for i, x in self.handed.items() if i not in xs},
@@ -243,17 +232,11 @@ def _is_last(axis: int, ndim: int) -> bool:
 
 
 class _Sweep(NamedTuple):
-    """Steps that are taken in one loop.
+    """Describes steps that run in one loop."""
 
-    Attributes:
-      first: the first of them.
-      count: how many slices are taken.
-      width: how many steps a slice holds; None for one, without the axis.
-    """
-
-    first: int
-    count: Any
-    width: int | None
+    first: int  # the first step
+    count: Any  # number of slices
+    width: int | None  # steps of a slice; None: one, without the axis
 
 
 _WIDTH = 16
@@ -269,7 +252,7 @@ _FEWEST = 4  # steps for which that is done
 
 
 def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
-    """All steps one by one; or in blocks, of which the last one may be smaller."""
+    """Plans all steps one by one, or in blocks, of which the last may be smaller."""
     types, length = program.body.out_avals[program.n_carry :], program.steps.most
     last = [
         *(x for x, a in zip(xs, program.in_axes, strict=True) if a is not None and a == x.ndim - 1),
@@ -292,7 +275,7 @@ def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
 
 
 def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) -> list[Any]:
-    """The carry at the start of a step, or of a block of them; tells that it begins."""
+    """Reports a step, or block, at its start, and returns the carry."""
     if program.steps.callback is None:
         return carry
     length, width = program.steps.most, sweep.width or 1
@@ -300,6 +283,7 @@ def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) 
     # Of fewer a compiler makes no loop, and nothing keeps calls in order, but that the last one is
     # told what was computed before: in reverse that is the one of the first steps.
     loops = sweep.count >= 2 * steps.together
+    # Count steps from the one that runs first.
     done = sweep.first + index * np.int32(width)
     if program.reverse:
         done = np.int32(length - width) - done
@@ -316,11 +300,9 @@ def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) ->
 
 
 def _is_in_place(program: ScanProgram, operands: Values) -> bool:
-    """Whether a scan is this primitive, rather than JAX's.
-
-    Where all is along axis 0, JAX's is as good. In a function of one example of a batch whoever
-    reads its program knows JAX's loop. JAX orders effects.
-    """
+    """Returns whether a scan uses this primitive instead of JAX's."""
+    # Along axis 0, JAX's scan is as good. Inside a function of one example, readers of the jaxpr
+    # know JAX's scan, and JAX orders effects.
     axes = [*(a for a in program.in_axes if a is not None), *program.out_axes]
     return (
         any(axes)
@@ -386,6 +368,7 @@ def _batched(
     entries = [
         a if s is None else entry_axis(a, s) for a, s in zip(xs_at, program.in_axes, strict=True)
     ]
+    # The batch axis of an entry need not be in front, so arrays are not transposed.
     batched, carry_at, ys_at = settle(axis, body, consts_at, carry_at, entries)
     targets = [*consts_at, *carry_at, *xs_at]
     placed = [
@@ -417,27 +400,21 @@ scan_steps_p = own_primitive(
 
 @dataclass(frozen=True)
 class BoundedSteps:
-    """What a loop does that goes on while its predicate is true. Equal to one that does the same.
+    """Describes a loop that runs while its predicate is true.
 
-    Attributes:
-      test: the program of the predicate, without constants: of values that are the same at
-        each step, and of the carry.
-      body: the program of one step, without constants: from values that are the same at each
-        step, the carry and one entry of each of the xs to the carry and the ys.
-      n_carry: number of values in the carry.
-      in_axes: where each of the xs has the axis of the steps; None: the same at each.
-      out_axes: where each of the ys gets it, counted from the front.
-      steps: the largest number of steps.
-      reverse: whether the last entry comes first.
+    Instances that do the same are equal.
     """
 
+    # The predicate, without constants: of shared values and the carry.
     test: ClosedJaxpr = field(compare=False)
+    # One step, without constants: from shared values, the carry, and one entry of each of the xs to
+    # the carry and the ys.
     body: ClosedJaxpr = field(compare=False)
     n_carry: int
-    in_axes: tuple[Position, ...]
-    out_axes: tuple[int, ...]
-    steps: Steps
-    reverse: bool = False
+    in_axes: tuple[Position, ...]  # the axis of the steps in each of the xs; None: shared
+    out_axes: tuple[int, ...]  # the axis of the steps in each of the ys, from the front
+    steps: Steps  # the bound, and progress
+    reverse: bool = False  # whether the last entry comes first
     key: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -450,7 +427,7 @@ class BoundedSteps:
         carry: Sequence[Value],
         xs: Sequence[Value],
     ) -> list[Any]:
-        """The last carry and the stacked ys: zeros where no step was taken."""
+        """Returns the last carry and the stacked ys, zeros for steps that were not taken."""
         # One program, compiled once: outside of `jit` each call stages its functions again.
         run = jitted(self, functools.partial(_run, self), inline=True)
         return run(list(test_consts), list(consts), list(carry), list(xs))
@@ -507,12 +484,10 @@ def run_until(
     steps: Steps,
     reverse: bool = False,
 ) -> list[Any]:
-    """Runs staged steps while the staged predicate is true; see `BoundedSteps`.
+    """Runs traced steps while the traced predicate is true.
 
-    The xs come to vary over what the steps were staged for, inside ``shard_map``.
-
-    Raises:
-      UnsupportedError: a reference is used.
+    Inside ``shard_map`` the xs are cast to the types that the steps were traced for. Raises
+    UnsupportedError for a reference.
     """
     entries = body.in_avals[len(carry) :]
     test, test_consts = _hoisted(test)
@@ -522,7 +497,7 @@ def run_until(
 
 
 def _hoisted(staged: ClosedJaxpr, xs: Sequence[Value] = ()) -> tuple[ClosedJaxpr, list[Any]]:
-    """A program with its constants as leading inputs, and the constants."""
+    """Turns constants of a program into leading inputs, and returns them."""
     if any(map(_compat.is_reference, (*staged.consts, *xs))):
         raise UnsupportedError(
             "a reference (jax.new_ref) is used in a loop that ends on a value and keeps what its "

@@ -43,29 +43,24 @@ _CHARACTERS = 200
 
 
 class Meetings:
-    """Those of one process with all others.
+    """Holds the synchronizations of one process with all others.
 
-    What needs all processes is done by one thread at a time, which holds the lock: on devices, too,
-    all processes must do things in one order.
-
-    Args:
-      store: the client of the store.
-      process: the index of this process.
-      count: how many there are.
+    `store` is the client of JAX's key-value store. On devices, too, all processes must act in one
+    order, so one thread at a time, which holds the lock, does what needs them.
     """
 
     def __init__(self, store: Any, process: int, count: int) -> None:
         self.store, self.process, self.count = store, process, count
         self.lock = threading.RLock()
         self._number = 0
-        self._last = ""  # what all came for last
-        self._failed = ""  # what went wrong since
+        self._last = ""  # what all came for last  # what all processes came for last
+        self._failed = ""  # what went wrong since  # the error since then
 
     @contextlib.contextmanager
     def call(
         self, what: str, text: str = "", numbers: Sequence[int] = ()
     ) -> Iterator[list[list[int]]]:
-        """Meets for what is done within. That it failed others are told when they next meet."""
+        """Synchronizes for the code within. If it fails, other processes see that next time."""
         with self.lock:
             of_all = self.meet(what, text, numbers)
             try:
@@ -78,15 +73,10 @@ class Meetings:
                 raise
 
     def meet(self, what: str, text: str = "", numbers: Sequence[int] = ()) -> list[list[int]]:
-        """The numbers of each process, once all came for the same.
+        """Waits for all processes and returns the numbers of each.
 
-        Args:
-          what: for people, what this process came for.
-          text: lines that say all of it that must be the same on all processes.
-          numbers: what all are to know.
-
-        Raises:
-          ProcessesError: processes came for different things, did not come, or failed.
+        `what` names the purpose in messages, and the lines of `text` must agree on all processes.
+        Raises ProcessesError if processes differ, are missing, or failed.
         """
         with self.lock:
             at, before, number = _place(self._number), _place(self._number - 1), self._number
@@ -95,10 +85,12 @@ class Meetings:
             digest = hashlib.sha256(text.encode()).hexdigest()
             said = json.dumps([what, digest, self._failed, list(map(int, numbers))])
             self.store.key_value_set(f"{at}/said/{self.process}", said)
+            # The last process to arrive compares the texts and decides for all.
             if self.store.key_value_increment(f"{at}/came", 1) == self.count:
                 everything = {p: json.loads(said) for p, said in self._under(f"{at}/said").items()}
                 self._decide(at, *_outcome(everything))
                 if number and number % _KEPT == 0:
+                    # All have left earlier groups of meetings, so those keys are no longer read.
                     self.store.key_value_delete(os.path.dirname(before))
             how, outcome = self._end(at, before)
             last, self._last, self._failed = self._last, what, ""
@@ -109,7 +101,7 @@ class Meetings:
             raise ProcessesError(f"{why}The last that all came to was {last}." if last else why)
 
     def _end(self, at: str, before: str) -> Any:
-        """How a meeting ends: waits for it, and ends it if it is in vain."""
+        """Waits until a meeting ends, and ends it if it cannot succeed."""
         until = time.monotonic() + TIMEOUT
         while True:
             wait = max(min(_LOOK, until - time.monotonic()), 1e-3)
@@ -129,6 +121,7 @@ class Meetings:
 
     def _decide(self, at: str, how: str, outcome: Any) -> None:
         try:
+            # `key_value_set` fails if the key exists: the first decision stands.
             self.store.key_value_set(f"{at}/end", json.dumps([how, outcome]))
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
@@ -157,7 +150,7 @@ class Meetings:
         return f"{who} failed in the call before, and others did not: {why}. "
 
     def _difference(self, came_for: list[tuple[str, str]], at: str, text: str) -> str:
-        """What another process came for that this one did not."""
+        """Describes what another process came for that this one did not."""
         self.store.key_value_set(f"{at}/text/{self.process}", text)
         own = came_for[self.process]
         other = next(p for p, said in enumerate(came_for) if said != own)
@@ -176,7 +169,7 @@ def _place(number: int) -> str:
 
 
 def _outcome(said: dict[int, Any]) -> tuple[str, Any]:
-    """How a meeting ends that all came to."""
+    """Decides a meeting that all processes reached."""
     failed = {p: why for p, (_, _, why, _) in said.items() if why}
     if 0 < len(failed) < len(said):
         return "failed", min(failed.items())
@@ -201,10 +194,9 @@ _current: Meetings | None = None
 
 
 def of_this_process() -> Meetings:
-    """The meetings of this process with all others.
+    """Returns the meetings of this process.
 
-    Raises:
-      UnsupportedError: it was not told of them.
+    Raises UnsupportedError if JAX has no store for them.
     """
     global _current
     store = _compat.shared_store()

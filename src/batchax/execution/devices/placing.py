@@ -55,13 +55,11 @@ from batchax.user_rules.own_derivatives import linear_with_transpose
 def placed(
     shards: Shards, paths: Sequence[str], args: Sequence[Value], positions: Sequence[Position]
 ) -> list[Any]:
-    """The arguments where shards want them: lanes spread over the mesh, all else on each device.
+    """Shards lanes over the mesh, and replicates the other arguments.
 
-    What is sharded over other axes of the mesh stays as it is. Lanes that fill up the last shards
-    repeat the last lane.
-
-    Raises:
-      AxisError: another axis of an argument is sharded over axes that lanes are spread over.
+    Sharding over other axes of the mesh is kept, and the last shards are filled up by repeating the
+    last lane. Raises AxisError if another axis of an argument is sharded over the mesh axes of the
+    lanes.
     """
     for path, x, position in zip(paths, args, positions, strict=True):
         _check_free(shards, path, x, position)
@@ -71,6 +69,7 @@ def placed(
 def _placed(shards: Shards, x: Value, position: Position) -> Any:
     if isinstance(x, np.ndarray) and in_jit():
         x = jnp.asarray(x)
+    # Inside `jit`, or for a mesh without devices, placement is part of the program.
     if isinstance(x, Tracer) or isinstance(shards.mesh, AbstractMesh):
         return _put_in_program(shards, x, position)
     # Each process may have the whole, of which its devices are given their parts.
@@ -103,7 +102,7 @@ def _sent(shards: Shards, x: jax.Array, position: Position) -> Any:
 
 
 def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
-    """An array of NumPy, or own rows, on devices. No copy of the whole is made for one."""
+    """Copies a NumPy array, or own rows, to devices part by part, without a whole copy for each."""
     sharding = NamedSharding(shards.mesh, _with_other_axes(shards, x, position))
     shape, first = list(x.shape), 0
     if isinstance(x, LocalRows):
@@ -114,6 +113,7 @@ def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
     def held(index: Any) -> Any:
         if position is not None:
             lanes = shards.slots[index[position]] - first
+            # A slice of NumPy is a view, and an array of indices would copy.
             together = lanes.size and lanes[-1] - lanes[0] + 1 == lanes.size
             lanes = slice(lanes[0], lanes[-1] + 1) if together else lanes
             index = (*index[:position], lanes, *index[position + 1 :])
@@ -127,26 +127,23 @@ def _filled_up(shards: Shards, x: Value, position: Position) -> Any:
 
 
 def puts_traced(mesh: Any) -> bool:
-    """Whether what is traced is put on the devices of a mesh as other values are.
-
-    Inside of `jit` that is for the compiler to do; from one process to others JAX cannot.
-    """
+    """Returns whether traced values are moved to the devices of a mesh as other values are."""
+    # Inside `jit`, XLA does that. JAX cannot move values from one process to others.
     return not (isinstance(mesh, AbstractMesh) or of_several_processes(mesh) or in_jit())
 
 
 def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> Any:
-    """An array that is differentiated, with its lanes where shards want them.
+    """Moves an array that is differentiated to the mesh.
 
-    What the user put on other devices is put there, and the cotangent of what was on one of them
-    goes back. All else `jit` puts where it is needed.
-
-    value: what is known of where it is; None if nothing is.
+    `value` is what is known of its placement, or None.
     """
+    # Uncommitted arrays may be moved by `jit` as needed.
     if value is None or not value.committed:
         return x
     typed = typed_mesh(x) is not None
     if value.devices() == set(shards.mesh.devices.flat) and not typed:
         return x
+    # With `src`, the cotangent returns to the device that the array came from.
     source = value.sharding if len(value.devices()) == 1 or typed else None
     to = NamedSharding(shards.mesh, shards.spec(position))
     try:
@@ -156,11 +153,7 @@ def put_traced(shards: Shards, x: Value, position: Position, value: Value) -> An
 
 
 def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Any:
-    """A traced array with lanes that fill up the last shards.
-
-    Where lanes do not come out even each device has all of them. Left to itself the compiler puts
-    the repeated lanes behind the others on the shards, which takes exchanges between devices.
-    """
+    """Fills up a traced array with lanes that repeat the last one."""
     filled = shards.filled_up(x, position)
     types = shards.mesh.axis_types
     if (
@@ -169,6 +162,8 @@ def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Any:
         or set(types) != {AxisType.Auto}
     ):
         return filled
+    # If lanes do not divide evenly, replicate the axis. Otherwise XLA places repeated lanes after
+    # the others on the shards, which takes communication.
     spec = [PartitionSpec.UNCONSTRAINED] * filled.ndim
     return jax.lax.with_sharding_constraint(
         filled, NamedSharding(shards.mesh, PartitionSpec(*inserted(spec[1:], position, None)))
@@ -176,7 +171,7 @@ def _filled_up_anywhere(shards: Shards, x: Value, position: int) -> Any:
 
 
 def _with_other_axes(shards: Shards, x: Value, position: Position) -> PartitionSpec:
-    """Lanes over the axes of `shards`, and whatever `x` is sharded over besides."""
+    """Returns the sharding with lanes over `shards`, and other axes of `x` as they are."""
     sharding = sharding_of(x)
     entries = list(shards.spec(position))
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == shards.mesh.axis_names:
@@ -202,9 +197,9 @@ def _check_free(shards: Shards, path: str, x: Value, position: Position) -> None
 def combined(
     shards: Shards, kinds: Sequence[Result], xs: Sequence[Value], returned: Sequence[bool]
 ) -> list[Any]:
-    """Inside: results of a chunk loop for all lanes, from those for each shard's.
+    """Combines results of shards into those of all lanes, inside ``shard_map``.
 
-    `returned`: which are results of all shards, and nothing else is made of them.
+    `returned` marks results that are outputs of all shards, and nothing else.
     """
     sums = [i for i, kind in enumerate(kinds) if isinstance(kind, Sum) and returned[i]]
     summed = dict(zip(sums, _summed(shards, [xs[i] for i in sums]), strict=True))
@@ -228,16 +223,14 @@ def _combined(shards: Shards, kind: Result, x: Value) -> Any:
 
 
 def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
-    """Sums over shards that each of them returns.
-
-    Of such a result JAX gives each shard an equal share of the cotangent. The transpose of
-    ``lax.psum`` would add these shares up, by an exchange; they are known to be equal.
-    """
+    """Sums over shards, for results that each shard returns."""
 
     def ahead(_: Any, xs: Sequence[Value]) -> list[Any]:
         return list(shards.summed(tuple(xs)))
 
     def back(_: Any, shares: Sequence[Any]) -> list[Any]:
+        # JAX gives each shard an equal share of the cotangent of such a result. The transpose of
+        # ``lax.psum`` would add the shares with an all-reduce; multiplying one is enough.
         return [x * np.asarray(shards.count, x.dtype) for x in shares]
 
     if not all(map(is_inexact, xs)):
@@ -249,12 +242,8 @@ def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
 
 
 def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
-    """The extreme of all shards' extremes: NaN if one of them is.
-
-    An all-reduce may drop NaN (on CPUs it does), so whether there is one is exchanged beside
-    the numbers. Of complex numbers and truth values not all devices have one: these are
-    gathered.
-    """
+    """Computes the extreme over shards, NaN if one of them has NaN."""
+    # Devices have no all-reduce for the extreme of booleans or complex numbers: they are gathered.
     truth_or_complex = x.dtype == np.bool_ or jnp.issubdtype(x.dtype, jnp.complexfloating)
     if truth_or_complex:
         return _gathered_extreme(shards, kind, x)
@@ -265,6 +254,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
         if not is_inexact(x):
             return exchange(x, shards.names)
         wide = x.astype(accumulator(x.dtype))
+        # An all-reduce may drop NaN (it does on CPUs), so a mark is communicated beside the number.
         marks = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
         number = jnp.where(marks != 0, NEUTRAL[kind.kind](wide.dtype), wide)
         number, marks = exchange(jnp.stack([number, marks]), shards.names)
@@ -272,6 +262,8 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
 
     @extreme.defjvp
     def _(primals: Any, tangents: Any) -> Any:
+        # Ties are only known if the values of all shards are in one array: the compiler may
+        # recompute what it compares, with another last bit.
         # Only where all shards' values are in one array it is known which of them are equal: a
         # compiler may compute what it compares again, with another last bit.
         return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
@@ -285,19 +277,14 @@ def _gathered_extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
 
 @dataclass(frozen=True)
 class OnMesh:
-    """What the option `mesh` of `vmap` asks for.
+    """Holds the option `mesh` of `vmap`."""
 
-    Attributes:
-      mesh: a mesh; None for one of all devices, which is looked for at each call.
-      names: the axes of the mesh that lanes are spread over; empty for all of them.
-    """
-
-    mesh: Mesh | AbstractMesh | None
-    names: tuple[Any, ...] = ()
+    mesh: Mesh | AbstractMesh | None  # None for a mesh of all devices, built at each call
+    names: tuple[Any, ...] = ()  # mesh axes that shard the lanes; empty for all
 
     @property
     def devices(self) -> tuple[Any, tuple[Any, ...]]:
-        """The mesh, and the names of the axes that lanes are spread over."""
+        """Returns the mesh, and the names of the axes that shard the lanes."""
         mesh = self.mesh
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("devices",))
@@ -307,16 +294,11 @@ class OnMesh:
     def shards(
         self, lanes: Any, values: Sequence[Value], own: Sequence[range] = ()
     ) -> Shards | None:
-        """What so many lanes are spread over; None if there are none.
+        """Returns how so many lanes are sharded; None for no lanes.
 
-        Args:
-          lanes: how many.
-          values: the arguments.
-          own: the lanes of each process, where rows are its own.
-
-        Raises:
-          UnsupportedError: the number of lanes is a symbol, devices are taken already, another mesh
-            is set, or the mesh is one of some processes.
+        `own` are the lanes of each process, if rows are local. Raises UnsupportedError for a
+        symbolic size, devices that are taken, another mesh that is set, or a mesh of some
+        processes.
         """
         if not isinstance(lanes, int):
             raise UnsupportedError(
@@ -336,14 +318,11 @@ class OnMesh:
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
 
     def _as_types_tell(self, values: Sequence[Value]) -> tuple[Any, tuple[Any, ...]]:
-        """The mesh with its axes of those types that JAX goes by here, and names.
-
-        Whether types of arrays tell of a mesh is not for the mesh to say that is given: they do as
-        the mesh that is set has it, and if none is, as arguments are. What is given plain is
-        computed plain. What is differentiated outside of `jit` is, too: JAX cannot tell devices
-        there from types alone.
-        """
+        """Returns the mesh with axes of the types that JAX uses here, and the names."""
         mesh, names = self.devices
+        # Types of arrays carry the mesh that is set or, if none is, that of the arguments, whatever
+        # the axis types of the given mesh. Values that are differentiated outside of `jit` are
+        # computed without: JAX cannot derive devices from types there.
         around = jax.sharding.get_abstract_mesh()
         if not around.empty:
             told = around if _compat.tracing() else jax.sharding.get_mesh()
@@ -370,11 +349,9 @@ def _in_words(mesh: Any) -> str:
 
 
 def find_mesh(mesh: Any) -> OnMesh | None:
-    """What the option `mesh` asks for; None where it asks for nothing.
+    """Validates the option `mesh`; None for no mesh.
 
-    Raises:
-      ArgumentTypeError: it is not a mesh.
-      AxisError: the mesh has no axis of that name.
+    Raises ArgumentTypeError if it is not a mesh, and AxisError for a missing axis.
     """
     if mesh is None:
         return None

@@ -27,13 +27,7 @@ def of_several_processes(mesh: Any) -> bool:
 
 
 def check_spans(mesh: Any) -> None:
-    """Refuses a mesh of some processes.
-
-    Those would wait for what only all processes can say.
-
-    Raises:
-      UnsupportedError: it is neither of all processes nor of this one alone.
-    """
+    """Rejects a mesh of some of the processes, which would wait for the others."""
     count = jax.process_count()
     if count == 1 or isinstance(mesh, AbstractMesh):
         return
@@ -47,10 +41,9 @@ def check_spans(mesh: Any) -> None:
 
 
 def from_all(x: np.ndarray) -> np.ndarray:
-    """What each process passes here, one after another along a new first axis.
+    """Stacks the arrays that all processes pass along a new first axis.
 
-    All must call it, with arrays of one shape and dtype. Each device holds all
-    that is returned.
+    All of them must call it, with arrays of one shape and dtype.
     """
     if jax.process_count() == 1:
         return x[None]
@@ -61,14 +54,12 @@ def from_all(x: np.ndarray) -> np.ndarray:
 
 @memoized("meshes of the devices of processes", most=1)
 def _by_process() -> tuple[NamedSharding, NamedSharding]:
-    """A part for each process, on its devices; and the whole on all.
-
-    One device of each would do, but programs that use several devices of a process are run in turn,
-    also where devices are CPUs: what is sent meanwhile by another could be taken for this.
-    """
+    """Returns shardings for one part on each process's devices, and for the whole on all."""
     devices: list[list[Any]] = [[] for _ in range(jax.process_count())]
     for device in jax.devices():
         devices[device.process_index].append(device)
+    # Use all devices: programs on several devices of a process run in order, also on CPUs. With one
+    # device each, data that another program sends meanwhile could be taken for this.
     least = min(map(len, devices))
     mesh = Mesh(np.array([own[:least] for own in devices]), ("processes", "devices"))
     return NamedSharding(mesh, PartitionSpec("processes")), NamedSharding(mesh, PartitionSpec())
@@ -83,13 +74,9 @@ def _same(x: Value) -> Any:
 
 
 def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
-    """What other processes must know of arguments with local rows: how many rows there are.
+    """Returns the number of local rows of this process, for the others. -1 if arguments disagree, which other processes must learn as well; empty without local rows.
 
-    -1 where arguments have different numbers of rows, which all processes are to learn: this one
-    would not come to what they wait for. Nothing if no rows are local.
-
-    Raises:
-      UnsupportedError: the call is traced, or other rows have different lengths.
+    Raises UnsupportedError if the call is traced, or other rows have different lengths.
     """
     own = _local(mapped)
     if not own:
@@ -113,17 +100,10 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
 def lanes_of_processes(
     mapped: Sequence[Mapped], numbers: Sequence[Sequence[int]], process: int
 ) -> tuple[list[Mapped], list[range]]:
-    """The arguments, and the lanes of each process; none if no rows are local.
+    """Gives local rows their position among the rows of all processes.
 
-    Arguments with local rows have their rows where these are among those of all.
-
-    Args:
-      mapped: the arguments.
-      numbers: what `own_rows` says on each process.
-      process: which of them this is.
-
-    Raises:
-      AxisError: a process has different numbers of rows.
+    `numbers` holds `own_rows` of each. Returns the arguments, and the lanes of each process (none
+    without local rows). Raises AxisError if arguments of a process disagree.
     """
     own = _local(mapped)
     if not own:
@@ -151,11 +131,11 @@ def _local(mapped: Sequence[Mapped]) -> list[tuple[Mapped, LocalRows, int]]:
 
 
 def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tuple[range, ...]:
-    """The lanes of each shard: each process spreads its own over its own devices.
+    """Returns the lanes of each shard: each process shards its rows over its own devices.
 
-    Raises:
-      UnsupportedError: a shard has devices of several processes.
+    Raises UnsupportedError if a shard has devices of several processes.
     """
+    # Order devices by shard: axes that shard lanes first, in the given order.
     order = [mesh.axis_names.index(name) for name in names]
     order += [i for i in range(mesh.devices.ndim) if i not in order]
     count = int(np.prod([mesh.shape[name] for name in names]))
@@ -169,6 +149,7 @@ def on_own_devices(mesh: Any, names: Sequence[Any], own: Sequence[range]) -> tup
         )
     owners = [ids.pop() for ids in processes]
     lanes = dict(zip(sorted(set(owners)), own, strict=True))
+    # All shards have the same number of slots, given by the fullest.
     each = max(-(-len(r) // owners.count(p)) for p, r in lanes.items())
     left = dict(lanes)
     shards = []
@@ -182,6 +163,7 @@ def _among_all(x: LocalRows, axis: int, ranges: Sequence[range], here: range) ->
     shape = (*x.shape[:axis], ranges[-1].stop, *x.shape[axis + 1 :])
     array, first = x.array, here.start
     if not all(ranges):
+        # A process without rows repeats a row of another one: the last before, or the very first.
         # A process without rows repeats one of another: the last before, or the very first.
         keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
         data = np.asarray(jax.random.key_data(array) if keys else array)
@@ -212,22 +194,13 @@ def call_of_all(
     mapped: Sequence[Mapped],
     options: Mapping[str, Any],
 ) -> Iterator[tuple[list[Mapped], list[range]]]:
-    """A call with `mesh`, which all its processes make, if there are several.
+    """Synchronizes a call with `mesh` among its processes.
 
-    Inside of `jit` nobody knows when it is made.
-
-    Args:
-      mesh: the devices.
-      fun: the function that is batched.
-      arguments: of the call.
-      mapped: those that are mapped.
-      options: those of `vmap` that change what is computed.
-
-    Returns:
-      Inside: what is mapped, with local rows where they are among those of all; and the lanes of
-      each process, where rows are its own, otherwise none.
+    `options` are those of `vmap` that change the computation. Yields the arguments with local rows
+    placed, and the lanes of each process (empty without local rows).
     """
     numbers = own_rows(mesh, mapped)
+    # Inside `jit` the time of the call is unknown, so nothing is checked.
     if not of_several_processes(mesh) or isinstance(mesh, AbstractMesh) or in_jit():
         yield lanes_of_processes(mapped, [numbers], 0)
         return
@@ -246,7 +219,7 @@ def call_of_all(
 
 
 def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:
-    """A line for each leaf; of local rows (axes, by id) processes may have different numbers."""
+    """Yields a line for each leaf. Local rows, by id, may differ in number between processes."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(arguments)
     for (kind, *path), x in leaves:
         name = f"{kind.key}{jax.tree_util.keystr(tuple(path))}"

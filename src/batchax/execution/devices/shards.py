@@ -32,22 +32,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shards:
-    """What the batch axis is sharded over.
+    """Describes how the batch axis is sharded.
 
-    All shards have as many lanes. Where the lanes do not come out even a shard repeats its last;
-    repeated lanes are left out of what lanes are reduced to, and of results.
-
-    Attributes:
-      mesh: a mesh of devices.
-      names: the axes of the mesh that the lanes are spread over.
-      lanes: how many there are.
-      given: the lanes of each shard, where processes have numbers of their own; otherwise the first
-        shards are full.
+    All shards have as many slots; if lanes do not divide evenly, a shard repeats its last lane,
+    which is left out of reductions and results.
     """
 
-    mesh: Any
-    names: tuple[Any, ...]
-    lanes: int
+    mesh: Any  # a mesh of devices
+    names: tuple[Any, ...]  # mesh axes that shard the lanes
+    lanes: int  # their number
+    # by shard, if processes have their own; otherwise the first shards are full
     given: tuple[range, ...] = ()
 
     @property
@@ -56,7 +50,7 @@ class Shards:
 
     @property
     def each(self) -> int:
-        """Number of lanes of a shard, with those that repeat another."""
+        """Returns the number of lanes of a shard, repeated ones included."""
         return max(map(len, self.given), default=-(-self.lanes // self.count))
 
     @functools.cached_property
@@ -66,9 +60,9 @@ class Shards:
 
     @functools.cached_property
     def slots(self) -> np.ndarray:
-        """The lane at each place of all shards: those of a shard, and then the last of them again.
+        """Returns the lane in each slot of all shards.
 
-        A shard of no lanes repeats the last lane before, if there is one.
+        A shard repeats its last lane, or the last one before it if it has none.
         """
         place = np.arange(self.each)
         lanes = [np.minimum(r.start + place, max(r.stop - 1, 0)) for r in self.of_each]
@@ -80,16 +74,16 @@ class Shards:
 
     @property
     def most_repeated(self) -> int:
-        """Number of lanes that repeat another on the shard that has most of these."""
+        """Returns the number of repeated lanes on the shard that has most of them."""
         return self.each - min(map(len, self.of_each))
 
     def own_lanes(self) -> Any:
-        """Inside: the index of this shard's first lane, and that after its last."""
+        """Returns the first lane of this shard, and that after its last, inside ``shard_map``."""
         ends = jnp.asarray([(r.start, r.stop) for r in self.of_each], np.int32)
         return lax.dynamic_index_in_dim(ends, lax.axis_index(self.names), keepdims=False)
 
     def filled_up(self, x: Value, axis: int) -> Any:
-        """From all lanes along `axis` to those of all shards, with lanes that repeat another."""
+        """Maps all lanes along `axis` to the slots of all shards."""
         return _taken(x, self.slots, axis)
 
     def without_repeated(self, x: Value, axis: int) -> Any:
@@ -101,38 +95,36 @@ class Shards:
         return _taken(x, places, axis)
 
     def part_of_this(self, x: Value, axis: int) -> Any:
-        """Inside: this shard's part of what `filled_up` returned."""
+        """Slices this shard's part of the result of `filled_up`, inside ``shard_map``."""
         first = lax.axis_index(self.names) * np.int32(self.each)
         return lax.dynamic_slice_in_dim(x, first, self.each, axis)
 
     def gathered(self, x: Value, axis: int) -> Any:
-        """Inside: the lanes of all shards, on each."""
+        """Gathers the lanes of all shards, inside ``shard_map``."""
         exchange = functools.partial(lax.all_gather, axis_name=self.names, axis=axis, tiled=True)
         return in_parts(exchange, x)
 
     def summed(self, xs: Any) -> Any:
-        """Inside: the sums of a pytree's arrays over all shards."""
+        """Sums the arrays of a pytree over all shards, inside ``shard_map``."""
         return in_parts(lambda xs: lax.psum(xs, self.names), xs)
 
     def spec(self, position: Position) -> PartitionSpec:
-        """How an array with lanes at `position` is sharded; None: the same on every device."""
+        """Returns the spec of an array with lanes at `position`; None: replicated."""
         if position is None:
             return PartitionSpec()
         return PartitionSpec(*inserted((None,) * position, position, self.names))
 
 
 def in_parts(exchange: Callable[[Any], Any], xs: Any) -> Any:
-    """What a linear collective gives of a pytree's arrays: of complex ones, part by part.
-
-    XLA for CPUs ends the process where it compiles an all-reduce or a reduce-scatter, which is the
-    transpose of an all-gather, of a complex number broadcast to an array (JAX 0.10.2 to 0.12.0).
-    """
+    """Applies a linear collective to a pytree, with complex arrays as two real ones."""
+    # XLA for CPUs crashes when it compiles an all-reduce or reduce-scatter (the transpose of an
+    # all-gather) of a complex number broadcast to an array (JAX 0.10.2 to 0.12.0).
     leaves, structure = jax.tree.flatten(xs)
     return structure.unflatten(map(_joined, exchange([_split(x) for x in leaves])))
 
 
 def _split(x: Value) -> Any:
-    """A complex array as a tuple of its real and its imaginary part; others as they are."""
+    """Splits a complex array into its real and imaginary parts."""
     return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
@@ -144,10 +136,9 @@ _CALLBACKS = "pure_callback", "io_callback", "debug_callback", "debug_print"
 
 
 def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
-    """Rejects callbacks where XLA is to distribute the rest of a mesh: JAX cannot lower them.
+    """Raises UnsupportedError for callbacks if XLA partitions other axes of the mesh:
 
-    Raises:
-      UnsupportedError: there is one, and the mesh has axes that lanes are not spread over.
+    JAX cannot lower them.
     """
     types = zip(shards.mesh.axis_names, shards.mesh.axis_types, strict=True)
     others = [name for name, t in types if t != AxisType.Manual and name not in shards.names]
@@ -162,15 +153,14 @@ def check_callbacks(shards: Shards, jaxpr: Jaxpr) -> None:
 
 
 def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
-    """Inside: a program whose traced complex constants enter ``shard_map`` part by part.
-
-    JAX sums their cotangents over the shards as it does those of shared arguments.
-    """
+    """Passes traced complex constants into ``shard_map`` as two real arrays."""
 
     def entered(x: Value) -> Any:
         if not isinstance(x, Tracer):
             return x
         around = jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)
+        # JAX sums their cotangents over the shards, as it does those of shared arguments (see
+        # `in_parts`).
         with _compat.within_trace_of([x]), around:
             x = _split(x)
         return _joined(x)
@@ -179,11 +169,12 @@ def with_shared_in_parts(staged: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _taken(x: Value, indices: np.ndarray, axis: int) -> Any:
-    """`x` at these places along `axis`: slices of what lies together, one after another."""
+    """Takes `x` at these places along `axis`, by slices of consecutive runs."""
     if np.array_equal(indices, np.arange(x.shape[axis])):
         return x
     again = np.ones(len(indices), bool)
     again[np.unique(indices, return_index=True)[1]] = False
+    # A new run begins where indices are not consecutive, or where repetition begins or ends.
     ends = np.flatnonzero((np.diff(indices) != 1) | (np.diff(again) != 0)) + 1
     # A lane that repeats another uses the random keys of that on purpose.
     parts = [
@@ -213,19 +204,10 @@ def on_shards(
     positions: Sequence[Position],
     compiled: bool = True,
 ) -> tuple[list[Any], T]:
-    """Runs a function on each shard of its arguments.
+    """Runs a function on each shard of its arguments, inside ``shard_map``.
 
-    Args:
-      shards: what lanes are sharded over.
-      run: from one shard of each argument to those of the outputs, where the outputs carry the
-        batch axis, and what else it has to say; an output that carries none is the same on all
-        shards.
-      args: the arguments, filled up with lanes that repeat the last one.
-      positions: where they carry the batch axis.
-      compiled: whether it is to be compiled even outside of `jit`.
-
-    Returns:
-      The outputs, and what else `run` said.
+    `run` returns outputs, their batch axes (None: the same on all shards), and details, which are
+    returned too. `compiled`: compiles even outside of `jit`.
     """
     outputs = _compat.Outputs()
 
@@ -258,14 +240,13 @@ def on_shards(
 def find_shards(
     axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
 ) -> Shards | None:
-    """What the lanes are sharded over, if that is known, and if `jaxpr` can run on each shard.
+    """Returns how lanes are sharded, if that is known and `jaxpr` can run on each shard.
 
-    It cannot where it calls ``jax.shard_map`` itself, for one lane, with all devices of a mesh.
-
-    The types of arrays say so where the mesh has axes of type Explicit; arrays outside
-    of ``jit`` know; or the user said so, by `spmd_axis_name`, for a mesh that is set.
+    Types say so for mesh axes of type Explicit, arrays outside of ``jit`` do, or `spmd_axis_name`
+    for a mesh that is set.
     """
     shards = _find_shards(axis, args, positions)
+    # A function that calls ``jax.shard_map`` itself, for one lane, needs all devices of its mesh.
     return None if shards is None or _needs_all_devices(jaxpr, shards.names) else shards
 
 
@@ -284,12 +265,12 @@ def _find_shards(axis: Axis, args: Sequence[Value], positions: Sequence[Position
 
 
 def sharding_of(x: Value) -> Any:
-    """How an array is sharded, as far as that is known: of a traced one, what its type tells."""
+    """Returns the sharding of an array, if known: of a traced one, that in its type."""
     return getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None)
 
 
 def _shards(sharding: Any, position: Position) -> tuple[Any, ...]:
-    """The names of the mesh axes that axis `position` is sharded over."""
+    """Returns the mesh axes that axis `position` is sharded over."""
     if position is None or not isinstance(sharding, NamedSharding):
         return ()
     entry = sharding.spec[position] if position < len(sharding.spec) else None
@@ -307,7 +288,7 @@ def _counted(mesh: Any, names: tuple[Any, ...], size: int) -> Shards | None:
 
 
 def _needs_all_devices(jaxpr: Jaxpr, names: Collection[Any]) -> bool:
-    """Whether a program inside ``shard_map`` over `names` could not call it as it does."""
+    """Returns whether a ``shard_map`` inside could not run within one over `names`."""
     return any(
         not isinstance(eqn.params["mesh"], AbstractMesh)
         or not eqn.params["newly_manual_axes"].isdisjoint(names)
@@ -323,11 +304,10 @@ def _shard_maps(jaxpr: Jaxpr) -> Iterator[Any]:
 def lanes_for_all(
     axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
 ) -> tuple[int, list[Any]]:
-    """For lanes that are not run on shards, though they may be sharded.
+    """Prepares possibly sharded lanes that do not run on shards.
 
-    Returns:
-      The number of devices that each ``shard_map`` in `jaxpr` spreads lanes over, by
-      `spmd_axis_name`; and the arguments, so that any lanes can be sliced from them.
+    Returns the number of devices that each ``shard_map`` in `jaxpr` shards lanes over by
+    `spmd_axis_name`, and arguments from which any lanes can be sliced.
     """
     parts = {
         math.prod(eqn.params["mesh"].shape.get(name, 1) for name in axis.spmd_name or ())
@@ -346,11 +326,9 @@ def typed_mesh(x: Value) -> Any:
 
 
 def check_shared(args: Sequence[Value], consts: Sequence[Value]) -> None:
-    """Rejects what the function uses for every lane and a shard cannot be given.
+    """Raises UnsupportedError for shared values that cannot be passed to a shard.
 
-    Args:
-      args: arguments that are not mapped.
-      consts: what the function closes over.
+    `args` are unmapped arguments, and `consts` the values that the function closes over.
     """
     for x in (*args, *consts):
         sharding: Any = getattr(jax.typeof(x), "sharding", None)
