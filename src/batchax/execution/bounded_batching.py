@@ -325,8 +325,7 @@ def _masked(
         return plan_masking(jaxpr, at, needed, mine, may_take_mask=False)
 
     plain, safe = plan(body, False), plan(guarded, True)
-    # The last program is the one whose steps are counted. What a sweep recomputes is not.
-    # What a sweep recomputes are no steps of it.
+    # The last program is the one whose steps are counted, not those that a sweep recomputes.
     counts = recording.uncounted if i < len(loop.steps) - 1 else nullcontext
     step = made(_masked_step(axis, body, positions, plain, counts))
     if guarded is body and safe == plain:
@@ -341,7 +340,7 @@ def _masked_step(
     plan: MaskPlan,
     counts: Callable[[], AbstractContextManager[None]],
 ) -> Step:
-    """A step of the active lanes; the others keep their carry, and return zeros."""
+    """Builds a step of the active lanes. The others keep their carry, and return zeros."""
 
     calls = is_seen(program)
     if calls:

@@ -209,7 +209,7 @@ class _Derivative:
         return list(pull([*cts, *ct_ys]))
 
     def needed(self) -> list[int]:
-        """Lists the values of the carry that a sweep needs, for a reverse step or to recompute them.
+        """Lists values of the carry that a sweep needs, for a reverse step or to recompute them.
 
         Counters and arrays that are only written to are not among them.
         """

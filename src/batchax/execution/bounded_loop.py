@@ -248,7 +248,7 @@ class Stack(NamedTuple):
         return end, place_of, self._replace(numbers=numbers, height=height)
 
     def run(self, number: Any) -> Any:
-        """Counts the carries on top after `number` steps, one step less, and so on without a gap."""
+        """Counts the carries on top after `number` steps, one less, and so on without a gap."""
         i = jnp.arange(len(self.order), dtype=np.int32)
         # In a run without gaps, the number minus the position in the stack is constant.
         in_run = (i < self.height) & (self.numbers - i == number - self.height + _ONE)

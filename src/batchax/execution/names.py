@@ -195,7 +195,7 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
 
 
 def _distinct(outs: Sequence[Value], xs: Sequence[Value]) -> list[Any]:
-    """Copies values that are inputs, constants, or repeated, so that each is a distinct variable."""
+    """Copies values that are inputs, constants, or repeated, to distinct variables."""
     # The variables are renamed to the results that they stand for.
     seen = set(map(id, xs))
     distinct = []

@@ -136,7 +136,7 @@ def run_whole(axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:
 def find_cuts(
     axis: Axis, eqns: Sequence[Eqn], loops: Collection[int]
 ) -> tuple[list[Any], set[Any], list[Any]]:
-    """Returns the first collectives over `axis`, the variables that depend on them, and the equations that do not.
+    """Returns the first collectives over `axis`, what depends on them, and equations that do not.
 
     `loops` holds ids of loops that need all lanes as well.
     """
@@ -413,7 +413,10 @@ class _Chunk:
     def interpret(
         self, width: int, start: Any, xs: Sequence[Value]
     ) -> tuple[list[Any], list[Position], Any, Any]:
-        """Returns the targets for `width` lanes, their batch axes, the lane indices if used, and a mask of real lanes, None if all are."""
+        """Returns the targets for `width` lanes, and their batch axes.
+
+        Also the lane indices if used, and a mask of real lanes, None if all are.
+        """
         chunk = dict(size=width, name=None, mesh_axis=None, bodies=None)
         # In a loop, costs that recur at each step count more than those paid once.
         in_loop = self.lanes.axis.in_loop or LOOP_STEPS * (not self.lanes.are_one_chunk)

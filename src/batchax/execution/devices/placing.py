@@ -264,8 +264,6 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
     def _(primals: Any, tangents: Any) -> Any:
         # Ties are only known if the values of all shards are in one array: the compiler may
         # recompute what it compares, with another last bit.
-        # Only where all shards' values are in one array it is known which of them are equal: a
-        # compiler may compute what it compares again, with another last bit.
         return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
 
     return extreme(x)

@@ -74,9 +74,10 @@ def _same(x: Value) -> Any:
 
 
 def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
-    """Returns the number of local rows of this process, for the others. -1 if arguments disagree, which other processes must learn as well; empty without local rows.
+    """Returns the number of local rows of this process, for the others.
 
-    Raises UnsupportedError if the call is traced, or other rows have different lengths.
+    It is -1 if arguments disagree, which other processes must learn, too, and empty without local
+    rows. Raises UnsupportedError if the call is traced, or other rows have different lengths.
     """
     own = _local(mapped)
     if not own:
