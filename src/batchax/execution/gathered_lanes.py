@@ -32,7 +32,6 @@ def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = Fal
         count = lax.reduce_sum(lax.convert_element_type(mask, np.int32), (0,))
         return lax.convert_element_type(count, dtype)
     # On a CPU a sum is several operations, each to be compiled, and a dot is one.
-    # A processor is given several operations for a sum, each to be compiled, but one for this.
     ones = lax.convert_element_type(active, np.float32)
     return lax.convert_element_type(lax.dot(ones, ones), dtype)
 

@@ -177,8 +177,6 @@ def fitting_chunk(
     def choose() -> BatchSizeChoice:
         # Processes that choose differently would deadlock, so they decide by the process with the
         # least memory.
-        # Processes that would choose otherwise than others would wait for them forever. So what
-        # the choice is made by is that of the process that has least room.
         most = functools.partial(_most_of_all, auto.program) if auto.together else list
         (over,) = most([-(free_memory() if auto.limit is None else auto.limit)])
         limit = -over

@@ -121,7 +121,6 @@ class Differing(NamedTuple):
 def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
     """Computes which results of a jaxpr differ, from which of its inputs do."""
     # Loops around a loop ask for it, and ask again where it is cut out: hence the cache.
-    # Asked of each loop by all that are around it, and again where these are cut.
     return _differing(jaxpr, tuple(inputs))
 
 

@@ -91,7 +91,6 @@ def batch_inner(
     out_axes = anywhere if out_axes is ANYWHERE else tuple(out_axes)
     key = (axis, in_axes, varying, lanes_vary_over(axis), read)
     built, context = _memory()
-    # It may have them where they are wanted.
     # A program that was built for any placement may already have the axes that are asked for.
     fits = built.find(((key, anywhere), context), owner=body)
     if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(out_axes, fits[1], strict=True)):

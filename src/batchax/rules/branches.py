@@ -52,15 +52,15 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
 
 
 def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
-    """Every branch, for all lanes; each lane selects the results of its own."""
+    """Runs every branch for all lanes, which then select the results of theirs."""
     branches, index = parting.programs, parting.index
-    # A branch may be told which lanes took it, unless lanes meet in it.
+    # A branch may take the mask of its lanes, unless lanes synchronize in it.
     apart = not any(hazards(branch.jaxpr).collective for branch in branches)
     updated = updated_operands(branches) if apart else {}
     operands, positions, results = list(parting.operands), list(parting.positions), []
     if updated:
-        # An index read from an array that is written to below has to be read before: XLA would
-        # rather read it again, from a copy.
+        # An index read from an array that is updated below must be read before: otherwise XLA reads
+        # it later, from a copy of the array.
         index = lax.optimization_barrier(index)
     for i, branch in enumerate(branches):
         operands = after_branches(branches[:i], results, branch, operands)
@@ -75,16 +75,12 @@ def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
 def after_branches(
     branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Value]
 ) -> list[Any]:
-    """The operands for one more branch, which must not run at once with those before it.
+    """Orders one more branch after those before it, if both call libraries.
 
-    It must not if both call libraries, whose threads may then wait for each other (`in_turn`).
-
-    Args:
-      branches: those before it.
-      results: what they returned; replaced by the same, of which reverse mode keeps the order.
-      branch: the one to run.
-      operands: what it is given.
+    Returns its operands. `results` are replaced by the same values, through which reverse mode
+    keeps the order.
     """
+    # Threads of two library calls at once may wait for each other (see `in_turn`).
     last = next((i for i in range(len(branches) - 1, -1, -1) if calls_library(branches[i])), None)
     if last is None or not calls_library(branch):
         return list(operands)
@@ -96,7 +92,7 @@ def after_branches(
 def _common_branch(
     axis: Axis, index: Any, operands: Any, positions: Any, branches: Any, params: Any
 ) -> PlacedOutputs:
-    """All lanes take the same branch: a `cond` of batched branches."""
+    """Batches a `cond` whose index all lanes share: a `cond` of batched branches."""
     recording.note(divergence="together")
 
     def batch(i: int, places: Any = ANYWHERE) -> Any:
@@ -104,8 +100,8 @@ def _common_branch(
             return batch_inner(axis, branches[i], positions, places, varying_of(operands))
 
     batched = [batch(i) for i in range(len(branches))]
-    # All branches must return an output alike: with its batch axis where the first that has one has
-    # it. Those that do not are batched again.
+    # All branches must return an output alike: with its batch axis where the first branch that has
+    # one puts it. The others are batched again.
     out_axes = [
         next((a for a in axes if a is not None), None)
         for axes in zip(*(axes for _, axes in batched), strict=True)
@@ -115,6 +111,7 @@ def _common_branch(
         program if list(axes) == out_axes else batch(i, places)[0]
         for i, (program, axes) in enumerate(batched)
     ]
+    # Inside ``shard_map`` results must vary over the same mesh axes, too.
     programs = tuple(returning_alike(programs))
     return cond_p.bind(index, *operands, branches=programs, **params), out_axes
 
@@ -129,13 +126,14 @@ def one_branch(
     updated: Mapping[int, int] = types.MappingProxyType({}),
     surely: bool = False,
 ) -> PlacedOutputs:
-    """What branch `i` returns, for all lanes; those that did not take it may hold anything.
+    """Runs branch `i` for all lanes.
 
-    But in the results `updated` they hold the operand that is named there. With `surely` some lane
-    takes it, and nobody is asked for one.
+    Lanes that did not take it get arbitrary results, except for the results `updated`, which keep
+    the operand named there. `surely`: some lane takes it, so the branch is not skipped.
     """
     taken = lambda: lax.eq(index, np.asarray(i, index.dtype))
     active, mine = None, frozenset[int]()
+    # A branch with callbacks or checks takes the mask as its first operand.
     if is_seen(branch):
         branch, active, mine = with_active(axis, branch), taken(), frozenset({0})
         operands, positions = [active, *operands], [0, *positions]
@@ -149,6 +147,7 @@ def one_branch(
     own = frozenset(updated.values())
     plan = plan_masking(jaxpr, positions, differentiable, own | mine, updates=bool(updated))
     skippable = plan.skippable and not surely
+    # Masked lanes do no harm in this branch, and it is cheap enough not to be skipped.
     if plan.runs_as_it_is and not (skippable or written):
         return interpret(axis, jaxpr, branch.consts, operands, positions)
 
@@ -166,7 +165,7 @@ def one_branch(
         return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
     outs, out_axes = run_masked(active, run, operands, positions, plan, written)
-    # An operand that a branch hands on as it is need be neither protected nor computed.
+    # An operand that a branch returns unchanged need not be protected or computed.
     inputs = dict(zip(jaxpr.invars, zip(operands, positions, strict=True), strict=True))
     placed = [
         inputs.get(v, placed) if not isinstance(v, Literal) else placed
@@ -183,9 +182,9 @@ def _if_any(
     positions: list[Position],
     kept: Mapping[int, int],
 ) -> PlacedOutputs:
-    """The branch if some lane takes it; zeros, which no lane will select, if none does.
+    """Runs the branch if some lane takes it.
 
-    Results in `kept` are then the operands named there.
+    Otherwise results are zeros, or the operands in `kept`.
     """
     operands, positions = list(operands), list(positions)
     for operand in kept.values():
@@ -207,14 +206,11 @@ def select_results(
     results: Sequence[PlacedOutputs],
     updated: Collection[int] = (),
 ) -> PlacedOutputs:
-    """For each lane the results of its own branch; the last branch has those `updated` of all.
-
-    What a branch keeps for its derivative the others leave unwritten: what they hold there nobody
-    reads. So nothing is selected there, and weights that all lanes share are handed on as such. But
-    what is computed number by number others are given zeros for: the compiler computes it for those
-    lanes alone that select it, and so for those that took the branch.
-    """
+    """Selects for each lane the results of its branch. The last branch holds those `updated`."""
     indices: dict[Any, Any] = {}  # the index, repeated to a shape
+    # Memory that a branch leaves unwritten (residuals of other branches) is never read, so nothing
+    # is selected there, and shared weights stay shared. For fused elementwise results zeros are
+    # selected instead: XLA then computes them only for the lanes that took the branch.
     blank = list(map(_unwritten, branches))
     fused = frozenset().union(*map(_number_by_number, branches)) if any(blank) else frozenset()
 
@@ -241,16 +237,14 @@ def select_results(
 
 
 def _short(x: Value) -> bool:
-    """Whether it is a matrix of rows so short that products with it have their lanes last.
-
-    In a loop, gradients of each lane with respect to it then read across lanes what the products
-    were of, which takes longer than to copy it: 2.5 times of `jax.vmap`, for rows of 24.
-    """
+    """Returns whether it is a matrix of rows so short that its products have lanes last."""
+    # In a loop, gradients of each lane by a shared matrix then read across lanes, which takes
+    # longer than a copy of it: 2.5x the time of `jax.vmap` for rows of 24.
     return np.ndim(x) > 1 and min(np.shape(x)[-2:]) < _SHORT
 
 
 def _number_by_number(branch: Any) -> frozenset[int]:
-    """Which results of a branch are part of a loop of the compiler with what selects them."""
+    """Returns which results of a branch XLA fuses with the selection."""
 
     def fused(eqn: Eqn) -> bool:
         facts = facts_of(eqn.primitive)
@@ -262,11 +256,12 @@ def _number_by_number(branch: Any) -> frozenset[int]:
 
 
 def _unwritten(branch: Any) -> frozenset[int]:
-    """Which results of a branch are memory that nothing was written to."""
+    """Returns which results of a branch are uninitialized memory."""
     made = {v: eqn for eqn in branch.jaxpr.eqns for v in eqn.outvars}
 
     def unwritten(v: Any) -> bool:
         eqn = None if isinstance(v, Literal) else made.get(v)
+        # The broadcast of such memory to all lanes is uninitialized, too.
         if eqn is not None and eqn.primitive is lax.broadcast_in_dim_p:
             return unwritten(eqn.invars[0])
         return eqn is not None and eqn.primitive.name in _UNWRITTEN
@@ -279,9 +274,10 @@ _SHORT = 32
 
 
 def _same(x: Value, y: Value) -> bool:
-    """Whether two branches return the same operand, or the same number."""
+    """Returns whether two branches return the same operand, or the same number."""
     if x is y:
         return True
     if not all(isinstance(v, (bool, int, float, complex, np.generic)) for v in (x, y)):
         return False
+    # By bytes, as -0.0 equals 0.0, and NaN does not equal itself.
     return np.asarray(x).tobytes() == np.asarray(y).tobytes()

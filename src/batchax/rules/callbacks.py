@@ -39,18 +39,18 @@ lane_calls_p = declare("lane_calls")
 
 
 def calls_host(eqn: Eqn) -> bool:
-    """Whether an equation has a host callback for a lane: not only to tell how far a loop is."""
+    """Returns whether an equation has a host callback, other than for progress."""
     return bool(calls_in(eqn))
 
 
 def is_seen(program: Any) -> bool:
-    """Whether it can be seen for which lanes a program runs: it has a host callback, or checks."""
+    """Returns whether it is visible for which lanes a program runs, by callbacks or checks."""
     eqns = getattr(program, "jaxpr", program).eqns
     return any(calls_host(eqn) or _compat.checks(eqn.effects) for eqn in eqns)
 
 
 def calls_in(eqn: Eqn) -> list[Any]:
-    """The equations in one, be it that itself, that call the host themselves."""
+    """Lists the equations in one, possibly itself, that call the host directly."""
     if not _compat.calls_back(eqn.effects):
         return []
     programs = programs_inside(eqn)
@@ -60,13 +60,7 @@ def calls_in(eqn: Eqn) -> list[Any]:
 
 
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
-    """`program`, which has a host callback, and checks, if `active` only: one more operand, the
-    first.
-
-    Args:
-      axis: the axis being mapped.
-      program: a program of one example.
-    """
+    """Adds a first operand `active` to `program`, whose callbacks and checks then depend on it."""
 
     def run(active: Any, *xs: Any) -> list[Any]:
         return _evaluate(axis, program, xs, active)
@@ -85,7 +79,7 @@ def _evaluate(
 
 
 def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[Any]:
-    """The results of an equation of one example, which can be seen if `active` only."""
+    """Evaluates an equation of one example, whose callbacks and checks require `active`."""
     calls, name = calls_host(eqn), eqn.primitive.name
     if not (calls or _compat.checks(eqn.effects)):
         return bind_equation(eqn, xs)
@@ -98,28 +92,23 @@ def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[
         programs = [with_active(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [active])
     if eqn.primitive is lane_calls_p:
+        # The lanes that call are those active in both masks.
         also = lax.bitwise_and(xs[0], lax.broadcast(active, np.shape(xs[0])))
         return bind_equation(eqn, [also, *xs[1:]])
     return call_if(eqn, xs, active) if calls else bind_equation(eqn, xs)
 
 
 def failures(err_tree: Any, **_: Any) -> int:
-    """How many operands of a runtime check say whether it failed: the first ones."""
+    """Returns how many operands of a runtime check are flags that it failed: the first ones."""
     return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
 
 
 def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) -> Sequence[Any]:
-    """The results of an equation that has a host callback, if the lane is active; else zeros.
+    """Evaluates an equation with a host callback if the lane is active; zeros otherwise.
 
-    Args:
-      eqn: the equation, of a program of one example.
-      operands: its operands.
-      active: a boolean scalar.
-      lane: the index of the lane among all lanes, negative for one that does not count. What is
-        the same for all lanes is called once then, for the first of all.
-
-    Raises:
-      UnsupportedError: the equation holds a collective, too.
+    `lane` is the index among all lanes, negative for one that does not count: calls that all lanes
+    share are then made once, for the first one. Raises UnsupportedError if the equation also holds
+    a collective.
     """
     program = _compat.stage(lambda *xs: bind_equation(eqn, xs), [v.aval for v in eqn.invars])
     if hazards(program.jaxpr).collective:
@@ -138,13 +127,14 @@ def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) 
 def _run(
     active: Any, *operands: Any, program: Any, shared: Sequence[bool], placed: bool
 ) -> list[Any]:
-    """What `lane_calls_p` does: calls for the active lanes, one after another."""
+    """Makes the calls of the active lanes, one after another."""
     if placed:
         active = lax.bitwise_and(active, lax.ge(operands[0], np.int32(0)))
     xs, shape = operands[placed:], np.shape(active)
     nothing = returning_zeros(tuple(program.in_avals), tuple(program.out_avals))
     *xs, active = _compat.varying_alike([*xs, active])
 
+    # A `cond` rather than a mask, as a call cannot be undone.
     def one_lane(active: Any, xs: Sequence[Value]) -> list[Any]:
         index = lax.convert_element_type(active, np.int32)
         return cond_p.bind(index, *xs, branches=(nothing, program))
@@ -157,6 +147,7 @@ def _run(
         mine = [x if s else next(own) for x, s in zip(xs, shared, strict=True)]
         return None, one_lane(active, mine)
 
+    # Several batch axes are collapsed into one scan, which keeps calls in order.
     depth = len(shape)
     in_a_row = lambda x: lax.collapse(lanes_together(x), 0, depth)
     rows = [in_a_row(x) for x, s in zip(xs, shared, strict=True) if not s]
@@ -199,7 +190,7 @@ def _batched(
 def _for_the_first(
     axis: Axis, args: Any, axes: Any, how: dict[str, Any]
 ) -> tuple[list[Any], Sequence[Position]]:
-    """A call that all lanes have in common, where this may be a part of the lanes only."""
+    """Makes a call that all lanes share, in what may be one chunk of the lanes."""
     program: ClosedJaxpr = how["program"]
     if program.out_avals:
         eqn = program.jaxpr.eqns[-1]
@@ -211,6 +202,7 @@ def _for_the_first(
         )
     active, lane, *xs = args
     first = lax.eq(move_axis(lane, axes[1], 0), np.int32(0))
+    # Only the chunk with lane 0 makes the call.
     here = lax.bitwise_and(active, lax.reduce_or(first, (0,)))
     return lane_calls_p.bind(here, *xs, **{**how, "placed": False}), []
 
@@ -267,7 +259,7 @@ def returning_zeros(
     out_avals: tuple[Aval, ...],
     kept: tuple[tuple[int, int], ...] = (),
 ) -> ClosedJaxpr:
-    """A program of these types that returns zeros, and an operand for each result in `kept`."""
+    """Traces a program of these types that returns zeros, or an operand for results in `kept`."""
     handed_on = dict(kept)
 
     def zero(aval: Aval) -> Any:
@@ -326,8 +318,8 @@ def _by_method(primitive: _compat.Primitive) -> None:
 
 
 def _with_lanes(axis: Axis, args: Any, axes: Any, method: str, aliases: Any) -> list[Any]:
-    """Operands with the batch axis first, as `method` wants those that have none."""
-    # An operand that becomes an output must have the size of that: it gets the axis in any case.
+    """Moves the batch axis to the front; operands without one are treated as `method` says."""
+    # An operand that aliases an output must have its size, so it gets the axis in any case.
     overwritten = {operand for operand, _ in aliases}
     out = []
     for i, (x, a) in enumerate(zip(args, axes, strict=True)):
@@ -349,7 +341,7 @@ def _with_lane_types(
     output_layouts: Any = None,
     **_: Any,
 ) -> dict[str, Any]:
-    """The parameters that describe operands and results, with a leading batch axis."""
+    """Adds a leading batch axis to the parameters that describe operands and results."""
     types = dict(result_avals=tuple(unmapped_aval(axis.size, 0, aval) for aval in result_avals))
     if output_layouts is not None:
         all_gain = method != "legacy_vectorized"
@@ -362,7 +354,7 @@ def _with_lane_types(
 
 
 def _outermost(layout: Any) -> Any:
-    """A minor-to-major layout with a leading batch axis, which varies slowest."""
+    """Adds a leading batch axis, which varies slowest, to a minor-to-major layout."""
     return None if layout is None else (*(dim + 1 for dim in layout), 0)
 
 
@@ -374,7 +366,7 @@ def _callee(params: dict[str, Any]) -> str:
 
 
 def _lane_by_lane(primitive: _compat.Primitive) -> None:
-    """Registers `primitive`, which has effects, as running once for each lane in order."""
+    """Registers `primitive`, which has effects, to run once for each lane in order."""
 
     @register_rule(primitive)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
@@ -383,7 +375,7 @@ def _lane_by_lane(primitive: _compat.Primitive) -> None:
 
 
 def _on_the_batch(primitive: _compat.Primitive) -> None:
-    """Registers `primitive`, which looks at a value and has no results."""
+    """Registers `primitive`, which inspects a value and has no results."""
 
     @register_rule(primitive)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
@@ -392,12 +384,13 @@ def _on_the_batch(primitive: _compat.Primitive) -> None:
 
 
 def _check(primitive: _compat.Primitive) -> None:
-    """Registers the primitive of ``checkify.check``: the first lane that fails is reported."""
+    """Registers ``checkify.check`` to report the first lane that fails."""
 
     @register_rule(primitive)
     def rule(
         axis: Axis, args: Any, axes: Any, /, *, err_tree: Any, **params: Any
     ) -> tuple[Any, Any]:
+        # Without lanes, no check can fail.
         if axis.size == 0:
             return [], []
         args = [x if a is None else move_axis(x, a, 0) for x, a in zip(args, axes, strict=True)]

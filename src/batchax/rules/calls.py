@@ -39,10 +39,9 @@ calls_library = Anywhere(lambda eqn: facts_of(eqn.primitive).library).in_program
 
 
 def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Both as they are, but what is computed of `second` is computed after `first`.
+    """Orders the computation of `second` after `first`; the values stay the same.
 
-    Derivatives in reverse are computed in reverse order. Only floats and complex numbers are
-    made to wait.
+    Reverse mode computes derivatives in reverse order. Only inexact values wait.
     """
     before = [i for i, x in enumerate(first) if isinstance(x, jax.Array) and is_inexact(x)]
     after = [i for i, x in enumerate(second) if isinstance(x, jax.Array) and is_inexact(x)]
@@ -55,11 +54,9 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], lis
 
 
 def zero_after(values: Sequence[Value]) -> Any:
-    """An int32 zero that is computed from the first entry of each of `values`.
-
-    A 32-bit number has 32 bits that are set at most, which is less than 2**6: their count shifted
-    by six bits is zero. Compilers do not know, and so they cannot leave the computation out.
-    """
+    """Computes an int32 zero from the first entry of each of `values`."""
+    # At most 32 bits of a 32-bit number are set, fewer than 2**6, so their count shifted by six
+    # bits is zero. XLA does not know that, so it cannot remove the computation.
     zero = np.int32(0)
     for x in values:
         aval = jax.typeof(x)
@@ -81,9 +78,10 @@ def _bind(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[
 
 
 def _wait(*xs: Any, count: int) -> list[Any]:
-    """What `in_turn_p` stands for."""
     first, second = xs[:count], xs[count:]
 
+    # On a CPU, a select on a value computed from `first` is a data dependency that XLA keeps.
+    # Elsewhere no library has the problem.
     def on_processor(first: Any, second: Any) -> list[Any]:
         come = lax.eq(zero_after(first), np.int32(0))
         return [lax.select(come, x, lax.full_like(x, 0)) for x in second]
@@ -100,7 +98,7 @@ def _wait(*xs: Any, count: int) -> list[Any]:
 
 
 def _apart(xs: Sequence[Value], count: int) -> tuple[list[Any], list[Any]]:
-    """The values on both sides that are no symbolic zeros."""
+    """Splits values that are not symbolic zeros into both sides."""
     there = [type(x) is not ad.Zero for x in xs]
     return (
         [x for x, t in zip(xs[:count], there[:count], strict=True) if t],
@@ -117,6 +115,7 @@ def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, count: int) -> 
 
 def _transpose(cotangents: Sequence[Value], *operands: Any, count: int) -> list[Any]:
     first, second = _apart(cotangents, count)
+    # In reverse mode, `first` waits for `second`.
     second, first = _bind(second, first)
     computed = iter([*first, *second])
     return [ct if type(ct) is ad.Zero else next(computed) for ct in cotangents]
@@ -179,7 +178,7 @@ for _name in CALLS:
 def _inside(
     axis: Axis, body: ClosedJaxpr, place: Place | None
 ) -> tuple[Axis, tuple[bool, ...] | None]:
-    """The axis for the body of a call, and which results are read, if that decides how it runs."""
+    """Returns the axis for the body of a call, and which results are read, if that matters."""
     if place is None or not chooses.in_program(body):
         return axis, None
     if axis.small_matrices == "auto" and _compat.name_within_jax(body.jaxpr) in _UNIQUE:
@@ -188,8 +187,8 @@ def _inside(
     return axis, run.reads(eqn)
 
 
-# Functions of JAX whose results are unique, although the vectors that they read are not. JAX
-# differentiates them by rules in which no vectors are.
+# Functions of JAX whose results are unique although the vectors they use are not. JAX
+# differentiates them by rules that do not involve vectors.
 _UNIQUE = frozenset({"_pinv"})
 
 
@@ -208,6 +207,7 @@ def _jit(
     body, out_axes = batch_inner(inner, jaxpr, axes, varying=varying_of(args), read=read)
     for which, positions in (("in", axes), ("out", out_axes)):
         shardings, layouts = f"{which}_shardings", f"{which}_layouts"
+        # Shardings and layouts have an entry for each dimension, so the batch axis needs one.
         params[shardings] = tuple(
             batched_sharding(axis, s, position)
             for s, position in zip(params[shardings], positions, strict=True)
@@ -262,9 +262,9 @@ def _custom_vmap(
 
 
 def _closed_over(inputs: Any) -> Any:
-    """What of `inputs` the function closes over: (closed_over, arguments) is their form.
+    """Returns the part of `inputs` that is closed over, of the form (closed_over, arguments).
 
-    Of a differentiated function it is (primals, tangents), each of that form.
+    A differentiated function has (primals, tangents) of that form.
     """
     first, second = inputs
     return first if isinstance(first, list) else [_closed_over(first), _closed_over(second)]
@@ -292,6 +292,7 @@ def _linear_call(
         return eval_jaxpr(batched.jaxpr, batched.consts, *residuals, *linear)
 
     def transpose(residuals: Any, cotangents: Any) -> list[Any]:
+        # The transpose is traced later, where the axis name is out of scope.
         with _compat.named_scope(axis.name, axis.size):
             body, consts = transpose_thunk()
         consts, const_axes = captured.values(consts)
@@ -329,6 +330,7 @@ def _remat_opt(
     forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
     (forward,), consts = _compat.hoist_constants(forward)
 
+    # JAX asks for the function only if its derivative is not taken, possibly several times.
     @functools.cache
     def function() -> tuple[Any, Sequence[Any]]:
         body = _compat.close(*fun_jaxpr_thunk())

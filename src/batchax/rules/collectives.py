@@ -22,14 +22,14 @@ from batchax.kernel.registry import register_rule
 
 
 def take(x: Value, lanes: np.ndarray, position: int) -> Any:
-    """The entries `lanes`, an array known in advance, of axis `position`."""
+    """Takes the constant entries `lanes` along axis `position`."""
     if lanes.ndim == 1 and np.array_equal(lanes, np.arange(x.shape[position])):
         return x
     return jnp.take(x, lanes, axis=position, mode="clip")
 
 
 def times(x: Value, count: Any) -> Any:
-    """`count` copies of `x` added up, in the dtype and weak type of `x`."""
+    """Multiplies `x` by `count` in its dtype, as a sum of that many copies."""
     dtype = jnp.result_type(x)
     if jax.typeof(x).weak_type and isinstance(count, int):
         return lax.mul(x, dtype.type(count).item())
@@ -38,7 +38,7 @@ def times(x: Value, count: Any) -> Any:
 
 
 class Groups:
-    """Lanes in groups that a collective keeps apart (``axis_index_groups``)."""
+    """Describes groups of lanes that a collective keeps separate (``axis_index_groups``)."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self.lanes = tuple(map(tuple, groups))
@@ -46,19 +46,18 @@ class Groups:
         self.equal = len(set(self.sizes)) == 1
         self._in_order = np.array([lane for group in self.lanes for lane in group], np.int32)
         self._back = np.argsort(self._in_order).astype(np.int32)
-        # Of each lane: its group, and its place within the group.
+        # For each lane its group, and its position in the group.
         self.of_lane = np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)[self._back]
         self.place_of_lane = np.concatenate([np.arange(n) for n in self.sizes])[self._back]
 
     def split(self, x: Value, position: int) -> Any:
-        """`x` with its lanes at `position` as two axes: group, and place in the group."""
+        """Splits the lanes at `position` into two axes: group, and position in the group."""
         x = take(x, self._in_order, position)
         shape = list(x.shape)
         shape[position : position + 1] = [len(self.lanes), self.sizes[0]]
         return lax.reshape(x, shape)
 
     def merge(self, x: Value, position: int) -> Any:
-        """The reverse of `split`."""
         shape = list(x.shape)
         shape[position : position + 2] = [len(self._back)]
         return take(lax.reshape(x, shape), self._back, position)
@@ -67,14 +66,14 @@ class Groups:
 def split_names(
     axis: Axis, names: Sequence[Hashable]
 ) -> tuple[tuple[Hashable, ...], tuple[Hashable, ...]]:
-    """The names before and after that of `axis`, which count lanes slower and faster."""
+    """Splits names around that of `axis`: those that count lanes slower, and faster."""
     names = tuple(names)
     at = names.index(axis.name)
     return names[:at], names[at + 1 :]
 
 
 def axis_size(names: Sequence[Hashable]) -> int:
-    """Number of lanes over axes outside the one being mapped; 1 over none."""
+    """Returns the number of lanes over outer axes; 1 for none."""
     return lax.axis_size(tuple(names)) if names else 1
 
 
@@ -87,11 +86,9 @@ def over_all_lanes(
     params: dict[str, Any],
     name_param: str,
 ) -> tuple[Any, Position]:
-    """A collective over our axis and others that does not come apart into one for each.
-
-    Everything is gathered from the other axes, `rule` runs on the lanes of all
-    axes as if they were one, and each keeps its own part of the result.
-    """
+    """Runs a collective over this axis and others that does not split into one for each."""
+    # Gather the lanes of the other axes, run `rule` on all lanes as one axis, and keep the part of
+    # this lane.
     before, after = split_names(axis, names)
     x = axis_to_front(axis, x, position)
     example = x.shape[1:]
@@ -158,6 +155,7 @@ def _reducing_collective(
         if groups is not None:
             return _reduce_groups(x, position, Groups(groups), reduce, adds_up)
         if position is not None:
+            # A reduction splits: first over this axis here, then over the others.
             x = reduce(x, (*shift_dims(dims, position), position))
         else:
             x = reduce(x, dims) if dims else x
@@ -168,12 +166,13 @@ def _reducing_collective(
 def _reduce_groups(
     x: Value, position: Position, groups: Groups, reduce: Callable[..., Any], adds_up: bool
 ) -> tuple[Any, Position]:
-    """The reduction over the group of each lane."""
+    """Reduces over the group of each lane."""
     if position is None and groups.equal:
         return (times(x, groups.sizes[0]) if adds_up else x), None
     if position is None:
         if not adds_up:
             return x, None
+        # Groups of different sizes: the sum of equal values depends on the lane.
         sizes = np.array(groups.sizes)[groups.of_lane].reshape(-1, *(1,) * np.ndim(x))
         return times(lax.expand_dims(x, (0,)), sizes), 0
     if groups.equal:
@@ -190,6 +189,7 @@ def _cast(primitive: _compat.Primitive) -> None:
         axis: Axis, args: Any, positions: Any, /, *, axes: Sequence[Any], **params: Any
     ) -> tuple[Any, Any]:
         (x,), (position,) = args, positions
+        # JAX raises an error for a cast to an axis that the value varies over already.
         already = _compat.varying_axes(jax.typeof(x)) if primitive.name == "pvary" else ()
         others = tuple(name for name in axes if name != axis.name and name not in already)
         return (primitive.bind(x, axes=others, **params) if others else x), position
@@ -246,10 +246,12 @@ def _gathering(primitive: _compat.Primitive) -> None:
         if groups is not None and position is not None:
             return _gather_groups(x, position, Groups(groups), dim, tiled)
         if position is not None:
+            # The lanes become dimension `dim` of the result, which all lanes share.
             out = move_axis(x, position, dim)
         else:
             size = params["axis_size"] if groups is not None else axis.size
             out = broadcast_axis(Axis(size), x, dim)
+        # Gather over the faster axes first, so that dimensions nest from slow to fast.
         for others, place in ((after, dim + 1), (before, dim)):
             if others:
                 changed = dict(axis_name=others, all_gather_dimension=place, tiled=False)
@@ -261,7 +263,7 @@ def _gathering(primitive: _compat.Primitive) -> None:
 def _gather_groups(
     x: Value, position: int, groups: Groups, dim: int, tiled: bool
 ) -> tuple[Any, Position]:
-    """Each lane receives the values of its own group."""
+    """Gathers for each lane the values of its group."""
     members = np.array(groups.lanes, np.int32)[groups.of_lane]
     out = jnp.moveaxis(take(x, members, position), (position, position + 1), (0, dim + 1))
     return _folded(out, dim + 1, 1 + tiled), 0
@@ -289,6 +291,8 @@ def _scattering(primitive: _compat.Primitive) -> None:
         x = times(x, axis.size) if position is None else lax.reduce_sum(x, (position,))
         if not (before or after):
             return (_unfolded(x, dim, (axis.size,)) if tiled else x), dim
+        # The dimension splits by receivers over slower axes, this axis, and faster axes. This axis
+        # becomes the batch axis, and the others remain in the collective.
         sizes = (axis_size(before), axis.size, axis_size(after))
         x = move_axis(_unfolded(x, dim, sizes, rest=tiled), dim + 1, 0)
         x = _folded(x, dim + 1, 2 + tiled)
@@ -299,7 +303,7 @@ def _scattering(primitive: _compat.Primitive) -> None:
 def _scatter_groups(
     x: Value, position: Position, groups: Groups, dim: int, tiled: bool
 ) -> tuple[Any, Position]:
-    """Each lane receives its part of the sum over its group."""
+    """Scatters to each lane its part of the sum over its group."""
     size = groups.sizes[0]
     if position is None:
         x = times(x, size)
@@ -351,13 +355,13 @@ def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tupl
 def _exchange(
     x: Value, position: int, split: int, concat: int, before: Any, size: Any, after: Any
 ) -> tuple[Any, int]:
-    """Each lane receives its part from every lane, over the axis being mapped and those around it.
+    """Sends each lane its part from every lane, over this axis and those around it.
 
-    The dimension `split` counts the receivers (slowest those over the axes `before`,
-    then those over the axis being mapped, then those over the axes `after`), and within
-    each what it receives. The receivers over the axis being mapped become the batch
-    axis. What was the batch axis counts the senders, and joins dimension `concat`.
+    Dimension `split` counts receivers, those over the axes `before` slowest, then those over this
+    axis, then `after`, and within each what it receives.
     """
+    # Receivers over this axis become the batch axis. The old batch axis counts senders, and joins
+    # dimension `concat`.
     sizes = [axis_size(before)] * bool(before) + [size] + [axis_size(after)] * bool(after)
     first = split + (position <= split)
     own = first + bool(before)
@@ -388,6 +392,7 @@ def _ppermute(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[
         return lax.ppermute_p.bind(x, **params), position
     if len(names) > 1:
         return over_all_lanes(axis, x, position, names, _ppermute, params, "axis_name")
+    # For each lane the one that sends to it, -1 for none.
     sources = np.full(axis.size, -1, np.int32)
     for source, destination in params["perm"]:
         sources[destination % axis.size] = source % axis.size
@@ -412,7 +417,7 @@ def _ppermute(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[
 
 @register_rule("pbroadcast")
 def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
-    """Every lane receives the value of one lane."""
+    """Broadcasts the value of one lane."""
     (x,), (position,) = args, positions
     names, source = as_names(params["axis_name"]), params["source"]
     if axis.name not in names:
@@ -428,7 +433,7 @@ def _from_source(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tup
 def _from_dynamic_source(
     axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
 ) -> tuple[Any, Any]:
-    """Every lane receives the value of the lane whose index is an operand."""
+    """Broadcasts the value of the lane whose index is an operand."""
     (x, source), (position, source_position) = args, positions
     names = as_names(axis_name)
     if axis.name not in names and source_position is None:
@@ -473,10 +478,9 @@ def _ragged_all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) 
 
 
 def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: Any) -> Any:
-    """Each row of `output` replaced by the row that some lane sends to it, if one does.
+    """Replaces each row of `output` by the row that a lane sends to it, if one does.
 
-    `starts`, `sizes` and `targets` have, for each sender, the parts it sends, those
-    to the first receiver first.
+    `starts`, `sizes`, and `targets` hold for each sender its parts by receiver.
     """
     lanes, rows = operand.shape[:2]
     if lanes * rows == 0:
@@ -485,9 +489,11 @@ def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: 
     dtype = np.dtype(f"i{max(4, *(x.dtype.itemsize for x in (starts, sizes, targets)))}")
     by_receiver = lambda x: jnp.swapaxes(x.astype(dtype).reshape(lanes, lanes, -1, 1), 0, 1)
     starts, sizes, targets = map(by_receiver, (starts, sizes, targets))
+    # For each receiver, sender, and row of the output: the row's offset in the sent part.
     within = lax.broadcasted_iota(dtype, (1, 1, 1, output.shape[1]), 3) - targets
     senders = lax.broadcasted_iota(dtype, (1, lanes, 1, 1), 1)
     sent = (within >= 0) & (within < sizes)
+    # At most one sender is expected for a row; -1 marks none.
     source = jnp.where(sent, senders * rows + starts + within, -1).max((1, 2))
     taken = _folded(operand, 0, 2)[jnp.maximum(source, 0)]
     received = lax.broadcast_in_dim(source >= 0, output.shape, (0, 1))
@@ -508,7 +514,7 @@ for _name in ("psend", "precv"):
 
 
 def _folded(x: Value, dim: int, count: int) -> Any:
-    """`x` with the `count` dimensions from `dim` on as one."""
+    """Merges the `count` dimensions from `dim` on into one."""
     if count == 1:
         return x
     shape = list(x.shape)
@@ -517,7 +523,7 @@ def _folded(x: Value, dim: int, count: int) -> Any:
 
 
 def _unfolded(x: Value, dim: int, sizes: Any, rest: bool = True) -> Any:
-    """`x` with its dimension `dim` as several of `sizes`, and what is left over."""
+    """Splits dimension `dim` into `sizes`, and what is left over."""
     shape = list(x.shape)
     left = [shape[dim] // max(int(np.prod(sizes)), 1)] if rest else []
     shape[dim : dim + 1] = [*sizes, *left]

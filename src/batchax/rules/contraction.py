@@ -60,7 +60,7 @@ def _dot_general(
         small = with_lanes_last(lax.dot_general_p, axis, args, axes, kept | params)
         if small is not None:
             out, position = small
-            # Lanes stay last where they were: else a sum over what is before them takes long.
+            # Lanes stay last where they were: otherwise a sum over earlier dimensions is slow.
             were = lhs_axis == lhs.ndim - 1 or rhs_axis == rhs.ndim - 1
             return (out, position) if were else (move_axis(out, position, 0), 0)
     plain = precision is None and out_sharding is None and axis.mesh_axis is None
@@ -98,12 +98,13 @@ def _is_outer_of_columns(
     numbers: Dimensions,
     preferred_element_type: Any,
 ) -> bool:
-    """Whether it is an outer product of vectors of each lane, in one of which lanes are last.
+    """Returns whether it is an outer product of vectors with lanes last in one of them.
 
-    In a loop they are last in the result, too. XLA makes one loop of several outer products that
-    are added up, as in the gradient of layers. With lanes first it would read vectors that another
-    loop handed on, and whose lanes are last, number by number: 5 to 10 times as long.
+    In a loop the result then has lanes last, too.
     """
+    # XLA fuses outer products that are added up, as in gradients of layers. With lanes first, it
+    # would read vectors from another loop, whose lanes are last, one number at a time: 5x to 10x
+    # the time.
     (contracted, _), (batch, _) = numbers
     vectors = all(x.ndim == 2 for x in args) and not (contracted or batch) and 1 in axes
     dtypes = {x.dtype for x in args} | {preferred_element_type or args[0].dtype}
@@ -113,11 +114,9 @@ def _is_outer_of_columns(
 def _keeps_place(
     axis: Axis, lhs: Value, lhs_axis: Position, rhs: Value, rhs_axis: Position, numbers: Dimensions
 ) -> bool:
-    """Whether lanes stay where they are if the operands change places, and are to.
-
-    A matrix times vectors that are rows stays rows if the vectors come first, and columns stay
-    columns if they come last: in a loop, which hands columns to its next step, or back.
-    """
+    """Returns whether swapping the operands keeps the lanes where they are."""
+    # A matrix times row vectors gives rows if the vectors come first, and columns stay columns if
+    # they come last. A loop then passes columns from step to step without a transpose.
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
     if lhs_axis is None and rhs_axis == 0:
         vectors = len(rhs_contract) + len(rhs_batch) == np.ndim(rhs) - 1
@@ -129,11 +128,9 @@ def _keeps_place(
 
 
 def _long_rows(matrix: Value, contracted: Sequence[int]) -> bool:
-    """Whether vectors are so long, before and after, that products of rows take no longer.
-
-    Those of columns are as wide as there are lanes: on a CPU 0.5 to 0.9 of the time for vectors of
-    4 to 24, and 1.0 to 2.0 from 32 on.
-    """
+    """Returns whether vectors are so long, before and after, that rows are as fast as columns."""
+    # Columns are as wide as there are lanes: on a CPU, products take 0.5x to 0.9x the time for
+    # vectors of 4 to 24, and 1.0x to 2.0x from 32 on.
     terms = math.prod(np.shape(matrix)[d] for d in contracted)
     return min(terms, math.prod(np.shape(matrix)) // max(1, terms)) >= _LONG
 
@@ -142,14 +139,11 @@ _LONG = 32
 
 
 def takes_less_as_rows(program: Any, lanes: Any) -> bool:
-    """Whether this body of a loop hands all on with lanes first, as that of `jax.vmap` does.
-
-    Its columns are short, so that nothing is gained by them: gradients took 1.0 to 1.3 times as
-    long. Or its products of a matrix with vectors of each lane are many: then as many outer
-    products are added up on the way back, by one function of the compiler, which would read
-    columns from as many places: four layers of 8 took 1.3 to 3 times as long, ten of 24 1.4 times.
-    Of three at most columns take .5 to .9.
-    """
+    """Returns whether a loop body should keep lanes first, as that of `jax.vmap` does."""
+    # With short columns nothing is gained: gradients took 1.0x to 1.3x the time. With many products
+    # of a matrix and vectors of each lane, one XLA kernel adds as many outer products in reverse
+    # mode, and reads columns from as many places: four layers of 8 took 1.3x to 3x the time, ten of
+    # 24 1.4x. With at most three, columns take 0.5x to 0.9x.
     if not isinstance(lanes, int):
         return False
     products = [e for e in with_inside(program.jaxpr.eqns) if _is_of_vectors(e, lanes)]
@@ -162,7 +156,7 @@ _MANY, _SHORT = 3, 1024
 
 
 def _is_of_vectors(eqn: Eqn, lanes: int) -> bool:
-    """Whether it is a product of a matrix, which lanes share, with a vector of each."""
+    """Returns whether it is a product of a shared matrix with a vector of each lane."""
     if eqn.primitive is not lax.dot_general_p:
         return False
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -172,7 +166,7 @@ def _is_of_vectors(eqn: Eqn, lanes: int) -> bool:
 
 
 def _symmetric(precision: Any) -> bool:
-    """Whether the operands may change places; an algorithm names each of them."""
+    """Returns whether operands may swap. A precision that names an algorithm is by operand."""
     return precision is None or isinstance(precision, tuple)
 
 
@@ -182,17 +176,10 @@ def batched_dimensions(
     axes: tuple[Position, Position],
     grouped: Sequence[int] = (),
 ) -> tuple[Dimensions, int]:
-    """Dimension numbers of a contraction with batch axes at `axes`, one of them not None.
+    """Returns dimension numbers with batch axes at `axes`, and the batch axis of the result.
 
-    Args:
-      dimension_numbers: those of one example.
-      ndims: ranks of the operands, their batch axes counted.
-      axes: the position of the batch axis in each operand, or None.
-      grouped: dimensions of the second operand, in one example, that are of
-        none of the three kinds and not in the result.
-
-    Returns:
-      The dimension numbers, and the position of the batch axis in the result.
+    `ndims` are ranks with batch axes, and `grouped` are dimensions of one example's second operand
+    that are neither contracted, batched, nor in the result.
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_axis, rhs_axis = axes
@@ -208,8 +195,10 @@ def batched_dimensions(
         )
         grouped = shift_dims(grouped, rhs_axis)
     contract = lhs_contract, rhs_contract
+    # Two batched operands: lanes become the first batch dimension.
     if lhs_axis is not None and rhs_axis is not None:
         return (contract, ((lhs_axis, *lhs_batch), (rhs_axis, *rhs_batch))), 0
+    # Otherwise lanes are a free dimension, which keeps its place among the free ones.
     lhs_free = [d for d in range(ndims[0]) if d not in {*lhs_contract, *lhs_batch}]
     rhs_free = [d for d in range(ndims[1]) if d not in {*rhs_contract, *rhs_batch, *grouped}]
     free: list[tuple[int, Any]] = [(0, d) for d in lhs_free] + [(1, d) for d in rhs_free]
@@ -241,7 +230,7 @@ def _scaled_dot(
 
 
 def _with_scale(axis: Axis, args: Any, axes: Any) -> tuple[Sequence[Any], int, bool]:
-    """An operand and its scale with an axis in one place, and whether that is the batch's."""
+    """Aligns an operand with its scale; also returns whether the axis is the batch axis."""
     if all(a is None for a in axes):
         return [expand_axis(x, 0) for x in args], 0, False
     return *matched(axis, args, axes), True
@@ -299,7 +288,7 @@ def _ragged_dot_general(
 
 
 def _prefix(ndim: int, ragged: int, dims: Any) -> list[int]:
-    """The dimensions of the first operand along which group sizes may differ."""
+    """Lists the dimensions of the first operand along which group sizes may differ."""
     (contract, _), (batch, _) = dims
     if ragged in batch:
         return list(batch[: batch.index(ragged)])
@@ -316,7 +305,7 @@ def _sizes_along(
     sizes: Any,
     sizes_axis: Position,
 ) -> Any:
-    """Group sizes, in one of the two forms: the same everywhere or along all of `prefix`."""
+    """Expands group sizes to one of two forms: shared, or along all of `prefix`."""
     if lhs_axis not in prefix:
         return sizes
     place = prefix.index(lhs_axis)

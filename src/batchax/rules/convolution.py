@@ -35,22 +35,19 @@ _BLOCK = 2**23  # bytes of slices of the lanes that are computed at a time
 
 
 class _Places(NamedTuple):
-    """The sizes of the spatial dimensions: of the images with their padding, and of the others."""
+    """Holds the sizes of the kernel and of the result in spatial dimensions."""
 
     kernel: tuple[int, ...]
     result: tuple[int, ...]
 
     @property
     def adds(self) -> bool:
-        """Whether it is a sum over the places of the kernel."""
+        """Returns whether to sum over positions of the kernel, not of the result."""
         return math.prod(self.kernel) <= math.prod(self.result)
 
 
 def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
-    """Whether slices take less time than groups on a CPU, by the types of one lane's operands.
-
-    They take longer to compile, and so are for as many lanes as gain that back in some calls.
-    """
+    """Returns whether slices beat groups on a CPU, by the types of one lane's operands."""
     lhs, rhs = lane
     dtype = lhs.dtype
     exact = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits >= 32
@@ -62,6 +59,7 @@ def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -
     channels, images = _channels(lhs, params), lhs.shape[params["dimension_numbers"].lhs_spec[0]]
     # In the gradient of a kernel channels take the place of images.
     gain, seconds = next(pair for most, pair in _GAINS if max(channels, images) <= most)
+    # Slices take longer to compile, so there must be enough lanes to gain that back in some calls.
     products = result * rhs.size * images
     wide = jnp.finfo(dtype).bits > 32
     if not (wide or pays_back(gain * products, seconds, axis.size, axis.in_loop)):
@@ -77,7 +75,7 @@ def _channels(lhs: Any, params: Any) -> int:
 
 
 def _places(lane: Sequence[Any], params: Any) -> _Places:
-    """Of one lane's operands."""
+    """Computes the sizes from the operands of one lane."""
     lhs, rhs = lane
     numbers = params["dimension_numbers"]
     kernel = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
@@ -92,27 +90,25 @@ def _places(lane: Sequence[Any], params: Any) -> _Places:
         params["window_strides"],
         strict=True,
     ):
+        # Sizes include dilation of the image and of the kernel.
         padded = low + (n - 1) * apart + 1 + high
         result.append(max(0, (padded - (k - 1) * step - 1) // stride + 1))
     return _Places(kernel, tuple(result))
 
 
 def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
-    """The convolutions of all lanes, which come first in both operands and in the result.
+    """Convolves all lanes, which come first in operands and result, by slices.
 
-    Args:
-      lhs: the images of all lanes.
-      rhs: their kernels.
-      lane: the types of the operands of one lane.
-      params: those of `conv_general_dilated`, except for the numbers of groups.
+    `lane` holds the operand types of one lane; `params` exclude the group counts.
     """
     places = _places(lane, params)
     kernel = math.prod(places.kernel)
     many = _channels(lane[0], params)
+    # With large products, one for each position of the kernel; otherwise one for all slices.
     if places.adds and (many == 1 or many >= _MANY_CHANNELS or kernel == 1):
         return _one_by_one(lhs, rhs, places, params)
     wide = lane[0].size * lhs.dtype.itemsize * math.prod(min(places, key=math.prod))
-    # The largest number of lanes that divides them, so that no lane is left over.
+    # The largest number of lanes within the limit that divides them evenly.
     lanes = lhs.shape[0]
     at_once = max(
         n for n in range(1, lanes + 1) if lanes % n == 0 and (n == 1 or n * wide <= _BLOCK)
@@ -126,11 +122,12 @@ def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
 
 
 def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
-    """The sum, over the places of the kernel, of products."""
+    """Sums products over the positions of the kernel."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
     lhs = _padded(lhs, spatial, params)
     ones = (1,) * len(window)
+    # The dimension of input channels, after the window dimensions are removed.
     contracted = inputs - sum(d < inputs for d in window)
     terms = []
     for place in itertools.product(*map(range, places.kernel)):
@@ -143,7 +140,7 @@ def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
 
 
 def _together(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
-    """One product of all slices, side by side."""
+    """Computes a single product of all slices, stacked."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
     lhs = _padded(lhs, spatial, params)
@@ -181,14 +178,14 @@ def _product(x: Value, y: Value, contract: Any, params: Any) -> Any:
 
 
 def _of_sum(out: Value, images: int, channels: int, spatial: Sequence[int], params: Any) -> Any:
-    """The result whose dimensions are those of the images, without channels, and features."""
+    """Moves the dimensions of a sum to those of the result."""
     order = [d for d in range(1, out.ndim) if d != channels]
     dims = [order.index(d) + 1 for d in (images, *spatial)]
     return _in_order(out, [dims[0], out.ndim - 1, *dims[1:]], params)
 
 
 def _in_order(out: Value, dims: Sequence[int], params: Any) -> Any:
-    """`out`, of which `dims` are images, features, and spatial, as the convolution has them."""
+    """Orders the dimensions `dims` (images, features, spatial) as the convolution has them."""
     placed = [0] * out.ndim
     for d, source in zip(params["dimension_numbers"].out_spec, dims, strict=True):
         placed[d + 1] = source
@@ -201,13 +198,13 @@ differentiable = functools.partial(jax.checkpoint, policy=jax.checkpoint_policie
 
 
 def _of_kernel(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
-    """What the kernel has at `place` meets."""
+    """Slices the elements that meet the kernel's element at `place`."""
     by, strides = params["rhs_dilation"], params["window_strides"]
     return _sliced(lhs, spatial, place, by, places.result, strides)
 
 
 def _of_result(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
-    """What `place` of the result is made of."""
+    """Slices the elements that make up the result at `place`."""
     by, strides = params["window_strides"], params["rhs_dilation"]
     return _sliced(lhs, spatial, place, by, places.kernel, strides)
 
@@ -220,7 +217,7 @@ def _sliced(
     sizes: Sequence[int],
     strides: Sequence[int] | None = None,
 ) -> Any:
-    """The elements of `x` at `place` times `by`, as many as `sizes`, along `dims`."""
+    """Slices `sizes` elements of `x`, starting at `place` times `by`, along `dims`."""
     strides = (1,) * len(sizes) if strides is None else strides
     start, limit, stride = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
     for d, p, apart, n, s in zip(dims, place, by, sizes, strides, strict=True):
@@ -253,9 +250,11 @@ def _conv_general_dilated(
 
     in_groups = lambda x, w: _in_groups(axis, (x, w), axes, out_sharding, groups, params)
     lanes_are_sharded = axis.mesh_axis is not None or axis.spmd_name is not None
+    # With one unbatched operand, lanes join its images or channels, without groups.
     if lhs_axis is None or rhs_axis is None or lanes_are_sharded:
         return in_groups(lhs, rhs)
     lane = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
+    # The choice of slices is for CPUs. Other platforms have kernels for groups.
     others = {"default": lambda x, w: move_axis(*in_groups(x, w), 0)}
     if out_sharding is None and pays(axis, lane, groups, params):
 
@@ -292,14 +291,14 @@ def _hashable(params: dict[str, Any]) -> Any:
 
 
 def _is_wide(x: Value) -> bool:
-    """Whether XLA has no kernel for groups of such numbers on a CPU."""
+    """Returns whether XLA on CPUs has no kernel for groups of this dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits == 64
 
 
 def _in_groups(
     axis: Axis, args: Any, axes: Any, out_sharding: Any, groups: dict[str, int], params: Any
 ) -> tuple[Any, int]:
-    """The convolutions of all lanes as one, of images, of channels, or in groups."""
+    """Convolves all lanes at once, with lanes as images, as channels, or as groups."""
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
     groups, batch_group_count = dict(groups), groups["batch_group_count"]
     images, channels = params["dimension_numbers"].lhs_spec[:2]
@@ -323,6 +322,7 @@ def _in_groups(
     position = result_dim + (not outside)
     sharding = sharding_with_axis(out_sharding, position, args, axes)
     merged_sharding = _merged_sharding(out_sharding, sharding, result_dim, position)
+    # In a loop, the layout of the operands is not chosen again by XLA for each step.
     if axis.in_loop and merged_sharding is None and _needs_channels_last(lhs, rhs, groups, params):
         out = _channels_last(lhs, rhs, groups, params)
     else:
@@ -336,12 +336,9 @@ def _in_groups(
 
 
 def _needs_channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: Any) -> bool:
-    """Whether it takes less time, in a loop on a CPU, for channels to be moved.
-
-    By measurements, of images of 7 to 28 pixels a side (500 in one dimension), of 1 to 32 channels
-    and kernels of 1 to 5. Where few numbers are multiplied the library takes longer, as it does
-    with groups and three spatial dimensions.
-    """
+    """Returns whether moving channels last is faster, in a loop on a CPU."""
+    # Measured for images of 7 to 28 pixels a side (500 in 1D), 1 to 32 channels, and kernels of 1
+    # to 5. With few products, groups, or three spatial dimensions, the library takes longer.
     features = rhs.shape[params["dimension_numbers"].rhs_spec[0]]
     return (
         jax.default_backend() == "cpu"
@@ -359,7 +356,7 @@ _LEAST_PRODUCTS = 288  # to a place of the result
 
 
 def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: Any) -> Any:
-    """The convolution of operands whose channels, and those of kernels, have been moved."""
+    """Convolves with channels moved last, in images and kernels."""
     images, kernel, result = params["dimension_numbers"]
     first, *spatial, last = range(lhs.ndim)
     numbers = lax.ConvDimensionNumbers(
@@ -377,9 +374,9 @@ def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: Any) 
 
 
 def _merge(x: Value, position: int, dim: int, outside: bool) -> Any:
-    """`x` with its batch axis made part of per-example dimension `dim`.
+    """Merges the batch axis into per-example dimension `dim`.
 
-    `outside`: whether the lanes are the slow part of the dimension or the fast.
+    `outside`: lanes are its slow part.
     """
     order = [d for d in range(x.ndim) if d != position]
     order.insert(dim if outside else dim + 1, position)
@@ -390,7 +387,7 @@ def _merge(x: Value, position: int, dim: int, outside: bool) -> Any:
 
 
 def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> Any:
-    """The sharding of a result whose dimension `dim` holds the lanes as well."""
+    """Returns the sharding of a result whose dimension `dim` also holds the lanes."""
     if example is None or batched.spec[position] is None:
         return example
     spec = [*example.spec, *[None] * (dim + 1 - len(example.spec))]
@@ -399,7 +396,7 @@ def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> A
 
 
 def _empty(args: Any, axes: Any, params: dict[str, Any]) -> Any:
-    """The result for a batch of no lanes."""
+    """Returns the result for a batch of no lanes."""
     avals = [example_aval(Axis(0), jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     one = jax.eval_shape(lambda *xs: lax.conv_general_dilated_p.bind(*xs, **params), *avals)
     return lax.full((0, *one.shape), 0, one.dtype)
@@ -455,12 +452,10 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
 def _lane_after_lane(
     primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, params: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """For initial values that differ from lane to lane.
+    """Runs lanes one after another if their initial values differ."""
 
-    The primitives take one initial value, which also fills the padding and
-    enters any number of windows, so lanes cannot share a call.
-    """
-
+    # The primitive takes a single initial value, which also fills the padding and enters many
+    # windows, so lanes cannot share a call.
     def one_lane(*xs: Any) -> list[Any]:
         out = primitive.bind(*xs, **params)
         return list(out) if primitive.multiple_results else [out]
@@ -484,6 +479,7 @@ def _fft(
     axis: Axis, args: Any, axes: Any, /, *, fft_lengths: Any, **params: Any
 ) -> tuple[Any, Any]:
     (x,), (position,) = args, axes
+    # The transform is over the last dimensions, where the batch axis must not be.
     if position >= x.ndim - len(fft_lengths):
         x, position = move_axis(x, position, 0), 0
     return lax.fft_p.bind(x, fft_lengths=fft_lengths, **params), position

@@ -44,7 +44,7 @@ Axes = Sequence[Position]
 
 
 class CallOutputs:
-    """Where the outputs of a call have their batch axis, once that is known."""
+    """Settles where the outputs of a call have their batch axes."""
 
     def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Axes) -> None:
         self.axis, self.types = axis, body.out_avals
@@ -55,15 +55,17 @@ class CallOutputs:
     def settle(self, axes: Axes, also: Callable[[], Axes]) -> None:
         """Decides the axes: those of `axes`, and where it has None those of `also`.
 
-        `also` says which outputs must have the axis although their values do not
-        depend on the batch, because their derivatives do. It is asked only where
-        there is a doubt, and may fail where a function cannot be differentiated.
+        `also` gives axes to outputs whose derivatives depend on the batch although their values do
+        not.
         """
         if self.known:
             return
         inexact = (jnp.issubdtype(t.dtype, jnp.inexact) for t in self.types)
+        # `also` is only evaluated in doubt, as it may fail for a function that is not
+        # differentiable.
         if any(a is None and may for a, may in zip(axes, inexact, strict=True)):
             around = _around.get({})
+            # A call of the function inside its own rule uses the axes of the outer call.
             if self.signature in around:
                 axes = union(axes, around[self.signature].axes or axes)
             else:
@@ -72,10 +74,8 @@ class CallOutputs:
 
     @contextmanager
     def in_rule(self) -> Iterator[None]:
-        """While a rule runs: if it calls the function, that call has its outputs where these are.
-
-        Such a call does not ask the rule, which would only call the function once more.
-        """
+        """Marks a running rule: calls of the same function in it use the axes decided here."""
+        # Such a call does not run the rule, which would call the function again without end.
         token = _around.set({**_around.get({}), self.signature: self})
         try:
             yield
@@ -83,10 +83,9 @@ class CallOutputs:
             _around.reset(token)
 
     def place(self, values: Sequence[Value], axes: Axes) -> list[Any]:
-        """Values of outputs with their batch axes where `settle` decided.
+        """Moves batch axes of outputs to where `settle` decided.
 
-        Raises:
-          UnsupportedError: a value depends on the batch where that was not known.
+        Raises UnsupportedError for a value that depends on the batch where that was not known.
         """
         for position, to in zip(axes, self.axes, strict=True):
             if to is None and position is not None:
@@ -106,17 +105,17 @@ _around: ContextVar[dict[Any, CallOutputs]] = ContextVar("batchax_rules_around")
 
 
 def inside_rule() -> bool:
-    """Whether a rule runs, which may say where calls have their outputs."""
+    """Returns whether a rule runs, which may decide where calls have their outputs."""
     return bool(_around.get(None))
 
 
 def union(first: Axes, second: Axes) -> list[Position]:
-    """The positions of `first`, and where it has None those of `second`."""
+    """Merges positions: those of `first`, and where it has None those of `second`."""
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
 def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
-    """What `find` finds, by a rule; None for each output where the rule fails."""
+    """Returns what `find` returns by running a rule, or None for each output if the rule fails."""
     try:
         return find()
     except Exception:
@@ -126,7 +125,7 @@ def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
 
 
 def if_later(find: Callable[[], Axes], n_out: int) -> Axes:
-    """What `find` finds, by a rule, for a function that runs now; None where no rule follows."""
+    """Returns what `find` returns if the call may be differentiated later, else None for each."""
     if not (_compat.tracing() and may_be_differentiated()):
         return [None] * n_out
     return if_differentiable(find, n_out)
@@ -142,20 +141,15 @@ def batched_transpose(
 ) -> list[Any]:
     """Runs a per-example reverse rule for all lanes.
 
-    Args:
-      axis: the axis being mapped.
-      jaxpr: the rule; it has no constants.
-      args: what it is applied to, with batch axes at `axes`.
-      cotangents: which of `args` are cotangents; the others are residuals.
-      in_axes: where the primal input of each cotangent that the rule returns has its
-        batch axis, None for an input that all lanes share.
+    `cotangents` is the range of cotangents in `args`; the others are residuals. `in_axes` are the
+    batch axes of the primal inputs, None for one that lanes share.
     """
     shared = [axes[i] is None and i in cotangents for i in range(len(args))]
     from_shared = reached(jaxpr, shared)
     from_lanes = reached(jaxpr, [a is not None for a in axes])
     summed = [a is None for a in in_axes]
-    # Where a sum over lanes has a part that comes of a shared cotangent, only the first lane is
-    # given that cotangent, and the others zero: so it is counted once.
+    # If a sum over lanes has a term from a shared cotangent, only the first lane gets that
+    # cotangent and the others get zero, so it counts once.
     if any(map(all, zip(from_shared, from_lanes, summed, strict=True))):
         args = [_in_first_lane(axis, x) if s else x for x, s in zip(args, shared, strict=True)]
         axes = [0 if s else a for a, s in zip(axes, shared, strict=True)]
@@ -164,7 +158,7 @@ def batched_transpose(
 
 
 def reached(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
-    """Which outputs of `jaxpr` depend on the `marked` inputs."""
+    """Returns which outputs of `jaxpr` depend on the `marked` inputs."""
     marks = {v for v, m in zip(jaxpr.invars, marked, strict=True) if m}
     for eqn in jaxpr.eqns:
         if any(_is_in(marks, v) for v in eqn.invars):
@@ -175,11 +169,9 @@ def reached(jaxpr: Jaxpr, marked: Sequence[bool]) -> list[bool]:
 def multiplies(
     axis: Axis, jaxpr: Jaxpr, cotangents: Sequence[bool], batched: Sequence[bool]
 ) -> bool:
-    """Whether what a reverse rule computes from some cotangents differs between lanes of `axis`.
-
-    It does if a value computed from those `cotangents` and another computed from the `batched`
-    inputs, or from the index of the lane, meet in an operation, other than an addition.
-    """
+    """Returns whether a reverse rule computes values by lane from shared cotangents."""
+    # It does if a value that is linear in `cotangents` meets one that varies by lane, from
+    # `batched` inputs or the lane index, in an operation other than an addition.
     linear = {v for v, m in zip(jaxpr.invars, cotangents, strict=True) if m}
     varying = {v for v, m in zip(jaxpr.invars, batched, strict=True) if m}
     for eqn in jaxpr.eqns:
@@ -196,22 +188,21 @@ def multiplies(
 
 
 def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
-    """`x` with its batch axis at `destination`, also where it is of the type float0.
-
-    That is the type of the cotangent of an integer. JAX computes nothing with it, so its zeros
-    are made with NumPy.
-    """
+    """Moves the batch axis of `x` to `destination`, also for the type float0."""
     if source == destination:
         return x
     assert destination is not None
     if jax.typeof(x).dtype != jax.dtypes.float0:
         return match_axis(axis, x, source, destination)
+    # float0 is the type of cotangents of integers. JAX has no operations on it, so zeros come from
+    # NumPy.
     shape = [n for d, n in enumerate(np.shape(x)) if d != source]
     shape.insert(destination, axis.size)
     return np.zeros(shape, jax.dtypes.float0)
 
 
 def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
+    # An input that lanes share gets the sum of its cotangents over the lanes.
     if destination is None and source is not None:
         x, over = jnp.sum(x, axis=source), lanes_vary_over(axis)
         return lax.psum(x, tuple(over)) if over else x
@@ -219,7 +210,7 @@ def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position)
 
 
 def _in_first_lane(axis: Axis, x: Value) -> Any:
-    """A batch, at axis 0, whose first lane is `x` and whose other lanes are zero."""
+    """Makes a batch, at axis 0, of `x` in the first lane and zeros in the others."""
     if jax.typeof(x).dtype == jax.dtypes.float0:
         return match_or_zeros(axis, x, None, 0)
     others = (0, axis.size - 1, 0)
@@ -233,26 +224,22 @@ def _is_in(marks: set[Any], v: Any) -> bool:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What a forward run says of the residuals that it returns.
+    """Describes the residuals that a forward run returned."""
 
-    Attributes:
-      axes: where each has the batch axis.
-      varying: over which axes of a mesh they, and after them the outputs, were staged to vary.
-      known: the number that each is whatever the arguments are, else None. A reverse rule may ask
-        for it in Python: which arguments a forward rule was told to be differentiated, say.
-    """
-
-    axes: Axes
+    axes: Axes  # where each has the batch axis
+    # Mesh axes that they, and after them the outputs, were traced to vary over.
     varying: Varying
+    # The constant that each is for any arguments, else None. A reverse rule may use it in Python:
+    # for example, which arguments are differentiated.
     known: Sequence[Any]
 
     def computed(self, residuals: Iterable[Value]) -> list[Any]:
-        """Those that are no numbers known before."""
+        """Selects the residuals that are not known constants."""
         return [x for x, number in zip(residuals, self.known, strict=True) if number is None]
 
 
 class ReverseRule:
-    """The reverse rule of a ``custom_vjp`` function, for all lanes."""
+    """Runs the reverse rule of a ``custom_vjp`` function for all lanes."""
 
     def __init__(
         self, axis: Axis, bwd: Any, captured: Captured, in_axes: Axes, types: Sequence[Aval]
@@ -291,11 +278,7 @@ class ReverseRule:
         return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
 
     def axes_needed(self, kept: Residuals, residuals: Any, outs: Any, out_axes: Axes) -> Axes:
-        """0 for each unbatched output whose cotangent must be known lane by lane.
-
-        One that reaches the cotangent of a batched input must be, and one that is
-        multiplied with something that differs by lane.
-        """
+        """Returns axis 0 for each unbatched output whose cotangent is needed by lane."""
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
         staged, zeros, _, _ = self._stage(types, out_axes, kept)
         (rule,), consts = _compat.hoist_constants(staged)
@@ -303,6 +286,8 @@ class ReverseRule:
         positions = [*const_axes, *kept.computed(kept.axes), *out_axes]
         batched = [a is not None for a in positions]
         in_axes = [a for a, zero in zip(self.in_axes, zeros, strict=True) if zero is None]
+        # Needed by lane are cotangents that reach that of a batched input, and those that are
+        # multiplied by something that differs between lanes.
         needed: list[Position] = []
         for k, out_axis in enumerate(out_axes):
             one = [i == len(positions) - len(out_axes) + k for i in range(len(positions))]
@@ -313,20 +298,14 @@ class ReverseRule:
         return needed
 
     def _stage(self, types: Iterable[Aval], ct_axes: Axes, kept: Residuals) -> Any:
-        """The rule for one example, and which cotangents it returns are symbolic zeros.
+        """Traces the rule for one example.
 
-        Args:
-          types: of residuals and cotangents.
-          ct_axes: where cotangents have the batch axis.
-          kept: what is said of residuals.
-
-        Returns:
-          The staged rule, for those inputs and outputs that are no symbolic zeros; the
-          zeros among its cotangents (None for others); the structure of its logs; and
-          whether it returns any.
+        Returns it, for inputs and outputs that are not symbolic zeros, the zeros among its
+        cotangents, the structure of its logs, and whether it has any.
         """
 
         def example(aval: Aval, a: Position, over: Any) -> Any:
+            # Residuals and cotangents must have the mesh types that the forward run was traced for.
             aval = _compat.with_varying_axes(example_aval(self.axis, aval, a), over)
             return as_without_mesh([aval])[0]
 
@@ -373,25 +352,21 @@ class ReverseRule:
 
 
 def known_number(x: Value) -> Any:
-    """The number that a variable of a program is in truth, else None: arrays are no numbers.
-
-    One with a dtype of its own is a scalar of NumPy. A program writes an array of one truth value
-    as Python's True, whose `~` is -2, and which has no methods of arrays.
-    """
+    """Returns the number that a variable is constant at, else None."""
     if not isinstance(x, Literal) or not isinstance(x.val, (bool, int, float, complex)):
         return None
     aval: Aval = x.aval
+    # A strong type is a NumPy scalar. A jaxpr stores an array of one boolean as Python's True,
+    # whose `~` is -2, and which has no array methods.
     return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
 def _counted_once(cotangent: Any, aval: Aval) -> Any:
-    """A cotangent for all devices, of an input that was cast to vary: from one of them only.
-
-    The transpose of such a cast adds up what the devices give, so all others give zero.
-    """
+    """Zeroes a cotangent on all devices but one, for an input that was cast to vary."""
     over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
     if not over or cotangent.dtype == jax.dtypes.float0:
         return cotangent
+    # The transpose of the cast sums over the devices.
     return jnp.where(lax.axis_index(tuple(over)) == 0, cotangent, jnp.zeros_like(cotangent))
 
 
@@ -412,20 +387,21 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     bound = _custom_jvp_p.get_bind_params(params)
     fun, jvp = bound.pop("subfuns")
     skip, n_out = params["num_consts"], len(body.out_avals)
+    # JAX keeps the rules in its caches.
     types = [jax.typeof(x) for x in args[skip:]]  # rules that live on must not hold values
     outputs = CallOutputs("jvp", axis, body, axes)
     program = program_behind(trace_rule) if _closes_over_values(body, trace_rule) else None
     captured = Captured(_compat.name_and_place(body.jaxpr), program)
 
     def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
-        """The rule on primals and those tangents that are not symbolic zeros."""
+        """Runs the rule on primals and those tangents that are not symbolic zeros."""
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts, out_zeros = trace_rule.call_wrapped(*zeros)
         consts, const_axes = captured.values(consts)
         own_axes = axes[skip:]
         tangent_axes = [a for a, zero in zip(own_axes, zeros, strict=True) if not zero]
-        # JAX wants the results without the tangents. A branch or loop of both, run for some lanes,
-        # is one equation, which gives all or nothing: lanes stay together.
+        # JAX also needs the results without tangents. A divergent branch or loop of both is one
+        # equation, which computes all or nothing, so lanes run in lockstep.
         together = replace(axis, divergence=None)
         with outputs.in_rule():
             outs, out_axes = interpret(
@@ -538,17 +514,19 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
                 description.set(before)
 
     def need(xs: Any, outs: Any, out_axes: Axes, residuals: Residuals) -> Axes:
-        """Which outputs the reverse rule needs for each lane, from what the forward one gave."""
+        """Returns which outputs the reverse rule needs by lane, after a forward run."""
         n = len(outs) - n_out
         computed = iter(outs[:n])
         values = [next(computed) if f is None else xs[f] for f in out_trees()[2]]
         return reverse.axes_needed(residuals, values, outs[n:], out_axes[n:])
 
     def forward(*xs: Any) -> list[Any]:
+        # `backward` runs after `forward`, and gets its arrays only.
         nonlocal kept
         primals, perturbed = xs[::2], xs[1::2]
         if any(perturbed[:skip]):
             fwd.call_wrapped(*xs)  # says that what is closed over cannot be differentiated
+        # Resolve now what the reverse rule closes over.
         captured.find(params["bwd"])
         outs, out_axes, kept = run_forward(perturbed[skip:], primals[skip:])
         n = len(outs) - n_out

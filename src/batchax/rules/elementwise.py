@@ -110,7 +110,7 @@ def _with_scalars(
 def _filled(
     x: Value, position: Position, target: int, shape: tuple[int, ...], sharding: Any
 ) -> Any:
-    """`x` repeated to `shape`, whose batch axis is `target`."""
+    """Repeats `x` to `shape`, with its batch axis at `target`."""
     ndim = len(shape)
     if position is not None and x.ndim == ndim:
         return move_axis(x, position, target)
@@ -184,12 +184,9 @@ def _reduce(
 def _reduce_from_batched_start(
     axis: Axis, args: Sequence[Value], axes: Any, jaxpr: Jaxpr, dimensions: Sequence[int]
 ) -> tuple[list[Any], list[int]]:
-    """A reduction whose initial values differ from lane to lane.
-
-    The primitive has one initial value for the whole array, so the elements are
-    combined in pairs, the pairs in pairs and so on, all lanes and all results
-    at once, and each lane's initial value last.
-    """
+    """Reduces with initial values that differ between lanes."""
+    # The primitive takes a single initial value. So elements are combined in pairs, pairs of pairs
+    # and so on, for all lanes and results at once, and the initial values last.
     n = len(args) // 2
     operands = [axis_to_front(axis, x, a) for x, a in zip(args[:n], axes[:n], strict=True)]
     reduced = shift_dims(dimensions, 0)
@@ -205,6 +202,7 @@ def _reduce_from_batched_start(
         pairs = [lax.slice_in_dim(x, i * half * width, (i + 1) * half * width)
                  for i in (0, 1) for x in values]  # fmt: skip
         combined = _combine(jaxpr, pairs)
+        # An odd element joins the next round.
         if length % 2:
             odd = [lax.slice_in_dim(x, 2 * half * width, None) for x in values]
             combined = [lax.concatenate(xs, 0) for xs in zip(combined, odd, strict=True)]
@@ -218,7 +216,7 @@ def _reduce_from_batched_start(
 
 
 def _combine(computation: Any, values: list[Value]) -> list[Any]:
-    """The computation of a reduction, on each element of flat arrays."""
+    """Applies the computation of a reduction elementwise to flat arrays."""
     elements = Axis(values[0].size)
     outs, axes = interpret(
         elements, computation.jaxpr, computation.consts, values, [0] * len(values)

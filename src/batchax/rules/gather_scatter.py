@@ -62,12 +62,17 @@ def gather(
     **params: Any,
 ) -> tuple[Any, Any]:
     (operand, indices), (position, index_position) = args, axes
+    # Dimensions of the operand are in the result's window (kept), removed, or paired with those of
+    # the indices.
     window, removed, _, paired, _ = dimension_numbers
+    # Shared indices: the batch axis is one more window dimension of full size.
     if index_position is None:
         count = _before(position, _others(len(slice_sizes), removed + paired))
         out_position = slot_after(window, count)
         dnums = _with_shared_indices(dimension_numbers, position, out_position)
         slice_sizes = inserted(slice_sizes, position, axis.size)
+    # Indices by lane: the batch axis is one more dimension of the indices, paired with that of the
+    # operand if it has one.
     else:
         indices, index_position = _before_index_vector(indices, index_position)
         lanes = _others(len(window) + np.ndim(indices) - 2, window)
@@ -75,6 +80,7 @@ def gather(
         dnums = _with_own_indices(dimension_numbers, position, index_position, out_position)
         if position is not None:
             slice_sizes = inserted(slice_sizes, position, 0 if axis.size == 0 else 1)
+        # With a shared operand, indices of different lanes may coincide.
         unique_indices = unique_indices and position is not None
         indices_are_sorted = indices_are_sorted and position == index_position == 0
     emit = functools.partial(
@@ -143,9 +149,9 @@ for _primitive in (
 
 
 def _place_shared(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, Any]:
-    """Operand and updates of a scatter with their batch axes, for indices that lanes share.
+    """Places batch axes of operand and updates, for indices that lanes share.
 
-    Among the dimensions of the windows both must have it at the same place.
+    Both must have the axis at the same place among the window dimensions.
     """
     (operand, indices, updates), (position, _, update_position) = args, axes
     window, removed, _, paired, _ = dnums
@@ -164,10 +170,9 @@ def _place_shared(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, An
 
 
 def _place_own(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, Any]:
-    """Operand, indices and updates of a scatter with their batch axes, for indices of each lane.
+    """Places batch axes for indices of each lane.
 
-    Among the dimensions of the indices, those and the updates must have it at
-    the same place.
+    Indices and updates must have the axis at the same place among the index dimensions.
     """
     (operand, indices, updates), (position, index_position, update_position) = args, axes
     if position is None:
@@ -186,7 +191,7 @@ def _place_own(axis: Axis, dnums: Any, args: Any, axes: Any) -> tuple[Any, Any]:
 
 
 def _with_shared_indices(dnums: Any, position: int, window_position: int) -> Any:
-    """Dimension numbers once operand and windows have the batch axis at these positions."""
+    """Updates dimension numbers for batch axes of operand and windows."""
     window, removed, indexed, paired, index_paired = dnums
     window = shift_dims(window, window_position)
     return type(dnums)(
@@ -201,7 +206,7 @@ def _with_shared_indices(dnums: Any, position: int, window_position: int) -> Any
 def _with_own_indices(
     dnums: Any, position: Position, index_position: int, window_position: int
 ) -> Any:
-    """Dimension numbers once indices, and the operand or not, have the batch axis."""
+    """Updates dimension numbers for batch axes of the indices, and of the operand if it has one."""
     window, removed, indexed, paired, index_paired = dnums
     window = shift_dims(window, window_position)
     index_paired = shift_dims(index_paired, index_position)
@@ -216,7 +221,7 @@ def _with_own_indices(
 
 
 def _before_index_vector(indices: Any, position: int) -> tuple[Any, int]:
-    """Indices whose last dimension holds the parts of one index."""
+    """Moves the batch axis away from the last dimension, which holds the parts of an index."""
     if position == indices.ndim - 1:
         return move_axis(indices, position, 0), 0
     return indices, position

@@ -46,7 +46,7 @@ _PARTS = 4
 
 
 class Alias(NamedTuple):
-    """A result of an equation that is one of its operands, except for updates in place."""
+    """Describes a result that is an operand, except for updates in place."""
 
     operand: int
     result: int
@@ -54,7 +54,7 @@ class Alias(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The input of a program that a variable is, except for updates in place."""
+    """Names the input that a variable is, except for updates in place."""
 
     input: int
     updated: bool
@@ -62,7 +62,7 @@ class Origin(NamedTuple):
 
 @kept_with("variables of programs that are an input except for updates")
 def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
-    """The variables of `jaxpr` that are an input except for updates."""
+    """Finds the variables of `jaxpr` that are an input except for updates."""
     by_variable = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for alias in aliases_of(eqn):
@@ -74,12 +74,12 @@ def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
 
 
 def origin_of(by_variable: dict[Any, Origin], v: Any) -> Origin | None:
-    """What `by_variable` says of a variable; None for a number written in the program."""
+    """Looks up the origin of a variable; literals have none."""
     return None if isinstance(v, Literal) else by_variable.get(v)
 
 
 def kept_outputs(jaxpr: Jaxpr) -> dict[int, Origin]:
-    """The outputs of `jaxpr` that are an input except for updates, of the same shape."""
+    """Finds the outputs of `jaxpr` that are an input of the same shape except for updates."""
     kept = {}
     for k, v in enumerate(jaxpr.outvars):
         source = origin_of(origins(jaxpr), v)
@@ -91,13 +91,13 @@ def kept_outputs(jaxpr: Jaxpr) -> dict[int, Origin]:
 
 
 def kept_carries(body: ClosedJaxpr, n_consts: int) -> dict[int, Origin]:
-    """The carries that the body of a loop hands on except for updates."""
+    """Finds the carries that the body of a loop passes on except for updates."""
     kept = kept_outputs(body.jaxpr).items()
     return {k: source for k, source in kept if source.input == n_consts + k}
 
 
 def kept_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, Origin]:
-    """The results that are, in every branch, the same operand except for updates."""
+    """Finds the results that are the same operand in every branch except for updates."""
     first, *others = (kept_outputs(branch.jaxpr) for branch in branches)
     return {
         k: Origin(i, updated or any(kept[k].updated for kept in others))
@@ -107,10 +107,8 @@ def kept_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, Origin]:
 
 
 def carried_inputs(jaxpr: Jaxpr, n_consts: int, inputs: set[int]) -> set[int]:
-    """The inputs of a loop's body that hold one of `inputs` at some step.
-
-    A carry may hold what was another before.
-    """
+    """Finds the inputs of a loop body that hold one of `inputs` at some step."""
+    # A carry may move to another position from step to step, so this runs to a fixed point.
     by_variable = origins(jaxpr)
     carries = enumerate(jaxpr.outvars[: len(jaxpr.invars) - n_consts], n_consts)
     moves = [(k, origin_of(by_variable, v)) for k, v in carries]
@@ -122,7 +120,7 @@ def carried_inputs(jaxpr: Jaxpr, n_consts: int, inputs: set[int]) -> set[int]:
 
 
 def aliases_of(eqn: Eqn) -> list[Alias]:
-    """The results of an equation that are an operand except for updates worth dropping."""
+    """Finds the results of an equation that are an operand except for updates worth dropping."""
     name = eqn.primitive.name
     facts = facts_of(eqn.primitive)
     if facts.alias:
@@ -148,7 +146,7 @@ def _is_small_update(eqn: Eqn) -> bool:
 
 
 def _through_bodies(bodies: Sequence[Body]) -> list[Alias]:
-    """The results that are one operand in each body; for a loop, as the same carry again."""
+    """Finds the results that are one operand in each body, and for a loop the same carry."""
     of_bodies: list[dict[int, Alias]] = []
     for body in bodies:
         if body.role == "condition" or not body.operands:
@@ -170,7 +168,7 @@ def _through_bodies(bodies: Sequence[Body]) -> list[Alias]:
 
 
 def live_type() -> Any:
-    """The type of the predicate of one lane, which tells of the mesh in scope."""
+    """Returns the type of the predicate of one lane, on the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
     return ShapedArray((), np.dtype(bool), sharding=sharding)
@@ -179,30 +177,23 @@ def live_type() -> Any:
 def masked_in_place(
     axis: Axis, body: ClosedJaxpr, n_consts: int
 ) -> tuple[ClosedJaxpr, frozenset[int]]:
-    """The body of a loop for lanes that may have finished it.
+    """Masks the body of a loop for lanes that may have finished.
 
-    Args:
-      axis: the axis being mapped.
-      body: a program of constants and carry that returns the next carry.
-      n_consts: how many constants it has.
-
-    Returns:
-      A program with one more operand, in front: the boolean scalar `active`. And the carries
-      that it returns as they were where `active` is false. Others are then to be dropped.
+    Returns it with a first operand `active`, and the carries that it returns unchanged if `active`
+    is false. Other carries are then to be dropped.
     """
     return masked(axis, body), frozenset(kept_carries(body, n_consts))
 
 
 def updates_in_place(body: ClosedJaxpr, n_consts: int) -> bool:
-    """Whether a loop with this body updates some carry in place."""
+    """Returns whether a loop with this body updates some carry in place."""
     return any(source.updated for source in kept_carries(body, n_consts).values())
 
 
 def updated_operands(branches: Sequence[ClosedJaxpr]) -> dict[int, int]:
-    """The results that are one operand in every branch, in some updated in place.
+    """Maps results that are one operand in every branch, updated in some, to that operand.
 
-    Returns:
-      The operand for each such result. No operand is updated for two results.
+    No operand is listed twice.
     """
     operands: dict[int, int] = {}
     for k, (operand, updated) in kept_operands(branches).items():
@@ -217,13 +208,10 @@ def masked(
     own: Collection[int] = (),
     fill: str | None = None,
 ) -> ClosedJaxpr:
-    """`program` with one more operand, in front: `active`, false in a lane that drops its results.
+    """Adds a first operand `active` to `program`, false in a lane that drops its results.
 
-    Args:
-      axis: the axis being mapped.
-      program: a program of one example.
-      own: operands that were not replaced in masked lanes, while others were.
-      fill: how what is read from those is made harmless, as for `safe_lanes`; None: not at all.
+    `own` are operands that were not replaced in masked lanes, while others were. `fill` says how
+    values read from them are made safe, as for `safe_lanes`; None: not at all.
     """
     own = frozenset(own) if fill else frozenset()
 
@@ -238,20 +226,14 @@ def masked(
 
 @dataclass(frozen=True)
 class _Lane:
-    """A lane that may be masked, for the rules below.
-
-    Attributes:
-      axis: the axis being mapped.
-      active: whether the lane is active, a boolean scalar.
-      fill: how to make values harmless in a masked lane: see `masked`.
-    """
+    """Describes a lane that may be masked."""
 
     axis: Axis
-    active: Any
-    fill: str | None
+    active: Any  # a boolean scalar
+    fill: str | None  # see `masked`
 
     def safe(self, x: Value, fill: str | None = None) -> Any:
-        """`x`, made harmless for the case that the lane is masked."""
+        """Replaces `x` by a safe value if the lane is masked."""
         fill = fill or self.fill
         aval = jax.typeof(x)
         if fill is None or _compat.is_reference(x) or not (fill == "donor" or is_inexact(aval)):
@@ -276,18 +258,21 @@ def _run(
 
 
 def _run_equation(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Sequence[Any]:
-    """The results of one equation; `mine` are the operands that were not replaced: see `masked`."""
+    """Evaluates one equation; `mine` are operands that were not replaced (see `masked`)."""
     name, aliases = eqn.primitive.name, aliases_of(eqn)
     endless = is_endless(eqn)
     if name in _PROGRAMS and (endless or mine or any(alias.updated for alias in aliases)):
         outs = _PROGRAMS[name](lane, eqn, xs, mine)
         aliased = {alias.result for alias in aliases}
         return [x if k in aliased or not mine else lane.safe(x) for k, x in enumerate(outs)]
+    # A loop without a bound ends in a masked lane if it gets the operands of an active one.
     if endless:
         return bind_equation(eqn, [lane.safe(x, "donor") for x in xs])
+    # The array keeps its value, as only updates are dropped. Other operands are made safe.
     if aliases:
         xs = [lane.safe(x) if i in mine and i > 0 else x for i, x in enumerate(xs)]
         return _UPDATES.get(name, _as_it_is)(lane.active, eqn, xs)
+    # What is read from an array is replaced, not the array.
     if name in _READS:
         return [lane.safe(x) if mine else x for x in bind_equation(eqn, xs)]
     return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
@@ -315,27 +300,26 @@ def _scatter(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
         indices = lax.clamp(np.zeros((), indices.dtype), indices, last)
     if jnp.issubdtype(indices.dtype, np.unsignedinteger):  # out of bounds will be negative
         indices = lax.convert_element_type(indices, f"int{8 * indices.dtype.itemsize}")
+    # Every index of a masked lane is out of bounds, and the scatter drops it.
     indices = _moved_out(active, indices, max(shape[d] for d in indexed))
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return bind_equation(eqn, [operand, indices, updates], mode=mode)
 
 
 def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int]:
-    """The size of a window of a scatter, in each dimension of the operand."""
+    """Returns the size of a scatter window in each dimension of the operand."""
     single = {*dnums.inserted_window_dims, *dnums.operand_batching_dims}
     sizes = iter(update[d] for d in dnums.update_window_dims)
     return [1 if d in single else next(sizes) for d in range(len(shape))]
 
 
 def _moved_out(active: Any, indices: Any, size: int) -> Any:
-    """Indices that in a masked lane are out of bounds, but as unique and as sorted as before.
-
-    The scatter may promise both. So all of them are moved by as much, below zero.
-    """
+    """Moves the indices of a masked lane out of bounds."""
 
     def number(n: int) -> Any:
         return np.asarray(n, indices.dtype)
 
+    # The scatter may promise unique and sorted indices, so all move by the same amount, below zero.
     within = lax.clamp(number(-1), indices, number(size - 1))
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
@@ -400,8 +384,8 @@ def _for_lane(lane: _Lane, body: Body, mine: set[int]) -> ClosedJaxpr:
 
 
 def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
-    # What a predicate reads needs no filling: a predicate has no derivative, and in a masked lane
-    # what it says does not matter.
+    # Inputs of a predicate need no filling: it has no derivative, and its value in a masked lane
+    # does not matter.
     program = masked(axis, test)
 
     def goes_on(active: Any, *operands: Any) -> list[Any]:
@@ -412,8 +396,7 @@ def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _jit(lane: _Lane, eqn: Eqn, xs: Any, mine: set[int]) -> Sequence[Any]:
-    # Not made again as a call: what else it says, of shardings and donated arguments, is of no use
-    # inside a loop or branch.
+    # Not a call again: shardings and donated arguments have no effect inside a loop or branch.
     return _run(lane, eqn.params["jaxpr"], xs, mine)
 
 
@@ -435,7 +418,7 @@ _PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
 
 
 def _goes_on(active: Any, more: Any) -> Any:
-    """``active & more``. Where lanes share `more` they go on together, as long as one is active."""
+    """Computes ``active & more``. If lanes share `more`, they continue while one is active."""
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 
 

@@ -35,14 +35,15 @@ from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
 
 
 def least_lanes(size: int, programs: Sequence[ClosedJaxpr]) -> int:
-    """The number of lanes from which on programs in a loop run all operations as `size` do."""
+    """Returns the fewest lanes that run all operations of programs in a loop as `size` lanes do."""
     eqns = [e for p in programs for e in with_inside(p.jaxpr.eqns) if _is_for_many(e, size)]
     alike = lambda lanes: all(_is_for_many(eqn, lanes) for eqn in eqns)
+    # Sizes above a threshold use the same strategy, so a binary search finds it.
     return 1 + bisect.bisect_left(range(1, size + 1), True, key=alike) if eqns else 1
 
 
 def _is_for_many(eqn: Eqn, lanes: int) -> bool:
-    """Whether so many lanes run an equation of one example, in a loop, in a way that few do not."""
+    """Returns whether so many lanes in a loop run an equation by a strategy for many lanes."""
     examples = [v.aval for v in eqn.invars]
     if eqn.primitive is lax.sort_p and len(examples) > 1:
         types = [jax.ShapeDtypeStruct((lanes, *x.shape), x.dtype) for x in examples]
@@ -64,9 +65,9 @@ def with_lanes_last(
     params: Any,
     place: Place | None = None,
 ) -> tuple[Any, Any] | None:
-    """What a rule of `primitive` returns, with lanes last.
+    """Returns the outputs of a rule of `primitive`, with lanes last.
 
-    None where that does not pay, or would change more than the rounding of what is read.
+    None if that is slower, or would change more than the rounding of the results that are read.
     """
     decomposition = DECOMPOSITIONS.get(primitive.name)
     if decomposition is None:
@@ -83,6 +84,7 @@ def with_lanes_last(
         recording.note(small_matrices="choice")
         return None
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
+    # A decomposition that runs alone reads lanes in front as fast, so nothing is moved.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
     first = decomposition.alone and not batch and all(a == 0 for a in axes)
     operands = [
@@ -100,10 +102,8 @@ def with_lanes_last(
 def _reads_choice(
     axis: Axis, decomposition: Decomposition, params: Any, place: Place | None
 ) -> bool:
-    """Whether results are read of which the library may choose others.
-
-    A lane has the library's at any batch size, unless the user asked for whichever is faster.
-    """
+    """Returns whether results are read that are not unique, such as the signs of vectors."""
+    # A lane gets those of the library at any batch size, unless the user asked for the faster way.
     if axis.small_matrices == "vectorized" or not params.get("compute_uv", True):
         return False
     if place is None:
@@ -116,7 +116,7 @@ def _reads_choice(
 def together(
     primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: int
 ) -> bool:
-    """Whether it pays to compute a primitive of JAX with so many lanes last, by its operands."""
+    """Returns whether it is faster to run a primitive with lanes last, by the operand types."""
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None:
         return False
@@ -130,7 +130,7 @@ def together(
 
 
 def _may(axis: Axis, args: Sequence[Value]) -> bool:
-    """Whether lanes may be made one dimension with others, and all sizes are numbers."""
+    """Returns whether lanes may be merged with other dimensions, and all sizes are known."""
     if axis.small_matrices == "library" or axis.mesh_axis is not None or axis.spmd_name is not None:
         return False
     types = list(map(jax.typeof, args))
@@ -140,7 +140,7 @@ def _may(axis: Axis, args: Sequence[Value]) -> bool:
 
 
 def _to_last(x: Value, batch: int) -> Any:
-    """``[*batch, *matrix, lanes]`` as ``[*matrix, all lanes]``."""
+    """Moves ``[*batch, *matrix, lanes]`` to ``[*matrix, all lanes]``."""
     if not batch:
         return x
     matrix = range(batch, x.ndim - 1)
@@ -149,7 +149,7 @@ def _to_last(x: Value, batch: int) -> Any:
 
 
 def _from_last(x: Value, lanes: Sequence[int]) -> Any:
-    """``[*matrix, all lanes]`` as ``[*batch, *matrix, lanes]``."""
+    """Moves ``[*matrix, all lanes]`` to ``[*batch, *matrix, lanes]``."""
     if len(lanes) == 1:
         return x
     matrix = x.ndim - 1
@@ -164,7 +164,6 @@ def _bind(operands: Sequence[Value], **params: Any) -> list[Any]:
 
 
 def _of_jax(of: str, params: Any) -> Any:
-    """The primitive of JAX named `of` as a function that returns a list."""
     primitive: Any = _compat.find_primitive(of)
 
     def run(*operands: Any) -> list[Any]:
@@ -175,7 +174,6 @@ def _of_jax(of: str, params: Any) -> Any:
 
 
 def _at(x: Aval | Value, first: bool) -> int:
-    """Along which dimension lanes are."""
     return 0 if first else x.ndim - 1
 
 
@@ -214,7 +212,7 @@ def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> lis
 
 
 def _all_lanes(function: Any, operands: Sequence[Value], first: bool, asked: bool) -> list[Any]:
-    """A function of one matrix of each operand, for those of all lanes."""
+    """Applies a function of one matrix of each operand to those of all lanes."""
     axis = _lanes(operands[0], first, asked)
     outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
     return [
@@ -242,6 +240,7 @@ def _jvp(
         )
         return [*outs, *dots]
 
+    # The derivative rule of JAX for one matrix, batched by the rules of batchax.
     both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first, asked)
     outs, dots = both[: len(types)], iter(both[len(types) :])
     return outs, [
@@ -276,7 +275,7 @@ def _transpose(
 def _rule(
     axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, asked: bool, **params: Any
 ) -> tuple[Any, Any]:
-    """Lanes of two axes are those of one."""
+    """Merges the lanes of both axes."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
         run = functools.partial(_operations, of=of, first=first, asked=asked, **params)
@@ -357,7 +356,6 @@ def _each_its_own(
     params: Any,
     place: Place | None = None,
 ) -> tuple[Any, Any]:
-    """The results where lanes have matrices of their own."""
     small = with_lanes_last(primitive, axis, args, axes, params, place)
     return leading_rule(primitive, ranks, axis, args, axes, **params) if small is None else small
 
@@ -385,11 +383,7 @@ def _tridiagonal_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tu
 
 
 def _merged(solve: Callable[[Any], Any], b: Any, position: int, dim: int) -> tuple[Any, int]:
-    """`solve(b)` with the lanes as more right-hand sides.
-
-    `dim` is the dimension, counted from the end, over which the right-hand
-    sides of one example extend.
-    """
+    """Solves with the lanes as additional right-hand sides, along `dim` from the end."""
     start = b.ndim + dim - 1
     if position not in (start, start + 1):  # next to `dim`, so that a reshape merges the two
         b, position = move_axis(b, position, start), start
@@ -406,13 +400,14 @@ def _cholesky_update(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
 
 
 def _rank_one_update(r: Any, w: Any) -> list[Any]:
-    """The upper triangular factor of ``r.T @ r + outer(w, w)``, by Givens rotations."""
+    """Computes the upper triangular factor of ``r.T @ r + outer(w, w)``, by Givens rotations."""
 
     def rotate(w: Any, row_and_index: Any) -> tuple[Any, Any]:
         row, k = row_and_index
         x, y = row[k], w[k]
         none = y == 0
         scale = jnp.where(none, 1, jnp.maximum(abs(x), abs(y)))
+        # Scaled, so that squares neither overflow nor underflow.
         x, y = x / scale, y / scale
         length = jnp.where(none, 1, jnp.sqrt(x * x + y * y))
         c, s = jnp.where(none, 1, x / length), y / length
@@ -461,13 +456,13 @@ def _custom_linear_solve(
 def _solution_axes(
     axis: Axis, programs: Any, const_axes: Any, given: Any, n_out: int
 ) -> tuple[list[int | None], list[int | None]]:
-    """Which leaves of the solution, and which of the auxiliary data, carry the batch axis.
+    """Returns which leaves of the solution, and of the auxiliary data, have the batch axis.
 
-    The solution has the type of `b`, and so have the arguments and results of
-    all programs, those of derivatives included: leaf by leaf all of these carry
-    the batch axis, at the front, or none does. Found by adding what some
-    program makes batched until nothing is added.
+    It is in front.
     """
+    # Arguments and results of all programs, derivatives included, have the type of `b`. So leaf by
+    # leaf all of them have the axis or none does: add what any program makes batched, up to a fixed
+    # point.
     n = len(given)
     axes: list[int | None] = [None if a is None else 0 for a in given] + [None] * (n_out - n)
     while None in axes:

@@ -48,11 +48,8 @@ Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
 
 
 def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
-    """`axis`; without a way of its own where that has no use in a loop, nor inside it.
-
-    With one, programs are batched once to find out what differs between lanes, and then again.
-    """
-    # A listing says of each loop why lanes are masked in it, and so each is looked at.
+    """Removes the divergence policy from `axis` if lanes cannot diverge in a loop."""
+    # With a policy, programs are batched twice: once to find what differs between lanes.
     if axis.divergence is None or recording.is_on() or axis.divergence.may_diverge(axis, loop):
         return axis
     return replace(axis, divergence=None)
@@ -67,18 +64,10 @@ def run_parting(
     parting: Parting,
     masked: Callable[[Axis, Parting], PlacedOutputs],
 ) -> PlacedOutputs:
-    """The results of an equation in which lanes diverge.
+    """Runs an equation in which lanes diverge: by the axis's policy, else `masked`.
 
-    Args:
-      axis: the axis being mapped.
-      primitive, args, axes, params: the equation.
-      parting: the same, as an axis with a way of its own is given it.
-      masked: runs it for all lanes, each of which drops what is not its own. So it is run unless
-        the axis has another way.
-
-    Raises:
-      UnsupportedError: effects must come in order, and lanes depend on each other, or on a
-        reference.
+    `parting` is the equation as a policy takes it. Raises UnsupportedError for ordered effects if
+    lanes depend on each other or on a reference.
     """
     programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
     programs = [p.jaxpr for p in programs if isinstance(p, ClosedJaxpr)]
@@ -99,10 +88,8 @@ _NONE_LEAVES = (
 
 
 def _refuse_order(programs: Sequence[Any]) -> None:
-    """Refuses an equation whose lanes were to run one after another, and cannot.
-
-    Where they can they do, before any rule is asked (`kernel/interpreter.py`).
-    """
+    """Raises UnsupportedError for ordered effects of lanes that cannot run sequentially."""
+    # Where they can, they do before any rule is called (`kernel/interpreter.py`).
     where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
     if any(hazards(program).collective for program in programs):
         raise UnsupportedError(
@@ -126,13 +113,13 @@ def settle(
     varying: Varying = (),
     lowest: int = 0,
 ) -> tuple[Any, list[Position], list[Position]]:
-    """The batched body, and where it receives and returns the batch axis of each carry.
+    """Returns the batched body, and the batch axes of each carry and each y.
 
-    A carry that is batched stays so. Its axis goes where the body leaves it, but
-    never before dimension `lowest`, so that it is moved once and not in each
-    iteration. `varying` says over which axes of a mesh the operands vary; each carry
-    comes to vary, from the start, over all that some iteration makes it vary over.
+    `varying` are the mesh axes of the operands; carries vary from the start over what any iteration
+    adds.
     """
+    # A batched carry stays batched. Its axis goes where the body leaves it, but not before
+    # dimension `lowest`, so that it moves once and not in each iteration.
     first, n = len(consts_at), len(carry_at)
     varying = varying or (frozenset(),) * (first + n + len(xs_at))
     before, after = varying[:first], varying[first + n :]
@@ -151,8 +138,6 @@ def settle(
 def _settle_axes(
     axis: Axis, body: Any, consts_at: Any, carry_at: Any, xs_at: Any, varying: Varying, lowest: int
 ) -> tuple[Any, list[Position], list[Position]]:
-    """As `settle`, for operands of which it is known what they vary over."""
-
     def allowed(a: Position) -> Position:
         return a if a is None else max(a, lowest)
 
@@ -164,6 +149,7 @@ def _settle_axes(
 
     def settled(axis: Axis, carry_at: Any, made: Any, *, moves: bool) -> tuple[Any, Any, Any]:
         batched, out = made
+        # Carries only become batched, and move once, so this ends.
         while list(out[:n]) != carry_at:
             # What has the axis goes where the body leaves it, once; what comes to have it, too.
             carry_at = [
@@ -193,9 +179,9 @@ def _settle_axes(
 def match_carry(
     axis: Axis, values: Sequence[Value], sources: Any, destinations: Any, types: Sequence[Aval] = ()
 ) -> list[Any]:
-    """Values with their batch axes where they are to be; None is left as it is.
+    """Moves batch axes to their destinations; None is left as it is.
 
-    They vary over what values of these `types` do, if any are given.
+    With `types`, values are cast to vary as these do.
     """
     values = [
         x if to is None else match_axis(axis, x, a, to)
@@ -212,7 +198,7 @@ def split_operands(
 
 
 def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
-    """The last carry, where the body takes the mask, or what it is given is made harmless."""
+    """Runs a loop whose body takes the mask, or whose operands are made safe."""
     axis, front = masked.axis, [0] * len(loop.carry)
     # A reference may be an operand only once, so what both programs use is shared.
     consts, consts_at = list(loop.body_consts), list(loop.body_at)
@@ -246,21 +232,13 @@ def run_masking(masked: MaskedBody, loop: WhileLoop) -> list[Any]:
 
 @dataclass(frozen=True)
 class MaskedBody:
-    """The body of a loop for lanes of which some have finished it.
-
-    Attributes:
-      axis: the axis of the lanes.
-      body: the program of one example.
-      positions: where each of its constants has the batch axis; carries have it in front.
-      plan: what finished lanes need in it.
-      calls: whether it has a host callback. It is run `with_active` then, as the plan knows.
-    """
+    """Describes the body of a loop that some lanes have finished."""
 
     axis: Axis
     body: ClosedJaxpr
-    positions: tuple[Position, ...]
-    plan: MaskPlan
-    calls: bool
+    positions: tuple[Position, ...]  # of its constants; carries have the batch axis in front
+    plan: MaskPlan  # what finished lanes need
+    calls: bool  # whether it has host callbacks, and so runs `with_active`
 
     @classmethod
     def of(
@@ -270,7 +248,7 @@ class MaskedBody:
         body: ClosedJaxpr,
         positions: tuple[Position, ...],
     ) -> MaskedBody:
-        """The body of a loop with the predicate `test`, masked as it needs to be."""
+        """Plans the body of a loop with the predicate `test`."""
         # Nothing counts as differentiable: a `while` has no reverse mode, in which a NaN would
         # spread, and in forward mode tangents are carried, and selected as all that is.
         calls = is_seen(body)
@@ -286,7 +264,7 @@ class MaskedBody:
         return cls(axis, body, positions, plan, calls)
 
     def step(self, active: Any, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
-        """The next carry of the lanes that are active, and the last one of the others."""
+        """Computes the next carry of active lanes, and keeps that of the others."""
         front: list[Position] = [0] * len(carry)
         positions = [*self.positions, *front]
         program, kept = self.body, frozenset()
@@ -317,11 +295,10 @@ def _masked_loop(
     places: tuple[int, ...],
     varying: Varying,
 ) -> tuple[Any, Any]:
-    """Predicate and body of a loop whose carry begins with the lanes still running.
+    """Builds predicate and body of a loop whose carry begins with the mask of active lanes.
 
-    `places`: where the constants of the predicate are among those of the loop, which begin
-    with those of the body. `varying`: over which axes of a mesh the operands vary: constants,
-    lanes that run, carry.
+    `places` locates constants of the predicate among those of the loop, which begin with those of
+    the body. `varying` are the mesh axes of constants, mask, and carry.
     """
     axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
     front = [0] * len(body_jaxpr.out_avals)
@@ -331,6 +308,7 @@ def _masked_loop(
         carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
         tested_at = [*(consts_at[i] for i in places), *front]
+        # A finished lane stays finished, whatever its predicate returns.
         more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
         return [lax.bitwise_and(active, more), *carry]
 
@@ -352,7 +330,7 @@ def _masked_loop(
 
 
 def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
-    """As `predicate`, which has a host callback for lanes that are active only."""
+    """Evaluates the predicate, with host callbacks for active lanes only."""
     if is_seen(cond_jaxpr):
         cond_jaxpr = with_active(axis, cond_jaxpr)
         operands, positions = [_of_each_lane(active), *operands], [0, *positions]
@@ -360,12 +338,12 @@ def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positi
 
 
 def _of_each_lane(active: Any) -> Any:
-    """Whether a lane is active: one that has lanes of its own is if any of them is."""
+    """Reduces a mask to one entry a lane: with inner lanes, a lane is active if any of them is."""
     return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
 
 def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
-    """The predicate of each lane, lanes first."""
+    """Evaluates the predicate of each lane, lanes first."""
     with recording.part("condition"):
         (active,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)
     return match_axis(axis, active, at, 0)
@@ -402,8 +380,9 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
 
 
 def _inside(axis: Axis, steps: Any) -> Axis:
-    """`axis` in a step of a loop of so many."""
+    """Updates `axis` for a step of a loop with `steps` steps."""
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
+    # Costs that recur at each step multiply, and lanes may be last from step to step.
     return replace(axis, in_loop=max(1, axis.in_loop) * steps, columns=True)
 
 
@@ -444,6 +423,7 @@ def _while(
     lowest = len(cond_jaxpr.out_avals[0].shape)
     shared = None  # the predicate, if all lanes take the same steps
     if not predicate_is_batched(axis, cond_jaxpr, body_jaxpr, test_at, body_at, carry_at):
+        # Batching the body once shows which carries are batched, and so whether the predicate is.
         together = replace(axis, divergence=None)  # enough to find what differs between lanes
         body, settled, _ = settle(together, body_jaxpr, body_at, carry_at, (), varying, lowest)
         with recording.part("condition"):
@@ -480,7 +460,7 @@ def _while(
 
 
 def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
-    """Every step that some lane takes, for all lanes; those that are done keep their carry."""
+    """Runs every step that some lane takes for all lanes. Finished lanes keep their carry."""
     operands = (*loop.test_consts, *loop.body_consts, *loop.carry)
     masked = MaskedBody.of(axis, loop.test, loop.body, tuple(loop.body_at))
     calls = any(map(is_seen, (loop.test, loop.body)))
@@ -491,10 +471,8 @@ def _every_step(axis: Axis, loop: WhileLoop) -> PlacedOutputs:
 
 
 def _selecting(axis: Axis, loop: WhileLoop) -> list[Any]:
-    """The last carry, where all lanes take each step, and those that are done drop what it makes.
-
-    JAX's `while` does just this if it is given a predicate for each lane.
-    """
+    """Returns the last carry of a loop that drops results of finished lanes."""
+    # JAX's `while` does that when its predicate has an entry for each lane.
     n_body, front = len(loop.body_consts), [0] * len(loop.carry)
     test_vary, body_vary = varying_of(loop.test_consts), varying_of(loop.body_consts)
 

@@ -35,30 +35,25 @@ _LINEAR_IN = {"mul": (0, 1), "div": (0,)}
 
 @dataclass(frozen=True)
 class Hazards:
-    """What may go wrong in masked lanes.
+    """Lists what may go wrong in masked lanes."""
 
-    Attributes:
-      nonlinear: a derivative depends on values: NaN or inf may reach gradients.
-      immoderate: an operation that may make infinity, or a NaN, of numbers that are not
-        enormous.
-      endless: a loop that ends on values, or a callback: it must not see operands
-        of lanes that do not run it.
-      costly: a loop or a callback: worth skipping when no lane runs it.
-      collective: lanes see each other. A collective counts all lanes of its
-        axis, those that drop the result too, as in ``jax.vmap``: their operands
-        stay as they are, and the program runs even if no lane needs it.
-    """
-
+    # A derivative depends on values, so NaN or inf may reach gradients.
     nonlinear: bool
+    # An operation may make infinity, or NaN, from numbers of moderate size.
     immoderate: bool
+    # A loop that ends on values, or a callback: it must not see operands of lanes that do not run
+    # it.
     endless: bool
+    # A loop or a callback: worth skipping if no lane runs it.
     costly: bool
+    # Lanes see each other. As in ``jax.vmap`` a collective counts all lanes of its axis, also those
+    # that drop the result. Their operands stay, and the program runs even if no lane needs it.
     collective: bool
 
 
 @kept_with("what may go wrong in masked lanes of programs")
 def hazards(jaxpr: Jaxpr) -> Hazards:
-    """The hazards of `jaxpr`, programs inside it included."""
+    """Returns the hazards of `jaxpr`, including jaxprs inside it."""
     eqns = list(_equations(jaxpr))
     facts = list(map(_facts, eqns))
     return Hazards(
@@ -71,18 +66,16 @@ def hazards(jaxpr: Jaxpr) -> Hazards:
 
 
 def is_endless(eqn: Eqn) -> bool:
-    """Whether an equation must not see operands of lanes that do not run it; see `Hazards`.
-
-    It may if it holds loops that a counter ends after a few steps, whatever their operands are:
-    the stages of a Runge-Kutta method, say. To run them costs less than to replace operands.
-    """
+    """Returns whether an equation must not see operands of lanes that do not run it."""
+    # Loops that a counter ends after a few steps, such as the stages of a Runge-Kutta method, may:
+    # running them costs less than replacing operands.
     programs = () if _facts(eqn).guarded else programs_inside(eqn)
     endless = _facts(eqn).endless or any(hazards(program).endless for program in programs)
     return endless and _waits(eqn, {})
 
 
 def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
-    """Whether it, or what it runs, goes on for more than a few steps, for all that is known."""
+    """Returns whether an equation may run for more than a few steps."""
     inner = programs_in(eqn, integers)
     if _facts(eqn).endless:
         tested = control_flow(eqn.primitive).test
@@ -94,19 +87,19 @@ def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
 
 
 def find_collective(jaxpr: Jaxpr) -> Any:
-    """An equation of `jaxpr`, or of a program inside it, in which lanes meet, or None."""
+    """Finds an equation of `jaxpr`, or inside it, in which lanes synchronize."""
     if not hazards(jaxpr).collective:
         return None
     return next(filter(_is_collective, _equations(jaxpr)))
 
 
 def _equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """All equations of a program, except for those in programs that run in active lanes only."""
+    """Yields all equations, except for those in jaxprs that run in active lanes only."""
     return with_inside(jaxpr.eqns, lambda eqn: not _facts(eqn).guarded)
 
 
 def _facts(eqn: Eqn) -> Facts:
-    """What is true of its primitive; a bounded loop whose steps are counted is like a scan."""
+    """Returns the facts of its primitive. A bounded loop with a known count is like a scan."""
     counted = eqn.primitive.name == "bounded_loop" and eqn.params["test"] is None
     return facts_of(scan_p if counted else eqn.primitive)
 
@@ -115,6 +108,7 @@ def _is_linear(eqn: Eqn) -> bool:
     if _facts(eqn).linear:
         return True
     varying = [i for i, v in enumerate(eqn.invars) if not _is_number(v)]
+    # A function of integers only has no derivative, and a result without one needs none.
     if not any(_is_inexact(eqn.invars[i]) for i in varying):
         return True
     if not any(map(_is_inexact, eqn.outvars)):
@@ -141,25 +135,18 @@ def _is_collective(eqn: Eqn) -> bool:
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """What masked lanes need while a program runs; by default nothing.
+    """Says what masked lanes need while a program runs; by default nothing."""
 
-    Attributes:
-      takes_mask: the program is written again, with the active mask as an operand (`in_place`).
-      harmed: it would do harm in masked lanes, if they were given their own operands.
-      replaced: so these operands have their masked lanes replaced before it runs.
-      fill: by what, as for `safe_lanes`: "donor", or "keep", which cuts derivatives only.
-      skippable: it is worth asking whether any lane is active at all.
-    """
-
-    takes_mask: bool = False
-    harmed: bool = False
+    takes_mask: bool = False  # the program is rewritten to take the mask (`in_place`)
+    harmed: bool = False  # it would do harm with the operands of masked lanes
+    # operands whose masked lanes are replaced before it runs
     replaced: frozenset[int] = frozenset()
-    fill: Literal["donor", "keep"] = "keep"
-    skippable: bool = False
+    fill: Literal["donor", "keep"] = "keep"  # as for `safe_lanes`; "keep" cuts derivatives only
+    skippable: bool = False  # worth testing whether any lane is active
 
     @property
     def runs_as_it_is(self) -> bool:
-        """Whether the program may run for all lanes as it is."""
+        """Returns whether the program may run for all lanes unchanged."""
         return not (self.takes_mask or self.harmed)
 
 
@@ -211,18 +198,11 @@ def plan_masking(
 
 
 def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:
-    """`x` with its masked lanes replaced by the first active one.
+    """Replaces the masked lanes of `x` by the first active one, or by lane 0 if none is.
 
-    Args:
-      active: a boolean array; each of its elements is a lane.
-      x: an operand. Its first `depth` axes are the first of `active`; it is the
-        same along the others.
-      depth: 0 for an operand that all lanes share. Its value stays, and no
-        derivative reaches it unless some lane is active.
-      fill: "keep" leaves values as they are, and cuts derivatives only.
-
-    Returns:
-      An array of the type of `x`. If no lane is active, all hold what lane 0 holds.
+    The first `depth` axes of `x` are those of `active`; it is shared along the others. With `depth`
+    0 its value stays, and derivatives reach it only if some lane is active. "keep" leaves values,
+    and cuts derivatives only.
     """
     x = _compat.varying_as(x, jax.typeof(active))
     return safe_lanes_p.bind(active, x, depth=depth, fill=fill)
@@ -230,10 +210,11 @@ def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
 def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
-    """What `safe_lanes_p` stands for; masked lanes get the `fill` "donor" or "zero"."""
+    """Computes `safe_lanes_p`; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
         return x
+    # An operand shared along inner lanes is active if any of those is.
     if depth < active.ndim:
         active = lax.reduce_or(active, tuple(range(depth, active.ndim)))
     if fill == "zero":
@@ -250,12 +231,11 @@ def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
 
 
 def _lane(row: Any, index: Any) -> Any:
-    """The entry at `index` along axis 0."""
     sharding: Any = jax.typeof(row).sharding
     if sharding.spec[:1] in ((), (None,)) or jnp.issubdtype(row.dtype, jax.dtypes.extended):
         return lax.dynamic_index_in_dim(row, index, 0, False, allow_negative_indices=False)
-    # JAX slices no axis that types say is sharded (axes of type Explicit): all entries are added
-    # up, of which the others are zero.
+    # JAX cannot slice an axis that types say is sharded (of type Explicit). So all entries are
+    # summed, of which the others are zero.
     places = lax.broadcasted_iota(
         np.int32, row.shape[:1], 0, out_sharding=sharding.update(spec=sharding.spec[:1])
     )
@@ -274,7 +254,7 @@ def _transpose(cotangent: Any, active: Any, x: Value, *, depth: int, fill: str) 
 
 
 def _cut(tangent: Any, active: Any, depth: int) -> Any:
-    """A tangent or cotangent with zeros in masked lanes."""
+    """Zeroes a tangent or cotangent in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
@@ -286,8 +266,7 @@ def _batched(axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str) -> t
         if x_at < depth:
             x = move_axis(x, x_at, depth)
         return safe_lanes_p.bind(active, x, depth=depth, fill=fill), max(x_at, depth)
-    # The lanes of both axes form one set: where a whole row of lanes is masked, it
-    # borrows from another row.
+    # The lanes of both axes form one set: a row of masked lanes borrows from another row.
     active = move_axis(active, live_at, 0)
     if x_at is None and depth == 0:
         return safe_lanes_p.bind(active, x, depth=0, fill=fill), None
@@ -319,17 +298,9 @@ def run_masked(
 ) -> tuple[list[Any], list[Position]]:
     """Runs a program for all lanes so that masked lanes do no harm.
 
-    Args:
-      active: for each lane (along axis 0) whether its results count.
-      run: the program: operands and positions to results and positions.
-      operands: its operands.
-      positions: where each carries the batch axis.
-      plan: which operands masked lanes must not see as they are.
-      written: which operands are references the program writes to: masked lanes
-        of those are restored.
-
-    Raises:
-      UnsupportedError: the program writes to a reference that all lanes share.
+    `run` maps operands and positions to results and positions. `written` are operands that are
+    references it writes to: their masked lanes are restored. Raises UnsupportedError if it writes
+    to a reference that lanes share.
     """
     operands, positions, saved = list(operands), list(positions), []
     replaced, fill = plan.replaced, plan.fill
@@ -343,6 +314,7 @@ def run_masked(
                     "pass it with a batch axis, so that each lane has its own."
                 )
             if position is not None and (i in written or i in replaced):
+                # Reading copies the values from before the run.
                 saved.append((x, position, x[...]))
             if position is not None and i in replaced:
                 safe = safe_lanes(active, move_axis(x[...], position, 0), 1)
@@ -360,7 +332,7 @@ def run_masked(
 
 
 def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
-    """`new` in active lanes and `old` in the others; both have their lanes at `position`."""
+    """Selects `new` in active lanes and `old` in others; both have lanes at `position`."""
     if new is old:
         return old
     mask = expand_like(active, position, new)
@@ -369,7 +341,7 @@ def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
 
 
 def expand_like(x: Value, position: int, like: Any) -> Any:
-    """`x`, whose axes are those of `like` from `position` on, repeated to its shape."""
+    """Broadcasts `x`, whose axes are those of `like` from `position` on, to its shape."""
     if np.ndim(x) == np.ndim(like):
         return x
     dims = tuple(range(position, position + x.ndim))
@@ -377,5 +349,5 @@ def expand_like(x: Value, position: int, like: Any) -> Any:
 
 
 def is_inexact(x: Value) -> bool:
-    """Whether a value, or a type, may have derivatives: floats and complex numbers do."""
+    """Returns whether a value or type may have derivatives: floats and complex numbers do."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -33,18 +33,18 @@ _GROUPS = 5  # of four rounds
 
 
 def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
-    """The two words that a counter of two words, `x` and `y`, becomes under a key of two words.
-
-    Functions of `lax`, as operators are a few calls of Python more, of which there are a hundred.
-    """
+    """Hashes a counter of two words, `x` and `y`, under a key of two words."""
+    # Functions of `lax` are used, as operators take several Python calls each, a hundred times.
     shape = np.broadcast_shapes(*map(np.shape, (*key, x, y)))
     of_key = *key, lax.bitwise_xor(lax.bitwise_xor(*key), _PARITY)
     words = [_broadcast(word, shape) for word in of_key]
     x, y = (lax.add(_broadcast(z, shape), word) for z, word in zip((x, y), words, strict=False))
     for group in range(_GROUPS):
+        # Threefry-2x32 (Salmon et al., 2011): a group of four rounds, then a key injection.
         for by in _ROTATIONS[group % 2]:
             x = lax.add(x, y)
             left = lax.shift_left(y, np.uint32(by))
+            # A rotation to the left by `by` bits.
             right = lax.shift_right_logical(y, np.uint32(32 - by))
             y = lax.bitwise_xor(x, lax.bitwise_or(left, right))
         x = lax.add(x, words[(group + 1) % 3])
@@ -59,11 +59,12 @@ def _broadcast(x: Any, shape: Sequence[int]) -> Any:
 
 
 def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
-    """The words of the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
+    """Hashes the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
     data = jax.random.key_data(keys)
     each = (*keys.shape, *(1,) * len(shape))
     place = np.uint32(0)
     for d in range(len(shape)):
+        # The counter of an element is its index in row-major order.
         stride = np.uint32(math.prod(shape[d + 1 :]))
         along = lax.broadcasted_iota(np.uint32, (*keys.shape, *shape), keys.ndim + d)
         place = lax.add(place, lax.mul(along, stride))
@@ -111,7 +112,6 @@ elements as there are numbers of 32 bits.
 
 
 def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
-    """What `drawn_p` stands for."""
     primitive: Any = _compat.find_primitive(of)
     out = primitive.bind(*operands, **params)
     return list(out) if primitive.multiple_results else [out]
@@ -126,11 +126,9 @@ def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
 
 
 def _computed_once(make: Callable[[], list[Any]], types: Sequence[Aval]) -> list[Any]:
-    """What `make` returns, of these types, and what no compiler writes into loops that read it.
-
-    XLA's for CPUs forgets barriers before it fuses, and what it fuses into the search for a maximum
-    is not vectorized. So it is the result of a loop of one step, which is not known to be one.
-    """
+    """Runs `make`, and keeps XLA from fusing its results into loops that read them."""
+    # XLA for CPUs drops barriers before fusion, and what it fuses into the search for a maximum is
+    # not vectorized. A loop of one step, which XLA does not know to be one, is not fused.
     one = lax.optimization_barrier(np.uint32(1))
     blank = [_compat.varying_as(_compat.filled(t, 0), t) for t in types]
     step = lambda state: (state[0] + np.uint32(1), make())
@@ -144,7 +142,7 @@ def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
 
 
 def drawn(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
-    """The rule of `drawn_p`, and of the operation of JAX named `of`, where that is the same."""
+    """Batches `drawn_p`, and the operation of JAX named `of` where that computes the same."""
     args, out_axis = aligned(args, axes)
     outs = drawn_p.bind(*args, of=of, **params)
     return outs, [out_axis] * len(outs)
@@ -191,9 +189,9 @@ TOGETHER = {
 
 
 def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()) -> None:
-    """Registers `primitive` as run sequentially.
+    """Registers `primitive` to run sequentially, except for keys of `implementations`.
 
-    Keys of `implementations` are served by the rule `others` instead.
+    Those are served by the rule `others`.
     """
 
     @register_rule(primitive)
@@ -245,7 +243,7 @@ def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any
 
 
 def _written_out(name: str) -> None:
-    """Registers the operation of JAX named `name` as `drawn` where that does the same."""
+    """Registers the operation of JAX named `name` as `drawn` where that computes the same."""
     primitive: Any = _compat.find_primitive(name)
     others: Any = find_rule(primitive)
 
@@ -258,10 +256,11 @@ def _written_out(name: str) -> None:
 
 
 def _is_written_out(operands: Any, *, shape: Any = (), **params: Any) -> bool:
-    """Whether what a key of threefry-2x32 gives is known here, and of such an array."""
+    """Returns whether the bits of threefry-2x32 keys can be computed here."""
     keys = [x for x in operands if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if any(jax.random.key_impl(x) != "threefry2x32" for x in keys):
         return False
+    # Without that flag JAX counts elements differently.
     if keys and not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return False
     sizes = [*shape, *(d for x in operands for d in jax.numpy.shape(x))]

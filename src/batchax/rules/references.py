@@ -33,7 +33,7 @@ for _name in ("new_ref", "freeze"):
 
 @dataclass(frozen=True)
 class _Index:
-    """A dynamic index of an indexer, with the position of its batch axis."""
+    """Holds a dynamic index of an indexer, with the position of its batch axis."""
 
     value: Value
     axis: Position
@@ -79,7 +79,7 @@ def _addupdate(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, 
 
 @register_rule("broadcast_to")
 def _broadcast_to(axis: Axis, args: Any, axes: Any, /, *, shape: Any) -> tuple[Any, Any]:
-    """Indices of a reference, made to have one shape."""
+    """Broadcasts indices of a reference to one shape."""
     (x,), (position,) = args, axes
     x = move_axis(x, position, 0)
     dims = range(1 + len(shape) - (x.ndim - 1), 1 + len(shape))
@@ -97,7 +97,7 @@ def _check_batched(position: Position) -> None:
 
 
 def _indices(tree: Any, values: Any, axes: Any) -> tuple[Any, ...] | None:
-    """The indices of one example, `_Index` for a dynamic one; None for the whole."""
+    """Returns the indices of one example, `_Index` for dynamic ones; None for the whole."""
     leaves = [_Index(x, a) for x, a in zip(values, axes, strict=True)]
     transforms = jax.tree.unflatten(tree, leaves)
     if not transforms:
@@ -114,11 +114,10 @@ def _indices(tree: Any, values: Any, axes: Any) -> tuple[Any, ...] | None:
 def _batched_indices(
     axis: Axis, ref: Any, position: Position, indices: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], list[Any], list[Any]]:
-    """Indices into all lanes of `ref`.
+    """Builds indices into all lanes of `ref`.
 
-    Returns:
-      The indices, and the names of the dimensions that they select: in the order
-      in which they are found, and in that of one example.
+    Returns them, and the names of the dimensions that they select, in the order of the result and
+    in that of one example.
     """
     rank = max((np.ndim(i.value) - (i.axis is not None) for i in _arrays(indices)), default=0)
     block = [("array", d) for d in range(rank)]
@@ -130,6 +129,7 @@ def _batched_indices(
         sizes.pop(position)
 
     moving = [d for d, i in enumerate(indices) if _start_axis(i) is not None]
+    # No index differs between lanes: slice the batch axis as a whole.
     if not moving and all(i.axis is None for i in _arrays(indices)):
         out = [i.value if isinstance(i, _Index) else _with_value(i) for i in indices]
         if position is not None:
@@ -164,7 +164,7 @@ def _arrays(indices: Any) -> list[_Index]:
 
 
 def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
-    """The shape of the index arrays of one example, which all have one."""
+    """Returns the shape of the index arrays of one example, which all have one."""
     shapes = [
         np.shape(i.value) if i.axis is None else np.delete(np.shape(i.value), i.axis)
         for i in _arrays(indices)
@@ -173,19 +173,19 @@ def _block_shape(indices: Any, rank: int) -> tuple[int, ...]:
 
 
 def _start_axis(index: Any) -> Position:
-    """Where the start of a slice has its batch axis, if it does."""
+    """Returns the batch axis of the start of a slice, if it has one."""
     start = getattr(index, "start", None)
     return start.axis if isinstance(start, _Index) else None
 
 
 def _with_value(index: Any) -> Any:
-    """A slice of which the start is the same for all lanes."""
+    """Takes a slice whose start all lanes share."""
     start = index.start.value if isinstance(index.start, _Index) else index.start
     return type(index)(start, index.size, index.stride)
 
 
 def _number(index: _Index, size: int) -> Any:
-    """An index that is a number, as one example takes it: counted from the end, clamped."""
+    """Normalizes a scalar index as for one example: counted from the end, clamped."""
     i = index.value
     if isinstance(i, (int, np.integer)):
         return i
@@ -193,7 +193,7 @@ def _number(index: _Index, size: int) -> Any:
 
 
 def _spread(x: Value, position: Position, start: int, shape: Any) -> Any:
-    """Indices broadcast to the shape of all of them, batch axis first."""
+    """Broadcasts indices to the shape of all of them, batch axis first."""
     if position is not None:
         x = move_axis(x, position, 0)
     rank = np.ndim(x) - (position is not None)
@@ -202,23 +202,23 @@ def _spread(x: Value, position: Position, start: int, shape: Any) -> Any:
 
 
 def _selected(names: list[Any], block: list[Any]) -> list[Any]:
-    """The dimensions an indexer selects, in order, as NumPy has it.
+    """Lists the dimensions that an indexer selects, in NumPy's order.
 
-    `names` has a name for each dimension that is sliced, and None for one that
-    is indexed by an array. The dimensions of the arrays, `block`, are where the
-    first of them is, or in front if they are not next to each other.
+    `names` holds a name for each sliced dimension, and None for one indexed by an array, whose
+    dimensions are `block`.
     """
     arrays = [d for d, name in enumerate(names) if name is None]
     slices = [name for name in names if name is not None]
     if not arrays:
         return slices
+    # As in NumPy, the block goes where the first array is, or in front if arrays are not adjacent.
     apart = arrays[-1] - arrays[0] >= len(arrays)
     at = 0 if apart else arrays[0]
     return [*slices[:at], *block, *slices[at:]]
 
 
 def _as_example(x: Value, in_batch: list[Any], in_example: list[Any]) -> tuple[Any, int]:
-    """What was read, in the order of one example, and where its batch axis is."""
+    """Transposes values read to the order of one example; returns their batch axis."""
     if [name for name in in_batch if name != BATCH] == in_example:
         return x, in_batch.index(BATCH)
     return lax.transpose(x, [in_batch.index(name) for name in (BATCH, *in_example)]), 0
@@ -227,7 +227,7 @@ def _as_example(x: Value, in_batch: list[Any], in_example: list[Any]) -> tuple[A
 def _as_found(
     axis: Axis, x: Value, position: Position, in_batch: list[Any], in_example: list[Any]
 ) -> Any:
-    """What is to be written, in the order in which the indices of all lanes find it."""
+    """Transposes values to write to the order in which the indices find them."""
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0
     given = [*in_example[:position], BATCH, *in_example[position:]]

@@ -43,7 +43,7 @@ enter(
 
 
 def _pass_on(name: str) -> None:
-    """By name: some of these exist once the module that owns them is imported."""
+    """Registers by name, as some primitives exist only after an import."""
 
     @register_rule(name)
     def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
@@ -311,10 +311,8 @@ def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]
 def _starts_that_matter(
     shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Any], axes: Sequence[Position]
 ) -> tuple[Sequence[Any], Sequence[Position], tuple[int, ...]]:
-    """Starts, zero where a slice is as long as the dimension; and the dimensions of the others.
-
-    A start is clamped so that the slice fits: a whole dimension starts at zero.
-    """
+    """Zeroes the starts of slices of full length; returns the dimensions of the others."""
+    # JAX clamps a start so that the slice fits: a full slice starts at zero.
     moving = tuple(d for d, (n, size) in enumerate(zip(shape, sizes, strict=True)) if n != size)
     zero = _zero(starts)
     starts = [s if d in moving else zero for d, s in enumerate(starts)]
@@ -325,7 +323,7 @@ def _starts_that_matter(
 def _index_vectors(
     axis: Axis, starts: Sequence[Any], axes: Sequence[Position], moving: Sequence[int]
 ) -> Any:
-    """The starts of the `moving` dimensions, a vector for each lane."""
+    """Stacks the starts of the `moving` dimensions into a vector for each lane."""
     columns = [match_axis(axis, starts[d], axes[d], 0) for d in moving]
     return lax.stack_p.bind(*_compat.varying_alike(columns), axis=1)
 

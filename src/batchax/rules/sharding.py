@@ -74,9 +74,9 @@ _layout_p: Any = _compat.find_primitive("layout_constraint")
 
 
 def batched_sharding(axis: Axis, sharding: Any, position: Position) -> Any:
-    """A sharding of one example as it is with the batch axis at `position`.
+    """Adds the batch axis at `position` to a sharding of one example.
 
-    The batch axis is sharded over `spmd_axis_name`, and not sharded without that.
+    It is sharded over `spmd_axis_name`, if given.
     """
     if position is None or not isinstance(sharding, jax.sharding.Sharding):
         return sharding
@@ -94,7 +94,7 @@ def batched_sharding(axis: Axis, sharding: Any, position: Position) -> Any:
 
 
 def check_unused(axis: Axis, spec: Any, what: str) -> None:
-    """Refuses a specification that shards an example over the axis that shards the batch."""
+    """Raises AxisError for a spec that shards an example over the mesh axis of the batch."""
     used = {n for entry in spec for n in (entry if isinstance(entry, tuple) else (entry,))}
     twice = used & set(axis.spmd_name or ())
     if twice:
@@ -106,7 +106,7 @@ def check_unused(axis: Axis, spec: Any, what: str) -> None:
 
 
 def batched_layout(layout: Any, position: Position) -> Any:
-    """A layout of one example as it is with the batch axis, major to all others."""
+    """Adds the batch axis to a layout of one example, as its slowest dimension."""
     if position is None or not isinstance(layout, Layout):
         return layout
     order = [d + (d >= position) for d in layout.major_to_minor]
@@ -137,6 +137,7 @@ def _shard_map(
     **params: Any,
 ) -> tuple[list[Any], Sequence[Position]]:
     manual = params["newly_manual_axes"]
+    # Lanes that `spmd_axis_name` spreads over devices are this device's part of them inside.
     inner = _on_each_device(axis, params["mesh"], manual, jaxpr)
     spread = axis if inner is not axis else replace(axis, spmd_name=None)
     bound = _shard_map_p.get_bind_params(
@@ -174,7 +175,7 @@ def _batched_specs(axis: Axis, specs: Any, axes: Sequence[Position]) -> tuple[An
 
 
 def _on_each_device(axis: Axis, mesh: Any, manual: frozenset[Any], jaxpr: Any) -> Axis:
-    """The part of the axis that one device holds while `spmd_axis_name` shards it."""
+    """Returns the part of the axis on one device while `spmd_axis_name` shards it."""
     if axis.spmd_name is None or not manual.issuperset(axis.spmd_name):
         return axis  # this shard_map does not divide the lanes
     if axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects):

@@ -43,8 +43,9 @@ def _sort(
 def _sort_by_shared_keys(
     args: Sequence[Value], axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """Sorts once what is the same in every lane, and looks the rest up in that order."""
+    """Sorts values that lanes share once, and gathers the others in that order."""
     shared = [x for x, a in zip(args, axes, strict=True) if a is None]
+    # The sorted indices are the permutation.
     places = lax.broadcasted_iota(jnp.int32, shared[0].shape, dimension)
     *in_order, order = lax.sort_p.bind(
         *shared, places, dimension=dimension, num_keys=num_keys, **params
@@ -58,7 +59,7 @@ def _sort_by_shared_keys(
 
 
 def _reorder(x: Value, position: int, order: Any, dimension: int) -> Any:
-    """`x`, its elements along per-example `dimension` in the given order."""
+    """Permutes `x` along per-example `dimension`."""
     (dim,) = shift_dims((dimension,), position)
     others = tuple(d for d in range(order.ndim) if d != dimension)
     sizes = [1] * x.ndim

@@ -165,7 +165,6 @@ def _among_all(x: LocalRows, axis: int, ranges: Sequence[range], here: range) ->
     array, first = x.array, here.start
     if not all(ranges):
         # A process without rows repeats a row of another one: the last before, or the very first.
-        # A process without rows repeats one of another: the last before, or the very first.
         keys = jnp.issubdtype(array.dtype, jax.dtypes.extended)
         data = np.asarray(jax.random.key_data(array) if keys else array)
         ends = np.take(data, [0, -1], axis) if here else np.zeros(_with(data, axis, 2), data.dtype)
