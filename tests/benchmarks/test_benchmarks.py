@@ -1,53 +1,22 @@
-"""The benchmarks measure what they claim to: equal results, and a report that says so."""
+"""What measures, counts and compares in the benchmarks; and what is kept over commits."""
 
+import xml.etree.ElementTree as xml
 from collections import Counter
+from dataclasses import dataclass
 
 import jax
+import numpy as np
 import pytest
 
-import batchax as bx
 from batchax.programs.hlo import normalised_hlo, operations
 from benchmarks import __main__ as command
-from benchmarks.measure import ratio_of_medians
+from benchmarks import history
+from benchmarks.cluster.simulated import Case, simulated
+from benchmarks.history import Line, Run
+from benchmarks.libraries.program import PROGRAMS
+from benchmarks.measure import Ratio, ratio_of_medians
+from benchmarks.nests import steps
 from benchmarks.programs import counts, primitives
-from benchmarks.workloads import WORKLOADS
-
-from support.oracle import at_once, same, same_type
-
-LANES = 3
-
-
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.each_commit(8)
-def test_both_vmaps_give_the_same(workload):
-    args = workload.data(LANES)
-    expected, got = at_once(*map(workload.batched_by, (jax.vmap, bx.vmap)))(*args)
-    same(got, expected, tolerance=dict(rtol=1e-4, atol=1e-4))
-    jax.tree.map(same_type, got, expected)
-
-
-def test_the_command_measures_and_reports(tmp_path, capsys):
-    chosen = ["softmax and logsumexp", "matvec with own matrix"]
-    only = [word for name in chosen for word in ("--only", name)]
-    results = command.main(["--quick", *only, "--out", str(tmp_path)])
-    assert [r.name for r in results] == chosen
-    for r in results:
-        assert r.ours.counts["equations"] > 0
-        assert min(r.ours.total_bytes, r.other.total_bytes) > 0
-        assert 0 < r.trace.low <= r.trace.value <= r.trace.high
-        assert 0 < r.run.low <= r.run.value <= r.run.high
-    page = (tmp_path / "vmap.md").read_text()
-    printed = capsys.readouterr().out
-    for name in chosen:
-        assert f"| {name} |" in page
-        assert name in printed
-    assert (tmp_path / "vmap.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_names_what_there_is(capsys):
-    with pytest.raises(SystemExit):
-        command.main(["--only", "no such workload"])
-    assert "softmax and logsumexp" in capsys.readouterr().err
 
 
 def test_counts_reach_inner_programs():
@@ -90,3 +59,138 @@ def test_ratio_pairs_the_turns():
     slow_then_fast = [4.0] * 5 + [1.0] * 6  # the machine got faster half-way, for both
     ratio = ratio_of_medians([2 * t for t in slow_then_fast], slow_then_fast)
     assert ratio == type(ratio)(2.0, 2.0, 2.0)
+
+
+def test_steps_with_barriers_and_without():
+    counts = np.array([[[1, 2], [3, 0]], [[4, 0], [0, 1]]])
+    assert steps.masked(counts) == 4 + 2 + 3 + 1
+    assert steps.free(counts) == 6
+    assert steps.bound(counts) == 6 / 10
+    assert steps.of_use(counts) == (11 / 20, 11 / 12)
+    active = steps.active(counts)
+    np.testing.assert_allclose(active["with barriers"][1] * 2, [2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1])
+    np.testing.assert_allclose(active["without"][1] * 2, [2, 2, 2, 2, 2, 2, 1])
+    np.testing.assert_allclose(active["without"][0], np.arange(7) / 10)
+
+
+def test_what_workers_lose_and_a_scheduler_that_is_too_slow():
+    found = simulated(Case("shards", 0.5, 0.0), workers=100, units=50_000)
+    assert 0 < found.lost < 0.05
+    assert found.busy == 0
+    assert found.again > 0
+    found = simulated(Case("slow", 0.5, 0.01), workers=100, units=10_000)
+    assert found.busy == pytest.approx(1, abs=0.01)
+    assert found.lost == pytest.approx(1, abs=0.05)  # it takes a second for what workers do in half
+
+
+def test_half_of_the_programs_are_held_out():
+    held_out = [name for name, program in PROGRAMS.items() if not program.looked_at]
+    assert len(held_out) >= len(PROGRAMS) / 2 >= 20
+
+
+# Over commits.
+
+
+def runs(**values):
+    """Runs of made-up commits, from the values of each measurement; None where it was not made."""
+    count = max(map(len, values.values()))
+    return [
+        Run(f"c{i:02}", f"2100-01-{i + 1:02}", "By hand.", {
+            name: Ratio(each[i], each[i] * 0.95, each[i] * 1.05)
+            for name, each in values.items()
+            if each[i] is not None
+        })
+        for i in range(count)
+    ]  # fmt: skip
+
+
+HISTORY = runs(
+    steady=[1.0, 1.02, 0.98, 1.01, 1.03],
+    slow=[1.0, 1.0, 1.1, 1.0, 1.5],
+    fast=[2.0, 2.1, 2.0, 1.9, 1.0],
+    new=[None, None, None, None, 3.0],
+    gone=[1.0, 1.0, 1.0, 1.0, None],
+    sparse=[1.0, None, 1.0, None, 1.0],
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    file = tmp_path / "folder" / "history.jsonl"
+    for run in HISTORY:
+        history.append(file, run)
+    assert history.read(file) == HISTORY
+    again = Run("c01", "2100-02-01", "Again.", {"steady": Ratio(9.0, 9.0, 9.0)})
+    history.append(file, again)
+    assert history.read(file) == [*HISTORY[:1], *HISTORY[2:], again]
+
+
+def test_what_became_slower_is_told_first():
+    lines = history.lines_of(HISTORY)
+    assert [line.name for line in lines] == ["slow", "steady", "new", "sparse", "fast"]
+    assert [line.verdict for line in lines] == ["slower", "", "", "", "faster"]
+    assert lines[0].change == pytest.approx(1.5)
+    assert history.lines_of([]) == []
+
+
+def test_noise_is_not_told():
+    wide = [(0, Ratio(1.0, 0.9, 1.1)), (1, Ratio(1.5, 1.05, 2.0))]
+    assert Line("wide", wide).verdict == ""
+    assert Line("small", [(0, Ratio(1.0, 1.0, 1.0)), (1, Ratio(1.05, 1.04, 1.06))]).verdict == ""
+
+
+def test_only_the_latest_runs_are_compared_with():
+    (line,) = history.lines_of(runs(x=[1.0] * 30 + [2.0] * 11))
+    assert line.change == 1
+    assert line.verdict == ""
+
+
+def test_every_measurement_has_a_chart():
+    page = history.page(HISTORY)
+    charts = [xml.fromstring(part + "</svg>") for part in page.split("</svg>")[:-1]
+              for part in [part[part.index("<svg"):]]]  # fmt: skip
+    assert [each.get("aria-label") for each in charts] == [
+        "slow",
+        "steady",
+        "new",
+        "sparse",
+        "fast",
+    ]
+    assert [len(each.findall("g/circle")) for each in charts] == [5, 5, 1, 3, 5]
+    for each in charts:
+        shapes = each.find("polyline").get("points"), each.find("polygon").get("points")
+        for point in " ".join(shapes).split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 320
+            assert 0 <= y <= 48
+    assert "1 slower and 1 faster" in page
+    assert "c04" in page
+    assert history.page([])
+    assert "<b>" not in history.page(runs(**{"<b>": [1.0, 2.0]}))
+
+
+def test_ratios_are_found_wherever_they_are():
+    @dataclass(frozen=True)
+    class Result:
+        name: str
+        run: Ratio
+        ways: dict
+        seconds: float = 1.0
+
+    one, two = Ratio(1.0, 0.9, 1.1), Ratio(2.0, 1.9, 2.1)
+    result = Result("forward", one, {"map": two, "scan": one})
+    assert history.ratios_in("rows: sums", result) == {
+        "rows: sums: forward, run": one,
+        "rows: sums: forward, ways, map": two,
+        "rows: sums: forward, ways, scan": one,
+    }
+
+
+def test_a_run_of_the_benchmarks_is_a_line(tmp_path, capsys):
+    file = tmp_path / "history.jsonl"
+    command.main(["vmap", "--quick", "--only", "matvec with own matrix", "--history", str(file)])
+    history.main([str(file)])
+    (run,) = history.read(file)
+    assert run.commit
+    assert [name.rpartition(", ")[2] for name in run.ratios] == ["trace", "run"]
+    assert "Commits: 1, " in file.with_suffix(".html").read_text()
+    assert "Wrote" in capsys.readouterr().out
