@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import io_callback
 
 import batchax as bx
-from batchax.execution.bounded_derivatives import _Derivative
 from batchax.execution.bounded_loop import (
     as_while,
     bounded_loop,
@@ -23,7 +22,7 @@ from batchax.kernel.axis import Axis
 
 from support.compiled import compilations
 from support.forced import FORCED
-from support.oracle import at_once, check, check_derivatives, direction, example, same, same_type
+from support.oracle import at_once, check, direction, example, same, same_type
 
 MOST = 12
 
@@ -143,14 +142,6 @@ def test_second_derivatives(way):
 LOOSE = dict(rtol=2e-4, atol=2e-4)  # sums of many terms
 
 
-def test_third_derivative():
-    def cube(loop):
-        return lambda x: loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] * x), (0, x), 3)[1]
-
-    thrice = jax.jit(jax.grad(jax.grad(jax.grad(cube(bx.bounded_while)))))
-    same(thrice(2.0), jnp.asarray(6.0))
-
-
 def test_types_are_those_of_while_loop():
     def loop(while_):
         init = (0, 1.0, 0, np.float32(1))  # the third is promoted by what is added to it
@@ -182,13 +173,6 @@ def test_keys_and_carries_without_derivatives():
             *[jax.value_and_grad(lambda x, of=of: f(of, x)) for of in (bx.bounded_while, unrolled)]
         )(x)
     )
-
-
-def test_nothing_to_differentiate():
-    f = lambda x: bx.bounded_while(lambda n: n < 3, lambda n: n + 1, 0, 5) * x
-    same(jax.grad(f)(2.0), jnp.asarray(3.0))
-    g = lambda x: bx.bounded_while(lambda c: c[0] < x, lambda c: (c[0] + 1, c[1]), (0, 1.0), 5)[1]
-    same(jax.grad(g)(2.0), jnp.asarray(0.0))
 
 
 def test_empty_carry_and_a_single_step():
@@ -240,18 +224,6 @@ def test_lanes_that_leave_at_different_steps(vmap):
     same(both[0](XS, W), results[1])  # outside of jit
 
 
-def test_second_derivatives_of_a_batch():
-    """The vmap of them, and those of the vmap."""
-    f, g = (scalar(loop) for loop in (bx.bounded_while, in_python))
-    twice = TWICE["forward over reverse"]
-    pairs = (bx.vmap, f), (jax.vmap, g)
-    of_each = [v(twice(h), (0, None)) for v, h in pairs]
-    of_sums = [twice(total(v(h, (0, None)))) for v, h in pairs]
-    results = at_once(*of_each, *of_sums)(XS, 1.3)
-    for got, expected in zip(results[::2], results[1::2], strict=True):
-        same(got, expected, LOOSE)
-
-
 @pytest.mark.parametrize("batched", range(3))
 def test_oracle(batched):
     """Where only the carry, only what is closed over, or only the predicate is batched."""
@@ -267,34 +239,6 @@ def test_oracle(batched):
     alike = 0 if batched == 2 else None  # carries that all lanes share stay shared
     options = dict(against_jax=False, jit=False, derivatives=batched == 1)
     check(jax.jit(f), *args, in_axes=axes, out_axes=(alike, 0, alike), **options)
-
-
-def test_nested_vmap():
-    f, g = (
-        lambda x, loop=loop: loop(lambda c: c > x, lambda c: c * 0.5 * jnp.cos(x), 4.0, 6)
-        for loop in (bx.bounded_while, in_python)
-    )
-    xs = jnp.linspace(0.1, 5, 6).reshape(2, 3)
-    ways = jax.vmap(jax.vmap(g)), bx.vmap(bx.vmap(f)), jax.vmap(bx.vmap(f))
-    every = lambda h: lambda xs: (h(xs), jax.grad(total(h))(xs))
-    expected, *results = at_once(*map(every, ways))(xs)
-    for got in results:
-        same(got, expected)
-
-
-def test_loop_in_a_loop_and_in_a_branch():
-    def f(x, loop):
-        def body(c):
-            inner = loop(lambda d: d > 1.0, lambda d: d * 0.6, c[1] * 2, 4)
-            return c[0] + 1, jnp.sin(inner) + x
-
-        branch = lambda x: loop(lambda c: c[0] < 3, body, (0, x), 5)[1]
-        return lax.cond(x > 0, branch, lambda x: -x, x)
-
-    got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
-    xs = jnp.array([-1.0, 0.5, 2.0])
-    grads = [v(jax.value_and_grad(h)) for v, h in ((bx.vmap, got), (jax.vmap, expected))]
-    same(*at_once(*grads)(xs))
 
 
 def test_reverse_rules_in_steps_of_each_lane():
@@ -319,20 +263,6 @@ def test_reverse_rules_in_steps_of_each_lane():
     expected, *results = at_once(jax.vmap(theirs), bx.vmap(ours), jax.vmap(ours))(n, x)
     for got in results:
         same(got, expected)
-
-
-def test_in_scan_and_checkpoint():
-    def f(xs, w, loop):
-        def step(c, x):
-            return jax.checkpoint(lambda c, x: loop(lambda c: c > x, lambda c: c * w, c, 4))(
-                c, x
-            ), c
-
-        return lax.scan(step, jnp.float32(3), xs)
-
-    got, expected = (functools.partial(f, loop=loop) for loop in (bx.bounded_while, in_python))
-    args = (jnp.array([2.0, 1.0, 0.5]), jnp.float32(0.8))
-    check_derivatives(got, expected, args, jit=True)
 
 
 def test_the_loop_ends_with_the_slowest_lane():
@@ -815,15 +745,6 @@ def test_loops_that_are_batched_once_are_not_confused():
                 (got,) = jax.core.eval_jaxpr(staged.jaxpr, staged.consts, counts, x)
                 taken = np.minimum(np.minimum(counts, limit), most)
                 np.testing.assert_array_equal(got, x * 2.0**taken)
-
-
-def test_a_step_back_is_traced_once(monkeypatch):
-    traced, pulled = [], _Derivative._pulled
-    counted = lambda self, *xs: traced.append(1) or pulled(self, *xs)
-    monkeypatch.setattr(_Derivative, "_pulled", counted)
-    loop = lambda x: bx.bounded_while(lambda c: c < 3, lambda c: c + jnp.sin(c), x, 10)
-    jax.make_jaxpr(jax.grad(loop))(0.5)
-    assert len(traced) == 1  # who asks what it needs keeps it for who takes it
 
 
 def test_python_that_needs_what_is_carried_is_told_so():

@@ -131,12 +131,6 @@ def test_equals_a_loop_of_calls(reverse):
     compare(f, expected, args, not reverse, f(*args))
 
 
-@pytest.mark.parametrize("unroll", [1, 2, True])
-def test_unroll(unroll):
-    out_axes = {"all": -1, "sum": 0}
-    check(recur, INIT, XS, PARAMS, in_axes=(-1, None), out_axes=out_axes, unroll=unroll)
-
-
 def test_all_steps_are_written_out_whatever_ran_before():
     """True is 1 to whoever compares it, and a program that was kept for 1 has a loop."""
     for unroll in (1, True, 0, False):
@@ -272,25 +266,6 @@ def test_prefixes_and_rules_for_leaves():
     same(bx.scan(step, rule, out_axes)(jnp.zeros(2), batch), expected(jnp.zeros(2), batch))
 
 
-def test_as_decorator_and_on_methods():
-    @functools.partial(bx.scan, in_axes=(1,), out_axes=1)
-    def double(carry, x):
-        return carry + x, 2 * x
-
-    class Cell:
-        def __init__(self, w):
-            self.w = w
-
-        def step(self, carry, x):
-            return self.w * carry + x, carry
-
-    xs = example((2, 4))
-    same(double(jnp.zeros(2), xs), (xs.sum(1), 2 * xs))
-    f = bx.scan(Cell(2.0).step, 1, 1)
-    same(f(jnp.zeros(2), xs), with_lax(Cell(2.0).step, 1, 1)(jnp.zeros(2), xs))
-    assert f.__name__ == "step"
-
-
 def test_registered_containers():
     class Series:
         def __init__(self, values):
@@ -324,56 +299,6 @@ def test_batched(vmap, lanes):
         for arg, a in zip((INIT, XS, PARAMS), lanes, strict=True)
     ]
     compare(vmap(f, lanes, -1), jax.vmap(g, lanes, -1), args)
-
-
-def test_vmap_of_the_gradient():
-    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
-    xs = jnp.stack([XS, -XS])
-    grads = [jax.grad(total(scanned), (0, 1, 2)) for scanned in (f, g)]
-    ways = [(jax.vmap, grads[1]), (jax.vmap, grads[0]), (bx.vmap, grads[0])]
-    every = at_once(*[vmap(gradient, (None, 0, None)) for vmap, gradient in ways])
-    expected, *results = every(INIT, xs, PARAMS)
-    for got in results:
-        same(got, expected)
-
-
-def test_scan_of_scan():
-    def nested(scan):
-        def outer(carry, rows, scale):
-            inner = scan(lambda c, x: (jnp.sin(c + scale * x), c * x), 1, 1)
-            return inner(carry, rows)
-
-        return scan(outer, (2, None), 0)
-
-    f, g = nested(bx.scan), nested(with_lax)
-    args = (example((2,)), example((2, 3, 4)), jnp.float32(0.5))
-    compare(f, g, args, True, f(*args))
-
-
-def test_vmap_in_the_step_and_steps_in_checkpoint():
-    def step(carry, x, w):
-        carry = bx.vmap(lambda c, e: jnp.tanh(w @ c + e))(carry, x)
-        return carry, carry
-
-    args = (example((2, 3)), example((2, 4, 3)), example((3, 3)))
-    check(jax.checkpoint(step), *args, in_axes=(1, None), out_axes=1)
-
-
-def test_closed_over_values_are_differentiated():
-    def loss(w, scan):
-        return total(scan(lambda c, x: (jnp.sin(w * c + x), c * w), 1, 1))(jnp.zeros(3), XS)
-
-    expected = jax.grad(loss)(0.3, with_lax)
-    same(jax.grad(loss)(0.3, bx.scan), expected)
-    same(jax.jit(jax.grad(loss), static_argnums=1)(0.3, bx.scan), expected)
-
-
-@pytest.mark.compiles(100)
-def test_gradient_without_jit():
-    f, g = both(recur, (1, None), {"all": 1, "sum": 0})
-    args = (INIT, XS, PARAMS)
-    same(jax.grad(total(f), (0, 1, 2))(*args), jax.jit(jax.grad(total(g), (0, 1, 2)))(*args))
-    same(jax.hessian(total(f))(*args), jax.jit(jax.hessian(total(g)))(*args))
 
 
 @pytest.mark.parametrize("jit", [False, True])

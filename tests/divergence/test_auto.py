@@ -168,20 +168,6 @@ def test_the_last_lanes_of_a_bounded_loop_are_alone():
     assert said(1024, 4)["divergence"] != "compact"
 
 
-@pytest.mark.parametrize("size", [4, 200])  # rows are put back by a loop, or one array at a time
-def test_values_of_the_last_lanes_of_a_bounded_loop(size):
-    rng = np.random.default_rng(5)
-    xs, weights = rng.normal(size=(N, size)), rng.normal(size=(size, size)) / size**0.5
-    xs[3] = np.nan
-    expected = xs.copy()
-    for lane, count in enumerate(np.asarray(COUNTS)):
-        for _ in range(count):
-            expected[lane] = np.tanh(weights @ expected[lane])
-    args = COUNTS, jnp.asarray(xs, float), jnp.asarray(weights, float)
-    values = jax.jit(bx.vmap(bounded, (0, 0, None), divergence=LAST))(*args)
-    np.testing.assert_allclose(values, expected, rtol=2e-3, atol=1e-5)
-
-
 def several(count, x, key, shared):
     """Loops of many kinds, whose lanes take `count` steps or so."""
 
@@ -238,14 +224,6 @@ def test_lanes_of_two_axes_and_derivatives(way):
     xs = jnp.stack([POINTS, -POINTS])
     ours, theirs = of(functools.partial(bx.vmap, divergence=way)), of(jax.vmap)
     same(*jax.jit(lambda xs: (ours(xs), theirs(xs)))(xs), None)
-
-
-def test_values_and_tangents():
-    ways = [bx.vmap(power, divergence=d) for d in (FORCED, "predicate")]
-    outs = [jax.jit(f)(COUNTS, POINTS) for f in ways]
-    same(*outs, None)
-    dots = [jax.jvp(lambda x, f=f: f(COUNTS, x)[1], (POINTS,), (POINTS,))[1] for f in ways]
-    same(*dots, None)
 
 
 def test_lanes_that_may_be_spread_stay():

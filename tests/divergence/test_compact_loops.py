@@ -1,7 +1,5 @@
 """Loops that lanes leave when they are done: `vmap(..., divergence="compact")`."""
 
-import functools
-
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
@@ -67,18 +65,10 @@ def power(count, x, matrix=None):
     return lax.while_loop(lambda c: c[0] < count, step, (0, x))
 
 
-MATRICES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, N)), float)
-
-
 def test_lanes_leave():
     widths = {f"{width}": bx.Compact(width=width) for width in [1, 8, 22, 23, 100, None]}
     check(power, COUNTS, POINTS, divergence=widths, derivatives=False)
     check(power, COUNTS, POINTS, divergence=bx.Compact(width=3))
-
-
-def test_threshold():
-    thresholds = {f"{threshold}": bx.Compact(4, threshold) for threshold in [0, 0.5, 1]}
-    check(power, COUNTS, POINTS, divergence=thresholds)
 
 
 @settings(max_examples=15)
@@ -92,10 +82,6 @@ def test_drawn_counts(counts, equal):
 COMPILED = [jax.jit(bx.vmap(power, divergence=d)) for d in (NARROW, "predicate")]
 
 
-def test_operands_along_other_axes():
-    check(power, COUNTS, POINTS.T, MATRICES, in_axes=(0, 1, 2), out_axes=(0, 1))
-
-
 def test_steps_that_compute_nothing():
     def f(goes_on, x):
         step = lambda c: (False, c[2], c[1])
@@ -105,27 +91,10 @@ def test_steps_that_compute_nothing():
     check(f, COUNTS > 3, POINTS[:, :0], divergence=bx.Compact(), derivatives=False)
 
 
-def test_unbatched_operands():
-    check(power, COUNTS, POINTS[0], MATRICES[..., 0], in_axes=(0, None, None))
-
-
 def test_one_lane_and_none():
     check(power, COUNTS[:1], POINTS[:1])
     empty = bx.vmap(power, divergence=NARROW)(COUNTS[:0], POINTS[:0])
     assert [x.shape for x in empty] == [(0,), (0, 3)]
-
-
-def test_equal_counts():
-    check(power, jnp.full(N, 5), POINTS)
-    check(power, jnp.zeros(N, int), POINTS)
-
-
-def test_integers():
-    def gcd(a, b):
-        return lax.while_loop(lambda c: c[1] != 0, lambda c: (c[1], c[0] % c[1]), (a, b))[0]
-
-    a = jnp.asarray(np.random.default_rng(2).integers(1, 10_000, N))
-    check(gcd, a, a[::-1] + 3)
 
 
 def test_many_types_of_carry():
@@ -139,49 +108,6 @@ def test_many_types_of_carry():
         return i, half, flag, z, jax.random.uniform(key), empty
 
     check(f, COUNTS, POINTS[:, 0])
-
-
-def test_each_lane_has_its_own_random_stream():
-    def f(seed, bound):
-        def step(c):
-            key, total, n = c
-            key, sub = jax.random.split(key)
-            return key, total + jax.random.exponential(sub), n + 1
-
-        return lax.while_loop(lambda c: c[1] < bound, step, (jax.random.key(seed), 0.0, 0))[1:]
-
-    check(f, jnp.arange(N), jnp.linspace(-1, 20, N), derivatives=False)
-
-
-def test_loop_in_loop():
-    def f(n, x):
-        def inner(i, x):
-            return lax.while_loop(
-                lambda c: c[0] < (i * n) % 5, lambda c: (c[0] + 1, c[1] * 1.1), (0, x)
-            )[1]
-
-        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, inner(*c)), (0, x))[1]
-
-    check(f, COUNTS % 9, POINTS)
-
-
-def test_loop_in_scan_and_in_branch():
-    def f(n, x):
-        def step(x, k):
-            x = lax.cond(k % 2 == n % 2, lambda x: power((n + k) % 5, x)[1], jnp.sin, x)
-            return x, x.sum()
-
-        return lax.scan(step, x, jnp.arange(4))
-
-    check(f, COUNTS, POINTS)
-
-
-def test_scan_in_loop():
-    def f(n, x):
-        total = lambda x: lax.scan(lambda c, v: (c + v, c * v), 0.0, x)[1]
-        return lax.while_loop(lambda c: c[0] < n % 6, lambda c: (c[0] + 1, total(c[1])), (0, x))[1]
-
-    check(f, COUNTS, POINTS)
 
 
 def test_lanes_that_are_done_do_no_harm():
@@ -199,33 +125,12 @@ def test_lanes_that_are_done_do_no_harm():
     check(f, x)
 
 
-def test_predicate_that_reads_operands():
-    def f(x, bound):
-        return lax.while_loop(lambda x: jnp.sum(x) < bound, lambda x: x + jnp.abs(x) + 0.1, x)
-
-    check(f, POINTS, jnp.linspace(-3, 90, N))
-
-
 def test_index_of_the_lane():
     def f(n):
         step = lambda c: (c[0] + 1, c[1] + lax.axis_index("lanes"))
         return lax.while_loop(lambda c: c[0] < n + lax.axis_index("lanes") % 2, step, (0, 0))
 
     check(f, COUNTS, axis_name="lanes")
-
-
-def test_nested_batches():
-    counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:20].reshape(4, 5, 3)
-    vmaps = {"jax": jax.vmap, "masked": bx.vmap}
-    vmaps["compact"] = functools.partial(bx.vmap, divergence=bx.Compact(2))
-    ways = {
-        f"{outer} of {inner}": vmaps[outer](vmaps[inner](power))
-        for outer in vmaps
-        for inner in ("jax", "compact")
-    }
-    results = jax.jit(oracle.together(ways))(counts, xs)
-    for way, got in results.items():
-        oracle.same(got, results["jax of jax"], None, way)
 
 
 def test_lanes_of_nested_batches_share_a_window():
@@ -263,23 +168,6 @@ def test_loops_of_equinox(kind):
     if kind == "checkpointed":
         total = lambda vmap: jax.grad(lambda x: vmap(f)(COUNTS, x)[1].sum())
         oracle.same(jax.jit(total(bx.vmap))(POINTS), jax.jit(total(jax.vmap))(POINTS))
-
-
-def test_eager_calls_compile_once():
-    calls = []
-
-    def f(n, x):
-        calls.append(1)
-        return power(n, x)
-
-    batched = bx.vmap(f, divergence=NARROW)
-    first = batched(COUNTS, POINTS)
-    oracle.same(batched(COUNTS, POINTS), first, None, "again")
-    oracle.same(first, bx.vmap(power)(COUNTS, POINTS), None, "masked")
-
-
-def test_in_chunks():
-    check(power, COUNTS, POINTS, batch_size=10)
 
 
 def before_and_after(n, x):
@@ -327,18 +215,6 @@ def test_loops_that_hold_much_stay_in_their_chunks():
     batched = jax.jit(bx.vmap(f, batch_size=4, divergence=NARROW)).lower(n, x).compile()
     oracle.same(batched(n, x), jax.jit(bx.vmap(f))(n, x), {"rtol": 1e-5}, "values")
     assert batched.memory_analysis().temp_size_in_bytes < 12 * 4 * 40_000
-
-
-def test_rows_of_different_lengths():
-    rows = bx.Ragged.from_rows([np.arange(n, dtype=float) for n in (3, 0, 5, 1, 4, 4, 2)])
-
-    def f(row):
-        return lax.while_loop(
-            lambda c: c[0] < row.sum(), lambda c: (c[0] + 1, c[1] + row), (0, row)
-        )
-
-    masked, ours = bx.vmap(f)(rows), bx.vmap(f, divergence=bx.Compact(2))(rows)
-    oracle.same(jax.tree.leaves(ours), jax.tree.leaves(masked), None, "masked")
 
 
 def test_each_shard_compacts_its_own_lanes():

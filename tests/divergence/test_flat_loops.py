@@ -10,10 +10,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.divergence import flat, nest
-from batchax.divergence.nest import nest_of
-from batchax.divergence.opening import while_of_scan
 from batchax.divergence.runner import Runner
-from batchax.kernel.axis import Axis
 from batchax.programs import thresholds
 
 from support import forced, oracle
@@ -240,15 +237,6 @@ def test_types_are_those_of_masked_lanes():
         jax.tree.map(oracle.same_type, got, expected)
 
 
-@pytest.mark.parametrize("fun", [scan_of_while, three_deep, arrays])
-@pytest.mark.each_commit(3)
-def test_outside_of_jit_and_in_chunks(fun):
-    expected = one_by_one(fun, (0, None), XS, ENTRIES)
-    for options in ({}, {"batch_size": 3}):
-        got = bx.vmap(fun, (0, None), divergence="compact", **options)(XS, ENTRIES)
-        oracle.same(got, expected)
-
-
 def test_both_axes_of_nested_vmaps_are_one():
     def nested(inner, outer):
         return outer(inner(scan_of_while, (None, 0)), (0, None))
@@ -388,17 +376,6 @@ def test_derivatives_are_those_of_lanes_that_wait():
     )
 
 
-def test_tangents():
-    def tangent(vmap, fun):
-        return lambda xs, e: jax.jvp(lambda xs: vmap(fun, (0, None))(xs, e), (xs,), (xs + 1,))[1]
-
-    compact = functools.partial(bx.vmap, divergence="compact")
-    for fun in (scan_of_while, while_of_while, three_deep):
-        ours, theirs = (jax.jit(tangent(vmap, fun))(XS, ENTRIES) for vmap in (compact, jax.vmap))
-        inexact = lambda tree: [x for x in jax.tree.leaves(tree) if x.dtype != jax.dtypes.float0]
-        oracle.same(inexact(ours), inexact(theirs))
-
-
 def test_custom_derivatives_hold_in_what_is_opened():
     @jax.custom_jvp
     def steps(x):
@@ -414,21 +391,6 @@ def test_custom_derivatives_hold_in_what_is_opened():
     )
     oracle.same(grad(XS), np.full(LANES, 5.0**5, np.float32))
     check(fun, XS, ENTRIES, in_axes=(0, None))
-
-
-def test_nan_stays_in_its_lane():
-    def fun(x, entries):
-        def step(x, entry):
-            _, y = halve(jnp.sqrt(x) + entry, 9)
-            return y * 3, jnp.log(x)
-
-        return lax.scan(step, x, entries)
-
-    xs = XS.copy()
-    xs[[1, 4]] = np.nan, -3.0
-    check(fun, xs, ENTRIES, in_axes=(0, None))
-    with jax.debug_nans(True):
-        jax.block_until_ready(bx.vmap(fun, (0, None), divergence="compact")(XS + 1, ENTRIES))
 
 
 def test_who_meets_waits():
@@ -607,27 +569,6 @@ def test_what_a_loop_inside_updates_in_place_is_not_copied_at_each_step(monkeypa
     assert not is_flat(functools.partial(fun, size=10_000, kept=True), XS, ENTRIES)
     # Where nobody reads it later it stays where it is.
     assert is_flat(functools.partial(fun, size=10_000, kept=False), XS, ENTRIES)
-
-
-def test_what_a_loop_inside_carries_stays_where_the_loop_around_it_keeps_it():
-    axis = Axis(LANES, divergence=Runner.here(None))
-
-    def nest(fun):
-        (scan,) = jax.make_jaxpr(fun)(1.5, ENTRIES).eqns
-        test, body = while_of_scan(axis, scan.params)
-        return nest_of(axis, test, body, (True,) * len(body.in_avals))
-
-    def handing_on(x, entries):
-        return lax.scan(lambda x, entry: (halve(x, 9)[1], ()), x, entries)[0]
-
-    def reading_again(x, entries):
-        return lax.scan(lambda x, entry: (halve(x, 9)[1] + x, ()), x, entries)[0]
-
-    stays, copied = nest(handing_on), nest(reading_again)
-    n_carried, place, steps = stays.n_carry, 1, 1
-    assert len(stays.slots) == n_carried + place + steps
-    assert len(copied.slots) == len(stays.slots) + 1
-    assert stays.parts[1].slots[1] in range(stays.n_consts, stays.n_consts + n_carried)
 
 
 def test_loops_that_ask_about_all_lanes():

@@ -128,16 +128,6 @@ def test_gradients_of_what_lanes_share(fun, options):
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
-@pytest.mark.each_commit(1, "arms")
-def test_gradients_of_each_lane(fun):
-    def of_each(vmap, fun):
-        alone = lambda x, taken, matrix: total(fun, x, taken, matrix)
-        return vmap(jax.grad(alone, (0, 2)), (0, 0, None))
-
-    both_ways(of_each, [fun])
-
-
-@pytest.mark.parametrize("fun", PROGRAMS)
 @pytest.mark.each_commit(1, "seldom")
 def test_tangents_and_second_derivatives(fun):
     def tangents(vmap, fun):
@@ -152,11 +142,6 @@ def test_tangents_and_second_derivatives(fun):
         return run
 
     both_ways(tangents, [fun])
-
-
-def test_outside_of_jit():
-    got = gradient(in_blocks, seldom, (0, 2))(XS, TAKEN, MATRIX)
-    oracle.same(got, jax.jit(gradient(jax.vmap, seldom, (0, 2)))(XS, TAKEN, MATRIX))
 
 
 def test_lanes_of_an_outer_vmap_and_of_devices():

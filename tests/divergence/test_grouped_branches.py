@@ -84,13 +84,6 @@ def total(fun):
 AXES = [(0, 0, None), (0, 1, 0), (0, None, None), (0, 0, 2)]
 
 
-def test_in_double_precision():
-    with jax.enable_x64(True):
-        x, w = example((N, D), seed=1), example((D, D), seed=2) / 3
-        assert x.dtype == np.float64
-        check(model, P, x, w, in_axes=(0, 0, None), derivatives=False)
-
-
 @pytest.mark.parametrize("in_axes", AXES, ids=str)
 @pytest.mark.each_commit(2)
 def test_cond(in_axes):
@@ -152,12 +145,6 @@ def test_drawn_indices(indices, width):
     same(*switches(width)(jnp.asarray(indices), X, W), SOME)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_all_in_one_branch(index):
-    i = jnp.full(N, index)
-    same(*switches(4)(i, X, W), SOME)
-
-
 @pytest.mark.parametrize("lanes", [0, 1, 4, 9])
 @pytest.mark.parametrize("width", [1, 4, 64])
 @pytest.mark.each_commit(4)
@@ -202,54 +189,6 @@ def test_types():
     check(f, *args, derivatives=False)
 
 
-def test_draws_are_those_of_the_lane():
-    def f(p, k):
-        normal = lambda k: lax.scan(
-            lambda s, k: (s + jax.random.normal(k, (D,)), None),
-            jnp.zeros(D),
-            jax.random.split(k, 9),
-        )
-        return lax.cond(p, lambda: normal(k)[0], lambda: jax.random.uniform(k, (D,)))
-
-    keys = jax.random.split(jax.random.key(1), N)
-    ours, masked = at_once(compact(f), bx.vmap(f))(P, keys)
-    assert (ours == masked).all()
-
-
-def test_branches_in_branches():
-    def f(i, x, w):
-        inner = lambda x: lax.cond(x[0] > 0, lambda x: steps(x, w), lambda x: -x, x)
-        outer = lambda x: inner(steps(x, w))
-        return lax.switch(i, [outer, lambda x: x + 1, inner], x)
-
-    check(f, jnp.arange(N) % 3, X, W, in_axes=(0, 0, None), loops=4)
-
-
-def test_in_a_scan():
-    def f(x, w):
-        def step(x, t):
-            return lax.cond(x[0] > t, lambda x: steps(x, w) - 0.1, lambda x: x + 0.1, x), x[1]
-
-        return lax.scan(step, x, jnp.linspace(-1, 1, 3))
-
-    check(f, X, W, in_axes=(0, None))
-
-
-def test_in_a_while_loop():
-    def f(n, x):
-        def body(c):
-            i, x = c
-            return i + 1, lax.cond(x[0] > 0, lambda x: steps(x, W) - 0.3, lambda x: x + 0.1, x)
-
-        return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
-
-    n = jnp.arange(N) % 4
-    ours = [bx.vmap(f, divergence=divergence) for divergence in (NARROW, "compact")]
-    expected, *results = at_once(oracle.in_turn(f, (0, 0)), *ours)(n, X)
-    for got in results:
-        same(got, expected, SOME)
-
-
 OUTER = 3
 PAIRS = example((OUTER, N, D), seed=7)
 MASKS = jnp.asarray(np.random.default_rng(8).random((OUTER, N)) < 0.4)
@@ -287,35 +226,6 @@ def test_under_an_outer_vmap(outer, axes):
     expected, *results = at_once(both(jax.vmap, jax.vmap), *ours)(*args)
     for width, got in zip(WIDTHS, results, strict=True):
         same(got, expected, SOME, f"width {width}")
-
-
-def test_gradients_for_each_outer_lane():
-    def of(vmap):
-        inner = lambda p, x, w: total(lambda x, w: vmap(model, (0, 0, None))(p, x, w))(x, w)
-        return jax.vmap(jax.grad(inner, (1, 2)), (0, 0, None))
-
-    inner = [functools.partial(bx.vmap, divergence=bx.Compact(width=width)) for width in WIDTHS]
-    expected, *results = at_once(of(bx.vmap), *map(of, inner))(MASKS, PAIRS, W)
-    for got in results:
-        same(got, expected, SOME)
-
-
-def test_a_vmap_inside():
-    def f(p, xs):
-        each = jax.vmap(lambda x: steps(x, W))
-        return lax.cond(p, each, lambda xs: xs, xs)
-
-    check(f, P, jnp.stack([X, X + 1], 1))
-    pairs = lambda v: lambda ps, xs: v(model, (0, 0, None))(ps, xs, W)
-    agree(compact(pairs(jax.vmap)), jax.vmap(pairs(jax.vmap)), MASKS, PAIRS)
-
-
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
-def test_with_batch_size(residuals):
-    vmap = functools.partial(compact, batch_size=6, residuals=residuals)
-    ours, masked = (v(model, (0, 0, None)) for v in (vmap, bx.vmap))
-    grads = [jax.value_and_grad(total(f), (1, 2)) for f in (ours, masked)]
-    same(*at_once(*grads)(P, X, W), SOME)
 
 
 def test_index_of_the_lane():
@@ -439,22 +349,6 @@ def test_a_rule_that_is_told_the_name_is_masked():
 
     f = lambda p, x: lax.cond(p, ruled, lambda x: x, x)
     check(f, P, X, axis_name="i", loops=0, derivatives=False)
-
-
-def test_derivative_rules_inside():
-    @jax.custom_vjp
-    def g(x):
-        return steps(x, W)
-
-    g.defvjp(lambda x: (steps(x, W), x), lambda x, ct: (ct * x,))
-
-    @jax.custom_jvp
-    def h(x):
-        return steps(x, W)
-
-    h.defjvp(lambda xs, ts: (h(*xs), ts[0] * xs[0]))
-    check(lambda p, x: lax.cond(p, g, lambda x: x, x), P, X)
-    check(lambda p, x: lax.cond(p, h, lambda x: x, x), P, X)
 
 
 def test_in_shard_map():

@@ -1,8 +1,5 @@
 """`batch_size`: the same results, with at most so many lanes at a time."""
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,7 @@ from batchax.execution import chunked
 from batchax.memo import Memo
 
 from support.chunks import check_chunks
-from support.oracle import agree, example, plainly, same, same_type
+from support.oracle import agree, example, same, same_type
 
 LANES = 5
 X = example((LANES, 3), seed=1)
@@ -57,12 +54,6 @@ def test_at_or_over_the_number_of_lanes_it_is_the_plain_program(batch_size, resi
     assert str(jax.make_jaxpr(chunked)(*args)) == str(plain)
 
 
-def test_fewer_lanes_at_a_time_is_a_loop():
-    for batch_size in range(1, LANES):
-        assert loops(bx.vmap(jnp.sin, batch_size=batch_size), X) == 1
-    assert loops(bx.vmap(jnp.sin, batch_size=LANES), X) == 0
-
-
 def test_no_more_lanes_than_asked_for_are_run_at_once():
     widths = []
 
@@ -89,12 +80,6 @@ def test_lanes_of_size_zero():
     check_chunks(lambda x: (x.sum(), x * 2), jnp.zeros((LANES, 0)), batch_size=2)
 
 
-def test_numpy_integers_are_sizes():
-    for batch_size in (np.int64(2), np.int8(2), np.uint32(2)):
-        same(bx.vmap(jnp.sin, batch_size=batch_size)(X), jnp.sin(X))
-    same(bx.vmap(jnp.sin, batch_size=2)(np.asarray(X)), jnp.sin(X))
-
-
 # --- axes ------------------------------------------------------------------------------------
 
 
@@ -111,17 +96,6 @@ def test_axes(in_axis, out_axis):
         out_axes=out_axis,
         eager=False,
         against_loop=out_axis == 1,
-    )
-
-
-def test_several_arguments_along_different_axes():
-    args = (X, example((3, LANES, 2), seed=3), W, example((4, LANES), seed=4))
-
-    def f(x, y, w, z):
-        return {"a": x @ y, "b": (z, w * x), "c": [z.sum() * y]}
-
-    check_chunks(
-        f, *args, in_axes=(0, 1, None, 1), out_axes={"a": -1, "b": (1, 0), "c": 2}, batch_size=2
     )
 
 
@@ -151,12 +125,6 @@ def test_axes_by_name_and_keyword_arguments():
         same(got, X + scales[:, None])
 
 
-def test_a_callable_as_axis():
-    where = lambda leaf: None if leaf.ndim == 1 else leaf.ndim - 1
-    args = {"x": X.T, "w": W}, X.T
-    check_chunks(lambda t, y: t["x"] * t["w"] + y, *args, in_axes=(where, where), out_axes=1)
-
-
 def test_arguments_that_are_the_same_for_all_may_be_anything():
     def f(x, power, fun, options):
         return fun(x) ** power if options["on"] else x
@@ -178,26 +146,6 @@ def test_no_mapped_argument():
     same(batched(W), (jnp.stack([W] * LANES), W[0] * jnp.arange(LANES)))
     same(jax.jit(batched)(W), batched(W))
     same(bx.vmap(lambda: 3.0, axis_size=LANES, batch_size=2)(), jnp.full(LANES, 3.0))
-
-
-def test_as_decorator_through_partial_and_on_methods():
-    @functools.partial(bx.vmap, in_axes=[0, None], batch_size=2)
-    def f(x, flag: bool):
-        return x + 1 if flag else x
-
-    same(f(X, True), X + 1)
-    assert f.__name__ == "f"
-
-    class Model:
-        scale = 2.0
-
-        def apply(self, x):
-            return x * self.scale
-
-        __call__ = apply
-
-    for fun in (Model().apply, Model(), functools.partial(Model.apply, Model())):
-        same(bx.vmap(fun, batch_size=3)(X), X * 2)
 
 
 # --- outputs ---------------------------------------------------------------------------------
@@ -233,14 +181,6 @@ def test_work_that_does_not_depend_on_the_batch_is_done_once():
     assert len(calls) == 1
 
 
-def test_what_a_rule_finds_to_be_the_same_in_all_lanes():
-    def f(x, w):
-        return jnp.zeros_like(x) + w, x.shape[0] * w, jax.lax.stop_gradient(w)
-
-    check_chunks(f, X, W, in_axes=(0, None), out_axes=(0, None, None))
-    check_chunks(f, X, W, in_axes=(0, None), out_axes=(0, bx.AUTO, 0))
-
-
 def test_inputs_that_are_passed_through():
     def f(x, n, w):
         return x, n, w, x, (n, x)
@@ -273,43 +213,7 @@ def test_literals_and_constants_as_outputs():
     assert unbatched[:3] == (1, 2.5, True)
 
 
-def test_no_outputs():
-    assert bx.vmap(lambda x: (), batch_size=2)(X) == ()
-    assert bx.vmap(lambda x: {"a": None}, batch_size=2)(X) == {"a": None}
-
-
-def test_closed_over_values():
-    def total(w):
-        return bx.vmap(lambda x: jnp.sin(x * w), batch_size=2)(X).sum()
-
-    same(jax.grad(total)(W), plainly(jax.grad(lambda w: jnp.sin(X * w).sum()), W))
-
-
-class Pair(NamedTuple):
-    first: jax.Array
-    second: jax.Array
-
-
-def test_containers():
-    check_chunks(lambda p: Pair(p.second, p.first * 2), Pair(X, X + 1), in_axes=0, out_axes=1)
-
-
 # --- dtypes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "dtype", "int8 uint8 int32 uint32 bool float16 bfloat16 float32 complex64".split()
-)
-@pytest.mark.each_commit(4)
-def test_dtypes(dtype):
-    x = example((LANES, 3), jnp.dtype(dtype), high=4)
-    w = example((3,), jnp.dtype(dtype), seed=2, high=4)
-
-    def f(x, w):
-        product = x & w if x.dtype == bool else x * w
-        return product, x == w, x.astype(jnp.float32)
-
-    check_chunks(f, x, w, in_axes=(0, None), out_axes=(0, 1, 1), against_loop=True)
 
 
 def test_weak_types():
@@ -332,14 +236,6 @@ def test_keys():
     check_chunks(jax.random.normal, jax.random.split(jax.random.PRNGKey(1), 5), batch_size=2)
     check_chunks(lambda k: k, keys[0], out_axes=0)
     check_chunks(lambda k, x: k, keys[0, 0], X, in_axes=(None, 0), derivatives=False)
-
-
-def test_in_double_precision():
-    with jax.enable_x64(True):
-        x, n = jnp.arange(5.0), jnp.arange(5)
-        assert (x.dtype, n.dtype) == (jnp.float64, jnp.int64)
-        check_chunks(lambda x, n: (jnp.sin(x) * n, n * 2), x, n)
-        check_chunks(lambda x, n: (x * n, n), x, n, out_axes=bx.Reduce("mean"))
 
 
 # --- mistakes --------------------------------------------------------------------------------

@@ -139,20 +139,6 @@ def test_what_crosses_is_kept_or_computed_again():
         same(got, bx.vmap(fun, axis_name="i")(x))
 
 
-def test_inside_jit_and_checkpoint():
-    @jax.jit
-    def centred(x):
-        return x - lax.pmean(jnp.sin(x), "i")
-
-    def fun(x, w):
-        x = jax.checkpoint(lambda x: jax.jit(centred)(x * w))(x)
-        return centred(jnp.cos(x)) + lax.axis_index("i")
-
-    x = example((5, 3))
-    check_chunks(fun, x, W[:3], in_axes=(0, None), axis_name="i", second=True)
-    check_chunks(jax.checkpoint(lambda x: lax.psum(x, "i") + x), x, axis_name="i", residuals="keep")
-
-
 def test_of_values_that_are_not_batched():
     def fun(x, w):
         total = lax.psum(w, "i")
@@ -163,44 +149,6 @@ def test_of_values_that_are_not_batched():
     options = dict(in_axes=(0, None), axis_name="i")
     check_chunks(fun, x, W[:3], out_axes=out_axes, **options)
     check_chunks(fun, x, W[:3], **options)
-
-
-def test_of_inputs_as_they_are():
-    def fun(x, n):
-        return lax.psum(x, "i"), lax.psum(n, "i"), lax.pmax(x, "i"), lax.pmean(n > 1, "i")
-
-    check_chunks(fun, example((5, 3)), jnp.arange(5), out_axes=None, axis_name="i")
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "bool", "complex64"])
-def test_dtypes(dtype):
-    x = example((5, 3), jnp.dtype(dtype), high=3)
-
-    def fun(x):
-        x = x if x.dtype == bool else x * 2
-        out = [lax.psum(x, "i")]
-        return out if dtype == "complex64" else [*out, lax.pmax(x, "i"), lax.pmin(x, "i")]
-
-    loose = dict(rtol=2e-2, atol=2e-2) if "16" in dtype else None
-    options = dict(axis_name="i", derivatives=False, eager=False, tolerance=loose)
-    check_chunks(fun, x, out_axes=None, **options)
-
-
-@pytest.mark.parametrize("names", [("i", "j"), ("j", "i")], ids="".join)
-@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "axis_index", "axis_size", "all_gather"])
-@pytest.mark.each_commit(2)
-def test_several_names(name, names):
-    x = example((3, 5, 2), seed=3)
-    fun = lambda x: COLLECTIVES[name](jnp.sin(x), names)
-    both = lambda outer, inner: outer(inner(fun, axis_name="j"), axis_name="i")
-    chunked = functools.partial(bx.vmap, batch_size=2)
-    ways = [(bx.vmap, chunked), (chunked, bx.vmap), (chunked, chunked)]
-    if name != "all_gather":  # jax.vmap gathers over one name
-        ways += [(jax.vmap, chunked), (chunked, jax.vmap)]
-    agree({str(way): both(*way) for way in ways}, both(bx.vmap, bx.vmap), x)
-    if name not in ("all_gather", "pmax"):  # JAX cannot differentiate pmax of an outer axis
-        total = lambda outer: lambda x: (jnp.sin(both(outer, chunked)(x)) * x).sum()
-        agree(jax.grad(total(chunked)), jax.grad(total(jax.vmap)), x)
 
 
 def test_a_shadowed_name_is_that_of_the_inner_axis():
@@ -279,15 +227,6 @@ def test_effects_around_and_in_a_loop_with_a_collective_happen_once():
     same(got, rest - rest.sum(0))
 
 
-def test_a_collective_in_a_function_with_a_derivative_rule():
-    @jax.custom_jvp
-    def f(x):
-        return x - lax.pmean(x, "i")
-
-    f.defjvp(lambda p, t: (f(*p), 3 * t[0]))
-    check_chunks(lambda x: f(jnp.sin(x)), example((5, 3)), axis_name="i")
-
-
 def test_memory_of_a_step_with_a_collective_is_that_of_a_chunk():
     def fun(x, w):
         def step(c, _):
@@ -335,15 +274,6 @@ def in_both(fun, outer, inner):
 CHUNKS = {"batch_size": 2}
 
 
-def test_chunks_in_chunks_that_meet_over_the_outer_axis():
-    def every(outer, inner):
-        return lambda x, w: {k: in_both(f, outer, inner)(x, w) for k, f in IN_BOTH.items()}
-
-    x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
-    found = agree(every(CHUNKS, CHUNKS), every({}, {}), x, w)
-    same(in_both(IN_BOTH["twice"], CHUNKS, CHUNKS)(x, w), found["twice"])  # eager
-
-
 @pytest.mark.parametrize(
     ("outer", "inner", "names"),
     [
@@ -368,19 +298,6 @@ def test_derivatives_of_chunks_in_chunks_that_meet_over_the_outer_axis(outer, in
 
     x, w = example((5, 3, 2), seed=3), example((2,), seed=4)
     agree(every(outer, inner), every({}, {}), x, w)
-
-
-def test_three_levels_of_chunks():
-    def fun(x):
-        y = jnp.sin(x) - lax.psum(x * x, "a") + lax.pmean(x, ("a", "c"))
-        return y * lax.axis_index("b") - lax.pmax(y, "b")
-
-    def nested(**how):
-        f = bx.vmap(fun, axis_name="c", **how)
-        f = bx.vmap(f, axis_name="b", **how)
-        return bx.vmap(f, axis_name="a", **how)
-
-    agree(nested(batch_size=2), nested(), example((3, 4, 3)))
 
 
 def test_collectives_over_an_outer_axis_run_anywhere():

@@ -6,23 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
 
-from support.chunks import check_chunks
 from support.derivative_rules import tripled_jvp
 from support.oracle import agree, example, plainly, same
-from support.programs import random_program
 
 LANES = 5
 X = example((LANES, 3), seed=1)
 Y = example((LANES, 3), seed=4)
 W = example((3,), seed=2)
 RESIDUALS = ("recompute", "keep")
-LOOSE = {"rtol": 2e-3, "atol": 2e-3}
 
 
 def model(x, w):
@@ -62,20 +57,6 @@ def test_transformations(name, chunked):
     agree(transformation(ours), transformation(plain), X, W, tolerance=tolerance)
 
 
-@pytest.mark.parametrize("name", ["grad", "jacrev", "jvp"])
-@pytest.mark.compiles(60)
-@pytest.mark.each_commit(2)
-def test_outside_jit(name, chunked):
-    ours, plain = (v(model, in_axes=(0, None)) for v in (chunked, bx.vmap))
-    transformation = TRANSFORMATIONS[name]
-    if name == "jvp":
-        same(transformation(ours)(X, W), plainly(transformation(plain), X, W))
-        return
-    for argument in (0, 1):
-        f, g = (lambda z, h=h: h(*((z, W), (X, z))[argument]).sum() for h in (ours, plain))
-        same(getattr(jax, name)(f)((X, W)[argument]), plainly(jax.grad(g), (X, W)[argument]))
-
-
 def test_linear_functions_are_transposed():
     chunked = functools.partial(bx.vmap, batch_size=2)
     f = chunked(lambda x, w: jnp.outer(x, w).sum(0) * 2, (0, None), 1)
@@ -88,54 +69,6 @@ def test_linear_functions_are_transposed():
             return h(z, other) if i == 0 else h(other, z)
 
         agree(*(jax.linear_transpose(functools.partial(only, h), point) for h in (f, g)), ct)
-
-
-def test_auxiliary_outputs(chunked):
-    def loss(v):
-        def total(w):
-            values, aux = v(lambda x, w: (model(x, w).sum(), (x > 0, w * x)), (0, None))(X, w)
-            return values.sum(), aux
-
-        return jax.value_and_grad(total, has_aux=True)
-
-    agree(loss(chunked), loss(bx.vmap), W)
-
-
-@pytest.mark.each_commit(1)
-def test_per_example_derivatives_inside(chunked):
-    for transformation in (jax.grad, jax.hessian):
-        one = transformation(lambda w, x: model(x, w).sum())
-        f, g = (v(one, (None, 0)) for v in (chunked, bx.vmap))
-        agree(f, g, W, X)
-        # And differentiated again from outside.
-        agree(*(jax.grad(lambda w, h=h: h(w, X).sum()) for h in (f, g)), W)
-
-
-@pytest.mark.parametrize("where", ["inside", "outside", "both"])
-@pytest.mark.each_commit(3)
-def test_checkpoint(where, chunked):
-    inner = jax.checkpoint(model) if where != "outside" else model
-    f = chunked(inner, (0, None))
-    if where != "inside":
-        f = jax.checkpoint(f)
-    plain = bx.vmap(model, (0, None))
-    agree(*(jax.grad(lambda *a, h=h: h(*a).sum(), (0, 1)) for h in (f, plain)), X, W)
-
-
-@pytest.mark.each_commit(1)
-def test_nested_chunks(chunked):
-    pairs = example((4, LANES), seed=3)
-
-    def total(outer, inner):
-        def rows(row, w):
-            return inner(lambda p, w: jnp.sin(p * w).sum(), (0, None))(row, w)
-
-        return jax.value_and_grad(lambda p, w: outer(rows, (0, None), 1)(p, w).sum(), (0, 1))
-
-    expected = jax.jit(total(jax.vmap, jax.vmap))(pairs, W)
-    for outer, inner in ((chunked, chunked), (chunked, jax.vmap), (jax.vmap, chunked)):
-        same(jax.jit(total(outer, inner))(pairs, W), expected)
-    same(jax.jit(total(bx.vmap, chunked))(pairs, W), expected)
 
 
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
@@ -155,54 +88,6 @@ def test_under_an_outer_vmap(outer, chunked):
         ]
 
     agree(everything(chunked), everything(bx.vmap))
-
-
-@pytest.mark.each_commit(1)
-def test_inside_loops_and_branches(chunked):
-    def program(v):
-        f = v(model, (0, None))
-
-        def scanned(x, w):
-            return lax.scan(lambda c, _: (jnp.sin(f(c, w)), c.sum()), x, None, length=3)
-
-        def branched(x, w):
-            return lax.cond(w.sum() > -100, f, lambda x, w: x * 2, x, w)
-
-        def counted(x, w):
-            return lax.fori_loop(0, 2, lambda i, c: f(c, w) + i, x)
-
-        def total(x, w):
-            parts = scanned(x, w), branched(x, w), counted(x, w)
-            return sum(p.sum() for p in jax.tree.leaves(parts))
-
-        return jax.value_and_grad(total, (0, 1))
-
-    agree(program(chunked), program(bx.vmap), X, W)
-
-    def until(v):
-        f = v(model, (0, None))
-        return lambda x: lax.while_loop(lambda c: c.sum() < 30, lambda c: c + f(c, W) ** 2 + 1, x)
-
-    push = lambda v: jax.jvp(until(v), (X,), (Y,))
-    same(jax.jit(lambda: push(chunked))(), push(bx.vmap))
-
-
-def test_loops_and_branches_inside(chunked):
-    def per_example(x, w, n):
-        scanned, _ = lax.scan(lambda c, _: (jnp.sin(c * w), None), x, None, length=3)
-        branch = lax.cond(n > 2, lambda x: jnp.log(jnp.abs(x) + 1), jnp.cos, x)
-        return scanned + branch, lax.while_loop(lambda s: s < n, lambda s: s + 2, 0)
-
-    n = jnp.arange(LANES)
-
-    def program(v):
-        def total(x, w):
-            values, counts = v(per_example, (0, None, 0))(x, w, n)
-            return jnp.sin(values).sum(), counts
-
-        return jax.value_and_grad(total, (0, 1), has_aux=True)
-
-    agree(program(chunked), program(bx.vmap), X, W)
 
 
 @pytest.mark.each_commit(1)
@@ -233,18 +118,6 @@ def test_stopped_gradients_and_unused_arguments(chunked):
 
     got = jax.jit(jax.grad(total(chunked), (0, 1, 2)))(X, Y, W)
     same(got, plainly(jax.grad(total(bx.vmap), (0, 1, 2)), X, Y, W))
-
-
-def test_complex_numbers(chunked):
-    z = example((LANES, 3), jnp.complex64, seed=3)
-
-    def total(v):
-        def loss(z, w):
-            return jnp.abs(v(lambda z, w: jnp.exp(1j * z) * w, (0, None))(z, w)).sum()
-
-        return jax.grad(loss, (0, 1))
-
-    agree(total(chunked), total(bx.vmap), z, W)
 
 
 # --- functions with derivative rules of their own ----------------------------------------------
@@ -333,77 +206,7 @@ def test_rules_that_close_over_values_of_different_sizes(chunked):
         same(gradient(chunked)(X), gradient(bx.vmap)(X))
 
 
-def test_rules_that_close_over_what_surrounds_vmap(chunked):
-    def total(v):
-        def loss(x, s):
-            scale = jnp.exp(s)  # a tracer of whatever surrounds the call
-            return v(lambda x: tripled_jvp(scale)(x, x).sum())(x).sum()
-
-        return jax.grad(loss)
-
-    agree(total(chunked), total(jax.vmap), X, 0.3)
-
-
-@pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
-@pytest.mark.each_commit(2)
-def test_custom_rules_under_an_outer_vmap(outer, chunked):
-    f = tripled_vjp()
-    xs = jnp.stack([X, Y])
-    gradient = lambda v: jax.grad(lambda x, w: v(f, (0, None))(x, w).sum(), (0, 1))
-    same(
-        outer(gradient(chunked), (0, None))(xs, W),
-        plainly(jax.vmap(gradient(jax.vmap), (0, None)), xs, W),
-    )
-
-
-@pytest.mark.each_commit(1)
-def test_custom_root_and_solve(chunked):
-    def per_example(x, w):
-        matrix = jnp.eye(3) * 4 + jnp.outer(w, x)
-        solution = jnp.linalg.solve(matrix, x)
-        root = lax.custom_root(
-            lambda y: y**3 - x[0] ** 2 - 1,
-            1.0,
-            lambda f, y: lax.fori_loop(0, 20, lambda _, y: y - f(y) / jax.grad(f)(y), y),
-            lambda g, y: y / g(1.0),
-        )
-        return solution.sum() + root
-
-    gradient = lambda v: jax.grad(lambda *a: v(per_example, (0, None))(*a).sum(), (0, 1))
-    agree(gradient(chunked), gradient(bx.vmap), X, W, tolerance=dict(rtol=1e-4, atol=1e-5))
-
-
 # --- programs nobody wrote ----------------------------------------------------------------------
-
-
-@settings(max_examples=6)
-@given(
-    seed=st.integers(0, 10**6),
-    batch_size=st.integers(1, 4),
-    in_axes=st.sampled_from([(1, 0, 0, None), (0, 2, 0, 0), (None, 1, 0, 1), (0, None, None, 2)]),
-    out_axis=st.sampled_from([0, -1]),
-    residuals=st.sampled_from(RESIDUALS),
-)
-@pytest.mark.nightly
-def test_random_programs(seed, batch_size, in_axes, out_axis, residuals):
-    shapes = ((3,), float), ((2, 3), float), ((), jnp.int32), ((3, 3), float)
-    args = [
-        example(s if a is None else (*s[:a], LANES, *s[a:]), t, seed=seed + i, low=-1, high=4)
-        if t == jnp.int32
-        else example(s if a is None else (*s[:a], LANES, *s[a:]), t, seed=seed + i)
-        for i, ((s, t), a) in enumerate(zip(shapes, in_axes, strict=True))
-    ]
-    check_chunks(
-        random_program(seed, steps=5),
-        *args,
-        in_axes=in_axes,
-        out_axes=out_axis,
-        batch_size=batch_size,
-        residuals=residuals,
-        eager=False,
-        forward=False,  # some have functions with reverse mode only
-        tolerance=LOOSE,
-    )
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -435,15 +238,6 @@ def test_temporaries_of_a_gradient_do_not_grow_with_the_number_of_lanes():
     second = lambda x, w: jax.jvp(lambda w: gradient(32)(x, w)[1], (w,), (w,))[1]
     few, many = (temporaries(second, xs, w) for xs in x)
     assert many <= few + 64
-
-
-def test_the_example_of_the_design_needs_less_than_40_megabytes():
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    x = jax.ShapeDtypeStruct((2048, 256), jnp.float32)
-    chunked = temporaries(gradient(32), x, w)
-    assert chunked < 40e6
-    assert temporaries(gradient(None), x, w) > 300e6
-    assert temporaries(gradient(32, residuals="keep"), x, w) > 10 * chunked
 
 
 def test_temporaries_of_several_loops_one_after_another():

@@ -42,16 +42,6 @@ def test_callbacks_run_once_for_each_lane_in_order(batch_size, residuals, ordere
     assert seen == printed == list(range(LANES))
 
 
-def test_printing(capsys, wrap):
-    def f(x):
-        jax.debug.print("lane {}", x)
-        return x
-
-    jax.block_until_ready(wrap(bx.vmap(f, batch_size=2))(X))
-    jax.effects_barrier()
-    assert capsys.readouterr().out.split("\n")[:-1] == [f"lane {float(x)}" for x in range(LANES)]
-
-
 def test_pure_callbacks_run_for_every_lane(wrap):
     seen = []
 
@@ -149,27 +139,6 @@ def test_a_lane_does_not_depend_on_the_size_of_its_chunk():
     expected = jax.jit(jax.vmap(f))(keys, X)
     for batch_size in (1, 2):
         same(jax.jit(bx.vmap(f, batch_size=batch_size))(keys, X), expected)
-
-
-def test_random_numbers_from_the_index_of_the_lane():
-    key = jax.random.key(1)
-
-    def f(x, key):
-        own = jax.random.fold_in(key, lax.axis_index("i"))
-        return x + jax.random.uniform(own), lax.axis_index("i")
-
-    expected = jax.jit(bx.vmap(f, (0, None), axis_name="i"))(X, key)
-    same(expected[1], jnp.arange(LANES, dtype=jnp.int32))
-    for batch_size in (1, 2, 4):
-        batched = bx.vmap(f, (0, None), axis_name="i", batch_size=batch_size)
-        same(jax.jit(batched)(X, key), expected)
-
-
-def test_one_key_for_all_lanes_gives_all_the_same_numbers():
-    key = jax.random.key(2)
-    f = lambda x, key: x * 0 + jax.random.normal(key, (2,)).sum()
-    got = jax.jit(bx.vmap(f, (0, None), batch_size=2))(X, key)
-    same(got, jnp.full(LANES, got[0]))
 
 
 def test_derivatives_see_the_same_random_numbers():

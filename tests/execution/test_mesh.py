@@ -197,27 +197,6 @@ def test_an_array_of_numpy_is_differentiated_on_devices():
     np.testing.assert_allclose(jax.grad(loss)(x), np.cos(x), **CLOSE)
 
 
-def test_parameters_on_other_axes_stay_so_where_they_are_differentiated():
-    mesh = mesh_of(2, 2)
-    w = jax.device_put(W, NamedSharding(mesh, P(None, "b")))
-    x = example((4, 5))
-    fun = lambda w, mesh=None: bx.vmap(lambda x: x @ w, mesh=mesh)(x)
-    out, back = jax.vjp(functools.partial(fun, mesh=(mesh, "a")), w)
-    assert out.sharding.shard_shape(out.shape) == (2, 1)
-    expected, reverse = jax.vjp(fun, W)
-    same(jax.device_get((out, back(out))), (expected, reverse(expected)), CLOSE)
-
-
-def test_a_lane_draws_the_same_numbers_wherever_it_is():
-    def draw(key, x):
-        return jax.random.normal(key, (3,)) + x
-
-    given = jax.random.key(0), jnp.arange(7.0)
-    expected = bx.vmap(draw, (bx.split_key, 0))(*given)
-    got = bx.vmap(draw, (bx.split_key, 0), mesh="all")(*given)
-    np.testing.assert_array_equal(got, expected)
-
-
 @pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
 @pytest.mark.parametrize("lanes", [8, 7])
 @pytest.mark.compiles(60)

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import jaxprs_in_params
-from jax.extend.core.primitives import cond_p
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.kernel.registry import find_rule
 
 from support.compiled import check_compiled
 from support.oracle import (
@@ -47,10 +45,6 @@ def primitives(f, *args):
     return [eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns]
 
 
-def test_rule_is_ours():
-    assert find_rule(cond_p).__module__ == "batchax.rules.branches"
-
-
 @pytest.mark.parametrize("in_axes", [(0, 0, None), (0, 1, None), (0, None, 0), (None, 0, 0)])
 def test_cond(in_axes):
     def f(p, x, w):
@@ -60,31 +54,6 @@ def test_cond(in_axes):
     p = P if in_axes[0] == 0 else jnp.array(True)
     w = W if in_axes[2] is None else example((4, 3, 3), seed=4)
     check_compiled(f, p, example(shapes[in_axes[1]]), w, in_axes=in_axes)
-
-
-def test_cond_in_every_way():
-    def f(p, x, w):
-        return lax.cond(p, lambda x: (jnp.tanh(w @ x), x[0]), lambda x: (x * 2, x[1] ** 2), x)
-
-    nested = dict(nested=True, derivatives=False)
-    cases = {
-        "cond": (f, P, X, W, dict(in_axes=(0, 0, None), second=True)),
-        "nested": (lambda p, x: f(p, x, W), P, X, nested),
-    }
-    check_all(cases)
-
-
-def test_output_positions():
-    f, x, cases = (
-        lambda p, x: lax.cond(p, lambda x: x.T, lambda x: x + 1, x),
-        example((3, 4, 3)),
-        {},
-    )
-    for axis in (0, -1, 1):
-        cases[f"to {axis}"] = (f, P, x, dict(in_axes=(0, 1), out_axes=axis))
-        cases[f"to {axis}, shared"] = (f, P[0], x, dict(in_axes=(None, 1), out_axes=axis))
-    check_all(cases, derivatives=False)
-    same(bx.vmap(f, (0, 1))(P, x), jax.jit(jax.vmap(f, (0, 1)))(P, x))
 
 
 @settings(max_examples=4)
@@ -190,36 +159,6 @@ def test_platform_dependent():
     same(jax.grad(lambda x: bx.vmap(g)(P, x).sum())(X[:, 0]), jax.vmap(jax.grad(g, 1))(P, X[:, 0]))
 
 
-def test_branch_in_loop_in_branch():
-    def f(n, x):
-        def body(i, c):
-            return lax.cond(c[0] > i, lambda c: jnp.sin(c) * 2, lambda c: c + x, c)
-
-        return lax.cond(n > 0, lambda: lax.fori_loop(0, 3, body, x), lambda: x * n)
-
-    check_compiled(f, jnp.array([1.0, 0.0, -1.0, 2.0]), X)
-
-
-def test_cond_in_scan_in_vmap_in_grad():
-    def loss(w, x):
-        def step(c, x):
-            c = lax.cond(x > c.sum(), lambda c: jnp.tanh(w @ c) + x, lambda c: c * x, c)
-            return c, c.sum()
-
-        return lax.scan(step, jnp.ones(3) * 0.1, x)[1].sum()
-
-    batch = lambda v: jax.jit(jax.value_and_grad(lambda w: v(loss, in_axes=(None, 0))(w, X).sum()))(
-        W
-    )
-    same(batch(bx.vmap), batch(jax.vmap))
-    agree(
-        bx.vmap(jax.grad(loss), in_axes=(None, 0)),
-        loop_function(jax.jit(jax.grad(loss)), (None, 0), 0),
-        W,
-        X,
-    )
-
-
 @pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
 def test_predicate_of_each_axis(vmaps):
     def f(p, q, x, w):
@@ -308,16 +247,6 @@ def test_effects_that_need_no_order_happen_for_lanes_that_take_the_branch():
     jax.jit(bx.vmap(f))(jnp.array([1.0, -1.0, 2.0]))
     jax.effects_barrier()
     assert sorted(seen) == [1.0, 2.0]
-
-
-def test_ordered_prints(capfd):
-    def f(x):
-        lax.cond(x > 0, lambda: jax.debug.print("positive {}", x, ordered=True), lambda: None)
-        return x
-
-    bx.vmap(f)(jnp.array([1, -1, 2]))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.split("\n")[:-1] == ["positive 1", "positive 2"]
 
 
 def test_order_and_collective_together_are_refused():

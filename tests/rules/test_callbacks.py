@@ -10,18 +10,10 @@ from jax import lax
 from jax.experimental import checkify, io_callback
 
 import batchax as bx
-from batchax import _compat
-from batchax.kernel.registry import find_rule
 
 from support.oracle import check, example, same
 
 METHODS = ["sequential", "sequential_unrolled", "expand_dims", "broadcast_all"]
-
-
-def test_rules_are_ours():
-    names = "pure_callback io_callback debug_callback debug_print ffi_call inspect_sharding check"
-    for name in names.split():
-        assert find_rule(_compat.find_primitive(name)) is not None, name
 
 
 def calling(seen, method):
@@ -88,12 +80,6 @@ def test_pure_callback_that_does_not_say_how():
         bx.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4))
     with pytest.raises(NotImplementedError):
         jax.vmap(fun)(jnp.ones((4, 3)), jnp.ones(4))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_pure_callback_without_lanes(method):
-    out = bx.vmap(calling([], method))(jnp.ones((0, 3)), jnp.ones(0))
-    assert [y.shape for y in out] == [(0, 3), (0,)]
 
 
 def test_pure_callback_within():
@@ -240,35 +226,6 @@ def test_debug_print(options, capsys):
         assert [line for line in lines if line != "once"] == ["x=0.0 5", "x=1.0 5", "x=2.0 5"]
 
 
-def test_debug_callback_under_derivatives_and_another_batch():
-    log = Log()
-
-    def fun(x):
-        jax.debug.callback(log, x)
-        return x**2
-
-    x = jnp.arange(4.0)
-    same(bx.vmap(jax.grad(fun))(x), 2 * x)
-    same(jax.grad(lambda x: bx.vmap(fun)(x).sum())(x), 2 * x)
-    jax.effects_barrier()
-    assert log.calls == [(0.0,), (1.0,), (2.0,), (3.0,)] * 2
-    log.calls.clear()
-    jax.vmap(bx.vmap(fun))(x.reshape(2, 2))
-    jax.effects_barrier()
-    assert sorted(log.calls) == [(0.0,), (1.0,), (2.0,), (3.0,)]
-
-
-def test_inspect_sharding():
-    seen = []
-
-    def fun(x):
-        jax.debug.inspect_array_sharding(x, callback=seen.append)
-        return x
-
-    bx.vmap(fun)(jnp.ones((4, 3)))
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("jit", [False, True])
 def test_checks(jit):
     def fun(x, y):
@@ -295,17 +252,6 @@ def test_checks_where_only_the_message_is_batched():
     batched = checkify.checkify(bx.vmap(fun, (0, None)))
     assert "x is 4.0" in batched(jnp.array([4.0, 5.0]), jnp.bool_(False))[0].get()
     assert batched(jnp.array([4.0, 5.0]), jnp.bool_(True))[0].get() is None
-
-
-@pytest.mark.compiles(80)
-def test_checks_made_by_checkify():
-    errors = checkify.index_checks | checkify.float_checks
-    fun = lambda x, i: jnp.log(x)[i]
-    batched = checkify.checkify(bx.vmap(fun), errors=errors)
-    x = jnp.ones((3, 4))
-    assert batched(x, jnp.array([0, 1, 2]))[0].get() is None
-    assert "out-of-bounds" in batched(x, jnp.array([0, 9, 2]))[0].get()
-    assert "nan" in batched(x.at[1].set(-1.0), jnp.array([0, 1, 2]))[0].get()
 
 
 def test_checks_are_made_for_the_lanes_that_are_there():
@@ -339,16 +285,6 @@ def test_calls_for_lanes_that_types_say_are_sharded():
     assert [jax.typeof(y).sharding.spec for y in out] == [jax.P("d")] * 2
     same(out, (x, x))
     assert sorted(log.calls) == [(0.0,), (1.0,), (2.0,), (2.0,), (3.0,), (3.0,)]
-
-
-def test_error_for_each_lane():
-    def fun(x):
-        checkify.check(x > 0, "x is {}", x)
-        return x
-
-    error, _ = bx.vmap(checkify.checkify(fun))(jnp.array([1.0, -1.0]))
-    assert "x is -1.0" in error.get()
-    assert "mapped index 1" in error.get()
 
 
 def cholesky_call(method, **options):

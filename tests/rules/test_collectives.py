@@ -10,7 +10,6 @@ from jax.sharding import AxisType, PartitionSpec
 import batchax as bx
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.kernel.registry import find_rule
 
 from support.oracle import agree, at_once, example, same, same_type, shares
 
@@ -78,17 +77,6 @@ def on_devices(fun, x, names, sizes):
 
     mapped = jax.shard_map(per_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.tree.map(np.asarray, jax.jit(mapped)(x))
-
-
-def test_rules_are_ours():
-    names = """
-        psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
-        all_gather_reduced reduce_scatter unreduced_reduce_scatter all_to_all ppermute pbroadcast
-        axis_index ragged_all_to_all pvary preduced reduced_vary_cast vary_unreduced_cast psend
-        precv
-    """
-    for primitive in map(_compat.find_primitive, names.split()):
-        assert primitive is None or find_rule(primitive) is not None, primitive
 
 
 def all_of(names, axes="i", table=COLLECTIVES, *groups):
@@ -445,18 +433,6 @@ def test_ragged_all_to_all_of_nothing_and_in_groups():
     fun = lambda *args: lax.ragged_all_to_all(*args, axis_name="i")
     nothing = [args[0][:, :0], args[1], args[2], *[0 * x for x in args[3:]]]
     same(bx.vmap(fun, axis_name="i")(*nothing), args[1])
-
-
-def test_inside_control_flow():
-    x = example((LANES, 3))
-
-    def fun(x):
-        y, _ = lax.scan(lambda c, _: (jnp.sin(lax.psum(c, "i")), c), x, None, length=3)
-        z = lax.cond(lax.axis_size("i") > 2, lambda x: lax.pmean(x, "i"), lambda x: x, x)
-        w = lax.while_loop(lambda c: lax.pmax(c, "i").sum() < 50.0, lambda c: c * c + 1, x)
-        return y, z, w
-
-    agree(bx.vmap(fun, axis_name="i"), jax.vmap(fun, axis_name="i"), x)
 
 
 def test_inside_rules_of_derivatives_and_checkpoints():

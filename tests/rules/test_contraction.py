@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax import _compat
 
-from support.batches import SIZE, assert_own_rule, batch, positions
+from support.batches import SIZE, batch, positions
 from support.operations import no_more_operations, operations
 from support.oracle import agree, check, check_all, quickly, same
 
@@ -37,11 +36,6 @@ def operands(name, in_axes, dtypes=(jnp.float32, jnp.float32)):
     return [
         batch(s, a, d, i) for i, (s, a, d) in enumerate(zip(shapes, in_axes, dtypes, strict=True))
     ]
-
-
-@pytest.mark.parametrize("primitive", ["dot_general", "scaled_dot"])
-def test_served_by_our_own_rules(primitive):
-    assert_own_rule(_compat.find_primitive(primitive))
 
 
 @pytest.mark.parametrize(
@@ -183,28 +177,6 @@ def test_weak_type_is_kept():
         return lax.dot(weak, weak), lax.dot(weak, jnp.ones(2))
 
     check(fun, jnp.arange(3), **VALUES_ONLY)
-
-
-FUNCTIONS = {
-    "matmul": jnp.matmul,
-    "dot": jnp.dot,
-    "vdot": lambda x, y: jnp.vdot(x[0], y[:, 0]),
-    "inner": lambda x, y: jnp.inner(x, y.T),
-    "outer": lambda x, y: jnp.outer(x[0], y[0]),
-    "kron": jnp.kron,
-    "tensordot": lambda x, y: jnp.tensordot(x, y, ((1,), (0,))),
-    "einsum": lambda x, y: jnp.einsum("ij,jk,kl->il", x, y, y.T),
-    "einsum with a trace": lambda x, y: jnp.einsum("ij,jk,ji->k", x, y, x.T),
-    "matrix_power": lambda x, y: jnp.linalg.matrix_power(y @ y.T, 3) @ x.T,
-    "multi_dot": lambda x, y: jnp.linalg.multi_dot([x, y, y.T]),
-}
-
-
-@pytest.mark.parametrize("in_axes", [(0, 1), (None, 2)])
-def test_function(in_axes):
-    args = operands("matrix matrix", in_axes)
-    cases = {name: (fun, *args, {}) for name, fun in FUNCTIONS.items()}
-    check_all(cases, in_axes=in_axes, derivatives=False)
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (None, 0), (0, None)])

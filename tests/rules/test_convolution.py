@@ -13,7 +13,7 @@ from batchax.rules import convolution as convolution_rule
 from batchax.small import pays
 
 from support import batches
-from support.batches import SIZE, assert_own_rule
+from support.batches import SIZE
 from support.oracle import check, loop_function, plainly, quickly, same
 
 # On a CPU lanes of wider ones run one after another.
@@ -53,10 +53,6 @@ def no_more_operations(fun, *args, in_axes):
         for vmap in (bx.vmap, jax.vmap)
     )
     assert ours <= theirs
-
-
-def test_served_by_our_own_rule():
-    assert_own_rule(lax.conv_general_dilated_p)
 
 
 @pytest.mark.parametrize("kind", GROUPS)
@@ -301,19 +297,6 @@ def test_in_loops_channels_are_last_with_the_same_results(kind):
         assert (moved in lowered) == (function is looped or bool(chunks))
 
 
-def test_per_example_gradients():
-    # What training with per-example gradients asks for: kernels shared, their gradients not.
-    names, images, kernel = LAYOUTS["last"]
-
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(convolution(dimension_numbers=names)(x, w)) ** 2)
-
-    args = batch(kernel, None), batch(images, 0)
-    quickly(jax.jit(jax.grad(loss)), *args, in_axes=(None, 0), derivatives=False)
-    hessian_row = jax.jit(lambda w, x: jax.jvp(lambda w: jax.grad(loss)(w, x), [w], [w])[1])
-    quickly(hessian_row, *args, in_axes=(None, 0), derivatives=False)
-
-
 @pytest.mark.parametrize("kind", ["plain", "image groups"])
 @pytest.mark.parametrize("in_axes", SIDES)
 def test_no_lanes(kind, in_axes):
@@ -327,23 +310,6 @@ def test_no_lanes(kind, in_axes):
     same(got, plainly(jax.vmap(fun, in_axes), *args))
     total = jax.grad(lambda x, w: bx.vmap(fun, in_axes)(x, w).sum(), (0, 1))(*args)
     same(total, tuple(map(jnp.zeros_like, args)))
-
-
-def test_convolve_and_correlate():
-    signal, taps = batch((7,), 1), batch((3,), 0, seed=1)
-    for in_axes in ((1, 0), (1, None), (None, 0)):
-        args = signal if in_axes[0] == 1 else signal[:, 0], taps if in_axes[1] == 0 else taps[0]
-        for fun in (jnp.convolve, lambda x, w: jnp.correlate(x, w, mode="same")):
-            check(jax.jit(fun), *args, in_axes=in_axes, **VALUES_ONLY)
-
-
-def test_patches_and_transposed_convolution():
-    images = batch((2, 4, 5, 5), 1)
-    patches = lambda x: lax.conv_general_dilated_patches(x, (2, 2), (1, 1), "VALID")
-    check(jax.jit(patches), images, in_axes=1, **VALUES_ONLY)
-    kernel = batch((3, 3, 4, 2), 0)
-    upscale = lambda x, w: lax.conv_transpose(jnp.moveaxis(x, 1, -1), w, (2, 2), "SAME")
-    check(jax.jit(upscale), images, kernel, in_axes=(1, 0), **VALUES_ONLY)
 
 
 def test_out_sharding_gains_the_batch_axis():

@@ -16,7 +16,6 @@ from jax.extend.core import jaxpr_as_fun
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.kernel.registry import find_rule
 
 from support.derivative_rules import tripled_jvp
 from support.high_operations import OLD
@@ -33,7 +32,6 @@ from support.oracle import (
 )
 
 X = example((3, 2), seed=1)
-Y = example((2, 3), seed=2)
 W = example((2,), seed=3)
 K = jnp.arange(3)
 OLDEST = bool(OLD)
@@ -80,18 +78,6 @@ def check_reverse(fun, *args, in_axes=0, **options):
         same(got, results["jax.vmap"], where=way)
 
 
-def test_rules_are_ours():
-    def f(x):
-        return tripled_jvp()(x, x) + scaled_product()(x, x, x)[0]
-
-    names = set()
-    for eqn in jax.make_jaxpr(f)(W).eqns:
-        assert find_rule(eqn.primitive) is not None, eqn.primitive
-        names.add(eqn.primitive.name)
-    kinds = {"jvp": "custom_jvp_call", "vjp": "custom_vjp_call"}
-    assert {"call_hi_primitive" if k in NEXT else name for k, name in kinds.items()} <= names
-
-
 @pytest.mark.parametrize(
     ("in_axes", "out_axes"), [((0, 1), 0), ((0, None), 1), ((None, 1), 0), ((1, 0), 1)]
 )
@@ -127,15 +113,6 @@ def test_custom_vjp(in_axes):
         same(grad(f)(*args), gradient)  # each operation by itself
 
 
-def test_custom_vjp_values_and_nesting():
-    def f(x, y):
-        return scaled_product()(x, y, x)[0]
-
-    for out_axes in (0, 1):
-        check_reverse(f, X, X, out_axes=out_axes, nested=True)
-    check_reverse(f, X, W, in_axes=(0, None))
-
-
 @pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
 def test_gradients_on_both_sides_of_vmap(outer):
     f, g = tripled_jvp(), scaled_product()
@@ -153,21 +130,6 @@ def test_gradients_on_both_sides_of_vmap(outer):
     same(nested, jax.tree.map(lambda t: t[None], expected))
 
 
-def test_hessians_both_ways():
-    f = tripled_jvp()
-
-    def energy(x):
-        return f(x, jnp.flip(x)).sum()
-
-    hessian = jax.hessian(energy)
-    whole = jax.hessian(lambda xs: bx.vmap(energy)(xs).sum())
-    ways = loop_function(hessian, (0,), 0), bx.vmap(hessian), bx.vmap(jax.jit(hessian)), whole
-    expected, one, jitted, full = jax.tree.map(np.asarray, at_once(*ways)(X))
-    same(one, expected)
-    same(jitted, expected)
-    same(np.stack([full[i, :, i] for i in range(3)]), expected)
-
-
 def test_reverse_over_reverse_of_custom_vjp():
     @jax.custom_vjp
     def f(x):
@@ -183,38 +145,6 @@ def test_reverse_over_reverse_of_custom_vjp():
     *got, expected = at_once(*ways)(W)
     for second in got:
         same(second, expected)
-
-
-@pytest.mark.parametrize("make", [tripled_jvp, scaled_product])
-def test_inside_loop_bodies(make):
-    f = make()
-
-    def g(x, y):
-        def step(c, _):
-            out = f(c, y) if make is tripled_jvp else f(c, y, y)[0]
-            return out, out.sum()
-
-        return lax.scan(step, x, None, length=3)
-
-    def branch(x, y):
-        call = f if make is tripled_jvp else lambda a, b: f(a, b, b)[0]
-        return lax.cond(x.sum() > 0, call, lambda a, b: a - b, x, y)
-
-    for h in (g, branch):
-        args = (X, W)
-        batched, reference = bx.vmap(h, (0, None)), jax.vmap(h, (0, None))
-
-        def pull(v):
-            return jax.grad(
-                lambda *a: sum(jnp.sin(t).sum() for t in jax.tree.leaves(v(*a))), (0, 1)
-            )
-
-        ways = batched, reference, pull(batched), pull(reference)
-        got, expected, gradient, expected_gradient = at_once(*ways)(*args)
-        same(got, expected)
-        same(gradient, expected_gradient)
-        if h is branch:
-            same(pull(batched)(*args), gradient)
 
 
 def test_symbolic_zeros_reach_a_jvp_rule():
@@ -610,34 +540,6 @@ def test_a_mapped_argument_that_is_not_differentiated():
             check_all(g, in_axes)
 
 
-def test_a_staged_rule_finds_the_name_of_the_axis():
-    @jax.custom_vjp
-    def f(x):
-        return x * jax.lax.psum(x, "i"), x
-
-    f.defvjp(lambda x: (f(x), x), lambda x, c: (2 * c[0] * jax.lax.psum(x, "i") + c[1],))
-
-    def evaluated(x):
-        staged = jax.make_jaxpr(f)(x)
-        return sum(jax.core.eval_jaxpr(staged.jaxpr, staged.consts, x))
-
-    x = jnp.arange(1.0, 4.0)
-
-    def both(v, wrap=lambda g: g):
-        run = wrap(v(evaluated, axis_name="i"))
-        return run(x), jax.grad(lambda x: run(x).sum())(x)
-
-    def every():
-        per_example = [v(jax.grad(evaluated), axis_name="i")(x) for v in (bx.vmap, jax.vmap)]
-        return both(jax.vmap), both(bx.vmap), both(bx.vmap, jax.jit), per_example
-
-    expected, *results, (ours, jaxs) = jax.jit(every)()
-    for got in results:
-        same(got, expected)
-    same(both(bx.vmap), expected)
-    same(ours, jaxs)
-
-
 def test_a_rule_that_refuses_does_not_stop_the_function():
     @jax.custom_jvp
     def f(x, w):
@@ -847,15 +749,6 @@ def test_forward_mode_of_custom_vjp_is_refused():
 
     with pytest.raises((TypeError, NotImplementedError), match=r"custom_vjp|CustomVJP"):
         bx.vmap(linear)(X)
-
-
-def test_the_functions_of_jax_that_have_rules():
-    def f(x):
-        return (
-            jax.nn.relu(x) + jax.nn.softplus(x) + jax.nn.relu6(x) + jax.nn.logsumexp(x)
-        ) * jax.nn.silu(x) + jax.scipy.special.xlogy(jnp.abs(x), jnp.abs(x) + 1)
-
-    check(f, X, nested=True, eager=False)
 
 
 def test_a_rule_alone_uses_the_name_of_the_axis():

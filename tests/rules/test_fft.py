@@ -7,7 +7,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.batches import assert_own_rule, batch
+from support.batches import batch
 from support.operations import no_more_operations
 from support.oracle import agree, quickly
 
@@ -27,10 +27,6 @@ def transform(name):
     return lambda x: lax.fft(x, kind, lengths), dtype
 
 
-def test_served_by_our_own_rule():
-    assert_own_rule(lax.fft_p)
-
-
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 def test_transform(name, axis):
@@ -44,21 +40,6 @@ def test_transform(name, axis):
 def test_derivatives(name):
     fun, dtype = transform(name)
     quickly(fun, batch(SHAPE, 3, dtype), in_axes=3, nested=True)
-
-
-FUNCTIONS = {
-    "fft2": jnp.fft.fft2,
-    "rfftn over the first axes": lambda x: jnp.fft.rfftn(x, axes=(0, 1)),
-    "hfft": lambda x: jnp.fft.hfft(x[0]),
-    "fftshift": jnp.fft.fftshift,
-    "padded": lambda x: jnp.fft.fft(x, 9, axis=1),
-    "convolution": lambda x: jax.scipy.signal.fftconvolve(x[0], x[1], mode="same"),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_function(name):
-    quickly(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, derivatives=False)
 
 
 def test_the_batch_axis_stays_where_it_is_before_the_transformed_dimensions():

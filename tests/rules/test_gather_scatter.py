@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax import _compat
-from batchax.kernel.registry import rule_origin
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import at_once, check_all, example, quickly, same, same_type, shares
+from support.oracle import at_once, check_all, example, quickly, same, same_type
 
-PRIMITIVES = "gather scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
 MODES = ["clip", "fill", "promise_in_bounds"]
 METHODS = ["set", "add", "subtract", "mul", "min", "max"]
 
@@ -35,11 +32,6 @@ def put(indices, position):
 def subsets(*choices):
     """Every combination of positions of the batch axis but the one with none."""
     return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_served_by_our_own_rule(name):
-    assert rule_origin(_compat.find_primitive(name)) == "batchax.rules.gather_scatter"
 
 
 @pytest.mark.parametrize("in_axes", subsets((None, 0, 1, 2), (None, 0, 1)))
@@ -104,13 +96,6 @@ def test_scatter_modes(in_axes):
     check_all({"modes": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
 
 
-def test_second_derivatives_of_gathers():
-    def fun(x, i):
-        return jnp.sin(x[i]) * x[i[0]]
-
-    quickly(fun, example((3, 4, 3)), INDICES, in_axes=(1, 0), second=True)
-
-
 def test_promises_survive_where_they_hold():
     def fun(x, i, u):
         y = x.at[i].get(unique_indices=True, indices_are_sorted=True)
@@ -169,39 +154,6 @@ def test_typed_keys():
         "indices alone": (fun, k[0], WITHIN, u[0, :2], dict(in_axes=(None, 0, None))),
     }  # fmt: skip
     check_all(cases)
-
-
-NUMPY = {
-    "take": lambda x, i: jnp.take(x, i, axis=1),
-    "take, wrapping": lambda x, i: jnp.take(x, i, axis=0, mode="wrap"),
-    "take, filling": lambda x, i: jnp.take(x, i, mode="fill", fill_value=-1.0),
-    "take_along_axis": lambda x, i: jnp.take_along_axis(x, i[None], 1, mode="clip"),
-    "put_along_axis": lambda x, i: jnp.put_along_axis(x, i[None] % 3, 5.0, 1, inplace=False),
-    "sorted by a column": lambda x, i: x[jnp.argsort(x[:, i[0] % 3])],
-    "two index arrays apart": lambda x, i: x[None][i[:1], :, i],
-    "index arrays and slices": lambda x, i: x[None, ::-1][:, i, 1:],
-    "boolean where": lambda x, i: jnp.where(jnp.arange(3) == i[0], x, x[:, i[:1]]),
-    "boolean select": lambda x, i: jnp.select([x > 1, x > 0], [x, 2 * x[i[0]]], 0.0),
-    "nonzero": lambda x, i: x[jnp.nonzero(x[0] > 0, size=2, fill_value=1)[0]],
-    "one hot": lambda x, i: jax.nn.one_hot(i, 3) @ x,
-    "segment sum": lambda x, i: jax.ops.segment_sum(x[:2], i, num_segments=3),
-    "bincount": lambda x, i: jnp.bincount(jnp.abs(i) % 3, length=3) + x,
-    "diagonal": lambda x, i: (jnp.diagonal(x), x[jnp.diag_indices(3)], x[jnp.tril_indices(3)]),
-    "set diagonal": lambda x, i: x.at[jnp.diag_indices(3)].set(i[0] * 1.0),
-    "searchsorted": lambda x, i: x[jnp.searchsorted(jnp.arange(3), i, side="right") % 3],
-    "choose": lambda x, i: jnp.choose(i % 3, [x[0, :2], x[1, :2], x[2, :2]], mode="clip"),
-}
-
-
-@pytest.mark.parametrize("names", shares(NUMPY, 4), ids=" ".join)
-def test_numpy_indexing(names):
-    x, cases = example((4, 3, 3)), {}
-    for name in names:
-        fun, smooth = NUMPY[name], name not in {"sorted by a column", "put_along_axis"}
-        no_more_operations(fun, x, INDICES)
-        no_more_operations(fun, np.swapaxes(x, 0, 1), np.asarray(INDICES[0]), in_axes=(1, None))
-        cases[name] = (fun, x, INDICES, dict(derivatives=smooth))
-    check_all(cases, unrolled=False)
 
 
 def test_nothing_is_transposed_where_the_order_permits():

@@ -11,8 +11,6 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
-from batchax.kernel.registry import find_rule
-from batchax.rules.in_place import some_active_p
 
 from support.oracle import agree, at_once, example, in_turn, lane, loop_function, same
 
@@ -56,24 +54,7 @@ def check(f, *args, in_axes=0, updates=UPDATES):
     assert whole_arrays(f, *args, in_axes=in_axes) <= updates
 
 
-def test_rule_is_ours():
-    assert find_rule(some_active_p) is not None
-
-
 # Loops.
-
-
-@pytest.mark.parametrize("in_axes", [(0, 0), (0, 1), (0, None)])
-def test_updates_of_one_element(in_axes):
-    def f(n, x):
-        def body(i, x):
-            x = x.at[i].set(x[i - 1] + i)
-            return x.at[2 * i].add(x[i])
-
-        return lax.fori_loop(0, n, body, x)
-
-    x = {0: X, 1: X.T, None: X[0]}[in_axes[1]]
-    check(f, N, x, in_axes=in_axes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "complex64", "uint8"])
@@ -383,21 +364,6 @@ def test_lanes_of_two_axes(f, vmaps):
         assert whole_arrays(inner(f), n, x) <= UPDATES
 
 
-def test_callback_sees_running_lanes_only():
-    def host(i, v):
-        assert v == 10 * i
-        return v
-
-    def f(n, x):
-        def body(i, x):
-            v = jax.pure_callback(host, jax.typeof(x[0]), i, x[i], vmap_method="sequential")
-            return x.at[i].set(-v)
-
-        return lax.fori_loop(0, n, body, x)
-
-    check(f, N, jnp.tile(jnp.arange(0.0, 10.0 * SIZE, 10.0), (4, 1)))
-
-
 def test_shared_predicate_with_no_lane():
     """In a branch that no lane takes: a loop that ends in no lane, on an array of each."""
 
@@ -477,24 +443,6 @@ def test_reverse_mode_through_branches(indices):
     same(inside, (outs, (dx, dw)))
 
 
-def test_gradient_through_branches_in_a_scan():
-    def loss(x, w):
-        def step(x, i):
-            write = lambda x: x.at[i + 1].set(jnp.sqrt(x[i]) * w)
-            add = lambda x: x.at[0].add(x[i] * w)
-            return lax.cond(x[i] > 0.3, write, add, x), None
-
-        return jnp.sum(lax.scan(step, x, jnp.arange(9))[0] ** 2)
-
-    one = jax.value_and_grad(loss, (0, 1))
-    total = lambda x, w: bx.vmap(loss, in_axes=(0, None))(x, w).sum()
-    ways = in_turn(one, (0, None)), jax.value_and_grad(total, (0, 1)), bx.vmap(one, (0, None))
-    alone, whole, inside = at_once(*ways)(X, 1.2)
-    value, (dx, dw) = jax.tree.map(np.asarray, alone)
-    same(whole, (value.sum(), (dx, dw.sum())))
-    same(inside, alone)
-
-
 def test_two_results_from_one_array():
     def f(i, x):
         return lax.switch(
@@ -509,24 +457,6 @@ def test_two_results_from_one_array():
 
     for x, axis in ((X, 0), (X.T, 1), (X[0], None)):
         check(f, N % 3, x, in_axes=(0, axis))
-
-
-def test_collectives_count_all_lanes():
-    def f(n, x):
-        def body(c):
-            i, x = c
-            x = x.at[i].add(1.0)
-            return i + 1, x.at[i + 1].set(lax.psum(x[i], "i"))
-
-        return lax.while_loop(lambda c: c[0] < n, body, (0, x))
-
-    agree(bx.vmap(f, axis_name="i"), jax.vmap(f, axis_name="i"), N, X)
-
-
-def test_index_of_a_lane():
-    f = lambda n, x: lax.fori_loop(0, n, lambda i, x: x.at[i].set(lax.axis_index("i")), x)
-    got = jax.jit(bx.vmap(f, axis_name="i"))(N, X)
-    same(got, jnp.where(jnp.arange(SIZE) < N[:, None], jnp.arange(4.0)[:, None], X))
 
 
 def test_references():

@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax import _compat
-from batchax.kernel.registry import rule_origin
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import at_once, check, check_all, example, quickly, same, same_type, shares
+from support.oracle import at_once, check_all, example, quickly, same, same_type
 
 STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved to fit
 
@@ -24,11 +22,6 @@ STARTS = jnp.array([0, 1, -1, 7])  # the last two out of range: slices are moved
 def subsets(*choices):
     """Every combination of positions of the batch axis but the one with none."""
     return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
-
-
-@pytest.mark.parametrize("name", ["slice", "dynamic_slice", "dynamic_update_slice"])
-def test_served_by_our_own_rule(name):
-    assert rule_origin(_compat.find_primitive(name)) == "batchax.rules.shape"
 
 
 def test_slice():
@@ -118,14 +111,6 @@ def test_index_dtypes():
         quickly(fun, example((4, 3, 3)), i, k, in_axes=(0, 0, None), derivatives=False)
 
 
-def test_numbers():
-    def fun(x, y):
-        return lax.dynamic_slice(x, (), ()), lax.dynamic_update_slice(x, y, ())
-
-    check(fun, example((4,)), example((4,), seed=1))
-    quickly(fun, example(()), example((4,)), in_axes=(None, 0), out_axes=(None, 0))
-
-
 @pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.bfloat16, jnp.complex64])
 def test_dtypes(dtype):
     def fun(x, i):
@@ -161,16 +146,6 @@ def test_weak_types_are_kept():
         assert [a.weak_type for a in jax.eval_shape(f, *args)] == [False, True]
 
 
-def test_updates_in_a_loop():
-    def fun(x, start):
-        def body(i, y):
-            return y.at[i].set(y[i] * 2 + y[start])
-
-        return lax.fori_loop(0, 3, body, x)
-
-    quickly(fun, example((4, 3)), jnp.array([0, 1, 2, 0]), nested=True)
-
-
 @pytest.mark.parametrize("size", [0, 1])
 def test_empty_batch_and_batch_of_one(size):
     def fun(x, u, i, k):
@@ -194,36 +169,6 @@ def test_empty_arrays():
         return lax.dynamic_slice(x, (i, 0), (2, 0)), lax.dynamic_update_slice(x, x[:1], (i, 0))
 
     quickly(fun, jnp.zeros((4, 3, 0)), STARTS)
-
-
-BASIC = {
-    "number": lambda x, i: x[i],
-    "number, later dimension": lambda x, i: x[:, i],
-    "two numbers": lambda x, i: x[i, -i],
-    "number and slice": lambda x, i: x[i, 1:],
-    "slice of computed start": lambda x, i: lax.dynamic_slice_in_dim(x, i, 2, axis=1),
-    "set row": lambda x, i: x.at[i].set(1.0),
-    "set column": lambda x, i: x.at[:, i].set(x[:, 0]),
-    "add element": lambda x, i: x.at[i, i].add(2.0),
-    "set computed slice": lambda x, i: lax.dynamic_update_slice_in_dim(x, x[:, :1], i, 1),
-    "index_in_dim": lambda x, i: lax.dynamic_index_in_dim(x, i, 0, keepdims=False),
-    "roll": lambda x, i: jnp.roll(x, i, axis=1),
-}
-
-
-@pytest.mark.parametrize("names", shares(BASIC, 2), ids=" ".join)
-def test_typical_indexing(names):
-    x, cases = np.asarray(example((4, 3, 3))), {}
-    for name in names:
-        fun = BASIC[name]
-        cases[name] = (fun, x, STARTS, {})
-        cases[f"{name}, one array"] = (
-            fun, x[0], STARTS, dict(in_axes=(None, 0), derivatives=False)
-        )  # fmt: skip
-        for in_axes, i in (((0, 0), STARTS), ((1, None), 1), ((None, 0), STARTS)):
-            operand = {0: x, 1: x.swapaxes(0, 1), None: x[0]}[in_axes[0]]
-            no_more_operations(fun, operand, i, in_axes=in_axes)
-    check_all(cases)
 
 
 @settings(max_examples=12)

@@ -11,8 +11,6 @@ from jax.lax import linalg as ll
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.kernel.registry import rule_origin
-from batchax.rules.linalg import RANKS
 
 from support.oracle import check, check_all, example, loop, quickly, same, shares
 
@@ -239,9 +237,3 @@ def test_empty(shape):
     x = jnp.ones(shape)
     assert bx.vmap(jnp.linalg.inv)(x).shape == shape
     assert bx.vmap(lambda x: ll.triangular_solve(jnp.eye(shape[1]), x))(x).shape == shape
-
-
-@pytest.mark.parametrize("name", [*RANKS, "triangular_solve", "tridiagonal_solve"])
-def test_served_by_rules_of_our_own(name):
-    assert (rule_origin(find_primitive(name)) or "").startswith("batchax.")
-    assert (rule_origin(ll.cholesky_update_p) or "").startswith("batchax.")

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.extend.core.primitives import scan_p, while_p
+from jax.extend.core.primitives import while_p
 
 import batchax as bx
 from batchax.errors import UnsupportedError
 from batchax.kernel import registry
-from batchax.kernel.registry import find_rule
 
 from support.compiled import check_compiled
-from support.oracle import agree, at_once, check_all, example, in_turn, same, same_type
+from support.oracle import agree, at_once, example, in_turn, same, same_type
 
 X = example((4, 3))
 W = example((3, 3), seed=3)
@@ -28,11 +27,6 @@ def equation(f, *args, name):
     """The one equation of primitive `name` that `f` stages to."""
     (eqn,) = [e for e in jax.make_jaxpr(f)(*args).jaxpr.eqns if e.primitive.name == name]
     return eqn
-
-
-def test_rules_are_ours():
-    assert find_rule(scan_p).__module__ == "batchax.rules.loops"
-    assert find_rule(while_p).__module__ == "batchax.rules.loops"
 
 
 # scan
@@ -65,16 +59,6 @@ def test_scan_of_batched_subsets(axes, reverse, out_axes):
     sequence = None if axes[2] is None else 0
     out_axes = ((out_axes, None), (out_axes, None, sequence))
     check_compiled(f, *args, in_axes=axes, out_axes=out_axes, types=False)
-
-
-def test_scan_in_every_way():
-    def f(w, xs):
-        return lax.scan(lambda c, x: (jnp.sin(c + w @ x), c * x), jnp.zeros(3), xs)
-
-    xs = example((4, 5, 3))
-    own = dict(in_axes=(None, 0), second=True)
-    nested = dict(nested=True, derivatives=False)
-    check_all({"scan": (f, W, xs, own), "nested": (lambda xs: f(W, xs), xs, nested)})
 
 
 def test_unroll_length_and_no_sequence():
@@ -139,21 +123,6 @@ def test_sequence_is_moved_only_where_its_batch_axis_leads():
     ).count("transpose")
     assert count(2, (5, 3, 4)) == 0
     assert count(1, (5, 4, 3)) == 1  # of the output, to where out_axes wants it
-
-
-def test_built_on_scan():
-    x = example((4, 6))
-    functions = [
-        lambda x: lax.fori_loop(0, 4, lambda i, c: c * x[i] + i, x),
-        lambda x: lax.map(jnp.sin, x),
-        lambda x: lax.map(lambda y: y * x.sum(), x, batch_size=4),
-        lambda x: lax.associative_scan(jnp.add, x),
-        lambda x: lax.associative_scan(lambda a, b: a * b, x, reverse=True),
-        lambda x: lax.scan(jax.checkpoint(lambda c, y: (jnp.sin(c * y), c)), 1.0, x),
-        lambda x: jax.checkpoint(lambda x: lax.scan(lambda c, y: (c * y, c), 1.0, x))(x),
-    ]
-    for f in functions:
-        check_compiled(f, x)
 
 
 def test_types_are_kept():
@@ -237,20 +206,6 @@ def test_predicate_of_each_axis(vmaps):
         batched = outer(inner(f, in_axes=axes[1]), in_axes=axes[0])
         expected = jax.vmap(jax.vmap(f, in_axes=axes[1]), in_axes=axes[0])
         agree(batched, expected, *args)
-
-
-def test_loops_in_loops_with_all_kinds_of_counts():
-    def f(n, m, x):
-        def body(i, c):
-            return (
-                lax.fori_loop(i, m, lambda j, c: jnp.sin(c) + j, c)
-                + lax.scan(lambda c, y: (c * y, None), c, x)[0]
-            )
-
-        return lax.fori_loop(0, n, body, x[0])
-
-    n, m = jnp.array([0, 3, 1, 2]), jnp.array([2, 0, 5, 3])
-    agree(bx.vmap(f), in_turn(f, (0, 0, 0)), n, m, X)
 
 
 @pytest.mark.parametrize("divergence", ["predicate", "auto", "compact"])

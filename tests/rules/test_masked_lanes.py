@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax.kernel.registry import find_rule
-from batchax.rules.masking import safe_lanes, safe_lanes_p
+from batchax.rules.masking import safe_lanes
 
 from support.compiled import check_compiled
 from support.oracle import agree, at_once, example, in_turn, same
@@ -164,15 +161,6 @@ def test_a_branch_that_shares_nothing_costs_nothing_unless_differentiated(of_som
         same(s, np.array([slope, -2.0, 0.0], x.dtype))
 
 
-def test_hessian_and_jacrev_through_a_trap():
-    f = lambda x: lax.cond(x[0] > 0, lambda x: jnp.sum(jnp.sqrt(x) * x[0]), lambda x: x[1] ** 2, x)
-    x = jnp.array([[0.5, 2.0], [-1.0, 3.0], [0.0, -2.0], [4.0, 0.25]])
-    one, whole = jax.hessian(f), jax.jacfwd(jax.jacrev(lambda x: bx.vmap(f)(x).sum()))
-    reference, got, diagonal = at_once(in_turn(one, (0,)), bx.vmap(one), whole)(x)
-    same(got, reference)
-    same(np.stack([np.asarray(diagonal)[i, :, i] for i in range(4)]), reference)
-
-
 def test_reverse_mode_through_a_branch_inside_a_custom_jvp_rule():
     @jax.custom_jvp
     def f(x, w):
@@ -244,20 +232,6 @@ def test_loop_in_a_branch_does_not_wait_for_lanes_that_did_not_take_it(jit):
         got = jax.block_until_ready(batched(n))
         assert visits.count - before == max(steps, 0)
         same(got, np.array([n.bit_length() - 1 for n in lanes], got.dtype))
-
-
-@pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
-def test_loop_in_a_branch_under_a_second_axis(outer):
-    def f(n):
-        def halve(n):
-            return lax.while_loop(
-                lambda c: (c[0] != 1) & (c[1] < 1000), lambda c: (c[0] // 2, c[1] + 1), (n, 0)
-            )
-
-        return lax.cond(n > 0, halve, lambda n: (n, -1), n)
-
-    n = jnp.array([[0, 0], [4, 0], [0, 7]])
-    agree(outer(bx.vmap(f)), in_turn(in_turn(f, (0,)), (0,)), n)
 
 
 def test_branch_no_lane_takes_calls_nothing_back():
@@ -408,18 +382,6 @@ def test_no_derivative_flows_through_masked_lanes():
     same(turned, (np.where(active[:, None], t, np.zeros_like(t)),))
     shared = lambda w: safe_lanes(jnp.zeros(3, bool), w, 0)
     same(jax.grad(shared)(2.0), 0.0)
-
-
-@given(st.sampled_from([0, 1, 4]), st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())
-def test_lowered_and_eager_agree(size, active, each):
-    active, depth = np.array(active[:size], bool), int(each)
-    x = example((size, 2)) if depth else example((2,))
-    compiled = jax.jit(safe_lanes, static_argnums=2)
-    same(compiled(active, x, depth), safe_lanes(jnp.asarray(active), x, depth))
-
-
-def test_rule_is_ours():
-    assert find_rule(safe_lanes_p) is not None
 
 
 def test_loops_of_few_steps_need_no_other_operands():

@@ -6,9 +6,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax import _compat
 
-from support.batches import SIZE, assert_own_rule
+from support.batches import SIZE
 from support.oracle import check, example, quickly, same
 
 VALUES_ONLY = dict(derivatives=False, eager=False)
@@ -66,10 +65,6 @@ PATTERNS = [
     (2, None, 0),
     (None, 0, 0),
 ]
-
-
-def test_served_by_our_own_rule():
-    assert_own_rule(_compat.find_primitive("ragged_dot_general"))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,10 +9,9 @@ from jax import random as jr
 
 import batchax as bx
 from batchax._compat import find_primitive
-from batchax.kernel.registry import rule_origin
 from batchax.rules import random
 
-from support.oracle import agree, in_turn, loop_function, same, shares, together
+from support.oracle import agree, in_turn, same, shares, together
 
 COUNTER_BASED = ["threefry2x32", "threefry4x32", "philox2x32", "philox4x32"]
 IMPLEMENTATIONS = [*COUNTER_BASED, "rbg", "unsafe_rbg"]
@@ -161,13 +160,6 @@ def test_key_arrays_with_the_batch_anywhere(impl):
     each_alone(fun, keys, in_axes=1)
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "unsafe_rbg"])
-def test_nested(impl):
-    fun = BITS["bits"]
-    alone = loop_function(loop_function(fun, (0,), 0), (0,), 0)
-    agree(bx.vmap(bx.vmap(fun), in_axes=1, out_axes=1), alone, keys_of(impl, (2, B)))
-
-
 def test_lanes_do_not_share_bits():
     bits = np.asarray(bx.vmap(lambda k: jr.bits(k, (4,)))(keys_of("rbg", 8)))
     assert len(np.unique(bits)) == bits.size
@@ -225,16 +217,6 @@ def test_gamma_derivatives():
         return jax.grad(lambda a: (vmapped(keys, a) ** 2).sum())
 
     agree(slope(bx.vmap(jr.gamma)), slope(in_turn(jr.gamma, (0, 0))), shape)
-
-
-@pytest.mark.parametrize(
-    "name",
-    """random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap
-    random_wrap rng_bit_generator rng_uniform threefry2x32 threefry4x32 philox2x32
-    philox4x32""".split(),
-)
-def test_served_by_rules_of_our_own(name):
-    assert (rule_origin(find_primitive(name)) or "").startswith("batchax.")
 
 
 WRITTEN_OUT = {

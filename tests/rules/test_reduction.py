@@ -10,9 +10,9 @@ import batchax as bx
 from batchax import _compat
 from batchax.rules.elementwise import CUMULATIVE, REDUCTIONS
 
-from support.batches import SIZE, assert_own_rule, batch
+from support.batches import SIZE, batch
 from support.operations import no_more_operations
-from support.oracle import agree, check, check_all, example, plainly, quickly, same, shares
+from support.oracle import agree, check, check_all, example, plainly, quickly, same
 
 SHAPE = (2, 4)
 VALUES_ONLY = dict(derivatives=False, eager=False)
@@ -45,11 +45,6 @@ def reduction(name, axes, index_dtype=np.int32):
 
 def cumulative(name, axis, reverse=False):
     return lambda x: getattr(lax, name)(x, axis, reverse)
-
-
-@pytest.mark.parametrize("name", [*REDUCTIONS, *CUMULATIVE, "reduce"])
-def test_served_by_our_own_rules(name):
-    assert_own_rule(_compat.find_primitive(name))
 
 
 @pytest.mark.parametrize("name", [*REDUCTIONS, *CUMULATIVE])
@@ -94,32 +89,6 @@ def test_weak_type_is_kept():
         return jnp.sum(weak), lax.reduce(weak, 0.0, lax.max, (0,)), lax.cumsum(weak, 0)
 
     check(fun, jnp.arange(3), **VALUES_ONLY)
-
-
-FUNCTIONS = {
-    "logsumexp": jax.nn.logsumexp,
-    "softmax": jax.nn.softmax,
-    "log_softmax": lambda x: jax.nn.log_softmax(x, axis=0),
-    "mean": lambda x: jnp.mean(x, axis=0),
-    "var": lambda x: jnp.var(x, axis=1, ddof=1),
-    "std": jnp.std,
-    "median": lambda x: jnp.median(x, axis=1),
-    "norm": jnp.linalg.norm,
-    "ptp": lambda x: jnp.ptp(x, axis=0),
-    "nansum": lambda x: jnp.nansum(jnp.where(x > 1, jnp.nan, x), axis=1),
-    "cumulative trapezoid": lambda x: jnp.cumsum((x[:, 1:] + x[:, :-1]) / 2, axis=-1),
-}
-
-
-@pytest.mark.parametrize("names", shares(FUNCTIONS, 2), ids=" ".join)
-def test_function(names):
-    cases = {name: (FUNCTIONS[name], batch(SHAPE, 1), {}) for name in names}
-    check_all(cases, in_axes=1, derivatives=False)
-
-
-@pytest.mark.parametrize("name", ["logsumexp", "std"])
-def test_derivatives_of_a_function(name):
-    quickly(jax.jit(FUNCTIONS[name]), batch(SHAPE, 1), in_axes=1, second=True)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])

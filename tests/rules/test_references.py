@@ -8,8 +8,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 import batchax as bx
-from batchax import _compat
-from batchax.kernel.registry import find_rule
 
 from support.oracle import (
     agree,
@@ -24,11 +22,6 @@ from support.oracle import (
 )
 
 SHAPE = (4, 3, 5)
-
-
-def test_rules_are_ours():
-    for name in "new_ref freeze get swap addupdate".split():
-        assert find_rule(_compat.find_primitive(name)) is not None, name
 
 
 # Indexers of a (4, 3, 5) reference; i and j are numbers, k is a vector of two.
@@ -270,25 +263,6 @@ def test_derivatives():
     agree(
         bx.vmap(jax.grad(fun, (0, 1)), (0, None)), jax.vmap(jax.grad(fun, (0, 1)), (0, None)), x, w
     )
-
-
-def test_nested():
-    def fun(x, i):
-        ref = jax.new_ref(x)
-        ref[i] = ref[0] + 1.0
-        return ref[1:]
-
-    x, i = np.asarray(example((2, 4, 3))), np.array([[0, 1, 2, 0], [2, 1, 0, 1]])
-    one = jax.jit(fun)
-    alone = np.stack([np.stack([one(x[a, b], i[a, b]) for b in range(4)]) for a in range(2)])
-    pairs = ((bx, bx), (bx, jax), (jax, bx))
-    for got in at_once(*[outer.vmap(inner.vmap(fun)) for outer, inner in pairs])(x, i):
-        same(got, alone)
-
-
-def test_no_lanes():
-    out = jax.jit(bx.vmap(lambda x, i: jax.new_ref(x)[i]))(jnp.ones((0, 3)), jnp.ones(0, int))
-    assert out.shape == (0,)
 
 
 def test_empty_reference():

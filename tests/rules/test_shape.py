@@ -13,17 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax import _compat
-from batchax.kernel.registry import rule_origin
 
 from support.operations import no_more_operations, operations
 from support.oracle import at_once, check, check_all, example, quickly, same, same_type, shares
-
-PRIMITIVES = """
-    broadcast_in_dim reshape transpose squeeze rev tile pad concatenate split stack unstack
-    select_n clamp bitcast_convert_type tie dce_sink optimization_barrier device_put stage name
-    to_edtype from_edtype copy with_memory_space_constraint xla_metadata_value
-""".split()
 
 # Functions of one array of shape (2, 3).
 ONE_ARRAY = {
@@ -83,15 +75,6 @@ def keys(shape):
 def subsets(*choices):
     """Every combination of positions of the batch axis but the one with none."""
     return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
-
-
-@pytest.mark.parametrize("name", PRIMITIVES)
-def test_served_by_our_own_rule(name):
-    primitive = _compat.find_primitive(name)
-    if primitive is None:
-        assert name in {"with_memory_space_constraint", "xla_metadata_value"}  # newer JAX only
-    else:
-        assert rule_origin(primitive).startswith("batchax.")
 
 
 @pytest.mark.parametrize("names", shares(ONE_ARRAY, 6), ids=" ".join)

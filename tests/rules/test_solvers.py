@@ -9,8 +9,6 @@ from jax import lax
 from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 
 import batchax as bx
-from batchax._compat import find_primitive
-from batchax.kernel.registry import rule_origin
 
 from support.oracle import check, example, loop_function, quickly, same
 
@@ -58,12 +56,6 @@ def test_custom_linear_solve(in_axes):
         second=in_axes == (0, 0),
         tolerance=LOOSE,
     )
-
-
-def test_nested():
-    a, b = matrices(2, 2), example((N, 2), seed=1)
-    got = bx.vmap(bx.vmap(dense, (0, None)), (1, 1), out_axes=1)(a, b)
-    same(got, jnp.linalg.solve(a, b.T[None, :, :, None])[..., 0], LOOSE)
 
 
 def test_unbatched_leaf_of_the_right_hand_side_stays_unbatched():
@@ -193,7 +185,3 @@ def test_gradient_of_a_matrix_shared_by_all_lanes():
         return jax.jit(jax.grad(lambda a: (vmapped(a, b) ** 2).sum()))(a)
 
     same(total(bx.vmap(dense, (None, 0))), total(loop_function(dense, (None, 0), 0)), LOOSE)
-
-
-def test_served_by_rules_of_our_own():
-    assert (rule_origin(find_primitive("custom_linear_solve")) or "").startswith("batchax.")

@@ -6,19 +6,13 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax import _compat
 
-from support.batches import assert_own_rule, batch, positions
+from support.batches import batch, positions
 from support.operations import no_more_operations, operations
-from support.oracle import agree, check, check_all, example, quickly, shares
+from support.oracle import agree, check, check_all, example, quickly
 
 SHAPE = (2, 4)
 VALUES_ONLY = dict(derivatives=False, eager=False)
-
-
-@pytest.mark.parametrize("name", ["sort", "top_k", "approx_top_k"])
-def test_served_by_our_own_rules(name):
-    assert_own_rule(_compat.find_primitive(name))
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
@@ -104,32 +98,6 @@ def test_approx_top_k(along):
 def test_derivatives_of_approx_top_k():
     fun = jax.jit(lambda x: lax.approx_min_k(x, 2)[0])
     quickly(fun, batch(SHAPE, 1), in_axes=1)
-
-
-FUNCTIONS = {
-    "sort descending": lambda x: jnp.sort(x, axis=0, descending=True),
-    "argsort": lambda x: jnp.argsort(x, axis=-1),
-    "lexsort": lambda x: jnp.lexsort((jnp.round(x[0]), x[1])),
-    "partition": lambda x: jnp.partition(x, 2),
-    "quantile": lambda x: jnp.quantile(x, jnp.array([0.2, 0.5]), axis=1),
-    "median": jnp.median,
-    "percentile": lambda x: jnp.percentile(x, 30.0, method="nearest"),
-    "unique": lambda x: jnp.unique(jnp.round(x), size=3, return_counts=True),
-    "searchsorted": lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1]),
-    "searchsorted by sorting": lambda x: jnp.searchsorted(jnp.sort(x[0]), x[1], method="sort"),
-    "digitize": lambda x: jnp.digitize(x, jnp.array([-1.0, 0.0, 1.0])),
-    "rank": lambda x: jax.scipy.stats.rankdata(x[0]),
-}
-
-
-@pytest.mark.parametrize("names", shares(FUNCTIONS, 3), ids=" ".join)
-def test_function(names):
-    cases = {name: (FUNCTIONS[name], batch(SHAPE, 1), {}) for name in names}
-    check_all(cases, in_axes=1, derivatives=False)
-
-
-def test_derivatives_of_a_quantile():
-    quickly(jax.jit(FUNCTIONS["quantile"]), batch(SHAPE, 1), in_axes=1)
 
 
 def test_argsort_costs_no_more_than_under_jax():

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
-from support.oracle import agree, at_once, example, in_turn, same, same_type
+from support.oracle import agree, at_once, example, same, same_type
 
 X, W, K = example((8, 3), seed=1), example((3, 3), seed=2), jnp.arange(8)
 IN_AXES = (0, None, 0)
@@ -202,13 +202,6 @@ def test_lanes_spread_by_spmd_axis_name(count):
         check_all(unchecked, [over_shared, slices], ["whole"])
 
 
-def test_double_precision():
-    with jax.enable_x64(True):
-        for make in (inside, spread):
-            f = make(endless, mesh_of(4))
-            same(jax.jit(f)(X, W, K), jax.jit(jax.vmap(endless, IN_AXES))(X, W, K), LOOSE)
-
-
 def test_the_index_of_a_lane():
     def f(x):
         return x * lax.axis_index("lanes") + lax.axis_index("d")
@@ -345,43 +338,3 @@ def test_chunks_that_devices_cannot_share_evenly_have_each_lane_on_all_devices()
     batched = bx.vmap(sums, batch_size=2, spmd_axis_name="d")
     x = X[:6]
     same(jax.jit(batched)(x), x + jnp.sum(x, 1, keepdims=True))
-
-
-def test_an_ensemble_sampler():
-    """Walkers of two halves propose by stretches of each other; devices hold some ensembles."""
-
-    def log_density(x):
-        return -0.5 * jnp.sum(x**2) - jnp.sum(x**4) / 10
-
-    def move(key, half, others):
-        def one(key, x, other):
-            first, second = jax.random.split(key)
-            z = (jax.random.uniform(first) + 1) ** 2 / 2
-            new = other + z * (x - other)
-            gain = (x.size - 1) * jnp.log(z) + log_density(new) - log_density(x)
-            inside = lax.cond(jnp.all(jnp.abs(new) < 9), lambda: True, lambda: False)
-            accept = lax.cond(
-                inside, lambda: jnp.log(jax.random.uniform(second)) < gain, lambda: inside
-            )
-            return jnp.where(accept, new, x), accept
-
-        return bx.vmap(one)(jax.random.split(key, len(half)), half, others)
-
-    def sample(seed, walkers):
-        def step(state, key):
-            first, second = state
-            keys = jax.random.split(key)
-            first, moved = move(keys[0], first, second)
-            second, also = move(keys[1], second, first)
-            return (first, second), jnp.mean(moved) + jnp.mean(also)
-
-        keys = jax.random.split(jax.random.key(seed), 3)
-        return lax.scan(step, (walkers[:3], walkers[3:]), keys)
-
-    seeds, walkers = jnp.arange(8), example((8, 6, 2), seed=5)
-    want = jax.jit(in_turn(sample, (0, 0)))(seeds, walkers)
-    for options in ({}, {"batch_size": 1}):
-        sampled = jax.shard_map(
-            bx.vmap(sample, **options), mesh=mesh_of(4), in_specs=P("d"), out_specs=P("d")
-        )
-        same(jax.jit(sampled)(seeds, walkers), want, LOOSE)

@@ -8,11 +8,10 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.rules.convolution import WINDOWED
 
-from support.batches import assert_own_rule, batch
+from support.batches import batch
 from support.operations import no_more_operations
-from support.oracle import agree, check, example, quickly
+from support.oracle import agree, check, quickly
 
 SHAPE = (4, 5)
 VALUES_ONLY = dict(derivatives=False, eager=False)
@@ -34,11 +33,6 @@ COMPUTE = {
 
 def pool(name, window=WINDOW):
     return lambda x: lax.reduce_window(x, START[name], COMPUTE[name], **window)
-
-
-@pytest.mark.parametrize("name", [*WINDOWED, "reduce_window"])
-def test_served_by_our_own_rules(name):
-    assert_own_rule(_compat.find_primitive(name))
 
 
 @pytest.mark.parametrize("name", START)
@@ -148,11 +142,3 @@ def test_select_and_scatter(in_axes):
 def test_no_lanes():
     x = jnp.zeros((0, *SHAPE))
     agree(bx.vmap(pool("reduce_window_max")), jax.vmap(pool("reduce_window_max")), x)
-
-
-def test_mean_pooling_twice_differentiated():
-    def loss(x):
-        return jnp.sum(jnp.tanh(pool("reduce_window_sum", PLAIN)(x)) ** 2)
-
-    x = example((3, *SHAPE))
-    agree(bx.vmap(jax.hessian(loss)), jax.vmap(jax.hessian(loss)), x)

@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import agree, at_once, example, loop, plainly, same
+from support.oracle import agree, at_once, example, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 
@@ -43,15 +43,6 @@ SIDES = [
 
 
 @VMAPS
-def test_9073_the_example_of_the_proposal(vmap, capsys):
-    f = lambda u, v: jnp.exp(vector_dot(u, v))
-    plain = lambda u, v: jnp.exp(u @ v)
-    for in_axes, args, _ in SIDES:
-        same(vmap(f, in_axes)(*args), loop(plain, args, in_axes))
-    assert capsys.readouterr().out.splitlines() == [said for *_, said in SIDES]
-
-
-@VMAPS
 @pytest.mark.parametrize(("in_axes", "args", "said"), SIDES)
 @pytest.mark.each_commit(4)
 def test_9073_reverse_mode_of_the_example(vmap, in_axes, args, said, capsys):
@@ -67,64 +58,6 @@ def test_9073_reverse_mode_of_the_example(vmap, in_axes, args, said, capsys):
     agree(jax.grad(f, (0, 1)), jax.grad(plain, (0, 1)), U[0], V[0])
     agree(jax.hessian(f), jax.hessian(plain), U[0], V[0])
     assert capsys.readouterr().out == ""
-
-
-def all_at_once(fun):
-    """A function whose operations are elementwise already: the rule is the function."""
-    own = bx.custom_vmap(fun)
-    own.def_vmap(lambda axis_size, in_batched, *args: (fun(*args), True))
-    return own
-
-
-def expanded(fun):
-    """Every argument is given a batch axis, of size one if it has none."""
-    own = bx.custom_vmap(fun)
-
-    @own.def_vmap
-    def rule(axis_size, in_batched, *args):
-        args = [x if b else x[None] for x, b in zip(args, in_batched, strict=True)]
-        return jax.vmap(fun)(*(jnp.broadcast_to(x, (axis_size, *x.shape[1:])) for x in args)), True
-
-    return own
-
-
-def broadcast(fun):
-    """Every argument is repeated for each lane."""
-    own = bx.custom_vmap(fun)
-
-    @own.def_vmap
-    def rule(axis_size, in_batched, *args):
-        full = [
-            x if b else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, b in zip(args, in_batched, strict=True)
-        ]
-        return jax.vmap(fun)(*full), True
-
-    return own
-
-
-@VMAPS
-@pytest.mark.parametrize("pattern", [all_at_once, expanded, broadcast, bx.sequential_vmap])
-@pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0)])
-@pytest.mark.each_commit(6)
-def test_25259_reverse_mode_of_the_common_patterns(vmap, pattern, in_axes):
-    plain = lambda x, y: jnp.sin(x) * y**2
-    args = [a if axis == 0 else a[0] for a, axis in zip((U, V), in_axes, strict=True)]
-    outside = lambda f, vmap: jax.grad(lambda *a: jnp.sum(vmap(f, in_axes)(*a) ** 2), (0, 1))
-    inside = lambda f, vmap: vmap(jax.grad(lambda *a: jnp.sum(f(*a) ** 2), (0, 1)), in_axes)
-    for derivative in (outside, inside):
-        agree(derivative(pattern(plain), vmap), derivative(plain, jax.vmap), *args)
-
-
-@VMAPS
-def test_13283_constants_of_staged_functions(vmap):
-    table = np.arange(3.0, dtype=np.float32)
-    own = all_at_once(lambda x: jnp.sin(x) * jnp.asarray(table) + jnp.arange(3.0))
-    plain = lambda x: jnp.sin(x) * table + jnp.arange(3.0)
-    same(jax.jit(vmap(own))(U), plainly(jax.vmap(plain), U))
-    same(jax.jit(vmap(jax.jit(own)))(U), plainly(jax.vmap(plain), U))
-    gradient = lambda f: jax.grad(lambda x: f(x).sum())
-    same(jax.jit(gradient(vmap(own)))(U), gradient(plain)(U))
 
 
 @VMAPS
@@ -148,44 +81,6 @@ def test_13283_a_linear_call_that_is_batched_by_a_loop(vmap):
         for got, expected in zip(results[::2], results[1::2], strict=True):
             same(got, expected)
         same(run(own, vmap)(*args), results[3])  # outside of jit
-
-
-@VMAPS
-def test_13283_closures_over_values_that_are_traced(vmap):
-    def run(w, xs, wrap, vmap):
-        return vmap(wrap(lambda x: jnp.tanh(x * w) + w))(xs)
-
-    plain = lambda w, xs: run(w, xs, lambda f: f, jax.vmap)
-    own = lambda w, xs: run(w, xs, all_at_once, vmap)
-    agree(own, plain, V[0], U)
-    for transform in (jax.jacrev, jax.jacfwd):
-        expected, got = at_once(transform(plain), transform(own))(V[0], U)
-        same(got, expected)
-        same(transform(own)(V[0], U), expected)  # outside of jit
-    stepped = lambda f: lambda xs: lax.scan(lambda c, w: (c + f(w, xs).sum(), None), 0.0, V)[0]
-    agree(jax.grad(stepped(own)), jax.grad(stepped(plain)), U)
-
-
-@VMAPS
-def test_14961_a_numpy_array_that_is_not_mapped_stays_one(vmap):
-    kinds = []
-
-    @bx.custom_vmap
-    def shifted(x, table):
-        kinds.append(type(table))
-        return x + table.tolist()[0]  # a tracer has no such method that works
-
-    @shifted.def_vmap
-    def rule(axis_size, in_batched, x, table):
-        kinds.append(type(table))
-        assert in_batched == [True, False]
-        return x + table.tolist()[0], True
-
-    table = np.array([2.0, 3.0], np.float32)
-    same(vmap(shifted, (0, None))(U, table), U + 2)
-    same(vmap(jax.grad(lambda x, t: shifted(x, t).sum()), (0, None))(U, table), jnp.ones((4, 3)))
-    same(jax.grad(lambda x: vmap(shifted, (0, None))(x, table).sum())(U), jnp.ones((4, 3)))
-    assert set(kinds) == {np.ndarray}
 
 
 def own_vjp(fun):
@@ -239,30 +134,6 @@ def test_29996_a_loop_over_lanes_that_is_computed_while_compiling(vmap):
     same(f(jnp.asarray(3.4)), 3.4 + jnp.cos(jnp.arange(10.0)))
     same(known[0], jnp.cos(jnp.arange(10.0)))
     same(known[1], jnp.cos(jnp.arange(3.0)))
-
-
-@pytest.mark.parametrize("vmaps", [(bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)])
-@pytest.mark.parametrize("axes", [((0, 0), (0, 0)), ((0, None), (None, 0)), ((None, 0), (0, 0))])
-def test_24756_threads_compute_what_one_lane_at_a_time_does(vmaps, axes):
-    def on_host(x, y):
-        assert isinstance(x, np.ndarray)
-        assert x.shape == y.shape == (3,)
-        return np.sin(x) @ y, np.argmax(x).astype(np.int32)
-
-    out = (jax.eval_shape(lambda: jnp.zeros(())), jax.ShapeDtypeStruct((), jnp.int32))
-    inner, outer = axes
-    shapes = {(0, 0): (2, 4, 3), (0, None): (4, 3), (None, 0): (2, 3)}
-    args = [example(shapes[a], seed=k) for k, a in enumerate(zip(inner, outer, strict=True))]
-
-    def run(threads):
-        one = bx.host_function(on_host, out, threads=threads)
-        return vmaps[1](vmaps[0](one, inner), outer)(*args)
-
-    plain = lambda x, y: (jnp.sin(x) @ y, jnp.argmax(x).astype(jnp.int32))
-    want = jax.vmap(jax.vmap(plain, inner), outer)(*args)
-    same(run(1), want)
-    same(run(4), want)
-    same(jax.jit(lambda: run(3))(), want)
 
 
 def test_7047_collectives_in_a_rule_that_asks_for_the_name():
