@@ -11,14 +11,11 @@ from jax.experimental import io_callback
 
 import batchax as bx
 from batchax.execution.bounded_loop import (
-    as_while,
     bounded_loop,
-    bounded_loop_p,
     n_checkpoints,
     reverse_sweep,
 )
 from batchax.execution.progress import Steps
-from batchax.kernel.axis import Axis
 
 from support.compiled import compilations
 from support.forced import FORCED
@@ -553,57 +550,6 @@ def test_what_going_back_does_not_need_is_not_kept():
 
 
 # As a plain while
-
-
-@pytest.mark.parametrize("tested", [True, False])
-def test_as_while(tested):
-    n, length = 3, 7
-    w, carry, xs = example((2,)), example((n, 2), seed=1), example((length, n, 2), seed=2)
-    limits = jnp.array([2.0, 0.0, 9.0])
-    counts = jnp.array([7, 0, 4] if not tested else [length] * n, jnp.int32)
-
-    def lane(count, limit, carry, xs):
-        step = lambda consts, c, x: ([jnp.sin(c[0] * consts[0]) + x[0]], [c[0] * 2])
-        test = lambda consts, c: c[0].sum() < consts[0]
-        test = dict(test=test, test_consts=[limit]) if tested else {}
-        options = dict(x_axes=[0], y_axes=[1], **test)
-        found = bounded_loop(step, [w], [carry], [xs], count=count, steps=Steps(length), **options)
-        return [*found.carry, *found.ys, found.steps]
-
-    axes = (0, 0, 0, 1)
-    expected = jax.jit(jax.vmap(lane, axes))(counts, limits, carry, xs)
-    (eqn,) = (
-        e
-        for e in jax.make_jaxpr(lane)(counts[0], limits[0], carry[0], xs[:, 0]).eqns
-        if e.primitive is bounded_loop_p
-    )
-    args, at = [counts, w, carry, xs], [0, None, 0, 1]
-    if tested:
-        args.insert(1, limits)
-        at.insert(1, 0)
-    names = ("test", "body", "form")
-    loop, finish = as_while(Axis(n), args, at, **{k: eqn.params[k] for k in names})
-
-    def run(program, consts, positions, carry):
-        positions = [*positions, *[0] * len(carry)]
-        g = lambda *xs: jax.core.eval_jaxpr(program.jaxpr, program.consts, *xs)
-        return jax.vmap(g, positions)(*consts, *carry)
-
-    active = lambda c: run(loop.test, loop.test_consts, loop.test_at, c)[0]
-
-    def step(c):
-        going_on = active(c)
-        new = run(loop.body, loop.body_consts, loop.body_at, c)
-        keep = lambda a, b: jnp.where(going_on.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-        return list(map(keep, new, c))
-
-    @jax.jit
-    def finished(first):
-        outs, places = finish(lax.while_loop(lambda c: active(c).any(), step, first))
-        assert places == [0] * len(outs)
-        return outs
-
-    same(finished(loop.carry), expected)
 
 
 # Mistakes

@@ -247,25 +247,6 @@ def test_axes_by_name_reach_keyword_arguments():
     same(g(jnp.zeros(2), xs.T, xs)[0], 2 * xs.sum(1))
 
 
-def test_prefixes_and_rules_for_leaves():
-    def step(carry, batch):
-        carry = carry + batch["x"] @ batch["w"] + batch["b"]
-        return carry, (carry, {"x": batch["x"], "b": batch["b"]})
-
-    batch = {"x": example((2, 4)), "w": example((2, 2)), "b": example((4,))}
-    expected = with_lax(step, ({"x": 1, "w": None, "b": 0},), (1, {"x": 1, "b": 0}))
-    out_axes = (1, {"x": -1, "b": 0})
-    same(
-        bx.scan(step, ({"x": 1, "w": None, "b": 0},), out_axes)(jnp.zeros(2), batch),
-        expected(jnp.zeros(2), batch),
-    )
-
-    def rule(leaf):
-        return {(2, 4): 1, (2, 2): None, (4,): -1}[leaf.shape]
-
-    same(bx.scan(step, rule, out_axes)(jnp.zeros(2), batch), expected(jnp.zeros(2), batch))
-
-
 def test_registered_containers():
     class Series:
         def __init__(self, values):
@@ -319,21 +300,6 @@ def test_effects_happen_in_the_order_of_the_steps(jit, reverse):
     steps = [2, 1, 0] if reverse else [0, 1, 2]
     assert [v for kind, v in seen if kind == "io"] == steps
     assert [v for kind, v in seen if kind == "debug"] == [10 * t for t in steps]
-
-
-def test_references():
-    def step(carry, x, total):
-        total[...] += x
-        return carry, total[...]
-
-    @jax.jit
-    def run(xs):
-        total = jax.new_ref(jnp.zeros(2))
-        _, ys = bx.scan(step, (1, None), 1)(0, xs, total)
-        return total[...], ys
-
-    xs = example((2, 4))
-    same(run(xs), (xs.sum(1), jnp.cumsum(xs, 1)))
 
 
 def test_inside_shard_map():
@@ -542,37 +508,6 @@ def test_derivatives_of_derivatives_along_any_axes():
     ones = jnp.ones((3, 5), jnp.float32)
     (got,) = jax.linear_transpose(whole, zero)(ones)
     same(got, jax.vjp(whole, 0 * ones)[1](ones)[0])
-
-
-def loop_bodies(text):
-    """The text of the computations that are bodies of loops."""
-    names = set(re.findall(r"body=(%[\w.-]+)", text))
-    parts = re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text)
-    return "\n".join(part for part in parts if part.split(" ")[0] in names)
-
-
-@pytest.mark.parametrize("axis", [1, 2])
-def test_no_step_of_the_gradient_copies_stacked_arrays(axis):
-    xs = example((8, 16, 16))
-    f = bx.scan(lambda c, x: (jnp.sin(c) + x * x, c * x), axis, axis)
-    text = hlo(jax.grad(total(f), (0, 1)), jnp.zeros((8, 16)), xs).as_text()
-    bodies = loop_bodies(text)
-    assert bodies.count("ROOT") == 2  # forward and back
-    assert not arrays_moved(bodies, xs.shape)
-
-
-@pytest.mark.parametrize("axis", [1, 2])
-def test_memory_of_the_gradient_grows_with_the_steps_not_their_square(axis):
-    def needed(length):
-        shape = [8, 16]
-        shape.insert(axis, length)
-        f = bx.scan(lambda c, x: (jnp.sin(c) + x * x, c * x), axis, axis)
-        g = jax.grad(total(f), (0, 1))
-        return hlo(g, jnp.zeros((8, 16)), jnp.zeros(shape)).memory_analysis().temp_size_in_bytes
-
-    few, many = needed(64), needed(128)
-    assert many < 2.2 * few
-    assert many < 12 * 128 * 8 * 16 * 4
 
 
 OPTIONS_OF_ONE = {"plain": {}, "reverse": dict(reverse=True, unroll=2), "until": {}}

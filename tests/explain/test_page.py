@@ -163,25 +163,6 @@ def test_the_summary_counts_equations_and_work(page):
     assert moved == [size(work.bytes), size(work.bytes / 8), size(210_000)]
 
 
-def test_memory_is_drawn_to_scale(page):
-    account = rich().memory
-    drawn = page.execute_script(
-        "return [...document.querySelectorAll('#memory .stack i')]"
-        ".map(e => [e.className, e.getBoundingClientRect().width])"
-    )
-    widths = dict(drawn)
-    assert widths["argument"] / widths["temporary"] == pytest.approx(
-        account.arguments / account.temporaries, rel=0.01
-    )
-    held = page.execute_script(
-        "return [...document.querySelectorAll('#memory .share i')]"
-        ".map(e => e.getBoundingClientRect().width / e.parentElement.getBoundingClientRect().width)"
-    )
-    assert held == pytest.approx([h.bytes / account.peak for h in account.held], abs=0.01)
-    _one(page, "#memory td a").click()
-    assert _focused(page) == "e2"
-
-
 def test_every_equation_is_there_with_its_figures(page):
     page.find_element("id", "open").click()
     for eqn in rich().walk():
@@ -272,17 +253,6 @@ def test_rails_lead_from_the_maker_to_each_user(page):
     assert down[2] == pytest.approx(last[1], abs=1.5)
     assert all("shared" in r[0] for r in rails)
     assert all(r[4] <= left + 1 for r in rails)
-
-
-def test_rails_stay_right_when_parts_are_closed(page):
-    page.find_element("id", "close").click()
-    bottom, top = page.execute_script(
-        """const box = e => e.getBoundingClientRect();
-        const scope = document.querySelector('.flow > .scope');
-        const rail = scope.querySelector(':scope > .rails > .rail.in[data-from="4"]');
-        return [box(rail).bottom, box(document.querySelector('#e5')).top];"""
-    )
-    assert top < bottom < top + 40
 
 
 def test_hovering_shows_details_and_neighbours(page):
@@ -407,34 +377,6 @@ def test_source_text_is_text(page):
     assert _one(page, "#e5 pre").text == HOSTILE
     assert _all(page, "#e5 summary .source b") == []
     assert page.execute_script("return document.scripts.length") == 2  # one is data
-
-
-def test_points_of_the_charts_are_where_the_numbers_are(page):
-    figures = _all(page, "#timings figure")
-    assert len(figures) == 2
-    time_chart = figures[0]
-    at = [
-        (float(c.get_attribute("cx")), float(c.get_attribute("cy")))
-        for c in time_chart.find_elements("css selector", "circle")
-    ]
-    across = [b[0] - a[0] for a, b in pairwise(at)]
-    assert across == pytest.approx([across[0]] * 3, abs=0.1)  # 1, 2, 4, 8 lanes
-    for per_log in [
-        (at[1][1] - at[0][1]) / math.log(8e-3 / 4e-3),
-        (at[2][1] - at[3][1]) / math.log(2.5e-3 / 2e-3),
-    ]:
-        assert per_log == pytest.approx((at[2][1] - at[0][1]) / math.log(4), rel=0.01)
-    loop = float(time_chart.find_element("css selector", ".loop").get_attribute("y1"))
-    scale = (at[1][1] - at[0][1]) / math.log(2)
-    assert at[0][1] - loop == pytest.approx(scale * math.log(4e-2 / 8e-3), abs=0.1)
-    labels = [t.text for t in time_chart.find_elements("css selector", "text")]
-    assert "Python loop: 40 ms" in labels
-    assert {"1", "2", "4", "all", "lanes at a time"} <= set(labels)
-    assert len(time_chart.find_elements("css selector", "g")) == 4  # spreads
-    rows = [[c.text for c in _all(r, "th, td")] for r in _all(page, "#timings tbody tr")]
-    assert rows[2] == ["4", "2 ms", "1.8 ms to 2.6 ms", "25.39 KiB", "-"]
-    assert rows[3][0] == "all at once"
-    assert rows[4][:2] == ["Python loop", "40 ms"]
 
 
 # The contrast of each piece of text that is to be seen, with what is behind it.
@@ -598,21 +540,6 @@ def test_what_repeats_is_one_row_that_opens(chromium, files):
 
 def _focused_id(session):
     return session.execute_script("return document.activeElement.id")
-
-
-def test_two_thousand_equations(chromium, files):
-    _screen(chromium, **WIDE)
-    chromium.get((files / "large.html").as_uri())
-    assert chromium.execute_script("return document.querySelectorAll('.row').length") == 2_000
-    assert not any(part.get_attribute("open") for part in _all(chromium, ".part"))
-    for number in (999, 1000):
-        chromium.execute_script("location.hash = '#e' + arguments[0]", number)
-        _point_at(chromium, _summary(chromium, number))
-        assert _one(chromium, "#inspector").text.startswith(f"{number} ")
-    chromium.execute_script("arguments[0].focus()", _summary(chromium, "10"))
-    _press(chromium, "ARROW_RIGHT", "ARROW_DOWN", "ARROW_DOWN")
-    assert _focused(chromium) == "e10.1"
-    assert _complaints(chromium) == []
 
 
 def test_in_a_notebook_styles_do_not_leak(chromium, files):

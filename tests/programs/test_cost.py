@@ -258,36 +258,5 @@ def test_programs_in_equations(fun, roles):
         assert [(p.role, p.times) for ps in found for p in ps] == roles
 
 
-def test_how_many_steps_at_most():
-    def few(x, first, most):
-        going_on = lambda c: (c[1].sum() < 3) & (c[0] < most)
-        return lax.while_loop(going_on, lambda c: (c[0] + 1, c[1] * 2), (first, x))[1]
-
-    for of, expected in [(lambda x: few(x, 2, 7), 5), (lambda x: few(x, 2, x.max()), None)]:
-        (eqn,) = [e for e in jax.make_jaxpr(of)(X).eqns if e.primitive.name == "while"]
-        test, body = programs_in(eqn)
-        assert (test.times, body.times, body.most) == (None, None, expected)
-        assert test.most == (None if expected is None else expected + 1)
-
-
 def step_of_any(x):
     return x - 1
-
-
-def test_chunks_cost_what_all_lanes_cost():
-    whole = cost(bx.vmap(lambda x: jnp.sin(x) * 2), X)
-    chunks = cost(bx.vmap(lambda x: jnp.sin(x) * 2, batch_size=2), X)
-    assert chunks.transcendentals == whole.transcendentals == 24
-    assert whole.flops <= chunks.flops <= whole.flops + 40
-
-
-def test_costs_add_up():
-    one = Cost(1, 2, 3, at_least=True)
-    assert one + one == 2 * one == one * 2 == Cost(2, 4, 6, at_least=True)
-    assert sum([Cost(1), Cost(2, at_most=True)], Cost()) == Cost(3, at_most=True)
-
-
-def test_an_equation_alone():
-    (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
-    moved = 2 * 24 * 4
-    assert cost_of_equation(eqn) == Cost(0, 24, moved, fused=moved)

@@ -72,18 +72,6 @@ def test_each_device_runs_the_rule_for_its_lanes(vmap, checked, which):
 
 @VMAPS
 @CHECKED
-@pytest.mark.compiles(100)
-@pytest.mark.each_commit(2)
-def test_without_jit(vmap, checked):
-    f = Telling(plain, ten)
-    run = on_shards(over_lanes(f.function, vmap), checked)
-    same(run(XS, W), ten(XS, W))
-    same(jax.grad(total(run), (0, 1))(XS, W), plainly(jax.grad(total(ten), (0, 1)), XS, W))
-    assert f.seen == {(2, (True, False))}
-
-
-@VMAPS
-@CHECKED
 @pytest.mark.each_commit(2)
 def test_derivatives_inside_of_shard_map(vmap, checked):
     """With `check_vma` JAX sums gradients of what all devices have over them, else not."""
@@ -127,16 +115,6 @@ def test_vmap_of_shard_map(vmap, checked, which):
     run = lambda f: vmap(on_shards(f, checked), (0, None))
     got = jax.jit(outside(run(f.function)))(many, W)
     same(got, plainly(outside(ten), many, W), {"rtol": 1e-4, "atol": 1e-4})
-    assert {size for size, _ in f.seen} == {3}
-
-
-@VMAPS
-@CHECKED
-def test_vmap_of_a_derivative_of_shard_map(vmap, checked):
-    f, many = Telling(plain, ten), jnp.stack([XS, 2 * XS, -XS])
-    derivative = lambda f: jax.grad(total(f), (0, 1))
-    got = jax.jit(vmap(derivative(on_shards(f.function, checked)), (0, None)))(many, W)
-    same(got, plainly(jax.vmap(derivative(ten), (0, None)), many, W))
     assert {size for size, _ in f.seen} == {3}
 
 

@@ -8,30 +8,9 @@ from jax.experimental import io_callback
 
 import batchax as bx
 
-from support.oracle import agree, check, example, loop_function, same
-from support.programs import random_program
+from support.oracle import example, same
 
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.each_commit(2)
-def test_random_programs(seed):
-    f = bx.sequential_vmap(random_program(seed, steps=5))
-    args = example((3, 3)), example((3, 2, 3), seed=1), jnp.arange(3), example((3, 3), seed=2)
-    axes = (0, 0, 0, None)
-    eager = seed == 0
-    check(f, *args, in_axes=axes, against_jax=False, jit=not eager, eager=eager, derivatives=False)
-
-    def cotangents(fun):
-        def of_floats(v, m, w):
-            outs = jax.tree.leaves(fun(v, m, args[2], w))
-            return sum(jnp.sum(y) for y in outs if jnp.issubdtype(y.dtype, jnp.floating))
-
-        return jax.grad(of_floats, (0, 1, 2))
-
-    ours, loop = map(cotangents, (bx.vmap(f, axes), loop_function(f, axes, 0)))
-    agree(ours, loop, args[0], args[1], args[3])
 
 
 @VMAPS

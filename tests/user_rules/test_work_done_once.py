@@ -151,28 +151,6 @@ def test_a_rule_that_cannot_run_for_one_lane_runs_for_all(vmap):
     assert (40, (True, True)) in solver.seen
 
 
-@VMAPS
-def test_a_rule_that_calls_its_own_function(vmap):
-    f = bx.custom_vmap(solved)
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, w, x):
-        if in_batched[0]:
-            return jax.vmap(solved, [0 if b else None for b in in_batched])(w, x), True
-        return lax.map(lambda x: f(w, x), x), True
-
-    ours, plain = (vmap(jax.grad(total(g)), SHARED) for g in (f, solved))
-    agree(ours, plain, LARGE, SIDES, tolerance={"rtol": 1e-3, "atol": 1e-3})
-
-
-@VMAPS
-def test_sequential_lanes(vmap):
-    ours, plain = (
-        vmap(jax.grad(total(f), (0, 1)), SHARED) for f in (bx.sequential_vmap(solved), solved)
-    )
-    agree(ours, plain, LARGE, SIDES, tolerance={"rtol": 1e-3, "atol": 1e-3})
-
-
 def test_effects_of_a_rule_are_had_once(capfd):
     f = bx.custom_vmap(lambda w, x: w * x)
 
