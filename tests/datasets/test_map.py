@@ -134,13 +134,6 @@ def test_keys_do_not_depend_on_batches(fun, in_axes):
         np.testing.assert_allclose(got, expected, **CLOSE)
 
 
-def test_raw_keys():
-    x, key = numbers(5), jax.random.PRNGKey(7)
-    got = bx.map(lambda key, x: jax.random.uniform(key) + x, x, key=key, batch_size=2).outputs
-    typed = bx.map(lambda key, x: jax.random.uniform(key) + x, x, key=jax.random.key(7)).outputs
-    np.testing.assert_allclose(got, typed, **CLOSE)
-
-
 def test_rows_of_different_lengths():
     rng = np.random.default_rng(0)
     rows = [rng.standard_normal((n, 2)).astype(FLOAT) for n in rng.integers(1, 9, 21)]
@@ -225,15 +218,6 @@ def test_rows_with_results_that_are_not_finite():
     with pytest.raises(bx.RowError, match="row 5"):
         bx.map(lambda x: x, x, batch_size=4, on_nonfinite="raise")
     assert bx.map(lambda x: x, x, batch_size=4).quarantined == 0
-
-
-def test_loops_that_end_at_different_times():
-    n = np.random.default_rng(0).integers(0, 50, 37)
-    fun = lambda n: jax.lax.while_loop(
-        lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] + c[0]), (0, 0)
-    )
-    report = bx.map(fun, n, batch_size=8, divergence="compact")
-    np.testing.assert_array_equal(report.outputs[1], n * (n - 1) // 2)
 
 
 def test_several_threads_at_a_time():

@@ -173,16 +173,6 @@ def test_sizes_of_batches():
         bx.map_batches(lambda x, y: x, iter(X), iter([]))
 
 
-def test_axes_and_shared_arrays():
-    w = np.arange(3.0).astype(FLOAT)
-    fun = lambda w, x: x * w
-    batches = list(bx.map_batches(fun, w, X.T, in_axes=(None, 1), out_axes=1, batch_size=4))
-    assert [b.shape for b in batches] == [(3, 4), (3, 4), (3, 3)]
-    np.testing.assert_allclose(np.concatenate(batches, 1), (X * w).T)
-    by_name = bx.map_batches(fun, w, iter(X), in_axes={"w": None}, batch_size=11)
-    np.testing.assert_allclose(next(by_name), X * w)
-
-
 def test_rows_of_different_lengths():
     rows = [np.arange(n).astype(FLOAT) for n in (3, 1, 0, 4, 2)]
     ragged = bx.Ragged.from_rows(rows)
@@ -191,12 +181,6 @@ def test_rows_of_different_lengths():
     doubled = [r for b in bx.map_batches(lambda x: 2 * x, ragged, batch_size=2) for r in b.rows()]
     for got, row in zip(doubled, rows, strict=True):
         np.testing.assert_array_equal(got, 2 * row)
-
-
-def test_on_several_devices_and_under_jit_of_who_takes_them():
-    total = jax.jit(lambda b: b.sum())
-    batches = bx.map_batches(jnp.sum, X, batch_size=4, mesh="all")
-    np.testing.assert_allclose(sum(total(b) for b in batches), X.sum(), rtol=1e-5)
 
 
 def test_few_batches_are_ahead():

@@ -67,15 +67,6 @@ def test_a_folder_is_what_ends_in_a_slash(x):
         quiet(same, "x.npy", out="v1.2")
 
 
-class Place:
-    def __fspath__(self):
-        return "v1.2/"
-
-
-def test_whatever_stands_for_a_path_is_an_output(x):
-    assert quiet(same, "x.npy", out=Place()).outputs == "v1.2:result"
-
-
 NO_OUTPUT = ["", ".", "..", "/", "a/..", 3, True, b"y.npy", "s3://bucket", "y.h5"]
 
 
@@ -151,12 +142,6 @@ def test_hardly_any_rows(x, rows, out):
     if out:
         assert verify(out)
         assert status(out).finished
-
-
-def test_sizes_that_are_numbers_of_numpy(x):
-    report = quiet(same, x, out="y.npy", batch_size=np.int64(2), commit_rows=np.int32(4))
-    assert report.rows == 10
-    assert quiet(same, x, out="y.npy", batch_size=2, commit_rows=4).reused == 10
 
 
 def test_the_kind_of_a_key_counts(x):

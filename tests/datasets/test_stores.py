@@ -15,7 +15,6 @@ from batchax.datasets.plan import Leaf, Plan, checksum
 from batchax.datasets.sources import as_source
 from batchax.datasets.store import open_store, reopen_store
 
-from support import steps
 from support.store_tests import StoreTests
 
 PLAN = Plan(10, 2, 4)  # units of 4, 4 and 2 rows
@@ -92,32 +91,7 @@ def test_what_is_written_is_read_back(kind, dtype, place):
         check_all(again, leaves)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128"]
-)
-@pytest.mark.parametrize("kind", ["x.zarr", None])
-def test_dtypes_of_machine_learning(kind, dtype, place):
-    leaves = [leaf(dtype=dtype)]
-    store = written(place(kind), leaves)
-    np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
-    if kind:
-        check_all(store, leaves)
-        check_all(reopen_store(place(kind), store.describe()), leaves)
-
-
 TREE = [leaf("y"), leaf("a/b", (10,), np.int32), leaf("a/0", (2, 10), np.float64, 1)]
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.parquet", None])
-def test_a_tree_of_results(kind, place):
-    store = written(place(kind), TREE)
-    result = store.result()
-    assert list(result) == ["y", "a/b", "a/0"]
-    if kind is None:
-        np.testing.assert_array_equal(result["a/b"], values(TREE[1]))
-    else:
-        check_all(store, TREE)
-        np.testing.assert_array_equal(as_source(result["a/b"], "x").whole(), values(TREE[1]))
 
 
 def test_others_read_zarr(place):
@@ -145,33 +119,6 @@ def test_others_read_npy_and_parquet(place):
     assert table.column("s").to_pylist() == list(range(10))
 
 
-def files(folder):
-    inside = folder.rglob("*") if folder.is_dir() else [folder]
-    return {path.relative_to(folder): path.read_bytes() for path in inside if path.is_file()}
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.parquet"])
-@pytest.mark.parametrize("number", [0, 2])
-def test_damage_is_found_and_mended(kind, number, place):
-    store, unit = written(place(kind), [leaf()]), PLAN.unit(number)
-    before = files(place(kind))
-    chunk = place(kind) / {"x.zarr": f"c.{number}.0"}.get(kind, f"part-0000000{number}.parquet")
-    content = chunk.read_bytes()
-    flipped = content[:12] + bytes([content[12] ^ 1]) + content[13:]
-    for damaged in (flipped, content[:9], b""):
-        chunk.write_bytes(damaged)
-        with pytest.raises(bx.StorageError, match=chunk.name) as caught:
-            store.read(unit)
-        assert caught.value.__cause__ is not None
-        store.write(unit, [rows_of(leaf(), unit)])
-        assert files(place(kind)) == before
-    chunk.unlink()
-    with pytest.raises(bx.StorageError, match=chunk.name):
-        store.read(unit)
-    store.write(unit, [rows_of(leaf(), unit)])
-    assert files(place(kind)) == before
-
-
 def test_results_of_zeros_are_written(place):
     store, unit = open_store(place("x.zarr"), [leaf()], PLAN), PLAN.unit(0)
     store.prepare()
@@ -179,35 +126,6 @@ def test_results_of_zeros_are_written(place):
         store.read(unit)
     store.write(unit, [np.zeros((4, 3), np.float32)])
     np.testing.assert_array_equal(store.read(unit)[0], np.zeros((4, 3)))
-
-
-def test_a_chunk_that_a_killed_writer_left_half_written(place):
-    store, unit = written(place("x.zarr"), [leaf()]), PLAN.unit(1)
-    before = files(place("x.zarr"))
-    (place("x.zarr") / ".c.1.0.0a1b2c3d.unfinished").write_bytes(b"x" * 50)
-    store.clean()
-    store.write(unit, [rows_of(leaf(), unit)])
-    assert files(place("x.zarr")) == before
-
-
-def test_a_part_that_a_killed_writer_left_half_written(place):
-    store = written(place("x.parquet"), [leaf()])
-    before = files(place("x.parquet"))
-    (place("x.parquet") / ".part-00000001.parquet.abcd.unfinished").write_bytes(b"x")
-    store.clean()
-    assert files(place("x.parquet")) == before
-
-
-@pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
-def test_steps_of_writing(kind, place):
-    store, unit, seen = written(place(kind), [leaf()]), PLAN.unit(1), []
-    steps.watch(seen.append)
-    try:
-        store.write(unit, [rows_of(leaf(), unit)])
-    finally:
-        steps.watch()
-    seen = [step for step in seen if step != steps.BEFORE_RENAME]
-    assert seen == [steps.BEFORE_WRITE, steps.IN_WRITE, steps.AFTER_WRITE]
 
 
 @pytest.mark.parametrize("kind", ["x.zarr", "x.npy", "x.parquet"])
