@@ -99,18 +99,6 @@ def test_axes(in_axis, out_axis):
     )
 
 
-def test_trees_lists_and_prefixes():
-    tree = {"x": X, "pair": (X.T, [W, jnp.asarray(2.0)])}
-
-    def f(tree, scale):
-        x, (y, (w, c)) = tree["x"], tree["pair"]
-        return (x * y + w * c * scale,)
-
-    in_axes = [{"x": 0, "pair": (1, None)}, None]
-    check_chunks(f, tree, 3.0, in_axes=in_axes, out_axes=(1,))
-    check_chunks(lambda *xs: sum(xs), X, X + 1, in_axes=[0, 0])
-
-
 def test_axes_by_name_and_keyword_arguments():
     def f(x, w=None, *, scale=1.0, shift):
         return x * (1 if w is None else w) * scale + shift
@@ -123,15 +111,6 @@ def test_axes_by_name_and_keyword_arguments():
         # Keyword arguments that nothing is said of: axis 0.
         got = bx.vmap(f, 0, batch_size=batch_size)(X, shift=scales)
         same(got, X + scales[:, None])
-
-
-def test_arguments_that_are_the_same_for_all_may_be_anything():
-    def f(x, power, fun, options):
-        return fun(x) ** power if options["on"] else x
-
-    batched = bx.vmap(f, (0, None, None, None), batch_size=2)
-    same(batched(X, 2, jnp.cos, {"on": True}), jnp.cos(X) ** 2)
-    same(batched(X, 2, "not called", {"on": False}), X)
 
 
 def test_no_mapped_argument():

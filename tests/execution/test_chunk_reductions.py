@@ -43,33 +43,6 @@ def test_every_reduction_with_derivatives(batch_size, residuals):
     )
 
 
-def test_weak_types():
-    weak = jax.jit(lambda: jnp.broadcast_to(2.0, (LANES,)))()
-    assert jax.typeof(weak).weak_type
-    fun = lambda x: (computed(x),) * 5
-    check_chunks(fun, weak, out_axes=reduced(), batch_size=3, derivatives=False)
-    check_chunks(lambda x: (1, 2.0, True, 2, 0.5), X, out_axes=reduced(), derivatives=False)
-
-
-def test_inputs_and_one_value_reduced_in_several_ways():
-    kinds = ("sum", "mean", "sum")
-    check_chunks(lambda x: (x, x, x), X, out_axes=reduced(kinds), batch_size=2)
-    check_chunks(
-        lambda x: (x @ x, x @ x, x),
-        X,
-        out_axes=(bx.Reduce("max"), 0, bx.Reduce("mean")),
-        batch_size=2,
-    )
-
-
-def test_of_trees_and_prefixes():
-    def f(x, w):
-        return {"loss": (x @ w) ** 2, "grad": (x, {"w": w * x})}, x
-
-    out_axes = ({"loss": bx.Reduce("mean"), "grad": bx.Reduce("sum")}, 1)
-    check_chunks(f, X, W, in_axes=(0, None), out_axes=out_axes, batch_size=3)
-
-
 # --- numerics --------------------------------------------------------------------------------
 
 
@@ -81,20 +54,6 @@ def test_a_mean_over_unequal_chunks_weighs_lanes_alike():
     same(jax.grad(batched)(x), jnp.full(LANES, 1 / LANES))
     n = bx.vmap(computed, 0, bx.Reduce("mean"), batch_size=3)(jnp.arange(LANES))
     assert (n, n.dtype) == (3.0, jnp.zeros(()).dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_small_floats_are_added_up_in_float32(dtype):
-    # Adding ones in these dtypes stops at 2,048 and at 256.
-    x = jnp.ones(5000, dtype)
-    for kind, expected in (("sum", 5000), ("mean", 1)):
-        got = jax.jit(bx.vmap(computed, 0, bx.Reduce(kind), batch_size=1))(x)
-        same(got, jnp.asarray(expected, dtype))
-        assert got.dtype == dtype
-    # So are the cotangents of what all lanes share, which is where weights get theirs.
-    total = bx.vmap(lambda x, w: x * w, (0, None), batch_size=1)
-    gradient = jax.jit(jax.grad(lambda w: total(x, w).astype(jnp.float32).sum()))
-    same(gradient(jnp.ones((), dtype)), jnp.asarray(5000, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -160,12 +119,6 @@ def test_products_with_zeros(zeros):
         agree(jax.hessian(f), jax.hessian(jnp.prod), x)
 
 
-def test_empty_batches():
-    empty = jnp.zeros((0, 3))
-    got = bx.vmap(lambda x: (computed(x),) * 2, 0, reduced(("sum", "prod")), batch_size=2)(empty)
-    same(got, (jnp.zeros(3), jnp.ones(3)))
-
-
 # --- use -------------------------------------------------------------------------------------
 
 
@@ -190,26 +143,6 @@ def test_the_gradient_of_a_large_set_in_the_memory_of_a_chunk():
     assert compiled_bytes(mean(4), w, many) < compiled_bytes(mean(None), w, many) / 10
 
 
-@pytest.mark.parametrize("kind", ["sum", "mean", "max", "min"])
-@pytest.mark.each_commit(1)
-def test_temporaries_do_not_grow_with_the_number_of_lanes(kind):
-    def f(x, w):
-        return jnp.tanh(jnp.outer(x, w)) @ w
-
-    def gradient(x, w):
-        chunked = bx.vmap(f, (0, None), bx.Reduce(kind), batch_size=4)
-        return jax.value_and_grad(lambda w: chunked(x, w).sum())(w)
-
-    w = example((256,), seed=1)
-    needed = [compiled_bytes(gradient, example((n, 256)), w) for n in (32, 64)]
-    # The derivative of an extreme needs to know which chunks hold it.
-    entries = 8 * 256 * w.itemsize if kind in ("max", "min") else 0
-    assert needed[1] <= needed[0] + entries + 64
-    assert (
-        needed[1] < 64 * 256 * 256 * w.itemsize / 4
-    )  # of a quarter of all the intermediate values
-
-
 def test_types_are_those_of_the_plain_program():
     def f(x, n):
         return x.astype(jnp.bfloat16), n > 2, n.astype(jnp.int8), x, n
@@ -218,11 +151,3 @@ def test_types_are_those_of_the_plain_program():
     for kind in ("sum", "mean", "prod"):
         chunked, plain = (bx.vmap(f, 0, bx.Reduce(kind), batch_size=b) for b in (2, None))
         jax.tree.map(same_type, jax.eval_shape(chunked, X, n), jax.eval_shape(plain, X, n))
-
-
-def test_collectives_over_the_batch_next_to_reductions():
-    def f(x):
-        return x - jax.lax.pmean(x, "i"), (x - jax.lax.pmean(x, "i")) ** 2
-
-    out_axes = (0, bx.Reduce("mean"))
-    check_chunks(f, X, out_axes=out_axes, axis_name="i", batch_size=3, second=True)

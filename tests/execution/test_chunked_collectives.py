@@ -14,30 +14,11 @@ from support.chunks import check_chunks
 from support.oracle import agree, example, same
 
 LANES = 4
-PERM = [(0, 2), (2, 1), (1, 3), (3, 0)]
 GROUPS = [[0, 3], [2, 1]]
 UNEVEN = [[2], [0, 3, 1]]
 X = example((LANES, 4, 8))
 W = example((8,), seed=2)
 
-# Each takes an example of shape (4, 8) and the names to communicate over.
-COLLECTIVES = {
-    "psum": lax.psum,
-    "pmean": lax.pmean,
-    "pmax": lax.pmax,
-    "pmin": lax.pmin,
-    "psum of a tree": lambda x, i: lax.psum({"a": jnp.sin(x), "b": 2.0 * x[0]}, i),
-    "all_gather": lax.all_gather,
-    "all_gather tiled axis 1": lambda x, i: lax.all_gather(x, i, axis=1, tiled=True),
-    "psum_scatter": lax.psum_scatter,
-    "psum_scatter tiled": lambda x, i: lax.psum_scatter(x, i, scatter_dimension=1, tiled=True),
-    "all_to_all": lambda x, i: lax.all_to_all(x, i, 0, 0),
-    "all_to_all tiled": lambda x, i: lax.all_to_all(x, i, 1, 0, tiled=True),
-    "ppermute": lambda x, i: lax.ppermute(x, i, PERM),
-    "pshuffle": lambda x, i: lax.pshuffle(x, i, [3, 1, 0, 2]),
-    "axis_index": lambda x, i: x * lax.axis_index(i),
-    "axis_size": lambda x, i: x * lax.axis_size(i),
-}
 WITH_GROUPS = {
     "psum": lambda x, i, g: lax.psum(x, i, axis_index_groups=g),
     "pmean": lambda x, i, g: lax.pmean(x, i, axis_index_groups=g),
@@ -56,16 +37,6 @@ def around(collective):
         return jax.tree.map(lambda z: z * 2 + y.sum(), out), y
 
     return fun
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.each_commit(3)
-def test_alone_and_within_a_program(name):
-    options = dict(axis_name="i", batch_size=3, eager=False)
-    check_chunks(lambda x: COLLECTIVES[name](x, "i"), X, **options)
-    moved = jnp.moveaxis(X, 0, 1)
-    fun = around(COLLECTIVES[name])
-    check_chunks(fun, moved, W, in_axes=(1, None), out_axes=(0, 2), **options)
 
 
 @pytest.mark.parametrize("groups", [GROUPS, UNEVEN], ids=["even", "uneven"])

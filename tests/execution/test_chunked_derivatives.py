@@ -155,22 +155,6 @@ def test_custom_rules(make, chunked):
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
-@pytest.mark.each_commit(2)
-def test_rules_that_close_over_values_of_the_example(make, chunked):
-    def per_example(x, p):
-        return make(jnp.cos(p) + 2)(x, x).sum()
-
-    expected = jnp.stack([jax.grad(per_example)(x, p) for x, p in zip(X, Y, strict=True)])
-    f = chunked(per_example)
-    same(jax.jit(jax.grad(lambda x: f(x, Y).sum()))(X), expected)
-    same(jax.grad(lambda x: jax.jit(f)(x, Y).sum())(X), expected)
-    shared = chunked(per_example, (0, None))
-    expected = jnp.stack([jax.grad(per_example)(x, W) for x in X])
-    same(jax.jit(jax.grad(lambda x: shared(x, W).sum()))(X), expected)
-    same(jax.jit(chunked(jax.grad(per_example), (0, None)))(X, W), expected)
-
-
-@pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
 def test_rules_that_close_over_values_from_before_a_collective(make, chunked):
     def per_example(x, p):
         q = jnp.cos(p) + 2

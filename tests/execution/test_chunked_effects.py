@@ -42,29 +42,6 @@ def test_callbacks_run_once_for_each_lane_in_order(batch_size, residuals, ordere
     assert seen == printed == list(range(LANES))
 
 
-def test_pure_callbacks_run_for_every_lane(wrap):
-    seen = []
-
-    def f(x):
-        call = lambda x: seen.append(float(x)) or x + 1
-        return jax.pure_callback(call, jax.typeof(x), x, vmap_method="sequential")
-
-    same(wrap(bx.vmap(f, batch_size=2))(X), X + 1)
-    assert sorted(seen) == list(range(LANES))
-
-
-def test_a_callback_that_no_output_needs_runs_all_the_same(wrap):
-    seen = []
-
-    def f(x, w):
-        io_callback(lambda x: seen.append(float(x)), None, x)
-        return w
-
-    same(wrap(bx.vmap(f, (0, None), None, batch_size=2))(X, 2.0), jnp.asarray(2.0))
-    jax.effects_barrier()
-    assert seen == list(range(LANES))
-
-
 def test_a_callback_on_what_all_lanes_share_runs_as_without_chunks():
     seen = []
 
@@ -126,19 +103,6 @@ def test_derivatives_of_programs_with_unordered_callbacks(wrap):
 
 
 # --- randomness ------------------------------------------------------------------------------
-
-
-def test_a_lane_does_not_depend_on_the_size_of_its_chunk():
-    keys = jax.random.split(jax.random.key(0), LANES)
-
-    def f(key, x):
-        first, second = jax.random.split(key)
-        noise = jax.random.normal(first, (3,)) * x
-        return noise, jax.random.permutation(second, 4), jax.random.bits(second), second
-
-    expected = jax.jit(jax.vmap(f))(keys, X)
-    for batch_size in (1, 2):
-        same(jax.jit(bx.vmap(f, batch_size=batch_size))(keys, X), expected)
 
 
 def test_derivatives_see_the_same_random_numbers():

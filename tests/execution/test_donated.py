@@ -49,11 +49,6 @@ def test_what_is_donated_inside_is_there_for_each_chunk(function):
             np.testing.assert_array_equal(got, expected, name)
 
 
-def test_a_derivative_in_chunks_of_a_function_that_donates_inside():
-    loss = lambda xs: sum(jnp.nansum(y) for y in bx.vmap(read_before, batch_size=2)(xs))
-    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(XS)), 3 * np.ones(5))
-
-
 @pytest.mark.nightly  # sampling is compiled twice, which takes 15 s
 @pytest.mark.compiles(200)
 def test_chains_of_numpyro_run_a_few_at_a_time():

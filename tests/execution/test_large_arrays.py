@@ -88,15 +88,6 @@ def test_inputs_that_are_returned_along_another_axis_are_written_chunk_by_chunk(
     assert whole(f, array(8, 2), W, lanes=8) <= WHOLE_ALLOWED
 
 
-def test_several_inputs_and_outputs():
-    def fun(x, y, w):
-        return (x + y) @ w, {"a": x * y, "b": (x @ w, y.sum())}
-
-    out_axes = (1, {"a": 2, "b": (0, 0)})
-    f = bx.vmap(fun, (0, 2, None), out_axes, batch_size=4)
-    assert whole(f, array(8, 0), array(8, 2), W, lanes=8) <= WHOLE_ALLOWED
-
-
 def test_reduced_outputs_need_nothing_whole():
     f = bx.vmap(model, (1, None), bx.Reduce("mean"), batch_size=4)
     assert whole(f, array(9, 1), W, lanes=9) <= {"parameter", "tuple", "get-tuple-element", "while"}
@@ -118,11 +109,3 @@ def test_without_remainder_the_body_is_compiled_once(derivative):
     # A last chunk of one lane adds its own products, of its own size.
     rest = dots(run, array(1, 0), W, array(1, 0)) if derivative else dots(run, array(1, 0), W)
     assert count(9) == count(8) + rest
-
-
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
-def test_no_branch_no_padding_no_concatenation(residuals):
-    f = bx.vmap(model, (0, None), batch_size=4, residuals=residuals)
-    for lanes in (8, 9):
-        names = {name for name, _ in instructions(f, array(lanes, 0), W)}
-        assert not names & {"conditional", "pad", "concatenate", "gather", "scatter", "select"}

@@ -70,24 +70,6 @@ def test_second_derivatives(order):
     same(order(chunked_loss)(W, X), order(mean_loss)(W, X))
 
 
-def test_forward_mode_and_many_directions():
-    tangents = example((4, 3), seed=3)
-
-    def directional(f, t):
-        return jax.jvp(lambda w: f(w, X), (W,), (t,))[1]
-
-    for vmap in (jax.vmap, bx.vmap):
-        got = vmap(functools.partial(directional, chunked_loss))(tangents)
-        same(got, vmap(functools.partial(directional, mean_loss))(tangents))
-
-
-def test_under_vmap():
-    ws = jnp.stack([W, -W, 2 * W])
-    for vmap in (jax.vmap, bx.vmap):
-        got = vmap(jax.value_and_grad(chunked_loss), (0, None))(ws, X)
-        same(got, plainly(jax.vmap(jax.value_and_grad(mean_loss), (0, None)), ws, X))
-
-
 def test_what_has_no_reverse_mode_goes_forward():
     def growing(w, x):
         return jax.lax.while_loop(lambda c: c < 50.0, lambda c: c * 1.5 + w[0] ** 2, x[0] ** 2 + 1)
@@ -101,20 +83,6 @@ def test_what_has_no_reverse_mode_goes_forward():
         jax.grad(chunked)(W, X)
 
 
-def test_a_reverse_rule_of_the_users():
-    @jax.custom_vjp
-    def clipped(x):
-        return x
-
-    clipped.defvjp(lambda x: (x, None), lambda _, ct: (jnp.clip(ct, -0.1, 0.1),))
-
-    def total(w, x, **options):
-        f = bx.vmap(lambda w, x: clipped(w @ x) ** 2, (None, 0), bx.Reduce("sum"), **options)
-        return f(w, x)
-
-    same(jax.grad(functools.partial(total, batch_size=3))(W, X), plainly(jax.grad(total), W, X))
-
-
 def test_weights_of_low_precision_are_added_up_in_float32():
     w = W.astype(jnp.bfloat16)
     x = jnp.full((4096, 3), 1.0, jnp.bfloat16)
@@ -124,15 +92,6 @@ def test_weights_of_low_precision_are_added_up_in_float32():
 
     # One by one, 1 is lost against 256 in bfloat16.
     same(jax.grad(total)(w), jnp.full((3,), 4096, jnp.bfloat16))
-
-
-def test_two_results_take_the_general_way():
-    def both(w, x, **options):
-        f = bx.vmap(lambda w, x: (loss(w, x), w @ x), (None, 0), bx.Reduce("sum"), **options)
-        a, b = f(w, x)
-        return a * b
-
-    same(jax.grad(functools.partial(both, batch_size=3))(W, X), plainly(jax.grad(both), W, X))
 
 
 def test_a_mean_by_a_collective():

@@ -11,7 +11,6 @@ import pytest
 import batchax as bx
 from batchax.execution import eager, memory
 from batchax.execution.memory import memory_of, parse_limit, show_bytes
-from batchax.memo import Memo
 
 from support.oracle import example, plainly, same
 
@@ -122,26 +121,6 @@ def test_a_choice_that_takes_long_says_so(monkeypatch, caplog):
     auto("556kB")(W, X)
     messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "compiling wide for 8 of 240 lanes at a time, to see what it needs" in messages[0]
-
-
-@pytest.mark.parametrize("fixed", [0, 900])
-@pytest.mark.parametrize("per_lane", [1, 7, 100])
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 100, 1009, 4096])
-def test_few_accounts_find_about_the_largest(fixed, per_lane, size):
-    """Of programs that need a fixed amount and so much for each lane, some of it all the time."""
-    for limit in (1000 + fixed + per_lane, 3000, 20_000, 10**9):
-        asked = []
-
-        def account(chunk, asked=asked):
-            asked.append(chunk)
-            needs = fixed + 100 + per_lane * chunk
-            return memory.CompilersAccount(60, 40, needs - 100, 0, 0)
-
-        choice = memory._search("f", limit, size, account)
-        best = min(size, (limit - fixed - 100) // per_lane)
-        assert choice.tried[choice.batch_size] <= limit
-        assert choice.batch_size == size or choice.batch_size >= best / 2
-        assert len(asked) == len(set(asked)) <= 5
 
 
 @pytest.mark.parametrize(
@@ -343,23 +322,3 @@ def test_other_errors_are_passed_on(monkeypatch):
     monkeypatch.setattr(eager, "jitted", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         bx.vmap(jnp.sin, batch_size=20)(X)
-
-
-def test_calls_outside_jit_compile_a_program_once(monkeypatch):
-    def f(x, w):
-        return jnp.sin(x) * w
-
-    def call(w):
-        return bx.vmap(lambda x: f(x, w), batch_size=7)(X)
-
-    kept = Memo("for this test", most=128)  # the one of the process may be full
-    monkeypatch.setattr(eager, "_compiled", kept)
-    w = jnp.float32(5.0)
-    same(call(2.0), jnp.sin(X) * 2)
-    same(call(w), jnp.sin(X) * 5)
-    before = len(kept)
-    same(call(2.0), jnp.sin(X) * 2)
-    same(call(w + 1), jnp.sin(X) * 6)  # an operand
-    assert len(kept) == before
-    same(call(3.0), jnp.sin(X) * 3)  # another constant, another program
-    assert len(kept) > before

@@ -32,16 +32,6 @@ def mesh_of(*sizes, names="ab"):
     return Mesh(devices, tuple(names[: len(sizes)]))
 
 
-MESHES = {
-    "all": lambda: "all",
-    "one device": lambda: mesh_of(1),
-    "two devices": lambda: mesh_of(2),
-    "two axes": lambda: mesh_of(2, 2),
-    "one axis of two": lambda: (mesh_of(2, 2), "b"),
-    "two axes, the other way round": lambda: (mesh_of(2, 2), ("b", "a")),
-}
-
-
 @bx.custom_vmap
 def with_rule(x):
     return jnp.sin(x) * x.sum()
@@ -107,16 +97,6 @@ def test_lanes_on_devices_compute_what_they_do_on_one(name, lanes, outside_jit):
     }
     got = agree(on_devices, bx.vmap(fun, **options), np.asarray(x), tolerance=CLOSE)
     same(on_devices[str(outside_jit)](x), got, CLOSE)
-
-
-@pytest.mark.parametrize("lanes", [1, 4, 9])
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.each_commit(3, "two axes, the other way round-4")
-def test_lanes_go_over_the_axes_that_are_named(name, lanes):
-    x = example((3, lanes))
-    batched = bx.vmap(lambda x: (jnp.cos(x), x.sum()), 1, mesh=MESHES[name]())
-    same(batched(x), (jnp.cos(x).T, x.sum(0)), CLOSE)
-    same(batched(np.asarray(x)), (jnp.cos(x).T, x.sum(0)), CLOSE)
 
 
 @pytest.mark.parametrize("lanes", [8, 7])
@@ -195,17 +175,6 @@ def test_an_array_of_numpy_is_differentiated_on_devices():
     x = np.asarray(example((5, 3), seed=4))
     loss = lambda x: bx.vmap(lambda row: jnp.sin(row).sum(), mesh="all")(x).sum()
     np.testing.assert_allclose(jax.grad(loss)(x), np.cos(x), **CLOSE)
-
-
-@pytest.mark.parametrize("outer", [jax.vmap, bx.vmap])
-@pytest.mark.parametrize("lanes", [8, 7])
-@pytest.mark.compiles(60)
-@pytest.mark.each_commit(1)
-def test_under_another_vmap(outer, lanes):
-    x = example((3, lanes, 5))
-    batched = bx.vmap(lambda x: x - lax.pmean(x, "i"), axis_name="i", mesh="all")
-    same(outer(batched)(x), x - x.mean(1, keepdims=True), CLOSE)
-    same(jax.jit(outer(batched, in_axes=1))(x.swapaxes(0, 1)), x - x.mean(1, keepdims=True), CLOSE)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -560,20 +529,6 @@ def test_a_call_outside_of_jit_is_compiled_once():
     count = len(traced)
     same(batched(W + 1)(x), x @ (W + 1), CLOSE)  # another array that is closed over
     assert len(traced) == count + 1  # staged, to know what it does
-
-
-def test_a_function_that_computes_what_it_holds():
-    def batched(n):
-        def one(x):
-            with jax.ensure_compile_time_eval():
-                w = jnp.sin(jnp.arange(5.0) * n)
-            return x @ w
-
-        return bx.vmap(one, mesh="all")
-
-    x = example((7, 5))
-    for n in (1, 2):
-        same(batched(n)(x), x @ jnp.sin(jnp.arange(5.0) * n), CLOSE)
 
 
 def test_no_lanes():

@@ -1,11 +1,9 @@
 """`progress=` of vmap, scan and bounded_while: what loops tell while compiled programs run them."""
 
 import builtins
-import collections
 import functools
 import io
 import sys
-import threading
 import types
 
 import jax
@@ -131,14 +129,6 @@ def test_a_long_loop_tells_about_fifty_times(length, unroll):
     assert len(told) > 15
 
 
-def test_many_chunks_tell_about_fifty_times():
-    told = []
-    bx.vmap(one, batch_size=1, progress=lambda *a: told.append(a))(
-        jnp.ones(250)
-    ).block_until_ready()
-    assert told == [(n, 250) for n in (*range(5, 250, 5), 250)]
-
-
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": True}])
 @pytest.mark.each_commit(2)
 def test_steps_in_blocks_and_written_out(options):
@@ -243,34 +233,6 @@ def test_inside_shard_map(options, checked):
     )  # fmt: skip
     jax.block_until_ready(jax.jit(jax.value_and_grad(lambda x: both(x).sum()))(jnp.ones((5, 4))))
     assert sorted(told) == sorted(every(5, 5) * 2)
-
-
-def test_one_program_in_several_threads():
-    told = []
-    slow = lambda x: lax.fori_loop(0, 2000, lambda i, c: jnp.sin(c) + 1, x)
-    fun = jax.jit(bx.vmap(slow, batch_size=1, progress=lambda *a: told.append(a)))
-    threads = [threading.Thread(target=lambda: jax.block_until_ready(fun(X))) for _ in range(3)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert collections.Counter(told) == dict.fromkeys(every(10, 10), 3)
-    assert not progress._running
-
-
-class Teller:
-    """Whose method is another object each time that it is looked up."""
-
-    def __init__(self):
-        self.told = []
-
-    def tell(self, done, total):
-        self.told.append(done)
-
-
-def test_functions_are_known_by_identity():
-    first, second = Teller(), Teller()
-    for teller in (first, second, first):
-        jax.block_until_ready(bx.scan(step, progress=teller.tell)(0.0, jnp.ones(2)))
-    assert (first.told, second.told) == ([1, 2, 1, 2], [1, 2])
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])

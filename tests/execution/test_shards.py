@@ -141,29 +141,6 @@ def test_each_shard_holds_the_temporaries_of_one_chunk():
     assert temporaries(128) <= temporaries(64) + 64 * 20 * 4
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map(check_vma):
-    mesh = mesh_of(AxisType.Auto)
-
-    def shard(w, x):
-        return bx.vmap(predict, (None, 1), (1, 0), batch_size=3)(w, x)
-
-    spread = jax.shard_map(
-        shard,
-        mesh=mesh,
-        in_specs=(P(), P(None, "d")),
-        out_specs=(P(None, "d"), P("d")),
-        check_vma=check_vma,
-    )
-    plain = bx.vmap(predict, (None, 1), (1, 0))
-    same(jax.device_get(spread(W, X)), plain(W, X))
-
-    def of(f):
-        return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in f(w, x)), (0, 1)))
-
-    same(jax.device_get(of(spread)(W, X)), of(plain)(W, X))
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_collectives_and_indices_span_all_shards(axis_type):
     def meet(x):
@@ -209,27 +186,6 @@ def test_an_array_that_is_closed_over_is_refused_by_shape():
     w, x = sharded(mesh)
     with jax.set_mesh(mesh), pytest.raises(bx.UnsupportedError, match="Pass it as an argument"):
         bx.vmap(lambda x: predict(w, x), 1, batch_size=2)(x)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["median", "cumsum", "where"])
-@pytest.mark.each_commit(3)
-def test_operations_that_hold_programs(axis_type, name):
-    f = {
-        "median": jnp.median,
-        "cumsum": lambda x: jnp.cumsum(x)[-1],
-        "where": lambda x: jnp.where(x > 0, x, 0.0).sum(),
-    }[name]
-
-    def total(x, **options):
-        return jnp.sum(jnp.sin(bx.vmap(f, 1, **options)(x)))
-
-    expected = jax.grad(total)(X)
-    mesh = mesh_of(axis_type)
-    _, x = sharded(mesh)
-    with set_mesh(mesh, axis_type):
-        got = jax.jit(jax.grad(functools.partial(total, batch_size=2)))(x)
-    same(jax.device_get(got), expected)
 
 
 @pytest.mark.compiles(80)

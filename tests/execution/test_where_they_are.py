@@ -116,17 +116,6 @@ def test_derivatives_and_an_outer_vmap_inside_jit():
     assert jax.typeof(ours(x)) == jax.typeof(x)
 
 
-def test_weak_types_and_reductions_and_chosen_axes(on_devices):
-    x = put(arrays().T, None, "b")
-    f = lambda x: (lax.while_loop(lambda c: c < 9, lambda c: c + abs(x[0]), 1.0), loops(x))
-    out_axes = (0, bx.Reduce("max"))
-    got = bx.vmap(f, 1, out_axes)(x)
-    assert on_devices == [("b",)]
-    want = bx.vmap(f, 1, out_axes)(np.asarray(x))
-    same(got, want, CLOSE)
-    assert [y.weak_type for y in got] == [y.weak_type for y in want]
-
-
 @bx.custom_vmap
 def with_rule(x):
     return x
