@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from batchax.frontend.arguments import array_inside
 from batchax.frontend.batched import Batched
 from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
-from batchax.frontend.options import OF_RANKS, check_small_matrices
+from batchax.frontend.options import OF_RANKS, check_small_matrices, wraps
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.spoken import name_of, show
 from batchax.jaxprs.words import Value
@@ -172,7 +171,7 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
 def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any]:
     signature, name = _signature(fun), name_of(fun)
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -184,7 +183,7 @@ def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any
         check_cores(call.arguments, sizes)
 
         def of_all(apart: bool) -> Any:
-            @functools.wraps(fun)
+            @wraps(fun)
             def one_example(*values: Any) -> tuple[list[Any], Any]:
                 args, kwargs = call.rebuild(values)
                 out = fun(*args, **kwargs)

@@ -17,7 +17,7 @@ from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes, without_objects
-from batchax.frontend.options import check_callable, check_flags, check_tolerances
+from batchax.frontend.options import check_callable, check_flags, check_tolerances, wraps
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.jaxprs.words import Value
@@ -129,7 +129,7 @@ def check(
     tolerance = {"rtol": rtol, "atol": atol}
     check_tolerances(**tolerance)
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def checked(*args: Any, **kwargs: Any) -> Checked:
         comparison = _Comparison(fun, in_axes, dict(options), args, kwargs, lanes, tolerance)

@@ -16,7 +16,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_array, is_position
-from batchax.frontend.options import check_callable, check_options
+from batchax.frontend.options import check_callable, check_options, wraps
 from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.spoken import brief, show
 from batchax.vmap import MoreOptions, vmap
@@ -117,7 +117,7 @@ def clipped_grad(
     check_options("clipped_grad", ours, options)
     vmap(loss, **options)  # which refuses values that it does not take
 
-    @functools.wraps(loss)
+    @wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
         # The gradients of libraries are with respect to the first argument, and may know no other.
         of_loss = grad(loss) if argnums == 0 else grad(loss, argnums=argnums)
@@ -138,7 +138,7 @@ def clipped_grad(
         clipped = jax.tree.map(lambda g: scale.astype(g.dtype) * g, gradient)
         return ClippedSum(clipped, jnp.int32(1), (norm > max_norm).astype(np.int32))
 
-    @functools.wraps(loss)
+    @wraps(loss)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> ClippedSum:
         positions = [operator.index(n) for n in numbers]

@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
-from batchax.frontend.options import check_callable
+from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
 from batchax.user_rules.call import call, with_captured
@@ -223,7 +223,7 @@ class custom_vmap(Generic[P, R]):
         return self._bind(arguments, operands)
 
     def _bind(self, arguments: Any, operands: Any) -> R:
-        @functools.wraps(self.fun)  # JAX's messages name the user's function
+        @wraps(self.fun)  # JAX's messages name the user's function
         def one_example(*xs: Any) -> tuple[list[Any], Any]:
             args, kwargs = arguments.rebuild(xs)
             out = self.fun(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, Unpack, cast
 
 from batchax import _compat
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, check_in_axes
-from batchax.frontend.options import check_callable
+from batchax.frontend.options import check_callable, wraps
 from batchax.nonfinite.find import NonFinite, check_fits, find, find_whole
 from batchax.vmap import Options, find_vmap
 
@@ -61,7 +60,7 @@ def find_nonfinite(
     inside = find_vmap(fun) if (in_axes, options) == (0, {}) else None
     names = lambda args: argument_names(fun, len(args))
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def of_batch(*args: Any, **kwargs: Any) -> NonFinite:
         if inside is None:

@@ -13,7 +13,7 @@ import numpy as np
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.batched import Batched
-from batchax.frontend.options import check_callable
+from batchax.frontend.options import check_callable, wraps
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 
@@ -61,7 +61,7 @@ def host_function(
     if threads < 1:
         raise AxisError(f"threads is {threads}, but at least one lane must run at a time.")
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def on_host(*args: Any) -> Any:
         out_types = out_type(*args) if callable(out_type) else out_type

@@ -32,7 +32,7 @@ from batchax.frontend.in_axes import (
     check_in_axes,
     is_position,
 )
-from batchax.frontend.options import check_callable, check_flags, translate_argument_names
+from batchax.frontend.options import check_callable, check_flags, translate_argument_names, wraps
 from batchax.frontend.outputs import (
     FlatOutputs,
     as_array,
@@ -134,7 +134,7 @@ def scan(
     _check_until(until, unroll)
     callback = find_progress(progress, fun, "steps")
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def scanned(init: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         flat = flatten_arguments(_after_carry(fun, init), in_axes, args, kwargs, STEPS)
@@ -155,7 +155,7 @@ def scan(
         keys = carry_keys(init)
         n_carry = len(carry)
 
-        @functools.wraps(fun)  # JAX's messages name the user's function
+        @wraps(fun)  # JAX's messages name the user's function
         def one_step(*values: Any) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +44,7 @@ from batchax.frontend.options import (
     check_flags,
     check_small_matrices,
     translate_argument_names,
+    wraps,
 )
 from batchax.frontend.outputs import (
     FlatOutputs,
@@ -253,7 +253,7 @@ def vmap(
         small_matrices=small_matrices, layout=layout, buckets=buckets, progress=progress,
     )  # fmt: skip
 
-    @functools.wraps(fun)
+    @wraps(fun)
     @_compat.api_boundary
     def batched(*args: Any, **kwargs: Any) -> Any:
         flat = flatten_arguments(

@@ -331,6 +331,33 @@ def test_as_decorator():
     same(scale(3.0, jnp.arange(3.0)), 3 * jnp.arange(3.0))
 
 
+class Named:
+    """A callable with attributes that no function can have, as pytrees have inside of loops."""
+
+    def __init__(self):
+        self.__name__ = self.__qualname__ = self.__annotations__ = object()
+
+    def __call__(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    "batched",
+    [
+        bx.vmap,
+        lambda f: lambda x: bx.scan(lambda c, x: (c, f(x)))(0, x)[1],
+        lambda f: bx.auto_vmap(0)(f),
+        lambda f: bx.vmap(bx.sequential_vmap(f)),
+        lambda f: lambda x: bx.vmap(bx.host_function(f, jax.ShapeDtypeStruct((), x.dtype)))(x),
+    ],
+    ids=["vmap", "scan", "auto_vmap", "sequential_vmap", "host_function"],
+)
+def test_callables_whose_name_is_not_a_string(batched):
+    x = jnp.arange(3.0)
+    same(batched(Named())(x), 2 * x)
+    assert bx.vmap(Named()).__wrapped__.__class__ is Named
+
+
 @pytest.mark.compiles(200)
 def test_under_every_transformation():
     x = example((4, 3))

@@ -27,7 +27,7 @@ from batchax.frontend import reductions
 from batchax.frontend.advice import come_from
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import is_position, spread_specs
-from batchax.frontend.options import converted
+from batchax.frontend.options import converted, wraps
 from batchax.frontend.outputs import (
     AUTO,
     Reduce,
@@ -304,7 +304,7 @@ class RowFunction:
     def _unpacked(self) -> Callable[..., Any]:
         """The function, with `OutputRows` replaced by as many rows as there are."""
 
-        @functools.wraps(self.fun)
+        @wraps(self.fun)
         def unpacked(*args: Any, **kwargs: Any) -> Any:
             out = self.fun(*args, **kwargs)
             self._returns[:] = [type(out)]
@@ -317,7 +317,7 @@ class RowFunction:
     ) -> Any:
         """The outputs of a batch; `real` is which rows are added up, if not all."""
 
-        @functools.wraps(self.fun)
+        @wraps(self.fun)
         def adding(*args: Any, **kwargs: Any) -> Any:
             counts = kwargs.pop(_COUNTS, None)
             return states_to_add(self._unpacked(*args, **kwargs), self.out_axes, counts)

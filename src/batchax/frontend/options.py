@@ -109,6 +109,19 @@ _OTHERS = {
 }
 
 
+def wraps(fun: Callable[..., Any]) -> Callable[[F], F]:
+    """``functools.wraps`` of any callable, such as a pytree whose `__name__` is not a string."""
+
+    def wrapper(made: F) -> F:
+        try:
+            return functools.update_wrapper(made, fun)
+        except Exception:  # as in JAX: names are for messages alone
+            vars(made)["__wrapped__"] = fun
+            return made
+
+    return wrapper
+
+
 _OF_FUNCTIONS = ("vmap", "scan")  # which a decorator may be meant to be
 
 

@@ -17,7 +17,8 @@ from batchax.jaxprs.words import Eqn
 
 def name_of(fun: Any) -> str:
     """What messages and bars call a function of the user."""
-    return getattr(fun, "__name__", type(fun).__name__)
+    name = getattr(fun, "__name__", None)
+    return name if isinstance(name, str) else type(fun).__name__
 
 
 def spoken(eqn: Eqn) -> str:
