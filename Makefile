@@ -14,6 +14,8 @@
 #   make nightly    tests that run at night only: every three features together, programs of
 #                   libraries in every way, all cases of tests of which each commit runs a few;
 #                   what computes in both precisions, on both versions
+#   make suites     the test suites of Equinox, diffrax, BlackJAX and others, with bx.vmap in place of
+#                   jax.vmap; ONLY=equinox one of them; part of make nightly, except with SUITES=no
 #   make test-newest  the suite with the newest versions of everything, whatever they are
 #   make fuzz N=10000  so many random programs, in every way to run them, against the loop
 #                   over examples, on the oldest and the newest JAX; with FLAGS=default
@@ -54,7 +56,7 @@ export HYPOTHESIS_NO_PLUGINS = 1
 # batchax for itself, which takes longer than what it does.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test double single defaults test-all nightly test-newest fuzz kills lint types \
+.PHONY: demo check test double single defaults test-all nightly suites test-newest fuzz kills lint types \
     style browser azurite fake-gcs loaders decisions calibrate prose docs notebooks site changes package bench bench-history search constraints clean
 
 demo: .venv/ready
@@ -102,6 +104,10 @@ nightly: .venv/ready azurite fake-gcs
 	$(call on_3_12,$(PYTEST) --nightly $(COMPUTES),$(DOUBLE))
 	$(NEXT) .venv/bin/python $(PYTEST) $(DERIVATIVES)
 	$(call on_3_12,$(PYTEST) $(DERIVATIVES),$(NEXT))
+	$(if $(filter no,$(SUITES)),,$(MAKE) --no-print-directory suites)
+
+suites: .venv/ready
+	cd tests && PYTHONPATH=..:. ../.venv/bin/python -m suites $(ONLY)
 
 # The custom derivatives that JAX will have: its own tests run with both.
 NEXT := JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT3=1
