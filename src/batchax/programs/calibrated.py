@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Costs(NamedTuple):
-    """The row of a kind of device, measured on one of its kind."""
+    """Holds the costs of a kind of device, measured on one of that kind."""
 
     element: float
     """a number that an elementwise operation reads and writes, of many"""

@@ -34,10 +34,9 @@ LEAVES = frozenset({"argument", "constant", "captured", "carried", "shard", "res
 
 @dataclass(frozen=True)
 class CanonicalValue:
-    """A value of a program: dimension `d` is axis `axes[d]` of the node.
+    """Describes a value: dimension `d` is axis `axes[d]` of the node.
 
-    Where that is None, the value is the same at each of the `shape[d]` places. Every axis of
-    the node is seen once.
+    Where that is None, the value repeats along `shape[d]`. Every axis of the node occurs once.
     """
 
     node: int
@@ -46,7 +45,7 @@ class CanonicalValue:
     eqn: Eqn | None = field(default=None, compare=False, repr=False)
 
     def see(self, dims: Sequence[int | None], shape: Sequence[Any], eqn: Eqn) -> CanonicalValue:
-        """This value with its dimensions `dims`; where one is None, it is broadcast."""
+        """Selects and orders dimensions `dims` of this value; None broadcasts."""
         axes = tuple(
             None if d is None or size == 1 else self.axes[d]
             for d, size in zip(dims, shape, strict=True)
@@ -56,7 +55,7 @@ class CanonicalValue:
 
 @dataclass(frozen=True)
 class Node:
-    """An operation of the canonical form; `reads` are the numbers of the nodes it needs."""
+    """Describes an operation of the canonical form; `reads` are the numbers of its inputs."""
 
     name: str
     params: Hashable
@@ -67,7 +66,7 @@ class Node:
 
 
 class Table:
-    """The nodes of all programs that are compared with each other, each once."""
+    """Holds the nodes of all programs that are compared, each once."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -75,24 +74,25 @@ class Table:
         self._arrays: dict[Hashable, list[Any]] = {}  # by dtype and shape, the large constants
 
     def number(self, node: Node) -> int:
-        """The number of this node, a new one if there is none like it."""
+        """Returns the number of this node, a new one if there is none like it."""
         n = self._numbers.setdefault(node, len(self.nodes))
         if n == len(self.nodes):
             self.nodes.append(node)
         return n
 
     def contents(self, x: Value) -> Hashable:
-        """A key equal for arrays that hold the same."""
+        """Returns a key that arrays with equal contents share."""
         if isinstance(x, Tracer) or _compat.is_reference(x):
             return value_key(x)
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             return str(jax.random.key_impl(x)), self.contents(jax.random.key_data(x))
+        # Equal contents must not depend on where an array is.
         x = x if isinstance(x, jax.Array) else np.asarray(x)
         kind = x.dtype, x.shape
         if x.nbytes <= _SMALL:
             return *kind, np.asarray(x).tobytes()
-        # Few are of one shape, and to compare two of them takes less than to digest one. Most are
-        # the same object in all programs.
+        # Few arrays have the same shape, and comparing two takes less time than hashing one. Most
+        # are the same object in all programs.
         alike = self._arrays.setdefault(kind, [])
         same = (k for k, other in enumerate(alike) if x is other or _same_bytes(x, other))
         number = next(same, len(alike))
@@ -110,7 +110,7 @@ def _same_bytes(x: Value, y: Value) -> bool:
 
 
 def whole(node: int, shape: Sequence[Any]) -> CanonicalValue:
-    """A node seen as it is, with the axes of size one that it leaves out."""
+    """Returns a node as it is, with the axes of size one that nodes omit."""
     count, axes = 0, []
     for size in shape:
         axes.append(None if size == 1 else count)
@@ -119,19 +119,18 @@ def whole(node: int, shape: Sequence[Any]) -> CanonicalValue:
 
 
 def without_ones(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The sizes that are not one: the shape of a node."""
     return tuple(s for s in shape if s != 1)
 
 
 def typed(aval: Aval) -> tuple[tuple[Any, ...], Any]:
-    """Shape and dtype of a type; types of other things than arrays count as dtypes."""
+    """Returns shape and dtype of a type. Types other than arrays count as dtypes."""
     if hasattr(aval, "dtype") and not hasattr(aval, "inner_aval"):
         return tuple(aval.shape), aval.dtype
     return (), value_key(aval)
 
 
 def is_placed(sharding: Any) -> bool:
-    """Whether a sharding says anything of a type: only axes of type Explicit are in types."""
+    """Returns whether a sharding is part of types, which name axes of type Explicit only."""
     types = getattr(getattr(sharding, "mesh", None), "axis_types", (AxisType.Explicit,))
     return sharding is not None and AxisType.Explicit in types
 
@@ -155,13 +154,7 @@ def _find_rule(primitive: _compat.Primitive) -> CanonicalRule:
 
 
 class CanonicalProgram:
-    """One program, being read into a table.
-
-    Attributes:
-      outputs: the nodes of its outputs, axes in order.
-      equations: for each node, in the order of the program, the first equation that made it.
-      effect: the node of the last effect; effects are a chain, as their order is seen.
-    """
+    """Reads one program into a table."""
 
     def __init__(self, table: Table, program: ClosedJaxpr) -> None:
         self.table = table
@@ -184,7 +177,10 @@ class CanonicalProgram:
         dtype: Any,
         also: Sequence[int] = (),
     ) -> int:
-        """The node of an operation; the first of each of `refs` is what it reads, as is `also`."""
+        """Returns the node of an operation.
+
+        It reads the first entry of each of `refs`, and `also`.
+        """
         reads = (*(r[0] for r in refs), *also)
         made = Node(name, params, tuple(refs), tuple(reads), tuple(shape), dtype)
         number = self.table.number(made)
@@ -199,12 +195,12 @@ class CanonicalProgram:
     def entry(
         self, name: str, params: Hashable, aval: Aval, reads: Sequence[int] = ()
     ) -> CanonicalValue:
-        """A value that enters a program or a body."""
+        """Creates a value that enters a program or a body."""
         shape, dtype = typed(aval)
         return whole(self.leaf(name, params, reads, without_ones(shape), dtype), shape)
 
     def results(self, eqn: Eqn, node: int) -> list[CanonicalValue]:
-        """The results of an equation whose node is `node`, in the layout it says."""
+        """Returns the results of an equation with the node `node`."""
         return [
             self.entry("result", i, v.aval, [node])
             if len(eqn.outvars) > 1
@@ -215,8 +211,9 @@ class CanonicalProgram:
     # Views made operations
 
     def solid(self, x: CanonicalValue, dims: Sequence[int] | None = None) -> CanonicalValue:
-        """`x` with the repetition along `dims` (default: all) made an operation."""
+        """Makes the repetition of `x` along `dims` (default: all) an operation."""
         dims = range(len(x.shape)) if dims is None else dims
+        # A dimension of size one repeats nothing.
         new = [d for d in dims if x.axes[d] is None and x.shape[d] != 1]
         if not new:
             return x
@@ -230,7 +227,7 @@ class CanonicalProgram:
         return replace(x, node=node, axes=tuple(axes))
 
     def plain(self, x: CanonicalValue) -> CanonicalValue:
-        """`x` with its axes in order and nothing repeated: what any operation can take."""
+        """Orders the axes of `x` with nothing repeated, as any operation accepts it."""
         x = self.solid(x)
         order = tuple(a for a in x.axes if a is not None)
         if order == tuple(range(len(order))):
@@ -243,7 +240,7 @@ class CanonicalProgram:
     # Reading
 
     def read(self, program: ClosedJaxpr, inputs: Sequence[CanonicalValue]) -> list[CanonicalValue]:
-        """The outputs of a program for these inputs, its calls opened."""
+        """Returns the outputs of a program for these inputs, with calls inlined."""
         consts = [self.constant(c) for c in program.consts]
         return self._read(program.jaxpr, [*consts, *inputs])
 
@@ -256,13 +253,14 @@ class CanonicalProgram:
         return evaluate(jaxpr, inputs[:consts], inputs[consts:], self._equation, number)
 
     def _equation(self, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
+        # Primitives of batchax are compared by the operations that they stand for.
         own = operations_of(eqn)
         if own is not None:
             return self.read(_compat.without_dead(own), args)
         return _find_rule(eqn.primitive)(self, eqn, args)
 
     def opaque(self, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
-        """An equation of which nothing is known: its operands as it has them, all parameters."""
+        """Reads an unknown equation: its operands as they are, and all parameters."""
         args = [self.plain(x) for x in args]
         bodies: list[int] = []
         params = self.parameters(eqn.params, [x.node for x in args], bodies)
@@ -271,9 +269,10 @@ class CanonicalProgram:
     def operation(
         self, eqn: Eqn, params: Hashable, args: Sequence[CanonicalValue], also: Sequence[int] = ()
     ) -> int:
-        """The node of an equation as it stands, after the effects before it if it has one."""
+        """Returns the node of an equation, which reads the effects before it if it has one."""
         refs: list[Any] = [(x.node, x.axes, x.shape) for x in args]
         observed = _compat.observed(eqn.effects) or eqn.primitive.name in IMPURE
+        # Effects form a chain, so that their order counts.
         if observed:
             refs.append((self.effect,))
         types = tuple(typed(v.aval) for v in eqn.outvars)
@@ -287,11 +286,9 @@ class CanonicalProgram:
     def body(
         self, program: ClosedJaxpr, inputs: Callable[[Any], list[CanonicalValue]]
     ) -> tuple[list[CanonicalValue], Hashable]:
-        """The outputs of a body of a loop or branch, and what effects it ends with.
+        """Returns the outputs of a loop body or branch, and its last effect.
 
-        Args:
-          program: the body.
-          inputs: makes its inputs, given the depth at which bodies are nested.
+        `inputs` makes its inputs for a nesting depth.
         """
         with self._inside():
             start = self.effect
@@ -301,6 +298,7 @@ class CanonicalProgram:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         outside, self.level = self.effect, self.level + 1
+        # Effects in a body form a chain of their own, which starts at its level.
         self.effect = self.leaf("effect", self.level, (), (), None)
         try:
             yield
@@ -310,7 +308,7 @@ class CanonicalProgram:
     # Constants and parameters
 
     def constant(self, x: Value, aval: Aval = None) -> CanonicalValue:
-        """A value that is known: equal ones are one node."""
+        """Returns the node of a known value: equal ones share it."""
         shape, dtype = typed(jax.typeof(x) if aval is None else aval)
         if isinstance(x, (bool, int, float, complex)):
             x = np.asarray(x, dtype)
@@ -320,11 +318,12 @@ class CanonicalProgram:
         return whole(node, shape)
 
     def parameters(self, params: Any, reads: Sequence[int], bodies: list[int]) -> Hashable:
-        """Parameters as a key, with the programs among them read; their nodes go to `bodies`."""
+        """Turns parameters into a key, and reads jaxprs among them, whose nodes go to `bodies`."""
 
         inside: list[int] = []
 
         def held(x: Value, parts: dict[str, Any]) -> Hashable:
+            # Objects may refer to each other in a cycle: a back reference is by depth.
             if id(x) in inside:
                 return inside.index(id(x))
             inside.append(id(x))
@@ -370,8 +369,9 @@ class CanonicalProgram:
 
 
 def _attributes(x: Value) -> dict[str, Any]:
-    """What an object of a class in Python holds, if nothing else says which others are equal."""
+    """Returns the attributes of a Python object, unless its class defines equality."""
     kind = type(x)
+    # Types with a custom `__new__` or `__eq__` define which objects are equal.
     if kind.__new__ is not object.__new__ or isinstance(x, (_compat.Primitive, Tracer)):
         return {}
     if kind.__eq__ is not object.__eq__:
@@ -390,6 +390,6 @@ def _is_hashable(x: Value) -> bool:
 
 
 def _context(eqn: Eqn) -> Hashable:
-    """What the surroundings of an equation say of what it does."""
+    """Returns the settings in an equation's context that change its results."""
     names = ("compute_type", "threefry_partitionable")
     return tuple(value_key(getattr(eqn.ctx, name, None)) for name in names)

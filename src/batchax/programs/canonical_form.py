@@ -54,19 +54,11 @@ def aligned(
     commutes: bool = False,
     several: bool = False,
 ) -> list[CanonicalValue]:
-    """An operation whose operands and results have their dimensions in common.
+    """Reads an operation whose operands and results share their dimensions.
 
-    Args:
-      p: the program being read.
-      eqn: the equation.
-      name: what the node is called.
-      args: the operands, all of the rank of `shape`.
-      shape: the shape of each result.
-      params: what else decides what the operation does.
-      by_dim: what it does along each dimension, if that differs.
-      sizes: whether the size of a dimension along which an operand is broadcast matters.
-      commutes: whether the operands may change places.
-      several: whether there are several results.
+    All `args` have the rank of `shape`, the shape of each result. `by_dim` is what it does along
+    each dimension, if that differs, and `sizes` whether the size of a broadcast dimension matters.
+    `commutes`: operands may swap.
     """
 
     def form(args: Sequence[CanonicalValue]) -> tuple[Any, list[int]]:
@@ -82,6 +74,7 @@ def aligned(
         return refs, order
 
     refs, order = form(args)
+    # For commuting operands, take the smaller of both orders.
     if commutes:
         refs, order = min((refs, order), form(args[::-1]), key=lambda f: (str(f[0]), f[1]))
     along = () if by_dim is None else tuple(by_dim[d] for d in order)
@@ -99,7 +92,8 @@ def aligned(
 
 
 def _order(args: Sequence[CanonicalValue], shape: Sequence[Any]) -> list[int]:
-    """The dimensions that matter, in the order in which the nodes of the operands have them."""
+    """Orders the dimensions that matter as the operands' nodes have them."""
+    # The result is the same for transposed operands: dimensions follow the nodes, not the program.
     order: list[int] = []
     for x in args:
         seen = [(a, d) for d, a in enumerate(x.axes) if a is not None and d not in order]
@@ -113,7 +107,7 @@ def _sizes(args: Sequence[CanonicalValue], d: int) -> list[Any]:
 
 
 def spread(x: CanonicalValue, rank: int) -> CanonicalValue:
-    """A scalar as an array of ones; anything else as it is."""
+    """Gives a scalar `rank` dimensions of size one."""
     return x if len(x.shape) == rank else CanonicalValue(x.node, (None,) * rank, (1,) * rank, x.eqn)
 
 
@@ -132,6 +126,7 @@ def _elementwise(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> l
     unplaced = not is_placed(eqn.params.get("sharding"))
     if name == "convert_element_type" and unplaced and typed(eqn.invars[0].aval)[1] == dtype:
         return args
+    # x > y is y < x.
     if name in TURNED:
         name, args = TURNED[name], args[::-1]
     args = [spread(x, len(shape)) for x in args]
@@ -160,6 +155,7 @@ def _reduction(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> lis
     (x,) = map(p.solid, args)
     name, gone = eqn.primitive.name, set(map(int, eqn.params["axes"]))
     kept = [d for d in range(len(x.shape)) if d not in gone]
+    # Over dimensions of size one a sum is a squeeze. An index reduction is not: it returns zeros.
     if name in REDUCTIONS and all(x.shape[d] == 1 for d in gone):
         return [x.see(kept, [x.shape[d] for d in kept], eqn)]
     shape = [1 if d in gone else s for d, s in enumerate(x.shape)]
@@ -204,7 +200,7 @@ def _slice(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Ca
 def _cut(
     p: CanonicalProgram, eqn: Eqn, x: CanonicalValue, cuts: Sequence[tuple[Any, Any, Any]]
 ) -> CanonicalValue:
-    """`x` between bounds; `cuts` has start, limit and stride of each dimension."""
+    """Slices `x`; `cuts` has start, limit, and stride of each dimension."""
     by_dim = [
         None if cut == (0, n, 1) else cut
         for cut, n in zip(cuts, x.shape, strict=True)
@@ -243,6 +239,7 @@ def _concatenate(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> l
     return aligned(p, eqn, "concatenate", args, shape, by_dim=by_dim)
 
 
+# A stack is a concatenation of slices of size one.
 def _stack(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
     shape, _ = typed(eqn.outvars[0].aval)
     along = eqn.params["axis"] % len(shape)
@@ -286,6 +283,7 @@ def _iota(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
     shape, dtype = typed(eqn.outvars[0].aval)
     along = eqn.params["dimension"]
     if shape[along] == 1:
+        # Along a dimension of size one an iota is zero.
         return p.opaque(eqn, args)
     node = p.node(eqn, "iota", (), (), shape[along : along + 1], dtype)
     axes = tuple(0 if d == along else None for d in range(len(shape)))
@@ -323,13 +321,14 @@ def _reshape(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of dimensions, ones left out, that a reshape turns into each other."""
+    """Splits a reshape into the shortest runs of dimensions that map to each other."""
     left = [d for d, n in enumerate(before) if n != 1]
     right = [d for d, n in enumerate(after) if n != 1]
     runs = []
     while left and right:
         a, b = [left.pop(0)], [right.pop(0)]
         m, n = before[a[0]], after[b[0]]
+        # Extend the smaller side until both have the same number of elements.
         while m != n:
             if m < n:
                 a.append(left.pop(0))
@@ -363,6 +362,7 @@ def _dot_general(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> l
     args = list(map(p.solid, args))
     params = others(p, eqn, "dimension_numbers", "precision", "preferred_element_type")
     forms = []
+    # Both orders of the operands: the smaller key is taken.
     for i, j in ((0, 1), (1, 0)):
         x, y = args[i], args[j]
         pairs = [
@@ -428,7 +428,7 @@ def _call(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
 def _captured(
     p: CanonicalProgram, x: CanonicalValue, where: Hashable, reads: Sequence[int]
 ) -> CanonicalValue:
-    """`x` inside the body `where`, seen as outside."""
+    """Passes `x` into the body `where`, with the same view."""
     node = p.table.nodes[x.node]
     inside = p.leaf("captured", where, [x.node, *reads], node.shape, node.dtype)
     return CanonicalValue(inside, x.axes, x.shape, x.eqn)
@@ -441,8 +441,9 @@ def _loop(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
     reads = [x.node for x in entering]
     key: list[Hashable] = [(name, eqn.params.get(name)) for name in _HOW_IT_RUNS]
     inner: list[int] = []
+    # The carry enters at a node of the loop's depth, so equal bodies give equal nodes.
     for each in bodies:
-
+        # Constants keep the view that they have outside.
         def inputs(level: int, each: Body = each) -> list[CanonicalValue]:
             avals = [v.aval for v in each.jaxpr.invars][each.same :]
             return [
@@ -453,6 +454,7 @@ def _loop(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
         outs, effects = p.body(_compat.close(each.program), inputs)
         nodes = [p.plain(y).node for y in outs]
         inner += nodes
+        # The key holds the nodes of the body's results, and not its equations.
         key.append((each.carried, tuple(nodes), effects))
     return p.results(eqn, p.operation(eqn, tuple(key), entering, inner))
 
@@ -533,7 +535,7 @@ def canonical(table: Table, program: ClosedJaxpr) -> CanonicalProgram:
 
 
 def same_results(programs: Sequence[ClosedJaxpr]) -> list[bool]:
-    """For each result of these programs whether all compute it alike, of the same arguments."""
+    """Returns for each result of these programs whether all compute it alike."""
     table = Table()
     outputs = [canonical(table, program).outputs for program in programs]
     return [len(set(nodes)) == 1 for nodes in zip(*outputs, strict=True)]

@@ -49,7 +49,7 @@ _of_symbol: ContextVar[Callable[[Any], int]] = ContextVar("_of_symbol", default=
 
 @contextlib.contextmanager
 def reading_symbols(of_symbol: Callable[[Any], int]) -> Iterator[None]:
-    """Inside, a size that is a symbol is read as the number that `of_symbol` gives for it."""
+    """Reads a symbolic size inside as the number that `of_symbol` returns."""
     token = _of_symbol.set(of_symbol)
     try:
         yield
@@ -58,12 +58,12 @@ def reading_symbols(of_symbol: Callable[[Any], int]) -> Iterator[None]:
 
 
 def reads_symbols() -> bool:
-    """Whether what is read now depends on more than the program."""
+    """Returns whether costs depend on more than the program now."""
     return _of_symbol.get() is not _as_one
 
 
 def number_of(size: Any) -> int:
-    """A size; one if it is a symbol that nobody reads."""
+    """Returns a size, or one for a symbol without a value."""
     return size if isinstance(size, int) else _of_symbol.get()(size)
 
 
@@ -76,13 +76,13 @@ def bytes_of(avals: Iterable[Aval]) -> Bytes:
 
 
 def terms_of_contraction(eqn: Eqn) -> int:
-    """How many products each element of a `dot_general` adds up."""
+    """Returns how many products each element of a `dot_general` sums."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return _product(eqn.invars[0].aval.shape[d] for d in contracted)
 
 
 def products_of_convolution(eqn: Eqn) -> int:
-    """How many products a `conv_general_dilated` adds up; those with padding are none."""
+    """Counts the products that a `conv_general_dilated` sums, without those with padding."""
     lhs, kernel = (v.aval.shape for v in eqn.invars)
     out = eqn.outvars[0].aval.shape
     numbers = eqn.params["dimension_numbers"]
@@ -115,7 +115,7 @@ def _pairs_of_window(
     dilation: int,
     window_dilation: int,
 ) -> int:
-    """Along one dimension: how many pairs of place and element of the window meet an element."""
+    """Counts pairs of position and window element that meet an element, in one dimension."""
     if not all(isinstance(n, int) for n in (size, window, places, padding[0])):
         return 1
     pairs = 0
@@ -125,6 +125,7 @@ def _pairs_of_window(
             low, high = max(0, -(first // stride)), min(places, -((first - size) // stride))
             pairs += max(0, high - low)
         else:
+            # With a dilated image, positions between its elements meet zeros.
             at = (first + place * stride for place in range(places))
             pairs += sum(p % dilation == 0 and 0 <= p // dilation < size for p in at)
     return pairs
@@ -135,7 +136,7 @@ def size_of_window(eqn: Eqn) -> int:
 
 
 def matrices_of(aval: Aval) -> tuple[int, int, int]:
-    """Of an array of matrices: their number, and the rows and columns of each."""
+    """Returns the number of matrices in an array, and their rows and columns."""
     *batch, m, n = map(number_of, aval.shape)
     return math.prod(batch), m, n
 
@@ -206,7 +207,7 @@ _SEVERAL: dict[str, float] = {
 
 
 def elementwise(eqn: Eqn) -> tuple[float, float]:
-    """One operation, or what the tables say, for each element of the largest result."""
+    """Counts one operation, or that in the tables, for each element of the largest result."""
     flops, transcendentals = TRANSCENDENTAL.get(
         eqn.primitive.name, (_SEVERAL.get(eqn.primitive.name, 1), 0)
     )
@@ -215,14 +216,15 @@ def elementwise(eqn: Eqn) -> tuple[float, float]:
 
 
 def _power(eqn: Eqn) -> tuple[float, float]:
-    """Squares and products, by the binary digits of the exponent."""
+    """Counts squares and products, by the binary digits of the exponent."""
     exponent = eqn.params["y"]
+    # One square for each digit after the first, and one product for each further 1.
     products = max(0, abs(exponent).bit_length() - 1 + abs(exponent).bit_count() - 1)
     return (products + (exponent < 0)) * size_of(eqn.outvars[0].aval), 0
 
 
 def _selection(eqn: Eqn) -> tuple[float, float]:
-    """One choice fewer than cases; a number, unlike a boolean, is compared for each."""
+    """Counts a choice fewer than cases. A number, unlike a boolean, is compared for each."""
     choices = len(eqn.invars) - 2
     by_number = eqn.invars[0].aval.dtype != bool
     return size_of(eqn.outvars[0].aval) * choices * (1 + by_number), 0
@@ -236,7 +238,7 @@ def _read(eqn: Eqn) -> int:
 
 
 def _reduction(operations: float) -> Callable[[Any], tuple[float, float]]:
-    """Elements are combined two at a time, each time with so many operations."""
+    """Combines elements two at a time, with so many operations each."""
 
     def cost(eqn: Eqn) -> tuple[float, float]:
         return operations * max(0, _read(eqn) - size_of(eqn.outvars[0].aval)), 0
@@ -254,7 +256,7 @@ def _windows(eqn: Eqn) -> tuple[float, float]:
 
 
 def _select_and_scatter(eqn: Eqn) -> tuple[float, float]:
-    """In each window comparisons, and an addition to the element found."""
+    """Counts a comparison for each element of a window, and one addition."""
     return _read(eqn) * size_of_window(eqn), 0
 
 
@@ -288,17 +290,17 @@ def _update_of_reference(eqn: Eqn) -> tuple[float, float]:
 
 
 def _random_bits(eqn: Eqn) -> tuple[float, float]:
-    """One counter is encrypted for each number of up to 64 bits."""
+    """Counts one encrypted counter for each number of up to 64 bits."""
     return _RANDOM_WORD * size_of(eqn.outvars[0].aval), 0
 
 
 def _last_result(eqn: Eqn) -> tuple[float, float]:
-    """Of a generator of XLA, after whose new state come the bits."""
+    """Counts the bits of an XLA generator, which follow its new state."""
     return _RANDOM_WORD * size_of(eqn.outvars[-1].aval), 0
 
 
 def _fourier(eqn: Eqn) -> tuple[float, float]:
-    """5 n log2 n of a complex transform of n numbers, half of it if they are real."""
+    """Counts 5 n log2 n for a complex transform of n numbers, half of it for real ones."""
     lengths = math.prod(map(number_of, eqn.params["fft_lengths"]))
     real = any(v.aval.dtype.kind != "c" for v in (eqn.invars[0], eqn.outvars[0]))
     largest = max(_read(eqn), size_of(eqn.outvars[0].aval))
@@ -306,7 +308,7 @@ def _fourier(eqn: Eqn) -> tuple[float, float]:
 
 
 def _of_matrices(count: Callable[[int, int], float]) -> Callable[[Any], tuple[float, float]]:
-    """`count` operations for each matrix of m rows and n columns, m being the larger."""
+    """Counts `count` operations for each matrix of m rows and n columns, m the larger."""
 
     def cost(eqn: Eqn) -> tuple[float, float]:
         batch, m, n = matrices_of(eqn.invars[0].aval)
@@ -320,7 +322,7 @@ def _qr(m: int, n: int) -> float:
 
 
 def _product_with_reflectors(eqn: Eqn) -> tuple[float, float]:
-    """Each of the reflectors, columns of the first operand, is applied to the last one."""
+    """Applies each reflector, a column of the first operand, to the last operand."""
     _, _, count = matrices_of(eqn.invars[0].aval)
     return 4 * size_of(eqn.invars[2].aval) * count, 0
 
@@ -341,7 +343,7 @@ def _svd(eqn: Eqn) -> tuple[float, float]:
 
 
 def _triangular_solve(eqn: Eqn) -> tuple[float, float]:
-    """Each right-hand side takes the square of its length."""
+    """Counts the square of its length for each right-hand side."""
     rows = length_along(eqn.invars[0].aval, -1)
     return size_of(eqn.invars[1].aval) * rows, 0
 
@@ -437,12 +439,12 @@ VIEWS = _names(
 
 
 def _what_is_read(eqn: Eqn) -> int:
-    """Of a slice or gather: its result, twice, and the indices."""
+    """Counts for a slice or gather its result, read and written, and the indices."""
     return 2 * bytes_of([eqn.outvars[0].aval]) + bytes_of(v.aval for v in eqn.invars[1:])
 
 
 def _what_is_written(eqn: Eqn) -> int:
-    """Of an update in place: the update, twice, and the indices."""
+    """Counts for an update in place the update, read and written, and the indices."""
     return 2 * bytes_of([eqn.invars[1].aval]) + bytes_of(v.aval for v in eqn.invars[2:])
 
 
@@ -461,7 +463,7 @@ _BYTES: dict[str, Callable[[Any], int]] = {
 
 
 def has_price(primitive: _compat.Primitive) -> bool:
-    """Whether something is said here of what `primitive` costs, or it acts on each element."""
+    """Returns whether the cost of `primitive` is in a table here, or it is elementwise."""
     name = primitive.name
     return facts_of(primitive).elementwise or any(
         name in table for table in (MOVES, TRANSCENDENTAL, _SEVERAL, FLOPS)
@@ -469,9 +471,9 @@ def has_price(primitive: _compat.Primitive) -> bool:
 
 
 def bytes_moved(eqn: Eqn, differs: Sequence[bool] | None = None) -> int:
-    """Bytes read and written by an operation alone, as if nothing were fused with it.
+    """Counts bytes that an operation alone reads and writes, without fusion.
 
-    Given which operands differ between lanes, those that do not are left out.
+    `differs` excludes operands that lanes share.
     """
     if eqn.primitive.name in _BYTES:
         return _BYTES[eqn.primitive.name](eqn)
@@ -484,19 +486,19 @@ PART_OF_OTHERS = VIEWS | {"broadcast_in_dim", "convert_element_type"}
 
 
 def is_fused(primitive: _compat.Primitive) -> bool:
-    """Whether it is part of a loop with what is around it, and need not write what it makes."""
+    """Returns whether XLA fuses it with adjacent operations, so its result is not written."""
     facts = facts_of(primitive)
     return facts.elementwise or facts.reduces or primitive.name in ("broadcast_in_dim", "iota")
 
 
 def calls_of(eqn: Eqn) -> int:
-    """Calls of a library, each for one matrix, in units of the shortest."""
+    """Counts library calls, one for each matrix, in units of the shortest."""
     calls = _CALLS.get(eqn.primitive.name, 0)
     return calls and calls * matrices_of(eqn.invars[0].aval)[0]
 
 
 def windows_of(eqn: Eqn) -> int:
-    """How many windows, at places found by an index, are read or written; 0 of most operations."""
+    """Counts windows that are read or written at computed positions."""
     name = eqn.primitive.name
     if name == "gather" or name in SCATTERS:
         return math.prod(map(number_of, eqn.invars[1].aval.shape[:-1]))
@@ -507,7 +509,7 @@ _NUMBERS = 8  # that are read by themselves in the time in which a row is found
 
 
 def places_of(eqn: Eqn) -> int:
-    """Places in memory that depend on data: of a window one, or two if it is written."""
+    """Counts memory positions that depend on data: one for a window, two if it is written."""
     if eqn.primitive.name == "sort":
         return 2 * round(_sort(eqn)[0])  # the numbers that it compares
     if eqn.primitive.name == "gather" and size_of(eqn.outvars[0].aval) == windows_of(eqn):
@@ -520,36 +522,21 @@ STEPS = 16  # that a loop may be taken to run, where a guess of their number is 
 
 @dataclass(frozen=True)
 class Cost:
-    """What work costs.
+    """Holds an estimated cost. Costs can be added, and multiplied by a number."""
 
-    Costs can be added, and multiplied by a number of times.
-
-    Attributes:
-      flops: operations on numbers, whatever their type; of a contraction two for each
-        product. Moving data is none.
-      transcendentals: evaluations of functions such as a sine, an exponential or a root,
-        which are not among the `flops`.
-      bytes: read and written by each operation alone, as if none were fused.
-      serial: those of the flops that are done one after another.
-      fused: those of the bytes that are not moved if operations are fused with others.
-      places: in memory, that depend on data: each is found by itself.
-      calls: of a library, in units of the shortest.
-      launches: operations begun, whatever their size, except for those that are fused with others:
-        of these there is taken to be one in each run of a loop's program.
-      at_least: whether there are loops of which nobody knows how many steps they take.
-      at_most: whether there are branches, of which the most expensive was counted.
-    """
-
+    # Operations of any dtype; a contraction has two for each product.
     flops: int = 0
-    transcendentals: int = 0
-    bytes: int = 0
-    serial: int = 0
-    fused: int = 0
-    places: int = 0
-    calls: int = 0
+    transcendentals: int = 0  # sines, exponentials, roots; not among the `flops`
+    bytes: int = 0  # read and written by each operation alone, without fusion
+    serial: int = 0  # those of the flops that run one after another
+    fused: int = 0  # those of the bytes that fusion saves
+    places: int = 0  # positions in memory that depend on data
+    calls: int = 0  # of libraries, in units of the shortest
+    # Operations begun, of any size, except for fused ones, of which each run of a loop's program
+    # counts one.
     launches: int = 0
-    at_least: bool = False
-    at_most: bool = False
+    at_least: bool = False  # there are loops with an unknown number of steps
+    at_most: bool = False  # there are branches, and the most expensive one counts
 
     def __add__(self, other: Cost) -> Cost:
         amounts = map(operator.add, _amounts(self), _amounts(other))
@@ -572,21 +559,14 @@ def cost_of_equation(
     differs: Sequence[bool] | None = None,
     steps: int = 1,
 ) -> Cost:
-    """What an equation costs, that of the programs it runs included.
+    """Estimates the cost of an equation, including the jaxprs that it runs.
 
-    A `while` that does not count up to a known bound is counted as so many `steps`, which
-    `at_least` says. Of the branches of a `cond` the most expensive is counted, separately in
-    operations and bytes, which `at_most` says if they differ. XLA's analysis does the same.
-    A primitive that is in no table is taken for one operation on each element of its
-    largest result. Inside `shard_map` the cost is that of one shard.
-
-    Args:
-      eqn: the equation.
-      integers: the integers known in the program that it is from (see `integers_in`).
-      differs: for each operand whether each lane has its own. If given, the result is the share
-        of one of many lanes: what they have in common is read once for all of them, or done once.
-      steps: of loops where their number is not known.
+    A `while` of unknown length counts `steps` times (`at_least`); of a `cond` the most expensive
+    branch counts, separately for operations and bytes (`at_most`). With `differs`, the result is
+    one lane's share: what lanes share is read or done once.
     """
+    # XLA's cost analysis treats loops and branches alike. Inside `shard_map` the cost is that of
+    # one shard. An unknown primitive is one operation on each element of its largest result.
     inner = programs_in(eqn, integers)
     if not inner:
         return _of_operation(eqn, differs)
@@ -600,7 +580,7 @@ def cost_of_equation(
 
 
 def cost_around(eqn: Eqn, inner: Sequence[Inner]) -> Cost:
-    """What a loop or branch costs besides running the programs `inner`, which it holds."""
+    """Estimates what a loop or branch costs besides the jaxprs `inner`."""
     if inner[0].role == "body":
         return Cost(bytes=_cut_and_joined(eqn))
     if inner[0].role == "condition" and inner[0].jaxpr.outvars[0].aval.shape:
@@ -620,12 +600,9 @@ def cost_of_program(
     differs: Sequence[bool] | None = None,
     steps: int = 1,
 ) -> Cost:
-    """What a program costs, that of the programs inside it included.
+    """Estimates the cost of a jaxpr, including jaxprs inside it.
 
-    Args:
-      jaxpr: the program; a closed one knows its constants.
-      integers: integers that are known of its inputs.
-      differs, steps: as for an equation, of its inputs.
+    `integers` are known values of its inputs; `differs` and `steps` are as for an equation.
     """
     return costs_of_program(jaxpr, integers, differs, steps)[0]
 
@@ -636,7 +613,7 @@ def costs_of_program(
     differs: Sequence[bool] | None = None,
     steps: int = 1,
 ) -> tuple[Cost, Cost]:
-    """As `cost_of_program`; and of it what operations cost that are not fused with others."""
+    """Estimates as `cost_of_program`; also the cost of the operations that are not fused."""
     program, given = getattr(jaxpr, "jaxpr", jaxpr), integers_given(jaxpr, integers)
     marks = None if differs is None else tuple(differs)
     key = (*map(given.get, (*program.constvars, *program.invars)), marks, steps)
@@ -645,13 +622,14 @@ def costs_of_program(
         costs = list(costs_of_equations(program, integers_in(program, given), marks, steps))
         return _sum(costs), _sum(cost for cost in costs if cost.launches)
 
+    # With symbols read, the cost depends on more than the key.
     return count() if reads_symbols() else _costs.get(key, count, owner=program)
 
 
 def costs_of_equations(
     jaxpr: Jaxpr, integers: Mapping[Any, int], differs: Sequence[bool] | None, steps: int
 ) -> Iterator[Cost]:
-    """What each equation of a program costs, except for those that run once for all lanes."""
+    """Yields the cost of each equation, except for those that run once for all lanes."""
     own = set(itertools.compress(jaxpr.invars, differs or ()))
     for eqn in jaxpr.eqns:
         marks = [not isinstance(v, Literal) and v in own for v in eqn.invars]
@@ -695,7 +673,7 @@ def _max_step(costs: list[Cost]) -> Cost:
 
 
 def _cut_and_joined(eqn: Eqn) -> int:
-    """Bytes that a scan moves to cut what it scans over, and to join the results."""
+    """Counts the bytes that a scan moves to slice its inputs and stack its results."""
     (body,) = bodies_of(eqn)
     cut = (eqn.invars[i] for i in body.sliced_operands)
     joined = (eqn.outvars[i] for i in body.stacked_results)
@@ -704,7 +682,7 @@ def _cut_and_joined(eqn: Eqn) -> int:
 
 @dataclass(frozen=True)
 class Weights:
-    """Nanoseconds for each of these."""
+    """Holds nanoseconds for each unit of a cost."""
 
     transcendental: float
     fused: float  # byte that need not be moved if operations are fused
@@ -715,7 +693,7 @@ class Weights:
     call: float = 100.0  # of a library, the shortest one
 
     def time(self, cost: Cost) -> Nanoseconds:
-        """How long it takes, roughly."""
+        """Estimates the time of a cost."""
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
         other = self.place * cost.places + self.call * cost.calls

@@ -39,21 +39,15 @@ _CALLBACKS = frozenset(("debug_callback", "debug_print"))
 
 
 class Mark(NamedTuple):
-    """What a mark says.
+    """Identifies what a mark counts."""
 
-    Attributes:
-      loop: the number of a loop, or of branches.
-      branch: which of them; None of a loop.
-      lanes: how many lanes the program is run for.
-    """
-
-    loop: int
-    branch: int | None
-    lanes: int
+    loop: int  # the number of a loop, or of branches
+    branch: int | None  # which of them; None for a loop
+    lanes: int  # for how many lanes the program runs
 
 
 def loop_number(eqn: Eqn) -> int | None:
-    """The number of a loop, or of branches; None of what has none."""
+    """Returns the number of a loop, or of branches, in its name stack."""
     if not control_flow(eqn.primitive).repeated:
         return None
     match = _NUMBER.search(str(eqn.source_info.name_stack))
@@ -61,17 +55,18 @@ def loop_number(eqn: Eqn) -> int | None:
 
 
 def mark_for(eqn: Eqn, branch: int | None, lanes: int) -> Mark | None:
-    """The mark of a program of an equation; None if its runs are not counted there."""
+    """Returns the mark of a program of an equation, or None if its runs are not counted."""
     number = loop_number(eqn)
     return None if number is None else Mark(number, branch, lanes)
 
 
 def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
-    """`program` with a number for each loop in it, and all branches, wherever they are."""
+    """Numbers each loop in `program`, and all branches, also those inside."""
     numbers = itertools.count()
 
     def change(eqn: Eqn, inside: Inside) -> Any:
         flow = control_flow(eqn.primitive)
+        # Which branch a platform takes is not a decision of the program.
         counts = flow.repeated and not eqn.params.get("branches_platforms")
         return _compat.named_equation(eqn, f"{_LOOP}{next(numbers)}" if counts else None, inside())
 
@@ -79,7 +74,7 @@ def numbered(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
-    """A program whose loops have numbers, with a mark in each step and branch, of one lane."""
+    """Marks each step and branch of a numbered program, for one lane."""
 
     def change(eqn: Eqn, inside: Inside) -> Any:
         number, params = loop_number(eqn), inside()
@@ -100,10 +95,8 @@ def with_marks(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
-    """A sweep back over the steps of a loop, and before it a loop that counts them.
-
-    The sweep itself runs in several loops, and computes steps again on its way.
-    """
+    """Puts a loop that counts steps before a reverse sweep."""
+    # The sweep itself runs in several loops, and recomputes steps on its way.
     most = params["form"].steps.most
 
     @jax.jit
@@ -117,6 +110,7 @@ def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
     count, *rest = eqn.invars
     (call,) = _compat.stage(lambda count: [counted(count)], [count.aval]).jaxpr.eqns
     sweep = _compat.named_equation(eqn, _NO_LOOP, params)
+    # The count passes through the call, so that the call is not dead code.
     return [call.replace(invars=[count]), sweep.replace(invars=[*call.outvars, *rest])]
 
 
@@ -130,15 +124,14 @@ def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
 
 def put_mark(what: Mark) -> None:
     branch = "" if what.branch is None else what.branch
+    # The name stack of the callback is the mark. The callback itself does nothing.
     with jax.named_scope(f"{_RUN}{what.loop}_{branch}_{what.lanes}"):
         jax.debug.callback(_nothing)
 
 
 def named_as_marked(step: ClosedJaxpr) -> AbstractContextManager[Any]:
-    """Context for a loop to be staged in: it has the number that marks in its steps say, or none.
-
-    What a primitive stands for may be several loops, of which one takes the steps.
-    """
+    """Returns the context to trace a loop in, with the number of the marks in its steps."""
+    # A primitive may stand for several loops, of which one takes the steps.
     marks = (mark_of(eqn) for eqn in step.jaxpr.eqns)
     numbers = [mark.loop for mark in marks if mark is not None]
     return jax.named_scope(f"{_LOOP}{numbers[0]}" if numbers else _NO_LOOP)
@@ -149,7 +142,7 @@ def _nothing() -> None:
 
 
 def mark_of(eqn: Eqn) -> Mark | None:
-    """What an equation says that is a mark; None of another."""
+    """Parses an equation that is a mark; None otherwise."""
     if eqn.primitive.name != "debug_callback":
         return None
     match = _MARK.search(str(eqn.source_info.name_stack))
@@ -159,7 +152,7 @@ def mark_of(eqn: Eqn) -> Mark | None:
 
 
 def shows_only(eqn: Eqn) -> bool:
-    """Whether an equation only shows something to the host: which need not be shown twice."""
+    """Returns whether an equation only shows something to the host, so it can be dropped."""
     return eqn.primitive.name in _CALLBACKS
 
 
@@ -172,17 +165,13 @@ _CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_linear_solve")
 
 
 class Counted:
-    """A program that counts its marks, and shows nothing to the host.
+    """Runs a program, counts its marks, and drops what only shows something to the host.
 
-    Attributes:
-      marks: what is counted, in order.
-
-    Raises:
-      UnsupportedError: something that holds marks cannot be looked into.
+    Raises UnsupportedError if something that holds marks cannot be inlined.
     """
 
     def __init__(self, program: ClosedJaxpr, around: Around = lambda eqn: nullcontext()) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[Mark] = []  # those counted, in order
         self._program, self._around = program, around
         self._own: dict[int, ClosedJaxpr | None] = {}
         self._opened: dict[int, bool] = {}
@@ -190,14 +179,15 @@ class Counted:
         self._opens(program.jaxpr)
 
     def __call__(self, *args: Any, more: Sequence[Any] = ()) -> tuple[list[Any], Any]:
-        """The results of the program, then the values of variables `more` of it; and the counts."""
+        """Returns results, then values of the variables `more`; and the counts."""
         counts = jnp.zeros(len(self.marks), np.uint32)
         return self._run(self._program.jaxpr, self._program.consts, args, counts, more)
 
     def _opens(self, jaxpr: Any) -> bool:
-        """Whether a program holds marks, or what shows something to the host."""
+        """Returns whether a jaxpr holds marks, or shows something to the host."""
         if id(jaxpr) not in self._opened:
             self._kept.append(jaxpr)
+            # Set before recursion, as a jaxpr is shared by equations.
             self._opened[id(jaxpr)] = False
             # All are looked at: each has marks of its own.
             answers = list(map(self._is_opened, jaxpr.eqns))
@@ -230,7 +220,7 @@ class Counted:
         return self._own[id(eqn)]
 
     def _reads(self, eqn: Eqn) -> list[Any]:
-        """The variables that an equation needs: not those that only its derivatives do."""
+        """Lists the variables that an equation needs, without those for derivatives only."""
         own = self._operations(eqn)
         if own is None:
             return variables_read(eqn)
@@ -335,7 +325,10 @@ class Counted:
 
 
 def _is_kept(eqn: Eqn) -> bool:
-    """Whether an equation is run although nobody needs its results: not for marks inside it."""
+    """Returns whether an equation runs although its results are unused.
+
+    Marks inside do not count.
+    """
     return mark_of(eqn) is not None or _compat.does_more_than_show(eqn.effects)
 
 

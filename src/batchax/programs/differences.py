@@ -19,7 +19,7 @@ from batchax.programs.canonical import LEAVES, CanonicalProgram, Table
 
 
 class SourceLine(NamedTuple):
-    """A line of the user's code; of number 0 if it is not known."""
+    """Locates a line of the user's code; number 0 if unknown."""
 
     file: str
     line: int
@@ -27,7 +27,7 @@ class SourceLine(NamedTuple):
 
 
 def source_line(eqn: Eqn) -> SourceLine:
-    """The line that made an equation, its text without indentation, as far as it can be read."""
+    """Returns the line that made an equation, without indentation."""
     return _at(*_compat.user_file_and_line(eqn.source_info))
 
 
@@ -35,9 +35,9 @@ _INSTALLED = re.compile(r".*[\\/](?:site|dist)-packages[\\/]")
 
 
 def calling_line(eqn: Eqn) -> SourceLine | None:
-    """The line of the user's own that called the library whose line made an equation.
+    """Returns the user's line that called the library whose line made an equation.
 
-    None if no library's line made it, or none of the user is known.
+    None if no library did, or no line of the user is known.
     """
     calls = list(_compat.calling_files_and_lines(eqn.source_info))
     if not calls or not is_installed(calls[0][0]):
@@ -47,7 +47,7 @@ def calling_line(eqn: Eqn) -> SourceLine | None:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is of a library that was installed, and so is none that the user writes."""
+    """Returns whether a file is in an installed library."""
     return _INSTALLED.match(file) is not None
 
 
@@ -56,9 +56,9 @@ def _at(file: str, line: int) -> SourceLine:
 
 
 def shown_place(file: str, line: int) -> str:
-    """`file:line`, the path as short as it is clear: from the current directory or a library's.
+    """Formats `file:line` with a short path, relative to the current directory or library.
 
-    In a notebook `cell 3, line 1`.
+    In a notebook: `cell 3, line 1`.
     """
     cell = _compat.in_cell(file, line)
     if cell:
@@ -127,16 +127,14 @@ def operations(table: Table, program: CanonicalProgram) -> tuple[str, ...]:
 def first_difference(
     table: Table, programs: tuple[CanonicalProgram, CanonicalProgram], names: Sequence[str]
 ) -> Difference | None:
-    """Where the programs first do different things; None if they do not.
+    """Finds where two programs first do different things; None if they do not.
 
-    Args:
-      table: holds the nodes of both.
-      programs: the two.
-      names: what the outputs are called.
+    `names` are those of the outputs.
     """
     f, g = programs
     if (f.outputs, f.effect) == (g.outputs, g.effect):
         return None
+    # The fronts: operations that only one program has, all of whose operands both have.
     both = _reached(table, f) & _reached(table, g)
     fronts = [[n for n in _needed(table, p) if n not in both and _follows(table, n, both)]
               for p in programs]  # fmt: skip
@@ -168,13 +166,13 @@ def _reached(table: Table, program: CanonicalProgram) -> set[int]:
 
 
 def _needed(table: Table, program: CanonicalProgram) -> list[int]:
-    """The operations that outputs and effects need, in the order of the program."""
+    """Lists the operations that outputs and effects need, in program order."""
     reached = _reached(table, program)
     return [n for n in program.equations if n in reached and table.nodes[n].name not in LEAVES]
 
 
 def _follows(table: Table, n: int, both: set[int]) -> bool:
-    """Whether all that node `n` reads is in both programs, constants aside."""
+    """Returns whether both programs have all that node `n` reads, except for constants."""
 
     def known(r: int) -> bool:
         node = table.nodes[r]
@@ -184,7 +182,7 @@ def _follows(table: Table, n: int, both: set[int]) -> bool:
 
 
 def _closest(table: Table, left: list[int], right: list[int]) -> tuple[int, int]:
-    """The first on the left, and what on the right is most like it; or the other way around."""
+    """Pairs the first node of one side with the most similar one of the other."""
 
     def alike(pair: tuple[int, int]) -> tuple[bool, int, bool]:
         a, b = (table.nodes[n] for n in pair)

@@ -15,22 +15,16 @@ from typing import Any
 
 
 class UnreadableProgram(Exception):
-    """A compiled program is not to be had as a scheduled module of HLO."""
+    """Signals that a compiled program is not available as a scheduled HLO module."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The type of a value: of an array, or of a tuple of values.
+    """Describes the type of an array, or of a tuple of values."""
 
-    Attributes:
-      text: the type of an array, such as "f32[8,300]"; empty for a tuple.
-      bytes: the memory that it takes; for a tuple, what its parts take.
-      parts: those of a tuple; None for an array.
-    """
-
-    text: str
-    bytes: int
-    parts: tuple[Shape, ...] | None = None
+    text: str  # such as "f32[8,300]"; empty for a tuple
+    bytes: int  # its memory; of a tuple, that of its parts
+    parts: tuple[Shape, ...] | None = None  # None for an array
 
 
 Path = tuple[int, ...]
@@ -39,32 +33,22 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction.
-
-    Attributes:
-      name: its name in the module.
-      shape: what it returns.
-      opcode: such as "fusion".
-      operands: names of instructions of the same computation.
-      called: names of computations that it runs; of a `while`, the condition and the body.
-      number: of a parameter, its number; of a `get-tuple-element`, that of the element.
-      op_name: the operation of the user's program that it comes from.
-      aliases: results that take the memory of an operand: the path to each, and which operand.
-    """
+    """Describes one instruction."""
 
     name: str
     shape: Shape
-    opcode: str
-    operands: tuple[str, ...] = ()
-    called: tuple[str, ...] = ()
-    number: int = 0
-    op_name: str | None = None
+    opcode: str  # such as "fusion"
+    operands: tuple[str, ...] = ()  # names of instructions in the same computation
+    called: tuple[str, ...] = ()  # computations that it runs; of a `while`, condition and body
+    number: int = 0  # of a parameter, or of the element of a `get-tuple-element`
+    op_name: str | None = None  # the user's operation that it comes from
+    # results in the memory of an operand: path to operand
     aliases: Mapping[Path, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they run; the name of the one that is returned."""
+    """Holds instructions in the order of their execution, and the name of the result."""
 
     instructions: Sequence[Instruction]
     root: str
@@ -72,18 +56,11 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program.
-
-    Attributes:
-      computations: by name.
-      entry: the name of the one that runs.
-      donated: outputs that take the memory of an argument: the path to each output in what is
-        returned, and the number of the argument.
-    """
+    """Holds a compiled program."""
 
     computations: Mapping[str, Computation]
-    entry: str
-    donated: Mapping[Path, int]
+    entry: str  # the computation that runs
+    donated: Mapping[Path, int]  # outputs in the memory of an argument: path to argument
 
 
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{")
@@ -100,17 +77,14 @@ _ALIASES = re.compile(
 
 
 def read_module(compiled: Any) -> Module:
-    """Reads a compiled program.
+    """Parses a compiled program.
 
-    Args:
-      compiled: as from `jax.jit(f).lower(...).compile()`.
-
-    Raises:
-      UnreadableProgram: the compiler does not hand it out, or it is not scheduled.
+    Raises UnreadableProgram if XLA does not return it, or without a schedule.
     """
     try:
         first, *lines = (compiled.as_text() or "").split("\n")
         if "is_scheduled=true" not in first:
+            # Without a schedule, the order of instructions says nothing about memory.
             raise ValueError("the program has no schedule")
         return _module(first, lines)
     except (NotImplementedError, LookupError, TypeError, ValueError) as error:
@@ -135,7 +109,7 @@ def _module(first: str, lines: Sequence[str]) -> Module:
 
 
 def _aliases(text: str) -> dict[Path, int]:
-    """Which results have the memory of which operand, or argument, by the path to each."""
+    """Parses which results share the memory of which operand or argument."""
     some = _ALIASES.search(text)
     pairs = _ALIAS.findall(some[1]) if some else ()
     return {tuple(map(int, re.findall(r"\d+", path))): int(number) for path, number in pairs}
@@ -143,6 +117,7 @@ def _aliases(text: str) -> dict[Path, int]:
 
 def _instruction(name: str, shape: str, opcode: str, rest: str) -> Instruction:
     origin = _OP_NAME.search(rest)
+    # Quoted text may contain parentheses.
     inside, rest = _parted(_QUOTED.sub('""', rest))
     called = [n for names in _CALLED.findall(rest) for n in _NAME.findall(names)]
     number = _NUMBER.search(inside if opcode == "parameter" else rest)
@@ -159,7 +134,7 @@ def _instruction(name: str, shape: str, opcode: str, rest: str) -> Instruction:
 
 
 def _parted(text: str) -> tuple[str, str]:
-    """What is before the parenthesis that closes one that is open, and what is after it."""
+    """Splits a text at the parenthesis that closes an open one."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1
@@ -176,7 +151,7 @@ _DIGITS = re.compile(r"[a-z]+(\d+)")
 
 
 def read_shape(text: str) -> Shape:
-    """The shape that a text stands for: of arrays, with or without layouts, and tuples."""
+    """Parses the type of arrays, with or without layouts, and tuples."""
     open_: list[list[Shape]] = [[]]
     for part in _PARTS.finditer(text):
         if part[0] == "(":
@@ -200,7 +175,7 @@ def _array(kind: str, dimensions: str) -> Shape:
 
 
 def normalised_hlo(text: str) -> str:
-    """Optimised HLO without what depends on names and source lines alone."""
+    """Normalizes optimized HLO by removing names and source lines."""
     text = re.sub(r"/\*.*?\*/", "", text)
     text = re.sub(r',? ?metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}', "", text)
     # Before the first computation: the module's name, and tables of source lines.
@@ -214,5 +189,5 @@ def normalised_hlo(text: str) -> str:
 
 
 def operations(hlo: str) -> Counter[str]:
-    """How often each operation occurs in normalised HLO."""
+    """Counts the operations in normalized HLO."""
     return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", hlo))

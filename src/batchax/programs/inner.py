@@ -19,36 +19,27 @@ from batchax.jaxprs.words import Eqn, Jaxpr, Value
 
 @dataclass(frozen=True)
 class Inner(Body):
-    """A body, with what is known about it without running anything.
+    """Describes a body, and what is known about it without running it."""
 
-    Attributes:
-      times: how often it runs, if that is a known integer.
-      most: how often at most; None if nobody knows.
-      integers: those of its inputs that are integers known.
-    """
-
-    most: int | None = None
+    most: int | None = None  # the largest number of runs; None if unknown
+    # known integers among its inputs
     integers: Mapping[Any, int] = field(default_factory=dict, compare=False)
 
     def differing(self, operands: Sequence[bool] | None) -> list[bool] | None:
-        """From whether lanes differ in each operand whether they do in each input, or may."""
+        """Returns which inputs may differ between lanes, from which operands do."""
         if operands is None:
             return None
+        # Carried values and slices are taken to differ.
         same = [operands[i] for i in self.operands[: self.same]]
         return [*same, *[True] * (len(self.jaxpr.invars) - len(same))]
 
 
 def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inner]:
-    """The programs that an equation runs.
+    """Lists the jaxprs that an equation runs.
 
-    A derivative rule beside a program is none of them, nor is the function with which a
-    reduction or a scatter combines two elements. One of batchax primitives runs the
-    operations that it stands for.
-
-    Args:
-      eqn: the equation.
-      integers: the integers known in the program that it is from, as `integers_in` finds
-        them. With them a `while` that counts up to a bound has its number of steps.
+    Primitives of batchax run the operations that they stand for. Derivative rules are not included,
+    and neither are the functions in reductions and scatters. `integers` determine the steps of a
+    `while` that counts up to a bound.
     """
     integers = integers or {}
     if eqn.primitive.name == "call_hi_primitive":
@@ -69,7 +60,7 @@ def programs_in(eqn: Eqn, integers: Mapping[Any, int] | None = None) -> list[Inn
 
 
 def devices_of(eqn: Eqn) -> int:
-    """How many devices run the program of an equation, each for its own shards."""
+    """Returns how many devices run the jaxpr of an equation, each for its shards."""
     mesh, names = eqn.params.get("mesh"), eqn.params.get("newly_manual_axes")
     return 1 if mesh is None or not names else math.prod(mesh.shape[name] for name in names)
 
@@ -105,6 +96,7 @@ def _tested_and_run(eqn: Eqn, test: Body, body: Body, integers: Mapping[Any, int
     tested, before = test.jaxpr.invars[test.same :], body.jaxpr.invars[body.same :]
     carried = _Carry(start, tested, before, body.jaxpr.outvars)
     steps, most = _steps(carried, test.jaxpr, body.jaxpr, of_test, of_body)
+    # The predicate is evaluated once more than the body.
     once_more = lambda n: None if n is None else n + 1
     return [
         _inner(test, once_more(steps), once_more(most), of_test),
@@ -114,7 +106,7 @@ def _tested_and_run(eqn: Eqn, test: Body, body: Body, integers: Mapping[Any, int
 
 @dataclass(frozen=True)
 class _Carry:
-    """A carry of a `while`: at the start, tested, before a step, and after it."""
+    """Holds the carry of a `while` at the start, as tested, and before and after a step."""
 
     start: list[int | None]
     tested: list[Any]
@@ -129,10 +121,11 @@ def _steps(
     of_test: dict[Any, int],
     of_body: dict[Any, int],
 ) -> tuple[int | None, int | None]:
-    """The steps of a loop that goes on while a counter is below a bound, and how many at most.
+    """Returns the steps of a loop that runs while a counter is below a bound, and their maximum.
 
-    If it asks something else, too, the first is None; if there is no such counter, both are.
+    The first is None if there are other conditions; both are if there is no such counter.
     """
+    # A carry that a step returns unchanged has its first value.
     fixed = [
         start if after is before else None
         for start, before, after in zip(carried.start, carried.before, carried.after, strict=True)
@@ -148,13 +141,14 @@ def _steps(
         start = carried.start[place]
         stride = _added(body, carried.before[place], carried.after[place], of_body)
         if start is not None and stride is not None and stride >= 1:
+            # The number of strides from the start to the bound, rounded up.
             counts.append(max(0, -((start - bound) // stride)))
     most = min(counts, default=None)
     return (most if len(asked) == 1 else None), most
 
 
 def _asked(test: Any, variable: Any) -> list[Any]:
-    """The booleans that must all be true for `variable` to be."""
+    """Lists the booleans that must all be true for `variable` to be true."""
     made = None if isinstance(variable, Literal) else _maker(test, variable)
     if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
         return [variable]
@@ -166,11 +160,12 @@ def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
 
 
 def _below(test: Any, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
-    """The variable, and the bound below which it is if the boolean `asked` is true."""
+    """Returns the variable, and its upper bound if the boolean `asked` is true."""
     made = None if isinstance(asked, Literal) else _maker(test, asked)
     if made is None or made.primitive.name not in _COMPARISONS:
         return None
     low, high = made.invars
+    # x > y is y < x, and `<=` raises the bound by one.
     name = made.primitive.name
     if name in ("gt", "ge"):
         low, high = high, low
@@ -186,7 +181,7 @@ _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 
 
 def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> int | None:
-    """What a step adds to a variable; None if it is not a known integer."""
+    """Returns what a step adds to a variable; None if that is not a known integer."""
     made = _maker(body, after)
     if made is None or made.primitive.name != "add" or before not in made.invars:
         return None
@@ -210,12 +205,7 @@ _OF_TWO: dict[str, Callable[[int, int], int]] = {
 
 
 def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
-    """The scalar integers of a program that are known without running it.
-
-    Args:
-      program: the program; with its constants, if it is a closed one.
-      inputs: integers that are known of its inputs.
-    """
+    """Finds the scalar integers of a program that are known without running it."""
     jaxpr, integers = _open(program), integers_given(program, inputs)
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -229,7 +219,7 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
 
 
 def integers_given(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
-    """Those of `integers_in` that are constants or inputs: the others follow from them."""
+    """Returns the known integers among constants and inputs, from which others follow."""
     integers = dict(inputs or {})
     for var, value in zip(_open(program).constvars, getattr(program, "consts", ()), strict=False):
         if _is_integer(value):
@@ -244,6 +234,6 @@ def _integer(operand: Value, integers: Mapping[Any, int]) -> int | None:
 
 
 def _is_integer(x: Value) -> bool:
-    """Whether an array, or the type of one, is a single integer that can be looked at."""
+    """Returns whether an array, or a type, is a single integer that can be read."""
     kind = getattr(getattr(x, "dtype", None), "kind", None)
     return kind in ("i", "u") and x.shape == () and not isinstance(x, Tracer)

@@ -22,30 +22,19 @@ Kind = Literal["argument", "output", "temporary", "constant"]
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A value that is held at the worst moment.
-
-    Attributes:
-      opcode: what made it in the compiled program, such as "fusion".
-      bytes: the memory that it takes.
-      shape: such as "f32[8,300]".
-      op_name: the operation of the user's program that made it, such as "jit(f)/vmap/tanh".
-      kind: "argument", "output", "temporary" or "constant".
-    """
+    """Describes a value that is held at the peak."""
 
     opcode: str
-    bytes: int
-    shape: str
+    bytes: int  # such as "f32[8,300]"
+    shape: str  # the user's operation, such as "jit(f)/vmap/tanh"
     op_name: str | None
     kind: Kind
 
 
 def values_at_peak(compiled: Any) -> tuple[LiveValue, ...]:
-    """What is held at the worst moment, the largest first; empty if the program cannot be read.
+    """Lists what memory holds at its peak, largest first; empty if the program is unreadable.
 
-    Arguments, outputs, constants, and temporaries alive when these take most memory.
-
-    Args:
-      compiled: as from `jax.jit(f).lower(...).compile()`.
+    These are arguments, outputs, constants, and temporaries that are alive then.
     """
     try:
         return held_at_worst(read_module(compiled))
@@ -54,10 +43,9 @@ def values_at_peak(compiled: Any) -> tuple[LiveValue, ...]:
 
 
 def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
-    """As `values_at_peak`, of a program that was read.
+    """Lists as `values_at_peak` for a parsed program.
 
-    Raises:
-      UnreadableProgram: it holds what is not known here.
+    Raises UnreadableProgram for an unknown form.
     """
     try:
         lives = _Lives(module)
@@ -65,6 +53,7 @@ def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UnreadableProgram(str(error)) from error
     buffers = lives.buffers()
+    # Add a buffer at its first moment, and subtract it after its last: the running sum is memory.
     changes = [0] * (lives.end + 2)
     for buffer in buffers:
         if buffer.kind == "temporary":
@@ -77,6 +66,7 @@ def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
         if buffer.kind == "temporary" and not buffer.first <= worst <= buffer.last:
             continue
         moment = worst if buffer.kind == "temporary" else lives.end
+        # A buffer is described by the value that it holds at that moment.
         value = [v for v in buffer.values if v.first <= moment or v is buffer.values[0]][-1]
         made, origin = value.made, value.origin
         held.append(
@@ -87,44 +77,34 @@ def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
 
 @dataclass(eq=False)
 class _Value:
-    """An array that is written to memory.
+    """Describes an array that is written to memory."""
 
-    Attributes:
-      made: the instruction that writes it.
-      origin: the one that says where it comes from. Of a copy without a name, that of what is
-        copied; of what a loop starts from, that of what a step puts in its place.
-      shape: its type.
-      kind: what its memory is for.
-      first: when it is written.
-      last: when it is last read.
-      over: values in whose memory it may be written if nothing reads them later.
-      same: a value whose memory it has.
-      members: of a place, the values that have it.
-    """
-
-    made: Instruction
+    made: Instruction  # the instruction that writes it
+    # Where it comes from: of an unnamed copy, the source; of the start of a loop, what replaces it
+    # in a step.
     origin: Instruction
     shape: Shape
     kind: Kind
-    first: int
-    last: int
-    over: Sequence[_Value] = ()
-    same: _Value | None = None
-    members: list[_Value] = field(init=False)
+    first: int  # when it is written
+    last: int  # when it is last read
+    over: Sequence[_Value] = ()  # values whose memory it may reuse if nothing reads them later
+    same: _Value | None = None  # a value whose memory it has
+    members: list[_Value] = field(init=False)  # of a place: the values that have it
 
     def __post_init__(self):
         self.members = [self]
 
     def place(self) -> _Value:
-        """The value that stands for all that share its memory."""
+        """Returns the value that represents all in the same memory."""
         value = self
         while value.same is not None:
             value = value.same
         return value
 
     def join(self, other: _Value, if_free: bool = False) -> None:
-        """Puts it in the memory of another value; `if_free`, where no two overlap in time."""
+        """Moves it to the memory of another value; `if_free`: only if no two overlap in time."""
         own, others = self.place(), other.place()
+        # Memory of arguments and outputs is fixed: a temporary joins it.
         if own.kind != "temporary":
             own, others = others, own
         if own is others or own.kind != "temporary":
@@ -138,7 +118,7 @@ class _Value:
 
 @dataclass(eq=False)
 class _Buffer:
-    """A piece of memory, and the values that it has in turn, the last of which it is for."""
+    """Describes a piece of memory, and the values in it over time."""
 
     values: list[_Value]
     kind: Kind
@@ -156,7 +136,7 @@ class _Buffer:
         return max(v.last for v in self.values)
 
     def has_room(self, other: _Buffer) -> bool:
-        """Whether the values of another fit, at the times when they are alive."""
+        """Returns whether the values of another fit in, at the times when they are alive."""
         pairs = itertools.product(self.values, other.values)
         return other.bytes <= self.bytes and not any(_overlap(a, b) for a, b in pairs)
 
@@ -181,10 +161,10 @@ def _at(tree: Tree, path: Sequence[int]) -> Any:
     return functools.reduce(operator.getitem, path, tree)
 
 
-# What these return is their operand, or a part of it.
+# These return their operand, or a part of it.
 _VIEWS = frozenset(["bitcast", "add-dependency", "optimization-barrier", "async-update"])
 
-# What reads elements of an operand after it has written others is not written over it.
+# These read elements of an operand after they wrote others, so they cannot overwrite it.
 _NOT_IN_PLACE = frozenset(
     "all-gather all-to-all broadcast cholesky concatenate convolution copy copy-start custom-call "
     "dot dynamic-slice fft gather iota pad parameter reduce reduce-window reverse "
@@ -193,25 +173,23 @@ _NOT_IN_PLACE = frozenset(
 
 
 class _Lives:
-    """The values of a program, each with the time from when it is written to its last reader.
+    """Follows the lifetime of each value of a program."""
 
-    Computations that are called are followed where they are called, so that there is one
-    time line; the body of a loop is followed once.
-    """
-
+    # Called computations are followed where they are called, on one time line. A loop body is
+    # followed once.
     def __init__(self, module: Module):
         self._module = module
         self._values: list[_Value] = []
         self.end = 0
 
     def follow(self) -> None:
-        """Follows the whole program."""
         entry = self._module.computations[self._module.entry]
         parameters = [i for i in entry.instructions if i.opcode == "parameter"]
         parameters.sort(key=lambda i: i.number)
         arguments = [self._written(i, i.shape, kind="argument") for i in parameters]
         result = self._run(self._module.entry, arguments)
         self._read(result)
+        # XLA writes a result over an operand that nothing reads later.
         for value in self._values:
             for other in value.over:
                 if other.last == value.first and other.place().kind == "temporary":
@@ -223,14 +201,13 @@ class _Lives:
                 output.place().kind = "output"
 
     def buffers(self) -> list[_Buffer]:
-        """The memory of all values. Temporaries may have that of outputs that are not written
-        yet.
-        """
+        """Assigns memory to all values. Temporaries may use that of outputs not yet written."""
         together: dict[_Value, list[_Value]] = {}
         for value in self._values:
             together.setdefault(value.place(), []).append(value)
         buffers = [_Buffer(values, place.kind) for place, values in together.items()]
         outputs = [b for b in buffers if b.kind == "output"]
+        # Largest first, as XLA's heap simulator does.
         for buffer in sorted(buffers, key=lambda b: -b.bytes):
             fits = (o for o in outputs if buffer.kind == "temporary" and o.has_room(buffer))
             output = next(fits, None)
@@ -278,6 +255,7 @@ class _Lives:
             condition, body = called
             self._run(condition, operands)
             result = self._returned(body, operands)
+            # The carry of a loop stays in one place.
             for before, after in zip(_leaves(operands[0]), _leaves(result), strict=True):
                 if after.origin.op_name is not None:
                     before.origin = after.origin
@@ -309,7 +287,7 @@ class _Lives:
         return result
 
     def _is_in_place(self, instruction: Instruction) -> bool:
-        """Whether it may be written over one of its operands."""
+        """Returns whether it may overwrite one of its operands."""
         if instruction.opcode != "fusion":
             return instruction.opcode not in _NOT_IN_PLACE
         inside = self._module.computations[instruction.called[0]].instructions
@@ -318,14 +296,16 @@ class _Lives:
         )
 
     def _returned(self, name: str, arguments: Sequence[Tree]) -> Tree:
-        """The result of a computation, which is alive when it ends."""
+        """Returns the result of a computation, alive at its end."""
         result = self._run(name, arguments)
+        # The end is a moment of its own, at which all results are alive.
         self.end += 1
         self._read(result)
         return result
 
     def _done(self, opcode: str, started: Tree) -> Tree:
-        """The result of what was started, which returned it with its operands and others."""
+        """Returns the result of an asynchronous start."""
         if opcode == "all-reduce-done":
+            # A start returns its operands and results in a tuple.
             return started
         return started[0 if opcode == "copy-done" else 1]

@@ -36,7 +36,7 @@ def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def can_be_written(eqn: Eqn, short: bool = False) -> bool:
-    """Whether an operation has a form for a kernel; `short`: for one of many lanes."""
+    """Returns whether an operation has a form for a kernel; `short`: for one of many lanes."""
     form = _FORMS.get(eqn.primitive.name)
     return form is not None and form.serves(eqn) and (not short or form.is_short(eqn))
 
@@ -57,17 +57,11 @@ def _change(eqn: Eqn, inside: Inside) -> Any:
 
 
 class _Form(NamedTuple):
-    """Another form of an operation.
+    """Describes another form of an operation."""
 
-    Attributes:
-      serves: whether an equation has it.
-      is_short: whether it is short enough for a kernel of many lanes.
-      write: it, of the parameters of the equation and its operands.
-    """
-
-    serves: Callable[[Eqn], bool]
-    is_short: Callable[[Eqn], bool]
-    write: Callable[..., Any]
+    serves: Callable[[Eqn], bool]  # whether an equation has it
+    is_short: Callable[[Eqn], bool]  # whether it is short enough for a kernel of many lanes
+    write: Callable[..., Any]  # of the parameters of the equation, and its operands
 
 
 def _is_reduced(eqn: Eqn) -> bool:
@@ -81,11 +75,11 @@ def _is_short(eqn: Eqn) -> bool:
 
 
 def from_zero(total: Any) -> Any:
-    """A sum of two terms or more, as if they were added to 0: there is no -0 in it.
+    """Turns -0 into 0 in a sum of two or more terms, as if they were added to 0.
 
-    XLA's own sums begin with 0, but it takes a 0 away that is written out. Its derivative is that
-    of `total`, where `total` is 0, too.
+    The derivative is that of `total`, also where it is 0.
     """
+    # XLA's sums begin with 0, but XLA removes an addition of 0 that is written out.
     if np.issubdtype(total.dtype, np.complexfloating):
         return lax.complex(from_zero(lax.real(total)), from_zero(lax.imag(total)))
     zero = lax.full_like(total, 0)
@@ -99,7 +93,7 @@ def _sum(params: Any, x: Any) -> Any:
 
 
 def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """A reduction as operations on two terms: one by one, or many on halves of all."""
+    """Writes a reduction as operations on two terms: one by one, or on halves."""
 
     def write(params: Any, x: Any) -> Any:
         axes = sorted(params["axes"])
@@ -121,10 +115,11 @@ def _terms(x: Any, axes: Sequence[int]) -> Iterator[Any]:
 
 
 def _by_halves(combine: Callable[[Any, Any], Any], x: Any, axis: int) -> Any:
-    """`x` without `axis`, in as many steps as that has binary digits."""
+    """Reduces `axis` in as many steps as its size has binary digits."""
     part, rest = functools.partial(lax.slice_in_dim, axis=axis), []
     while (n := x.shape[axis]) > 1:
         half = n // 2
+        # The last element of an odd size is combined at the end.
         if n % 2:
             rest.append(part(x, n - 1, n))
         x = combine(part(x, 0, half), part(x, half, 2 * half))
@@ -153,6 +148,7 @@ def _product(params: Any, x: Any, y: Any) -> Any:
     left, right = map(list, contracted)
     shape = (*np.delete(x.shape, left), *np.delete(y.shape, right))
     n_left, n = x.ndim - len(left), x.shape[left[0]] if left else 1
+    # Many terms: multiply all of them, and add halves.
     if n > _FACTORS:
         x, y = _last(x, left[0]), _last(y, right[0])
         x = lax.broadcast_in_dim(x, (*shape, n), [*range(n_left), len(shape)])
@@ -174,7 +170,7 @@ def _product(params: Any, x: Any, y: Any) -> Any:
 
 
 def _last(x: Any, axis: int) -> Any:
-    """`x` with an axis behind the others."""
+    """Moves an axis to the end."""
     return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 
 
@@ -205,15 +201,13 @@ def fits_single_kernel(jaxpr: Jaxpr) -> bool:
 
 
 def fits_serial_kernel(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, after `lower_for_kernel`, fits into a single kernel of one example."""
+    """Returns whether a lowered jaxpr fits into a single kernel of one example."""
     return _may_be(jaxpr) and not _others_of_one.in_program(jaxpr)
 
 
 def fits_lowered_kernel(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr, after `lower_for_kernel`, fits into a single kernel of many lanes.
-
-    What one example updates at a place of its own, lanes update at several.
-    """
+    """Returns whether a lowered jaxpr fits into a single kernel of many lanes."""
+    # What one example updates at one position, lanes update at several.
     return _may_be(jaxpr) and not _others_of_lanes.in_program(jaxpr)
 
 
@@ -223,13 +217,11 @@ def _may_be(jaxpr: Jaxpr) -> bool:
 
 
 def _is_small_float(aval: Aval) -> bool:
-    """Whether these are floating-point numbers of fewer than 32 bits.
-
-    Processors have no arithmetic for them. XLA puts float32 around each operation of a function
-    that it makes by way of MLIR, and not of this one. LLVM does so then, but not for all: in XLA of
-    jaxlib 0.12 bfloat16 as an integer ends the process ("Do not know how to soft promote this
-    operator's operand!").
-    """
+    """Returns whether a type is a float of fewer than 32 bits."""
+    # CPUs have no arithmetic for these. XLA inserts float32 around each operation of functions that
+    # it compiles through MLIR, but not of this one. LLVM does so for some only: in jaxlib 0.12 a
+    # bitcast of bfloat16 ends the process ("Do not know how to soft promote this operator's
+    # operand!").
     dtype = aval.dtype if hasattr(aval, "dtype") else None
     return dtype is not None and dtypes.issubdtype(dtype, np.floating) and dtype.itemsize < 4
 
@@ -248,8 +240,8 @@ def _is_other(eqn: Eqn, others: Anywhere) -> bool:
         return dtypes.issubdtype(dtype, np.inexact)
     if name == "scatter":  # a compiler makes an update of one, and a call of several
         return windows_of(eqn) != 1
-    # `Anywhere` looks at programs that are parameters alone, and some equations stand for others: a
-    # sweep back over a bounded loop sorts what it keeps.
+    # `Anywhere` looks at jaxprs in parameters only, and some equations stand for others: a reverse
+    # sweep sorts its checkpoints.
     inner = programs_in(eqn)
     return not inner or any(others.in_program(program.jaxpr) for program in inner)
 

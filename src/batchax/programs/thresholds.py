@@ -31,7 +31,7 @@ _CORES = os.cpu_count() or 1  # to ask takes as long as a few operations to trac
 
 
 class Thresholds(NamedTuple):
-    """The row of a kind of device: 15 thresholds, and what they are for."""
+    """Holds the thresholds of a kind of device, and what the device is."""
 
     max_move_steps: float = 1.5
     """Steps of a lane that moving it in and out of a window, or to a tile, may cost.
@@ -110,17 +110,17 @@ class Thresholds(NamedTuple):
 
     @property
     def few_cores(self) -> bool:
-        """Whether one core does about as much as all of them."""
+        """Returns whether one core does about as much as all of them."""
         return self.cores <= _FEW_CORES
 
     @property
     def min_window_work(self) -> Nanoseconds:
-        """Time of a step of a window that keeps a device as busy as all lanes do."""
+        """Returns the time of a window's step that keeps a device as busy as all lanes do."""
         return Nanoseconds(self.min_core_work * self.cores)
 
     @property
     def serial_slowdown(self) -> float:
-        """How many times as long as all cores one of them takes for what it runs alone."""
+        """Returns how many times as long one core takes as all of them."""
         return max(1.0, self.cores / _FEW_CORES)
 
     @property
@@ -203,5 +203,5 @@ def device_kind() -> str:
 
 
 def thresholds_here() -> Thresholds | None:
-    """Those of the default device; None where nothing was measured."""
+    """Returns the thresholds of the default device; None where nothing was measured."""
     return TABLE.get(device_kind())
