@@ -43,13 +43,9 @@ _SUMMED = ("float16", "bfloat16", "float32", "float64")
 def factored(
     axis: Axis, staged: ClosedJaxpr, positions: Sequence[Position], added: Sequence[bool]
 ) -> ClosedJaxpr:
-    """`staged`, in which outputs that are `added` up over lanes tell of their factors.
+    """Rewrites `staged` so that outputs `added` over lanes carry their factors.
 
-    Args:
-      axis: the axis of the lanes.
-      staged: the program of one example.
-      positions: where its inputs have the batch axis.
-      added: which of its outputs are added up.
+    `positions` are the batch axes of its inputs.
     """
     jaxpr = staged.jaxpr
     outputs = [k for k, v in enumerate(jaxpr.outvars) if added[k] and _may_be_summed(v)]
@@ -59,6 +55,8 @@ def factored(
     _mark(jaxpr, [jaxpr.outvars[k] for k in outputs], entered)
     held = _most_held(jaxpr, positions)
     apart: set[int] = set()
+    # A matrix product that the program needs anyway is not factored: repeat without it, up to a
+    # fixed point.
     while True:
         factoring = _Factoring(axis, positions, outputs, entered, held, apart)
         program = stage_function(
@@ -79,7 +77,7 @@ def _may_be_summed(v: Any) -> bool:
 
 
 def _is_plain(jaxpr: Jaxpr) -> bool:
-    """Whether it may be staged again."""
+    """Returns whether it can be traced again."""
     sizes = (
         n for v in (*jaxpr.invars, *jaxpr.constvars) for n in getattr(v.aval, "shape", (None,))
     )
@@ -87,12 +85,12 @@ def _is_plain(jaxpr: Jaxpr) -> bool:
 
 
 def _mark(jaxpr: Jaxpr, outvars: Sequence[Any], entered: set[int]) -> set[Any]:
-    """Adds the calls through which products may reach `outvars`, by the ids of their equations.
+    """Collects the calls through which products may reach `outvars`, by equation ids.
 
-    Returns:
-      The variables that they may be made of.
+    Returns the variables that they may be made of.
     """
     marked = set(variables_in(outvars))
+    # In reverse, so that a variable is marked before the equation that makes it.
     for eqn in reversed(jaxpr.eqns):
         if marked.isdisjoint(eqn.outvars):
             continue
@@ -111,13 +109,13 @@ def _mark(jaxpr: Jaxpr, outvars: Sequence[Any], entered: set[int]) -> set[Any]:
 
 
 def _most_held(jaxpr: Jaxpr, positions: Sequence[Position]) -> int:
-    """The most elements of one example that are in memory at some time, in one array."""
+    """Returns the most elements of one example that one array in memory has."""
     given = [v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None]
     return max([_elements(v) for v in given] + [_most_made(jaxpr)])
 
 
 def _most_made(jaxpr: Jaxpr) -> int:
-    """The most elements of what an operation makes that is no part of a loop with others."""
+    """Returns the most elements that an operation makes without fusion."""
     most = 0
     for eqn in jaxpr.eqns:
         if facts_of(eqn.primitive).body:
@@ -132,11 +130,9 @@ def _elements(v: Any) -> int:
 
 
 class _Factoring:
-    """A run through a program that follows products.
+    """Runs through a program and follows products.
 
-    axis, positions: as for `factored`.
-    outputs, entered, held: of the program, as there.
-    apart: products of matrices, and scattered rows, that are left whole, by the ids of variables.
+    `apart` are products of matrices and scattered rows left whole, by the ids of variables.
     """
 
     def __init__(
@@ -156,11 +152,10 @@ class _Factoring:
 
     @property
     def has_summed(self) -> bool:
-        """Whether an output tells of factors."""
         return bool(self._summed)
 
     def run(self, staged: ClosedJaxpr, xs: Sequence[Value]) -> list[Any]:
-        """What the program returns."""
+        """Evaluates the program, and attaches factors to outputs."""
         self._summed, self._matrices = [], {}
         given = zip(xs, self._positions, strict=True)
         self._shared = {id(x): x for x, a in given if a is None}
@@ -168,7 +163,7 @@ class _Factoring:
         return [self._told(x) if k in self._outputs else x.value for k, x in enumerate(outs)]
 
     def made_anyway(self, jaxpr: Jaxpr) -> set[int]:
-        """The products of matrices which `jaxpr`, staged so, needs besides for sums."""
+        """Returns the products of matrices that `jaxpr` computes for other purposes than sums."""
         told = [eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p]
         sums = {id(eqn.outvars[0]) for eqn in told}
         others = [
@@ -208,7 +203,7 @@ class _Factoring:
     def _known(
         self, eqn: Eqn, outs: Sequence[Value], terms: Sequence[Terms | None], *more: Operand | None
     ) -> list[Operand]:
-        """Results, with the products that they are made of unless they are left whole."""
+        """Wraps results with the products that they are made of, unless they are left whole."""
         each = []
         for v, x, own in zip(eqn.outvars, outs, terms, strict=True):
             if any(t.matrices is v for t in own or ()):
@@ -217,7 +212,7 @@ class _Factoring:
         return each
 
     def _told(self, x: Operand) -> Any:
-        """An output, which tells of its factors if lanes are better added up so."""
+        """Returns an output, with its factors if sums over lanes are better by those."""
         terms = x.products
         if not any(map(is_deferred, terms)):
             # Products of one array and numbers for each lane; a sum of such is one array.
@@ -231,6 +226,7 @@ class _Factoring:
             terms = terms if alone else Operand(x.value).products
         if not all(is_deferred(t) or self._is_held(t) for t in terms):
             return x.value
+        # The primitive returns `x`, so that without a sum over lanes nothing changes.
         factors = [f.value for t in terms for f in t.factors]
         self._summed.append(factors)
         return outer_product_sum_p.bind(x.value, *factors, terms=described(terms))
@@ -239,7 +235,7 @@ class _Factoring:
         return not isinstance(x, Tracer) or id(x) in self._shared
 
     def _is_held(self, term: Product) -> bool:
-        """Whether it is an array, which may be in memory for all lanes, times numbers."""
+        """Returns whether a term is numbers times one array that may be in memory for all lanes."""
         if all(self._is_shared(f.value) for f in term.factors):
             return True
         whole = term.in_factors.issubset(term.labels)
@@ -248,7 +244,7 @@ class _Factoring:
 
 
 def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
-    """What a sum of squares of all elements of a product is; None if the equation is no such."""
+    """Computes a sum of squares of all elements of a product; None if `eqn` is not one."""
     name = eqn.primitive.name
     if name == "reduce_sum" and len(eqn.params["axes"]) == np.ndim(operands[0].value):
         x = _unshaped(operands[0]).square_of
@@ -263,7 +259,7 @@ def _sum_of_squares(eqn: Eqn, operands: Sequence[Operand]) -> Any:
 
 
 def _root(eqn: Eqn, operands: Sequence[Operand]) -> Operand | None:
-    """What the result of an equation is the square of, element by element."""
+    """Returns the operand that the result of an equation is the elementwise square of."""
     match eqn.primitive.name:
         case "add" if any(x.is_zero for x in operands):
             # Of a real number, optax adds the square of the imaginary part.
@@ -308,10 +304,9 @@ outer_product_sum_p = own_primitive(
 
 
 def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any], list[Position]]:
-    """As ``program.run()``, but outputs that are `added` up and tell of factors are
-    `DeferredContraction`.
+    """Runs as ``program.run()``, with `added` outputs that have factors as `DeferredContraction`.
 
-    One that does not depend on the batch is an array all the same.
+    An output that does not depend on the batch stays an array.
     """
     if not any(added):
         return program.run()
@@ -326,6 +321,7 @@ def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any]
     inside = [
         [v] if e is None else list(e.invars[1:]) for v, e in zip(jaxpr.outvars, told, strict=True)
     ]
+    # Factors are returned in place of the outputs, which are then dead code.
     changed = jaxpr.replace(outvars=[v for vs in inside for v in vs])
     outs, positions = interpret(
         program.axis, changed, program.staged.consts, program.args, program.axes
@@ -351,5 +347,5 @@ def _result(eqn: Eqn, lanes: int, parts: Sequence[tuple[Value, Position]]) -> tu
 
 
 def _is_sharded(x: Value) -> bool:
-    """Whether its type says how it is sharded: then two such axes may not be contracted."""
+    """Returns whether its type is sharded: two such axes cannot be contracted."""
     return any(entry is not None for entry in getattr(jax.typeof(x).sharding, "spec", ()))

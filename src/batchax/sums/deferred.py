@@ -22,33 +22,23 @@ from batchax.sums.products import Factor, Group, Product, Terms, aligned, arrays
 
 
 class Term(NamedTuple):
-    """A product, of some of the factors of an output: what is known of it before there are values.
+    """Describes a product of some factors of an output, before there are values."""
 
-    Attributes:
-      factors: the factors, with the number of each as its value.
-      labels: the dimensions of the product; None for one along which all elements are the same.
-      sizes: their sizes.
-      shape: the shape of the product in the output, where it is after a reshape, and
-      starts: begins.
-      negative: whether it is subtracted.
-      precision: of a product of matrices that it is already; None if that is not said.
-      exact: whether lanes are all that is summed over.
-    """
-
-    factors: tuple[Factor, ...]
-    labels: tuple[int | None, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    starts: tuple[int, ...]
-    negative: bool
-    precision: Any
-    exact: bool
+    factors: tuple[Factor, ...]  # the factors, with their numbers as values
+    labels: tuple[int | None, ...]  # the dimensions of the product; None for a repeated one
+    sizes: tuple[int, ...]  # their sizes
+    shape: tuple[int, ...]  # of the product in the output, after a reshape
+    starts: tuple[int, ...]  # where that begins
+    negative: bool  # whether it is subtracted
+    precision: Any  # of the user's matrix product; None if not given
+    exact: bool  # whether only lanes are summed over
 
 
 def is_deferred(term: Product) -> bool:
-    """Whether lanes are added up by one product of matrices, or scatter, without an array each."""
+    """Returns whether one matrix product or scatter sums lanes, without an array for each."""
     groups = arrays_of(term)
     if not term.one_hot:
+        # Two arrays: a matrix product over lanes. One array with indices: a scatter.
         return len(groups) == 2
     index = {n for f in term.one_hot for n in f.labels[:-1]}
     labels = {n for group in groups for n in group.labels}
@@ -57,7 +47,7 @@ def is_deferred(term: Product) -> bool:
 
 
 def described(terms: Terms) -> tuple[Term, ...]:
-    """The terms of an output, whose factors are numbered one after another."""
+    """Describes the terms of an output, with factors numbered consecutively."""
     described, count = [], 0
     for term in terms:
         each = dict.fromkeys(n for f in term.factors for n in f.labels)
@@ -87,27 +77,16 @@ _LANES = -1
 
 
 class DeferredContraction(NamedTuple):
-    """What lanes add up to an output: its terms, and their factors for all lanes.
+    """Holds the sum over lanes of an output as terms, and their factors for all lanes."""
 
-    Attributes:
-      like: the type of the output of one example.
-      lanes: how many there are.
-      terms: the products.
-      factors: arrays of all lanes.
-      positions: where they have the batch axis.
-    """
-
-    like: Any
+    like: Any  # the type of the output of one example
     lanes: int
     terms: tuple[Term, ...]
-    factors: Sequence[Value]
-    positions: Sequence[Position]
+    factors: Sequence[Value]  # arrays of all lanes
+    positions: Sequence[Position]  # their batch axes
 
     def total(self, real: Any = None) -> Any:
-        """The sum over lanes; floats of less than 32 bits are added up in float32.
-
-        real: which lanes count; None: all.
-        """
+        """Computes the sum over lanes; narrow floats are summed in float32. `real` masks lanes."""
         pieces: dict[_Place, Any] = {}
         for term in sorted(self.terms, key=lambda term: term.starts):
             total = self._added(term, real)
@@ -116,16 +95,16 @@ class DeferredContraction(NamedTuple):
         return _assembled(pieces, self.like.shape)
 
     def as_output(self, x: Value) -> Any:
-        """An array in the dtype of an output."""
+        """Converts an array to the dtype of the output."""
         return lax.convert_element_type(x, self.like.dtype)
 
     def of_all(self, reduction: Reduction) -> Any:
-        """A reduction that adds lanes up, of all of them."""
+        """Computes a reduction that sums lanes, over all of them."""
         result = reductions.finished(reduction, self.state(reduction), self.lanes)
         return result if reduction.lane is None else self.as_output(result)
 
     def state(self, reduction: Reduction, real: Any = None) -> Any:
-        """The state of a reduction that adds lanes up, of these; see `total`."""
+        """Computes the state of a reduction that sums lanes (see `total`)."""
         total = self.total(real)
         return self.as_output(total) if reduction.lane is None else total
 
@@ -146,6 +125,7 @@ class DeferredContraction(NamedTuple):
         elif not others:
             total = _weighted(first, numbers, self.lanes, real)
         else:
+            # Multiply the numbers into the smaller array.
             (second,) = others
             if numbers is not None:
                 small = min(first, second, key=lambda x: math.prod(np.shape(x.value)))
@@ -157,54 +137,52 @@ class DeferredContraction(NamedTuple):
 
 
 class _Labelled(NamedTuple):
-    """An array with a label for each dimension, that of lanes among them if it has one."""
+    """Holds an array with a label for each dimension, lanes included."""
 
     value: Value
     labels: tuple[int, ...]
 
     @classmethod
     def of(cls, x: Value, labels: tuple[int, ...], position: Position) -> _Labelled:
-        """A factor of all lanes."""
         if position is None:
             return cls(x, labels)
         return cls(x, (*labels[:position], _LANES, *labels[position:]))
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The labels except for that of lanes."""
+        """Returns the labels without that of lanes."""
         return tuple(n for n in self.labels if n != _LANES)
 
     @property
     def has_lanes(self) -> bool:
-        """Whether it depends on the lane."""
+        """Returns whether it depends on the lane."""
         return _LANES in self.labels
 
     def times(self, other: _Labelled) -> _Labelled:
-        """The product with what has none but its labels, and that of lanes."""
+        """Multiplies by an array that has no labels but its own, and that of lanes."""
         labels = self.labels if self.has_lanes or not other.has_lanes else (_LANES, *self.labels)
         x, y = _compat.varying_alike([aligned(self, labels), aligned(other, labels)])
         return _Labelled(jnp.multiply(x, y), labels)
 
     def masked(self, real: Any) -> _Labelled:
-        """Zero in lanes that do not count."""
+        """Zeroes lanes that do not count."""
         if real is None or not self.has_lanes:
             return self
         mask = lax.broadcast_in_dim(real, self.value.shape, (self.labels.index(_LANES),))
         return _Labelled(lax.select(mask, self.value, lax.full_like(self.value, 0)), self.labels)
 
     def summed(self, labels: Sequence[int]) -> _Labelled:
-        """The sum over some labels."""
+        """Sums over some labels."""
         if not labels:
             return self
         value = jnp.sum(self.value, [self.labels.index(n) for n in labels])
         return _Labelled(value, tuple(n for n in self.labels if n not in labels))
 
     def converted(self, dtype: Any) -> _Labelled:
-        """In another dtype."""
         return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)
 
     def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> Any:
-        """An array with dimensions of these labels, repeated along one of None."""
+        """Transposes to dimensions of these labels, repeated along None."""
         order = [n for n in labels if n is not None]
         value = lax.transpose(self.value, [self.labels.index(n) for n in order])
         dims = [d for d, n in enumerate(labels) if n is not None]
@@ -216,9 +194,11 @@ _Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
-    """The array of which these are all pieces, in order; they may have elements in common."""
+    """Assembles an array from pieces in order, which may overlap."""
     if len(pieces) == 1 and shape in (own for _, own in pieces):
         return next(iter(pieces.values()))
+    # Pieces that follow each other along one dimension are concatenated; others are padded and
+    # added.
     for d in range(len(shape)):
         if any(own[:d] + own[d + 1 :] != shape[:d] + shape[d + 1 :] for _, own in pieces):
             continue
@@ -242,7 +222,7 @@ def _of_group(arrays: Sequence[_Labelled], group: Group, real: Any) -> _Labelled
 
 
 def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) -> _Labelled:
-    """The sum over lanes of one array, times a number for each."""
+    """Computes the sum over lanes of one array, times a number for each."""
     dtype = x.value.dtype
     if weights is None or not weights.has_lanes:
         ones = jnp.ones((lanes,), dtype) if real is None else lax.convert_element_type(real, dtype)
@@ -250,17 +230,18 @@ def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) ->
     if not x.has_lanes:
         wide = accumulator(dtype)
         return _Labelled(x.value.astype(wide) * jnp.sum(weights.value, dtype=wide), x.labels)
-    # Of a library of linear algebra: many times as fast as what XLA makes of a sum on a CPU.
-    # Where it has a better way, on GPUs, it multiplies and adds up by itself.
+    # A matrix product of a library is many times as fast as XLA's sum on a CPU. On GPUs, XLA itself
+    # chooses to multiply and add.
     return _dot(weights, x, [_LANES], [], lax.Precision.HIGHEST)
 
 
 def _contracted(x: _Labelled, y: _Labelled, term: Term, lanes: int, real: Any) -> _Labelled:
-    """The sum over lanes of the products of two arrays, and over labels that are not wanted."""
+    """Computes the sum over lanes of products of two arrays, and over unwanted labels."""
     if x.has_lanes != y.has_lanes:  # what depends on the lane is added up first
         x, y = (_weighted(a, None, lanes, real) if a.has_lanes else a for a in (x, y))
     elif not x.has_lanes:
         x = x.times(_count(x, lanes, real))
+    # Sum over labels that only one array has before the product.
     x, y = (
         a.summed([n for n in a.own if n not in (*b.labels, *term.labels)])
         for a, b in ((x, y), (y, x))
@@ -278,8 +259,9 @@ def _count(x: _Labelled, lanes: int, real: Any) -> _Labelled:
 def _scattered(
     rows: _Labelled, index: dict[int, _Labelled], term: Term, lanes: int, real: Any
 ) -> _Labelled:
-    """The rows of all lanes added to one table of zeros, at indices for each of some labels."""
+    """Adds the rows of all lanes to one table of zeros, at indices for some labels."""
     if not any(x.has_lanes for x in (rows, *index.values())):
+        # Rows that lanes share are added at each lane's index.
         rows = rows.times(_count(rows, lanes, real))
     elif not rows.has_lanes:
         dtype = rows.value.dtype

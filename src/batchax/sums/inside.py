@@ -31,32 +31,24 @@ Evaluate = Callable[[ClosedJaxpr, list[Operand]], list[Operand]]
 
 
 class _Made(NamedTuple):
-    """What a program computes besides its results.
+    """Describes what a jaxpr computes besides its results."""
 
-    Attributes:
-      terms: the products of some results, by their number.
-      places: the number of each factor among all that the program returns, by the id of its value.
-      given: the number of each input that is a factor.
-    """
-
-    terms: Mapping[int, Terms]
-    places: Mapping[int, int]
-    given: Mapping[int, int]
+    terms: Mapping[int, Terms]  # the products of some results, by number
+    places: Mapping[int, int]  # the output number of each factor, by the id of its value
+    given: Mapping[int, int]  # the number of each input that is a factor
 
 
 def run_inside(
     eqn: Eqn, operands: Sequence[Operand], evaluated: Evaluate
 ) -> tuple[list[Value], list[Terms | None]]:
-    """The results of an equation, and the products that each is made of.
+    """Runs an equation of `ENTERED`, and returns the products of each result.
 
-    Args:
-      eqn: the equation, one of `ENTERED`.
-      operands: what it is applied to.
-      evaluated: runs a program.
+    `evaluated` runs a jaxpr.
     """
     (body,) = bodies_of(eqn)
     program, values = _compat.close(body.program), [x.value for x in operands]
     types, read = [v.aval for v in program.jaxpr.invars], set[int]()
+    # A carry that some step reads must stay an array: repeat with those excluded.
     while True:
         staged, made = _compat.stage_described(
             lambda *xs, read=read: _run(body, program, evaluated, xs, read), types
@@ -91,7 +83,7 @@ def _run(
     xs: Sequence[Value],
     read: Collection[int],
 ) -> tuple[list[Value], _Made]:
-    """What a program returns, and then the factors of products that it need not return."""
+    """Runs a jaxpr; returns results and the factors of products that it need not return."""
     given = list(map(Operand, xs))
     outs = evaluated(program, given)
     results = [x.value for x in outs]
@@ -113,13 +105,14 @@ def _run(
             continue
         terms[k] = own
         come |= new
+        # The carry passes through unchanged, and stacked results are replaced by a number.
         results[k] = xs[body.same + k] if k < body.carried else np.zeros((), np.int8)
     places = {key: len(results) + n for n, key in enumerate(come)}
     return [*results, *come.values()], _Made(terms, places, inputs)
 
 
 def _without(terms: Terms, carried: Product) -> Terms | None:
-    """The terms that are added to what is carried; None if that is not one of them."""
+    """Returns the terms added to the carry; None if the carry is not a term."""
     others = tuple(t for t in terms if t.factors is not carried.factors)
     alone = [t for t in terms if t.factors is carried.factors]
     same = len(alone) == 1 and (alone[0].dims, alone[0].negative) == (carried.dims, False)
@@ -129,7 +122,8 @@ def _without(terms: Terms, carried: Product) -> Terms | None:
 def _of_all_steps(
     out: Any, k: int, terms: Terms, body: Body, made: _Made, values: Any, outs: Any
 ) -> Terms:
-    """The terms of a result, of factors that are outside."""
+    """Rewrites terms of a step to factors outside of the loop."""
+    # Factors that differ between steps get the steps as a dimension, over which terms are summed.
     step = Label(body.times) if body.is_repeated and body.times > 1 else None
 
     def outside(factor: Factor) -> Factor:
@@ -153,6 +147,7 @@ def _of_all_steps(
         if k >= body.carried and body.is_repeated:
             dims, starts = (() if step is None else (step,), *dims), (0, *starts)
         elif step and not any(step in f.labels for f in factors):
+            # A term without that dimension is the same in each step.
             factors = (*factors, Factor(jnp.asarray(body.times, out.aval.dtype), ()))
         new = replace(t, factors=factors, dims=dims, starts=starts)
         is_sum = t.matrices or new.in_factors.difference(new.labels)
@@ -161,7 +156,7 @@ def _of_all_steps(
 
 
 def _total(like: Any, terms: Terms) -> Any:
-    """An array of this type with all elements of the products."""
+    """Computes an array of this type from all products."""
     factors = [f.value for t in terms for f in t.factors]
     contraction = DeferredContraction(like, 1, described(terms), factors, [None] * len(factors))
     return contraction.as_output(contraction.total())

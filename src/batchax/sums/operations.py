@@ -33,7 +33,7 @@ _DTYPES = ("bfloat16", "float32", "float64")
 
 
 def terms_of(eqn: Eqn, operands: Sequence[Operand], outs: Sequence[Value]) -> list[Terms | None]:
-    """Of each result of an equation the products whose sum it is; None: nothing is known."""
+    """Returns for each result the products whose sum it is; None if unknown."""
     pass_on = OPERATIONS.get(eqn.primitive.name)
     numbers = _FLOATS.get(eqn.primitive.name, slice(None))
     values = [x.value for x in operands[numbers]]
@@ -58,7 +58,7 @@ def _all_or_none(terms: Sequence[Product | None]) -> Terms | None:
 
 
 def _of_each(change: Callable[..., Product | None]) -> Callable[..., Terms | None]:
-    """What is done to each product of the only operand."""
+    """Lifts a change of one product to each product of the only operand."""
 
     def pass_on(eqn: Eqn, x: Operand) -> Terms | None:
         return _all_or_none([change(eqn, term, np.shape(x.value)) for term in x.products])
@@ -75,7 +75,7 @@ def _same(eqn: Eqn, x: Product, shape: Any) -> Product:
 
 
 def is_wider(eqn: Eqn) -> bool:
-    """Whether a number has as many bits, or more, in the other dtype that it is converted to."""
+    """Returns whether a conversion keeps or increases the number of bits."""
     return np.dtype(eqn.params["new_dtype"]).itemsize >= eqn.invars[0].aval.dtype.itemsize
 
 
@@ -100,7 +100,7 @@ def _broadcast(eqn: Eqn, x: Product, shape: Any) -> Product:
 
 
 def _reshaped(eqn: Eqn, x: Product, shape: Any) -> Product | None:
-    """In another shape: labels come together in one dimension, or that of one becomes several."""
+    """Reshapes: labels join in one dimension, or a dimension splits into several."""
     new = eqn.outvars[0].aval.shape
     if 0 in shape:
         return None
@@ -112,6 +112,7 @@ def _reshaped(eqn: Eqn, x: Product, shape: Any) -> Product | None:
         places = [None if n == 1 else next(each) for n in new]
         dims = tuple(() if d is None else x.dims[d] for d in places)
         return replace(x, dims=dims, starts=tuple(0 if d is None else x.starts[d] for d in places))
+    # Labels that are split are reshaped in all factors.
     split: dict[Label, list[Label]] = {}
     left = list(x.labels[::-1])
     dims = []
@@ -138,7 +139,7 @@ def _reshaped(eqn: Eqn, x: Product, shape: Any) -> Product | None:
 
 
 def _divide(split: dict[Label, list[Label]], label: Label, parts: list[Label]) -> None:
-    """Puts down that `label` is now these; it may be a part of another."""
+    """Records that `label` consists of `parts`. It may be part of another."""
     for whole, own in split.items():
         if own[-1] is label:
             split[whole] = [*own[:-1], *parts]
@@ -158,7 +159,7 @@ def _multiplied(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
 
 
 def _as_large(x: Operand, terms: Terms, eqn: Eqn) -> Terms:
-    """Terms of an operand in the shape of the result, along which one of size 1 is repeated."""
+    """Broadcasts the terms of an operand to the shape of the result."""
     old, new = np.shape(x.value), eqn.outvars[0].aval.shape
     if old == new:
         return terms
@@ -181,17 +182,20 @@ def _products(xs: Terms, ys: Terms) -> Terms | None:
 
 
 def _both(x: Product, y: Product) -> Terms | None:
-    """The product of two; none where they are pieces without an element in common."""
+    """Multiplies two products; none for pieces without a common element."""
     if x.is_apart(y):
         return ()
     if x.matrices is not None and y.matrices is not None:
         return None
+    # Labels of different products must differ, unless they are identified below.
     y = y.relabelled({n: Label(n.size) for n in {*x.labels, *x.in_factors}})
     dims, starts = [], []
     for d, (mine, others) in enumerate(zip(x.dims, y.dims, strict=True)):
         begin, start = x.starts[d], y.starts[d]
         end, stop = begin + x.shape[d], start + y.shape[d]
         sizes = [[n.size for n in own] for own in (mine, others)]
+        # Along a repeated dimension of one, the other decides. Where both vary, labels are
+        # identified.
         if y.repeats(d) and start <= begin and end <= stop:
             dims.append(mine)
         elif x.repeats(d) and begin <= start and stop <= end:
@@ -216,7 +220,7 @@ def _both(x: Product, y: Product) -> Terms | None:
 
 
 def _divided(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
-    """By what has fewer dimensions."""
+    """Divides by a value of fewer dimensions."""
     (by,) = y.products if len(y.products) == 1 else (None,)
     fewer = by is not None and len(by.in_factors) < max(1, np.ndim(x.value))
     if by is None or not fewer or len(by.factors) != 1 or by.matrices:
@@ -233,7 +237,7 @@ def _added(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
 
 
 def _sum(eqn: Eqn, *each: tuple[Operand, Terms]) -> Terms:
-    """The terms of all, except for operands that are zero."""
+    """Collects the terms of all operands, except for zeros."""
     others = [(x, own) for x, own in each if not x.is_zero] or each[:1]
     return tuple(t for x, own in others for t in _as_large(x, own, eqn))
 
@@ -244,6 +248,7 @@ def _contracted(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = map(_as_operand, (x, y))
     paired = zip((*lhs_contract, *lhs_batch), (*rhs_contract, *rhs_batch), strict=True)
+    # Contracted and batch dimensions are identified, label by label.
     alike = [zip(lhs.dims[a], rhs.dims[b], strict=True) for a, b in paired]
     rhs = rhs.relabelled({n: m for m, n in itertools.chain(*alike)})
     free = lambda dims, *others: [
@@ -259,7 +264,7 @@ def _contracted(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
 
 
 def _is_plain(eqn: Eqn, *operands: Operand) -> bool:
-    """Whether the sums of an equation are in the precision of its operands, or in a larger one."""
+    """Returns whether sums are in the precision of the operands, or higher."""
     precision, result = eqn.params["precision"], eqn.outvars[0].aval
     plain = precision is None or isinstance(precision, (tuple, lax.Precision))
     wide = result.dtype.itemsize >= max(jax.typeof(v.value).dtype.itemsize for v in operands)
@@ -267,7 +272,7 @@ def _is_plain(eqn: Eqn, *operands: Operand) -> bool:
 
 
 def _as_operand(x: Operand) -> Product:
-    """An operand of a product of matrices: an array, that is repeated if it is known to be."""
+    """Returns an operand of a matrix product: an array, possibly repeated."""
     term, *others = x.products
     repeated = not term.in_factors.issuperset(term.labels) and not others
     alone = repeated and len(term.factors) == 1 and not term.negative and not any(term.starts)
@@ -277,7 +282,7 @@ def _as_operand(x: Operand) -> Product:
 def _summed(
     eqn: Eqn, each: Sequence[Product], dims: tuple[tuple[Label, ...], ...], summed: list[Label]
 ) -> Product:
-    """The product of arrays, summed over labels. One that a single array has is summed at once."""
+    """Multiplies arrays and sums over labels. A label of a single array is summed at once."""
     factors: list[Factor] = []
     for x in each:
         (factor,) = x.factors
@@ -286,6 +291,7 @@ def _summed(
         value = jnp.sum(factor.value, [factor.labels.index(n) for n in alone])
         kept = tuple(n for n in factor.labels if n not in alone)
         factors.append(Factor(value, kept) if alone else factor)
+    # Sum over repeated dimensions: a factor of their size.
     if repeated := [n.size for n in summed if not any(n in x.in_factors for x in each)]:
         times = jnp.asarray(math.prod(repeated), eqn.outvars[0].aval.dtype)
         factors.append(Factor(times, ()))
@@ -294,9 +300,9 @@ def _summed(
 
 
 def _convolved(eqn: Eqn, x: Operand, y: Operand) -> Terms | None:
-    """The gradient of a kernel, which is used at each place of an image, as of a matrix.
+    """Rewrites the gradient of a convolution kernel as that of a matrix.
 
-    The rows of the matrix are the parts of the image that the kernel meets at each place.
+    Its rows are the parts of the image that the kernel meets at each position.
     """
     params, (out,) = eqn.params, eqn.outvars
     grouped = params["feature_group_count"] * params["batch_group_count"] != 1
@@ -343,7 +349,7 @@ _MOST_PARTS = 128
 
 
 def _scattered(eqn: Eqn, x: Operand, indices: Operand, updates: Operand) -> Terms | None:
-    """Rows added to a table: the gradient of an embedding."""
+    """Follows rows added to a table: the gradient of an embedding."""
     params, shape = eqn.params, np.shape(x.value)
     numbers = params["dimension_numbers"]
     indexed, windows = numbers.scatter_dims_to_operand_dims, numbers.update_window_dims
@@ -362,11 +368,12 @@ def _scattered(eqn: Eqn, x: Operand, indices: Operand, updates: Operand) -> Term
 
 
 def _updated(eqn: Eqn, x: Operand, update: Operand, *starts: Operand) -> Terms | None:
-    """A row, or rows, put into a table of zeros: the gradient of one that is read by its index."""
+    """Follows rows written to a table of zeros: the gradient of a row read by its index."""
     shape, own = np.shape(x.value), np.shape(update.value)
     if not x.is_zero or 0 in own:
         return None
     rows = itself(update.value)
+    # JAX clamps starts so that the update fits.
     places = {
         d: _clipped(jnp.int32(starts[d].value), n) for d, n in enumerate(shape) if n != own[d]
     }
@@ -381,14 +388,10 @@ def _placed_rows(
     windows: dict[int, tuple[Label, ...]],
     places: dict[int, Value],
 ) -> Terms | None:
-    """A table `x`, and `rows` that are added to it.
+    """Adds `rows` to the table `x`.
 
-    Args:
-      eqn, x: the equation, and its table.
-      rows: the rows, one for each element of `own` dimensions.
-      own: labels of these dimensions.
-      windows: labels of the others, by the dimension of the table.
-      places: the indices at which rows are added, by the dimension of the table.
+    `own` are labels of the dimensions that number the rows, `windows` those of others by table
+    dimension, and `places` the indices by table dimension.
     """
     shape = np.shape(x.value)
     sizes = {d: math.prod(n.size for n in windows.get(d, ())) for d in range(len(shape))}
@@ -411,7 +414,7 @@ _MOST_INDICES = 2**31 - 1
 
 
 def _in_range(index: Value, size: int) -> Any:
-    """Indices, of which those out of range are `size`."""
+    # The value `size` marks an index out of range, which is dropped.
     return jnp.where((index >= 0) & (index < size), index, size)
 
 
@@ -446,7 +449,7 @@ def _split(eqn: Eqn, x: Operand) -> list[Terms | None]:
 
 
 def cut(terms: Terms, d: int, start: int, limit: int) -> Terms | None:
-    """What is of these from `start` to `limit` along a dimension."""
+    """Slices terms along a dimension."""
     each = [_cut_one(t, d, start, limit) for t in terms]
     return None if None in each else tuple(t for own in each for t in own or ())
 
@@ -454,6 +457,7 @@ def cut(terms: Terms, d: int, start: int, limit: int) -> Terms | None:
 def _cut_one(x: Product, d: int, start: int, limit: int) -> Terms | None:
     begin, end = x.starts[d], x.starts[d] + x.shape[d]
     first, last = max(begin, start), min(end, limit)
+    # A piece outside of the slice vanishes.
     if first >= last and begin < end:
         return ()
     placed = (*x.starts[:d], first - start, *x.starts[d + 1 :])
@@ -485,7 +489,7 @@ def _cut_one(x: Product, d: int, start: int, limit: int) -> Terms | None:
 
 
 def _padded(eqn: Eqn, x: Operand, value: Operand) -> Terms | None:
-    """A piece of zeros: the gradient of an array of which a slice is used."""
+    """Follows padding with zeros: the gradient of a slice."""
     lows, highs, apart = zip(*eqn.params["padding_config"], strict=True)
     if any(apart) or min((*lows, *highs)) < 0 or not value.is_zero:
         return None
@@ -494,7 +498,7 @@ def _padded(eqn: Eqn, x: Operand, value: Operand) -> Terms | None:
 
 
 def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
-    """By one boolean for all elements, between two."""
+    """Selects between two operands by one boolean for all elements."""
     (by,) = which.products if len(which.products) == 1 else (None,)
     if by is None or by.in_factors or len(by.factors) != 1 or len(cases) != 2:
         return None
@@ -512,7 +516,7 @@ def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
 
 
 def _of_numbers(chosen: Value, dtype: Any, no: Product, yes: Product) -> Product | None:
-    """One of two that are the same except for numbers that they are multiplied with."""
+    """Selects between two products that differ only in scalar factors."""
     arrays = [[f for f in x.factors if f.labels] for x in (no, yes)]
     same = lambda x, y: x.value is y.value and x.labels == y.labels
     alike = len(arrays[0]) == len(arrays[1]) and all(map(same, *arrays))
@@ -531,7 +535,7 @@ def _of_numbers(chosen: Value, dtype: Any, no: Product, yes: Product) -> Product
 
 
 def _where(chosen: Value, value: bool, x: Product) -> Product:
-    """What is zero unless `chosen` is `value`, whatever the factors are then."""
+    """Zeroes a product unless `chosen` is `value`, also if its factors are not finite."""
 
     def kept(factor: Factor) -> Factor:
         if factor.one_hot:

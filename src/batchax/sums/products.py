@@ -22,21 +22,16 @@ from batchax.jaxprs.words import Value
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """The name of a dimension: two are the same if they are one object."""
+    """Names a dimension, by identity."""
 
     size: int
 
 
 class Factor(NamedTuple):
-    """An array of one example, and the label of each of its dimensions.
+    """Holds an array of one example, with a label for each dimension."""
 
-    Attributes:
-      value: the array; of a one-hot factor the indices at which it is 1 along its last label,
-        which is not a dimension of `value`. It is 0 everywhere if the index is out of range.
-      labels: the label of each dimension.
-      one_hot: whether it is one-hot.
-    """
-
+    # A one-hot factor holds the indices at which it is 1 along its last label, which `value` lacks.
+    # It is 0 if the index is out of range.
     value: Value
     labels: tuple[Any, ...]
     one_hot: bool = False
@@ -44,63 +39,53 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A value or a piece of one, each element of which is a product of elements of factors.
+    """Describes a value, or a piece, each element of which is a product of factors' elements.
 
-    Or it is a sum of such products. Of the terms whose sum a value is, each element is in some.
-
-    Attributes:
-      factors: what is multiplied.
-      dims: of each dimension of the value, the labels that it consists of, the one that changes
-        slowest first; none for one of size 1. Along one that no factor has elements are the same.
-      starts: where in the value it begins, in each dimension.
-      negative: whether it is that with the other sign.
-      precision: what the user said of the product of matrices, if it is one.
-      matrices: the variable that is this sum, if the product is summed over labels, or scattered.
+    It may also be a sum of such products. Each element of a value is in some of its terms.
     """
 
     factors: tuple[Factor, ...]
+    # For each dimension its labels, slowest first; none for size 1. Along labels that no factor
+    # has, elements repeat.
     dims: tuple[tuple[Label, ...], ...]
-    starts: tuple[int, ...]
-    negative: bool = False
-    precision: Any = None
-    matrices: Any = None
+    starts: tuple[int, ...]  # where in the value it begins
+    negative: bool = False  # whether the sign is flipped
+    precision: Any = None  # of the user's matrix product, if it is one
+    matrices: Any = None  # the variable of this sum, if labels are summed or rows scattered
 
     @functools.cached_property
     def labels(self) -> tuple[Label, ...]:
-        """Those of all its dimensions."""
         return tuple(n for own in self.dims for n in own)
 
     @functools.cached_property
     def in_factors(self) -> frozenset[Label]:
-        """The labels that a factor has."""
         return frozenset(n for f in self.factors for n in f.labels)
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the piece that it is."""
+        """Returns the shape of the piece."""
         return tuple(math.prod(n.size for n in own) for own in self.dims)
 
     @property
     def one_hot(self) -> list[Factor]:
-        """The factors that are one-hot: where rows are scattered."""
+        """Returns the one-hot factors, by which rows are scattered."""
         return [f for f in self.factors if f.one_hot]
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is zero for all that it could be."""
+        """Returns whether all factors are known zeros."""
         return all(_is_zero(f.value) for f in self.factors)
 
     def is_apart(self, other: Product) -> bool:
-        """Whether it is a piece that has no element in common with another piece."""
+        """Returns whether it has no element in common with another piece."""
         places = zip(self.starts, self.shape, other.starts, other.shape, strict=True)
         return any(a + n <= b or b + m <= a for a, n, b, m in places)
 
     def repeats(self, d: int) -> bool:
-        """Whether along a dimension all elements are the same."""
+        """Returns whether all elements along a dimension are the same."""
         return self.in_factors.isdisjoint(self.dims[d])
 
     def relabelled(self, labels: Mapping[Label, Label]) -> Product:
-        """The same with other labels."""
         renamed = lambda own: tuple(labels.get(n, n) for n in own)
         factors = tuple(f._replace(labels=renamed(f.labels)) for f in self.factors)
         return replace(self, factors=factors, dims=tuple(map(renamed, self.dims)))
@@ -111,7 +96,7 @@ Terms = tuple[Product, ...]
 
 
 def itself(x: Value) -> Product:
-    """A value as the only factor of a product."""
+    """Wraps a value as the only factor of a product."""
     shape = np.shape(x)
     dims = tuple(() if n == 1 else (Label(n),) for n in shape)
     units = [d for d, n in enumerate(shape) if n == 1]
@@ -120,7 +105,7 @@ def itself(x: Value) -> Product:
 
 
 def aligned(factor: Any, labels: tuple[Any, ...]) -> Any:
-    """A factor with its dimensions in the order of `labels`, and of size 1 where it has none."""
+    """Transposes a factor to the order of `labels`, with size 1 for those it lacks."""
     value, own = factor[:2]
     if own == labels:
         return value
@@ -130,7 +115,7 @@ def aligned(factor: Any, labels: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """What is known of a value: its products; of what it is the square, or another shape."""
+    """Holds a value with its products, and what it is the square or reshape of."""
 
     value: Value
     terms: Terms | None = None
@@ -139,19 +124,19 @@ class Operand:
 
     @functools.cached_property
     def products(self) -> Terms:
-        """Its products; itself, if nothing else is known, and if it is a number."""
+        """Returns the products; the value itself if none are known, or if it is a number."""
         if self.terms is None or not (np.shape(self.value) or self.is_zero):
             return (itself(self.value),)
         return self.terms
 
     @property
     def has_arrays(self) -> bool:
-        """Whether it is known to be made of products of several arrays."""
+        """Returns whether it is known to be a product of several arrays."""
         return any(t.one_hot or len(arrays_of(t)) > 1 for t in self.terms or ())
 
     @property
     def is_zero(self) -> bool:
-        """Whether it is zero for all that it could be."""
+        """Returns whether it is known to be zero."""
         if self.terms is None:
             return _is_zero(self.value)
         return all(t.is_zero for t in self.terms)
@@ -163,21 +148,22 @@ def _is_zero(x: Value) -> bool:
 
 
 class Group(NamedTuple):
-    """The numbers of factors that are multiplied by element; the first has all labels."""
+    """Lists factors that are multiplied elementwise; the first has all labels."""
 
     numbers: tuple[int, ...]
     labels: tuple[Any, ...]
 
 
 def groups_of(factors: Sequence[Factor]) -> list[Group]:
-    """The fewest groups of factors that are not one-hot, none of which has all labels of another.
+    """Groups factors that are not one-hot, so that no group has all labels of another.
 
-    The last, if there are others, is of numbers, which have no labels.
+    The last group, if any, holds numbers.
     """
     by_labels: dict[frozenset[Any], list[int]] = {}
     for k, factor in enumerate(factors):
         if not factor.one_hot:
             by_labels.setdefault(frozenset(factor.labels), []).append(k)
+    # A factor joins the smallest maximal group that has all of its labels.
     largest = [own for own in by_labels if own and not any(own < other for other in by_labels)]
     numbers = {own: list(by_labels[own]) for own in largest}
     for own, ks in by_labels.items():
@@ -190,5 +176,4 @@ def groups_of(factors: Sequence[Factor]) -> list[Group]:
 
 
 def arrays_of(x: Product) -> list[Group]:
-    """The groups of its factors that are no numbers."""
     return [group for group in groups_of(x.factors) if group.labels]

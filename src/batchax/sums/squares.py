@@ -43,21 +43,19 @@ _MOST_ARRAYS = 5
 
 
 class _Form(NamedTuple):
-    """A way to compute a number, and its estimated cost in multiplications."""
+    """Describes a way to compute a number, and its estimated cost in multiplications."""
 
     cost: float
     value: Callable[[], Any]
 
 
 def sum_of_squares(x: Operand, dtype: Any) -> Any:
-    """The sum of the squares of all elements; None if factors do not make it cheaper.
-
-    That of a sum of terms is the sum of the inner products of all pairs of them. Pieces that have
-    no element in common have none.
-    """
+    """Computes the sum of squares of all elements; None if factors do not make it cheaper."""
     terms = x.products
     if not any(_is_outer(t) or t.matrices for t in terms):
         return None
+    # The square of a sum is the sum of inner products of all pairs of terms. Pieces without a
+    # common element contribute nothing.
     pairs = [p for p in itertools.combinations(terms, 2) if not p[0].is_apart(p[1])]
     if len(terms) + len(pairs) > max(_MOST_FORMS, len(terms)):
         return None
@@ -72,7 +70,7 @@ def sum_of_squares(x: Operand, dtype: Any) -> Any:
 
 
 def _cost(x: Product) -> float:
-    """The cost of an array with all elements, which are squared and multiplied by a number."""
+    """Estimates the cost of building the array and squaring its elements."""
     elements = math.prod(x.shape)
     multiplied = math.prod(n.size for n in x.in_factors.union(x.labels)) if x.matrices else 0
     return 3 * _ELEMENT * elements + (0 if x.one_hot else multiplied)
@@ -84,7 +82,7 @@ def _is_outer(x: Product) -> bool:
 
 
 def _is_apart(x: Product) -> bool:
-    """Whether its elements are products of arrays without a label in common."""
+    """Returns whether its elements are products of arrays without a common label."""
     labels = [n for group in groups_of(x.factors) for n in group.labels]
     return x.matrices is None and len(labels) == len(set(labels)) and set(x.labels) == set(labels)
 
@@ -103,7 +101,7 @@ def _squares(x: Product, dtype: Any) -> _Form | None:
 
 
 def _multiplied(factors: Sequence[Factor], group: Group, dtype: Any = None) -> Any:
-    """The product of the factors of a group, with its labels."""
+    """Multiplies the factors of a group."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     value = functools.reduce(jnp.multiply, each)
     return value if dtype is None else lax.convert_element_type(value, dtype)
@@ -114,12 +112,10 @@ def _of_one(parts: list[Value]) -> Any:
 
 
 def _of_outer(parts: list[Value]) -> Any:
-    """The sum of squares of the outer product of `parts`.
-
-    Squares are of parts over the largest number of each, as the square of a part alone may be too
-    large or too small for a float where those of products are not. And where the product has
-    infinity times zero, a NaN, so has the result.
-    """
+    """Computes the sum of squares of an outer product."""
+    # Each part is scaled by its largest magnitude: its square alone may overflow or underflow where
+    # that of the product does not. Infinity times zero is NaN in the product, so the result is,
+    # too.
     magnitudes = list(map(jnp.abs, parts))
     most = list(map(jnp.max, magnitudes))
     scale = [
@@ -138,7 +134,7 @@ def _of_outer(parts: list[Value]) -> Any:
 
 
 def _scattered_squares(x: Product, dtype: Any) -> _Form | None:
-    """Of rows scattered into a table: those at the same place are added up before."""
+    """Computes squares of rows scattered into a table: rows at one position are added first."""
     parts = groups_of(x.factors)
     index = tuple(dict.fromkeys(n for f in x.one_hot for n in f.labels[:-1]))
     own = tuple(n for n in x.labels if all(n is not f.labels[-1] for f in x.one_hot))
@@ -156,6 +152,7 @@ def _scattered_squares(x: Product, dtype: Any) -> _Form | None:
         place = place.reshape(rows)
         if rows == 1:
             return jnp.sum(jnp.square(jnp.where(place[0] < size, added, 0)))
+        # Each row is added to the first row with the same index, in an array as small as the rows.
         first = jnp.argmax(place[:, None] == place, axis=1)
         first = jnp.where(place < size, first, rows)
         return jnp.sum(jnp.square(jnp.zeros_like(added).at[first].add(added, mode="drop")))
@@ -164,7 +161,7 @@ def _scattered_squares(x: Product, dtype: Any) -> _Form | None:
 
 
 def _place(one_hot: Sequence[Factor], labels: tuple[Any, ...]) -> tuple[Any, int]:
-    """The number of each place in a table, and the first number that is of none."""
+    """Numbers each position in a table, and returns the first number past its end."""
     sizes = [f.labels[-1].size for f in one_hot]
     each = [aligned(f._replace(labels=f.labels[:-1]), labels) for f in one_hot]
     out = functools.reduce(jnp.logical_or, (i >= n for i, n in zip(each, sizes, strict=True)))
@@ -174,7 +171,7 @@ def _place(one_hot: Sequence[Factor], labels: tuple[Any, ...]) -> tuple[Any, int
 
 
 def _inner_product(x: Product, y: Product, dtype: Any, times: int = 1) -> _Form | None:
-    """The sum of the products of the elements of two, times a number."""
+    """Computes the sum of products of the elements of two, times a number."""
     both = _common(x, y)
     other = both and _alongside(*both)
     if both is None or other is None:
@@ -197,7 +194,7 @@ def _inner_product(x: Product, y: Product, dtype: Any, times: int = 1) -> _Form 
 
 
 def _common(x: Product, y: Product) -> tuple[Product, Product] | None:
-    """The parts of two pieces where they have elements in common."""
+    """Slices two pieces to their common elements."""
     for d in range(len(x.dims)):
         start = max(x.starts[d], y.starts[d])
         stop = min(p.starts[d] + p.shape[d] for p in (x, y))
@@ -209,7 +206,7 @@ def _common(x: Product, y: Product) -> tuple[Product, Product] | None:
 
 
 def _alongside(x: Product, y: Product) -> Product | None:
-    """`y` with the labels of `x`, dimension by dimension, and others that it is summed over."""
+    """Relabels `y` with the labels of `x` by dimension, and fresh ones for summed labels."""
     pairs: dict[Label, Label] = {}
     for mine, others in zip(x.dims, y.dims, strict=True):
         if [n.size for n in mine] != [n.size for n in others]:
@@ -220,7 +217,7 @@ def _alongside(x: Product, y: Product) -> Product | None:
 
 
 def _arrays_of(x: Product, dtype: Any) -> tuple[list[Factor], list[Value]]:
-    """The arrays that a product is made of, those that are one-hot last, and the numbers."""
+    """Splits a product into its arrays, one-hot ones last, and its numbers."""
     groups = groups_of(x.factors)
     values = [_multiplied(x.factors, group) for group in groups]
     arrays = [Factor(v, g.labels) for v, g in zip(values, groups, strict=True) if g.labels]
@@ -233,13 +230,14 @@ def _arrays_of(x: Product, dtype: Any) -> tuple[list[Factor], list[Value]]:
 
 
 def _without_one_hot(factors: list[Factor], dtype: Any) -> list[Factor] | None:
-    """The same with rows read from tables, or positions compared, in place of what is one-hot."""
+    """Replaces one-hot factors by rows read from tables, or by compared indices."""
     while one_hot := [f for f in factors if f.one_hot]:
         first, (*index, place) = one_hot[0], one_hot[0].labels
         others = [f for f in factors if f is not first and place in f.labels]
         if len(others) != 1:
             return None
         (other,) = others
+        # The inner product of two one-hot factors is 1 where their indices agree.
         if other.one_hot:
             if len(one_hot) > 2 or other.labels[-1] is not place:
                 return None
@@ -262,10 +260,11 @@ _Order = Sequence[tuple[int, int]]
 
 
 def _cheapest(arrays: tuple[frozenset[Any], ...]) -> tuple[float, _Order]:
-    """The order in which arrays with these labels are contracted, and its cost."""
+    """Finds the cheapest order to contract arrays with these labels, and its cost."""
     if len(arrays) < 2:
         return 0.0, ()
     best: tuple[float, _Order] = math.inf, ()
+    # All orders are tried: there are at most `_MOST_ARRAYS` arrays.
     for i, j in itertools.combinations(range(len(arrays)), 2):
         others = tuple(a for k, a in enumerate(arrays) if k not in (i, j))
         both = arrays[i] | arrays[j]
@@ -278,7 +277,7 @@ def _cheapest(arrays: tuple[frozenset[Any], ...]) -> tuple[float, _Order]:
 
 
 def _contracted(arrays: Sequence[Factor], order: _Order, dtype: Any) -> Any:
-    """The sum over all labels of the product of arrays."""
+    """Sums the product of arrays over all labels."""
     arrays = list(arrays)
     for i, j in order:
         x, y = arrays[i], arrays[j]
