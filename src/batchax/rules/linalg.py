@@ -84,7 +84,7 @@ def with_lanes_last(
         recording.note(small_matrices="choice")
         return None
     # One example may be a batch of matrices, as ``jax.vmap`` makes it.
-    # A decomposition that runs alone reads lanes in front as fast, so nothing is moved.
+    # Its results are seldom operands of others, so lanes in front stay there.
     batch = examples[0].shape[: examples[0].ndim - ranks[0]]
     first = decomposition.alone and not batch and all(a == 0 for a in axes)
     operands = [

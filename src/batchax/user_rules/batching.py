@@ -62,7 +62,7 @@ _inside: ContextVar[bool] = ContextVar("batchax_of_one_lane", default=False)
 
 @contextmanager
 def of_one_lane() -> Iterator[None]:
-    """While a rule is run so: one that calls its own function would be run so without end."""
+    """Marks a rule that runs for one lane: calling its own function must not do so again."""
     token = _inside.set(True)
     try:
         yield
@@ -73,17 +73,14 @@ def of_one_lane() -> Iterator[None]:
 def one_lane(
     axis: Axis, rule: UserRule, jaxpr: ClosedJaxpr, flags: Flags, needed: Flags
 ) -> Flat | None:
-    """The rule as a function of one example, if that does once what is expensive for each lane.
+    """Returns the rule as a function of one example, if that shares expensive work.
 
-    Args:
-      axis: the axis being mapped.
-      rule: the rule.
-      jaxpr: the program of its function.
-      flags: which operands are batched.
-      needed: which would have to be for the rule to compute all lanes.
+    `flags` are the batched operands, and `needed` those that would have to be for the rule to
+    compute all lanes.
     """
 
     def shares(program: ClosedJaxpr) -> bool:
+        # `once` is the cost where shared work is done once, `each` that of the rule on all lanes.
         costs = (cost_of_program(program, differs=f, steps=STEPS) for f in (flags, needed))
         once, each = map(VECTORIZED.time, costs)
         return once < WORTH * each and axis.size * (each - once) > LAUNCH
@@ -94,6 +91,7 @@ def one_lane(
     alone, count = replace(axis, size=1), len(rule.closed)
 
     def run(*xs: Any) -> list[Any]:
+        # The rule sees a batch of one lane.
         given = [lax.expand_dims(x, (0,)) if f else x for x, f in zip(xs, flags, strict=True)]
         outs, out_flags = rule.run(alone, flags[count:], given[:count], given[count:])
         return [lax.squeeze(x, (0,)) if f else x for x, f in zip(outs, out_flags, strict=True)]
@@ -103,6 +101,7 @@ def one_lane(
             program = stage_function(axis, run, jaxpr.in_avals)
     except Exception:  # the rule serves batches of other sizes: it is run on all lanes
         return None
+    # Effects would occur while the rule is traced.
     if program.effects or not shares(program):
         return None
     return lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
@@ -124,13 +123,14 @@ def _batched(
 ) -> Batched:
     flags = [a is not None for a in axes]
     named = axis.name is not None and axis.name in _compat.named_axes(jaxpr.effects)
+    # Nothing is batched, and no collective is over the axis: the call stays as it is.
     if not (named or any(flags)):
         outs = custom_call_p.bind(*args, jaxpr=jaxpr, steps=steps, rule=rule)
         return outs, [None] * len(outs)
     count = len(rule.closed)
     values = _before(steps, flags, "values_before")
     needed = _before(steps, flags, "flags_before")
-    # One for packed rows only has nothing to say of arrays, which are batched as by no rule.
+    # A rule for packed rows only does not apply to arrays, which are batched without a rule.
     ruled = rule.rule is not None or rule.for_rows is None
     if ruled and any(values[count:]) and not any(needed[:count]):
         recording.note(service="user", rule=rule.shown)
@@ -158,12 +158,14 @@ def _by_rule(
     axes: Axes,
     place: Place | None,
 ) -> Batched:
-    """The derivatives `steps` of what the rule computes; what a later call needs is kept."""
+    """Applies derivative `steps` to what the rule computes, and saves what a later call needs."""
     kept = {} if place is None else place[0].kept
     if place is not None and id(place[1]) in kept:
+        # An earlier call has computed this one's results.
         return kept.pop(id(place[1]))(args, axes)
     later = None if place is None else later_calls(*place)
     flags = targets = [a is not None for a in axes]
+    # Cotangents by lane need operands by lane.
     if isinstance(later, Pullbacks):
         targets = [f or i in later.moving for i, f in enumerate(flags)]
         if any(_before(steps, targets, "flags_before")[: len(rule.closed)]):
@@ -171,7 +173,7 @@ def _by_rule(
         else:
             steps, args = without_values(steps, args)
             axes, flags, targets = axes[: len(args)], flags[: len(args)], targets[: len(args)]
-    # with these the rule is computed after its function was
+    # With these steps, the rule runs after its function has run.
     again = without_values(steps, ())[0]
     if isinstance(later, Values):
         again = steps[:-1]
@@ -209,8 +211,9 @@ def _by_rule(
 def _derivatives(
     axis: Axis, rule: UserRule, steps: Sequence[DerivativeStep], flags: Flags
 ) -> BatchedFlat:
-    """The derivatives `steps` of what the rule computes, of operands that `flags` says batched."""
+    """Applies derivative `steps` to the rule, for operands that `flags` marks as batched."""
     every = [flags]  # of the operands before each step
+    # From the last step to the first: what must be batched before each of them.
     for step in reversed(steps):
         every.append(step.flags_before(every[-1]))
     first, *later = reversed(every)

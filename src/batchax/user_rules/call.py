@@ -47,19 +47,19 @@ BatchedFlat = Callable[..., tuple[list[Any], Flags]]
 
 @dataclass(frozen=True)
 class Tangents:
-    """A step of differentiation: to the tangents of the results `of`.
+    """Describes a differentiation step: to tangents of the results `of`.
 
-    Operands are those of the function before, then tangents of those that are `moving`. If
-    `values`, all results of the function before follow the tangents. These are what derivative
-    rules inside of it return besides the tangents, which has other derivatives of its own.
+    Operands are those before it, then tangents of the `moving` ones. With `values`, all results of
+    the function before follow the tangents.
     """
 
     moving: tuple[int, ...]
     of: tuple[int, ...]
+    # Those are results of derivative rules inside, whose own derivatives may differ.
     values: bool = False
 
     def function(self, before: Flat) -> Flat:
-        """The derivative of the function `before` this step."""
+        """Differentiates the function `before` this step."""
 
         def run(*xs: Any) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
@@ -71,29 +71,24 @@ class Tangents:
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """The types of its results, from those of the function before."""
+        """Returns the result types, from those of the function before."""
         return [*(before[k].to_tangent_aval() for k in self.of), *(before if self.values else ())]
 
     def values_before(self, flags: Flags) -> list[bool]:
-        """Which operands of the function before are batched themselves."""
+        """Returns which operands of the function before are batched."""
         return list(flags[: -len(self.moving)])
 
     def flags_before(self, flags: Flags) -> list[bool]:
-        """Which of them must be, for these to be."""
+        """Returns which operands of the function before must be batched."""
         before = self.values_before(flags)
         for i, batched in zip(self.moving, flags[-len(self.moving) :], strict=True):
             before[i] |= batched
         return before
 
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
-        """The derivative of `before`, a function of batches.
-
-        Args:
-          axis: the axis being mapped.
-          before: the function before this step, for operands of `flags_before`.
-          flags: which operands are batched.
-        """
+        """Differentiates `before`, a function of batches with operands of `flags_before`."""
         together = self.flags_before(flags)
+        # A tangent is batched as its operand is.
         targets = [*together, *(together[i] for i in self.moving)]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
@@ -108,10 +103,9 @@ class Tangents:
 
 @dataclass(frozen=True)
 class Cotangents:
-    """A step of differentiation: to the cotangents of the `linear` operands.
+    """Describes a differentiation step: to cotangents of the `linear` operands.
 
     Operands are the others of the function before, then cotangents of its results `of`.
-    `linear_types` are the types of the linear operands.
     """
 
     linear: tuple[int, ...]
@@ -119,7 +113,7 @@ class Cotangents:
     of: tuple[int, ...]
 
     def function(self, before: Flat) -> Flat:
-        """The transpose of the function `before` this step."""
+        """Transposes the function `before` this step."""
 
         def run(*xs: Any) -> list[Any]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
@@ -129,21 +123,20 @@ class Cotangents:
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """The types of its results."""
         return list(self.linear_types)
 
     def values_before(self, flags: Flags) -> list[bool]:
-        """Which operands of the function before are batched themselves."""
+        """Returns which operands of the function before are batched."""
         others = iter(flags[: -len(self.of)])
         count = len(flags) - len(self.of) + len(self.linear)
         return [False if i in self.linear else next(others) for i in range(count)]
 
     def flags_before(self, flags: Flags) -> list[bool]:
-        """Which of them must be: each lane has cotangents of its own."""
+        """Returns which operands must be batched: linear ones are, as each lane has cotangents."""
         return [f or i in self.linear for i, f in enumerate(self.values_before(flags))]
 
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
-        """The transpose of `before`, a function of batches; see `Tangents.batched`."""
+        """Transposes `before`, a function of batches."""
         types = [batched_aval(axis, aval, 0) for aval in self.linear_types]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
@@ -163,17 +156,17 @@ class Cotangents:
 
 @dataclass(frozen=True)
 class MappedStep:
-    """A step to many directions at once, of derivatives of one example.
+    """Describes a step to many directions of derivatives of one example.
 
-    Operands are those of the function before; the `mapped` ones have the directions along
-    axis 0, as do all results. What the function is called on is the same for all.
+    `mapped` operands have the directions along axis 0, as do all results.
     """
 
     axis: Axis
+    # The primal operands are the same in all directions.
     mapped: tuple[bool, ...]
 
     def function(self, before: Flat) -> Flat:
-        """The function `before` this step, for all directions."""
+        """Maps the function `before` this step over all directions."""
         axes = [0 if m else None for m in self.mapped]
 
         def run(*xs: Any) -> list[Any]:
@@ -183,22 +176,18 @@ class MappedStep:
         return run
 
     def types(self, before: Sequence[Any]) -> list[Any]:
-        """The types of its results, from those of the function before."""
+        """Returns the result types, from those of the function before."""
         return [batched_aval(self.axis, aval, 0) for aval in before]
 
     def values_before(self, flags: Flags) -> Flags:
-        """Which operands of the function before are batched themselves."""
         return flags
 
     def flags_before(self, flags: Flags) -> Flags:
-        """Which of them must be, for these to be."""
         return flags
 
     def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
-        """`before`, a function of batches, for all directions; see `Tangents.batched`.
-
-        They go behind the lanes of what has lanes.
-        """
+        """Maps `before`, a function of batches, over all directions."""
+        # Directions come after the lanes, which stay in front.
         axes = [int(f) if m else None for m, f in zip(self.mapped, flags, strict=True)]
 
         def run(*xs: Any) -> tuple[list[Any], Flags]:
@@ -217,9 +206,9 @@ DerivativeStep = Tangents | Cotangents | MappedStep
 
 
 def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Any:
-    """A value as batched as is wanted.
+    """Repeats or sums a value along its lanes, as is wanted.
 
-    Cotangents of a result that is the same for all lanes add up.
+    Cotangents of a shared result add up.
     """
     if target and not batched:
         return match_axis(axis, x, None, 0)
@@ -241,7 +230,6 @@ def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
 
 
 def after(steps: Sequence[DerivativeStep], function: Flat) -> Flat:
-    """What becomes of a function of one example by derivatives of it."""
     return functools.reduce(lambda before, step: step.function(before), steps, function)
 
 
@@ -254,7 +242,7 @@ _effects_had: ContextVar[bool] = ContextVar("batchax_effects_had", default=False
 
 @contextmanager
 def effects_had(had: bool) -> Iterator[None]:
-    """While a derivative computes a rule again: `had` says that calls in it have had effects."""
+    """Marks recomputation in a derivative: `had` drops effects that have occurred already."""
     token = _effects_had.set(had or _effects_had.get())
     try:
         yield
@@ -263,7 +251,7 @@ def effects_had(had: bool) -> Iterator[None]:
 
 
 def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
-    """The results, for one example, of a program with a batching rule of the user."""
+    """Calls a program with a user's batching rule, for one example."""
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
     return custom_call_p.bind(*operands, jaxpr=jaxpr, steps=(), rule=rule)
@@ -272,16 +260,12 @@ def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
 def with_captured(
     jaxpr: ClosedJaxpr, closed: Sequence[Any], rule: Any
 ) -> tuple[ClosedJaxpr, list[Any]]:
-    """A program that also takes the tracers that only `rule` closes over, and does not use them.
+    """Adds the tracers that only `rule` closes over as unused inputs of a program.
 
-    By the time the rule runs their trace may be over, and their values must be at hand.
-
-    Args:
-      jaxpr: a program whose first operands are what the function closes over.
-      closed: those.
-      rule: the user's rule.
+    `closed` are those of the function, its first operands.
     """
     closed_ids = set(map(id, closed))
+    # When the rule runs, their trace may be over, so their values must be operands.
     more = [t for t in captured_tracers(rule) if id(t) not in closed_ids and _compat.is_live(t)]
     if not more:
         return jaxpr, list(closed)
@@ -291,6 +275,7 @@ def with_captured(
     return _compat.close(jaxpr.jaxpr.replace(invars=invars)), [*closed, *more]
 
 
+# Equations that only effects need are dropped.
 def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     needed = plan(jaxpr.jaxpr.eqns, jaxpr.jaxpr.outvars, keeps=lambda _: False)
     return Rewriter(jaxpr, [step.eqn for step in needed]).program()
@@ -310,10 +295,13 @@ def jvp(
     dots: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     given = [_compat.varying_as(tangents[i], jax.typeof(primals[i])) for i in moving]
     if of and not any(isinstance(x, Tracer) for x in primals):
-        # No axis can turn up any more over which these are batched.
+        # No axis can appear later over which these are batched.
         outs, found_dots = tangents_of(per_example(jaxpr, steps), primals, moving, given, of)
     else:
-        whole, jaxpr = jaxpr, without_effects(jaxpr)  # they are had with the results
+        whole, jaxpr = (
+            jaxpr,
+            without_effects(jaxpr),
+        )  # Effects occur with the results, not with the tangents.
         _refuse_effects(jaxpr, of)
         call = dict(jaxpr=jaxpr, rule=rule)
         first = len(primals) - _count_linear(steps)
@@ -344,7 +332,7 @@ def _differentiable(
     moving: Sequence[int],
     types: Sequence[Aval],
 ) -> tuple[int, ...]:
-    """Which results have a derivative with respect to the `moving` operands."""
+    """Returns which results have a derivative with respect to the `moving` operands."""
     hits = [True] * len(types)
     if not steps:
         hits = reached(jaxpr.jaxpr, [i in moving for i in range(len(jaxpr.in_avals))])
@@ -354,7 +342,7 @@ def _differentiable(
 
 
 def _count_linear(steps: Sequence[DerivativeStep]) -> int:
-    """How many operands, the last ones, a call is linear in."""
+    """Returns how many trailing operands a call is linear in."""
     for step in reversed(steps):
         if isinstance(step, Tangents) and step.values:
             return 0
@@ -400,7 +388,7 @@ Batched = tuple[Sequence[Any], Axes]
 
 @dataclass(frozen=True)
 class Values:
-    """The call `eqn` of a function; a call before it computes `first` tangents of its results."""
+    """Describes the call `eqn`; a call before it computes `first` tangents of its results."""
 
     eqn: Eqn
     first: int
@@ -408,37 +396,32 @@ class Values:
 
 @dataclass(frozen=True)
 class Pullbacks:
-    """Calls that pull cotangents back through a call before them.
+    """Describes calls that pull cotangents back through an earlier call."""
 
-    Attributes:
-      moving: the operands of the call before whose cotangents they compute.
-      of: the results of that which their last operands are cotangents of.
-      calls: the calls, each with its steps to many cotangents at once.
-    """
-
-    moving: tuple[int, ...]
-    of: tuple[int, ...]
+    moving: tuple[int, ...]  # operands of that call whose cotangents they compute
+    of: tuple[int, ...]  # its results, of which their last operands are cotangents
+    # each with its steps to many cotangents at once
     calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
 
 
 def without_values(
     steps: tuple[DerivativeStep, ...], operands: Sequence[Any]
 ) -> tuple[tuple[DerivativeStep, ...], Sequence[Any]]:
-    """`steps` and operands of a call without its last step, if that has the same results."""
+    """Drops the last step of a call, and its operands, if results stay the same."""
     if steps and isinstance(steps[-1], Tangents) and not steps[-1].of:
         return steps[:-1], operands[: -len(steps[-1].moving)]
     return steps, operands
 
 
 def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
-    """What the call `eqn` can keep something for in this run, if anything."""
+    """Finds a later call in this run that `eqn` can save values for."""
     if custom_call_p not in run.found:
         run.found[custom_call_p] = _pairs(run.jaxpr)
     return run.found[custom_call_p].get(id(eqn))
 
 
 def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
-    """What calls can keep something for, by their ids."""
+    """Pairs calls with later calls that they can save values for, by equation id."""
     pairs: dict[int, Values | Pullbacks] = {}
     calls: dict[Any, Any] = {}  # by rule, steps and operands
     tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
@@ -446,6 +429,7 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
         if eqn.primitive is not custom_call_p:
             continue
         rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
+        # Calls match if rule, steps, and operands do.
         steps, operands = without_values(steps, tuple(map(_identity, eqn.invars)))
         key = (rule, steps, operands)
         if key in tangents:
@@ -470,7 +454,7 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
 
 
 def _vary(directions: Sequence[Any], first: int) -> bool:
-    """Whether steps are not for many cotangents alone: the `first` operands differ, too."""
+    """Returns whether the `first` operands also differ between directions."""
     return any(not isinstance(d, MappedStep) or any(d.mapped[:first]) for d in directions)
 
 
@@ -481,7 +465,7 @@ def _identity(v: Any) -> Any:
 def with_pullback(
     axis: Axis, function: BatchedFlat, args: Sequence[Value], later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
-    """What a function of batches returns, and what `later` calls do, given their directions."""
+    """Evaluates a function of batches, and returns the pullback that `later` calls use."""
     (outs, pull), out_flags = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
@@ -507,10 +491,11 @@ def with_pullback(
 def with_pullback_of_one(
     axis: Axis, function: Flat, args: Sequence[Value], axes: Axes, later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
-    """As `with_pullback`, of a function of one example, which is batched operation by operation."""
+    """Does so for a function of one example, which is batched operation by operation."""
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:
         outs, pull = pullback_of(function, xs, later.moving, later.of)
+        # Residuals become outputs of the program, and are batched with it.
         kept, structure = jax.tree.flatten(pull)
         return [*outs, *kept], structure
 
@@ -540,5 +525,4 @@ def to_front(axis: Axis, x: Value, position: Position) -> Any:
 
 
 def positions(outs: Sequence[Value], flags: Flags) -> Batched:
-    """Values with the batch axis first where `flags` says that they have it."""
     return outs, [0 if batched else None for batched in flags]

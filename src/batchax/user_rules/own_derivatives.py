@@ -42,10 +42,9 @@ def linear_with_transpose(
     operands: Sequence[Value],
     key: Hashable | None = None,
 ) -> list[Any]:
-    """``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``.
+    """Calls ``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``.
 
-    Functions given with equal keys do the same to operands of the same types: they are staged
-    once.
+    Functions with equal keys compute the same, and are traced once for operands of the same types.
     """
     residuals = list(map(_compat.unconsumed, residuals))  # derivatives use keys again
     residual_types = tuple(map(jax.typeof, residuals))
@@ -75,7 +74,7 @@ def _bind(
     residuals: Sequence[Value],
     operands: Sequence[Value],
 ) -> list[Any]:
-    """The call, with the constants of both programs as residuals of either."""
+    """Binds the call, with the constants of both programs as residuals."""
     (ahead, back), consts = _compat.hoist_constants(ahead, back)
     return linear_p.bind(
         *consts,
@@ -92,11 +91,9 @@ def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
 
 
 def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:
-    """Operands whose types all tell of the mesh of which some do.
-
-    Zeros that JAX begins a cotangent with, and arrays from before a mesh was set, tell of none, and
-    JAX writes a part into an array only where both tell of the same.
-    """
+    """Gives operands types on the mesh that some of them carry."""
+    # Zeros that JAX starts a cotangent with, and arrays from before a mesh was set, carry none. JAX
+    # writes a part into an array only if both carry the same.
     meshes = [jax.typeof(x).sharding.mesh for x in operands]
     mesh = next((m for m in meshes if AxisType.Explicit in m.axis_types), None)
     if mesh is None:
@@ -116,7 +113,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     if all(i >= count for i in moving):
         linear = map(ad.instantiate_zeros, tangents[count:])
         return outs, linear_p.bind(*primals[:count], *linear, **params)
-    # What it is not linear in has the derivative that its operations have.
+    # By other operands it has the derivative of its operations.
     given = [tangents[i] for i in moving]
 
     def function(*xs: Any) -> list[Any]:
@@ -129,7 +126,7 @@ def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, co
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)
     if in_reverse_alone.in_program(forward):
-        # To batch what it becomes would be to batch `forward` as well, which nobody can run.
+        # The transpose is inlined: batching the call would batch `forward`, which cannot run.
         outs = _run(*others, *given, forward=transpose)
     else:
         outs = linear_p.bind(*others, *given, forward=transpose, transpose=forward, count=count)
@@ -168,19 +165,17 @@ linear_p = own_primitive(
 
 @dataclass(frozen=True)
 class DerivativeRules:
-    """The derivative rules of a function, those that it has."""
+    """Holds the derivative rules of a function."""
 
     jvp: Callable[..., Any] | None = None
     fwd: Callable[..., Any] | None = None
     bwd: Callable[..., Any] | None = None
 
     def replace(self, **rules: Callable[..., Any]) -> DerivativeRules:
-        """These, and `rules`."""
         return replace(self, **rules)
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
         return self.jvp is not None or self.fwd is not None
 
 
@@ -191,7 +186,7 @@ def call_with_derivatives(
     arguments: Arguments,
     operands: Sequence[Value],
 ) -> Any:
-    """``call(arguments, operands)``, differentiated by `rules`."""
+    """Calls ``call(arguments, operands)``, differentiated by `rules`."""
     given = _Call(rules, name, call, arguments, operands)
     if rules.jvp is None:
         function = jax.custom_vjp(given.run)
@@ -203,7 +198,7 @@ def call_with_derivatives(
 
 
 class _Call:
-    """The rules as functions of the operands of one call."""
+    """Adapts the rules to functions of the operands of one call."""
 
     def __init__(
         self,
@@ -218,11 +213,10 @@ class _Call:
         self.smooth = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
 
     def run(self, *operands: Any) -> Any:
-        """The function."""
         return self.call(self.arguments, operands)
 
     def tangents(self, primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Any, Any]:
-        """The user's forward-mode rule."""
+        """Runs the user's forward-mode rule."""
         assert self.rules.jvp is not None
         values = self.arguments.in_order(primals)
         directions = self.arguments.with_constants(_no_tangent).in_order(tangents)
@@ -235,7 +229,7 @@ class _Call:
         return result[0], result[1]
 
     def forward(self, *operands: Any) -> tuple[Any, _Residuals]:
-        """The user's forward pass."""
+        """Runs the user's forward pass."""
         assert self.rules.fwd is not None
         args, kwargs = self.arguments.rebuild(operands)
         result = self.rules.fwd(*args, **kwargs)
@@ -247,7 +241,7 @@ class _Call:
         return result[0], _Residuals.of(result[1])
 
     def backward(self, residuals: _Residuals, cotangent: Any) -> tuple[Any, ...]:
-        """The user's reverse pass; None for operands that have no cotangent."""
+        """Runs the user's reverse pass; None for operands without a cotangent."""
         assert self.rules.bwd is not None
         result = self.rules.bwd(residuals.rebuild(residuals.arrays), cotangent)
         count = len(self.arguments.trees)
@@ -262,13 +256,14 @@ class _Call:
     def linear_tangents(
         self, primals: Sequence[Value], tangents: Sequence[Value]
     ) -> tuple[Any, Any]:
-        """The forward-mode rule, whose transpose is the reverse pass."""
+        """Runs the forward-mode rule, with the reverse pass as its transpose."""
         out, residuals = self.forward(*primals)
         types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, out))
         smooth_outs = [k for k, aval in enumerate(types) if is_inexact(aval)]
         count = len(primals)
 
         def ahead(values: Sequence[Value], moving: Sequence[Any]) -> list[Any]:
+            # Operands without tangents get zeros of type float0, as in JAX.
             every = [np.zeros(np.shape(x), jax.dtypes.float0) for x in primals]
             for i, t in zip(self.smooth, moving, strict=True):
                 every[i] = t
@@ -298,19 +293,13 @@ class _Call:
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class _Residuals:
-    """What the forward pass hands to the reverse pass: of its tree, JAX sees the arrays alone.
+    """Holds residuals between the passes; JAX sees the arrays only."""
 
-    Attributes:
-      arrays: the leaves that are arrays.
-      rebuild: from those to the tree.
-    """
-
-    arrays: Sequence[Value]
-    rebuild: Callable[[Sequence[Any]], Any]
+    arrays: Sequence[Value]  # the leaves that are arrays
+    rebuild: Callable[[Sequence[Any]], Any]  # from those to the pytree
 
     @classmethod
     def of(cls, tree: Any) -> _Residuals:
-        """For the residuals that the user's rule returned."""
         leaves, structure = jax.tree.flatten(tree)
         places = [i for i, x in enumerate(leaves) if is_array(x)]
         arrays = [leaves[i] for i in places]
@@ -329,7 +318,7 @@ class _Residuals:
 
 
 def _no_tangent(x: Value) -> Any:
-    """The tangent of an argument that is constant: zero, or None if it is no array."""
+    """Returns the tangent of a constant: zero, or None if it is not an array."""
     if not is_array(x):
         return None
     aval = jax.typeof(x).to_tangent_aval()

@@ -40,17 +40,12 @@ from batchax.user_rules.call import custom_call_p
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call, equal if all but the operands are.
+    """Holds the arguments of a call. Equal if all but the operands are."""
 
-    Attributes:
-      tree: the structure of (positional arguments, keyword arguments).
-      constants: the leaves; None in place of an operand.
-      operand_leaves: which of the leaves are operands.
-    """
-
+    # The structure of (positional arguments, names, keyword arguments).
     tree: Any
-    constants: tuple[Any, ...] = field(compare=False)
-    operand_leaves: tuple[int, ...]
+    constants: tuple[Any, ...] = field(compare=False)  # the leaves; None in place of an operand
+    operand_leaves: tuple[int, ...]  # which leaves are operands
     constants_key: Hashable
 
     def rebuild(self, operands: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -61,12 +56,11 @@ class Arguments:
         return args, dict(zip(names.names, values, strict=True))
 
     def in_order(self, operands: Sequence[Value]) -> tuple[Any, ...]:
-        """The arguments by position, then those that are given by keyword only."""
+        """Returns the arguments by position, then keyword-only ones."""
         args, kwargs = self.rebuild(operands)
         return (*args, *kwargs.values())
 
     def with_constants(self, change: Callable[[Any], Any]) -> Arguments:
-        """These, with each constant changed."""
         constants = tuple(
             x if i in self.operand_leaves else change(x) for i, x in enumerate(self.constants)
         )
@@ -74,12 +68,12 @@ class Arguments:
 
     @property
     def trees(self) -> list[Any]:
-        """The structure of each argument, in that order."""
+        """Returns the structure of each argument, in that order."""
         args, _, kwargs = self.tree.children()
         return [*args.children(), *kwargs.children()]
 
     def operands_of(self, values: Sequence[Value]) -> list[Any]:
-        """What of `values`, each a tree like its argument or None, is for an operand."""
+        """Selects the operands' leaves from `values`, each a pytree like its argument or None."""
         leaves = []
         for value, tree in zip(values, self.trees, strict=True):
             full = jax.tree.unflatten(tree, [0] * tree.num_leaves)
@@ -88,10 +82,9 @@ class Arguments:
         return [leaves[i] for i in self.operand_leaves]
 
     def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
-        """What a rule is told of each leaf of the arguments.
+        """Builds the pytrees that a rule gets about its arguments.
 
-        A list with a tree for each positional argument, then for each that is given by
-        keyword only, in order of definition.
+        They are in order of definition, keyword-only ones last.
         """
         constants = (of_constants,) * len(self.constants)
         return list(replace(self, constants=constants).in_order(of_operands))
@@ -99,7 +92,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of keyword arguments, which a dict would put in alphabetical order."""
+    """Holds names of keyword arguments, which a dict in a pytree would sort."""
 
     names: tuple[str, ...]
 
@@ -114,10 +107,9 @@ def _is_none(x: Value) -> bool:
 def split_arguments(
     fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
 ) -> tuple[Arguments, list[Any]]:
-    """The arguments of a call of `fun`, by position where they can be, and the operands.
+    """Splits arguments of a call into constants and operands, by position where possible.
 
-    Raises:
-      ArgumentTypeError: `fun` does not take these arguments.
+    Raises ArgumentTypeError if `fun` does not accept them.
     """
     args, kwargs = _by_position(fun, args, kwargs)
     leaves, tree = jax.tree.flatten((tuple(args), _Names(tuple(kwargs)), list(kwargs.values())))
@@ -153,16 +145,10 @@ def run_with_collectives(
     args: Sequence[Value],
     batched: Sequence[bool],
 ) -> list[Any]:
-    """Runs the program of a rule whose collectives over `axis` are of its lanes.
+    """Runs the program of a rule whose collectives over `axis` are among its lanes.
 
-    Args:
-      axis: the axis being mapped.
-      jaxpr: the program of the rule, with its constants `consts`.
-      args: its operands; the `batched` ones have the lanes along axis 0.
-
-    Raises:
-      UnsupportedError: a collective in a loop or branch of the rule, or one whose result
-        for a lane cannot be had for all of them.
+    `batched` operands have the lanes along axis 0. Raises UnsupportedError for a collective in a
+    loop or branch, or one with a different result for each lane.
     """
     by_lane = {v for v, b in zip(jaxpr.invars, batched, strict=True) if b}
 
@@ -186,7 +172,7 @@ def _is_collective(axis: Axis, eqn: Eqn) -> bool:
 
 
 def _of_lanes(axis: Axis, eqn: Eqn, operands: list[Value], dependent: Sequence[bool]) -> list[Any]:
-    """The results of a collective, with the lanes along axis 0 if an operand has them."""
+    """Evaluates a collective, with the lanes along axis 0 if an operand has them."""
     positions = [
         0 if d and np.shape(x)[:1] == (axis.size,) else None
         for x, d in zip(operands, dependent, strict=True)
@@ -213,21 +199,14 @@ RuleFunction = Callable[..., tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Form:
-    """How a kind of rule says where its results are.
+    """Describes how a kind of rule reports the placement of its results."""
 
-    Attributes:
-      flags: what the second thing that it returns is called; the first is `out`.
-      allowed: what that may say of a result.
-      meaning: what it says by that, for messages.
-    """
-
-    flags: str
-    allowed: tuple[bool | None, ...]
-    meaning: str
+    flags: str  # the name of the second thing that it returns
+    allowed: tuple[bool | None, ...]  # the values that it may have for a result
+    meaning: str  # their meaning, for messages
 
     @property
     def choices(self) -> str:
-        """What it may say, as part of a message."""
         *others, last = map(str, self.allowed)
         return f"{', '.join(others)} or {last}"
 
@@ -235,61 +214,47 @@ class Form:
 @_compat.held_weakly
 @dataclass(frozen=True)
 class UserRule:
-    """The batching rule of one call: what the user gave, and how to call it.
+    """Describes the batching rule of one call.
 
     Equal for calls that do the same, so that programs with such calls can be compared.
-
-    Attributes:
-      name: what messages call the function the rule is for.
-      rule: the user's function; None if there is none.
-      for_rows: that for packed rows of different lengths; None if there is none.
-      arguments: the arguments of the call, of which tracers are operands.
-      out_tree: the structure of what the function returns.
-      out_types: the types of what it returns for one example.
-      closed: what the function and the rule close over, which are the first operands.
-      source: where the function is called.
     """
 
-    name: str
-    rule: RuleFunction | None
-    for_rows: RuleFunction | None
+    name: str  # of the function, in messages
+    rule: RuleFunction | None  # the user's function, if any
+    for_rows: RuleFunction | None  # that for packed rows, if any
     arguments: Arguments
-    out_tree: Any
-    out_types: tuple[Any, ...]
+    out_tree: Any  # the structure of the results
+    out_types: tuple[Any, ...]  # their types for one example
+    # what function and rule close over: the first operands
     closed: tuple[Hashable, ...] = field(compare=False)
-    source: Any = field(compare=False)
+    source: Any = field(compare=False)  # where the function is called
 
     @property
     def called(self) -> str:
-        """Where the function is called, if that is known, as part of a message."""
+        """Returns where the function is called, as part of a message."""
         line = _compat.user_line(self.source)
         return f" (called at {line})" if line else ""
 
     @property
     def shown(self) -> str:
-        """The name of the user's rule."""
         return getattr(self.rule, "__qualname__", self.name)
 
     @functools.cached_property
     def asks(self) -> tuple[str, ...]:
-        """Which of the names of the axis the rule asks for."""
+        """Returns which names of the axis the rule takes."""
         return _asked_for(self.rule)
 
     @property
     def told_name(self) -> bool:
-        """Whether the rule asks for the name of the axis."""
         return "axis_name" in self.asks
 
     def run(
         self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Value]
     ) -> tuple[list[Any], list[bool]]:
-        """The results for all lanes, and which of them are batched, at axis 0.
+        """Runs the rule, and returns the results and which of them are batched, at axis 0.
 
-        Args:
-          axis: the axis being mapped.
-          flags: which operands are batched, at axis 0.
-          closed: the values of the tracers that the function closes over.
-          operands: the operands of the call.
+        `flags` marks the batched operands, and `closed` holds values of the tracers that the
+        function closes over.
         """
 
         def call(*xs: Any) -> tuple[list[Any], list[bool]]:
@@ -308,16 +273,13 @@ class UserRule:
         closed: Sequence[Any],
         operands: Sequence[Value],
     ) -> tuple[list[Any], Any]:
-        """What `call`, which calls `rule`, returns; what that closes over has the values `closed`.
+        """Runs `call`, which calls `rule`, with values `closed` for what that closes over.
 
-        Args:
-          rule: the user's.
-          call: of operands, to arrays and something that is no array.
-          closed: the values of the tracers that the function closes over.
-          operands: the operands.
+        `call` maps operands to arrays and something that is not an array.
         """
         if not closes_over_tracers(rule):
             return call(*operands)
+        # Tracing shows which closed-over tracers the rule uses, as constants of the program.
         staged, consts, said = self._staged(rule, call, closed, operands)
         return eval_jaxpr(staged.jaxpr, consts, *operands), said
 
@@ -389,7 +351,7 @@ class UserRule:
         return fitted(axis.size, where, self.name, results, _LANES.meaning), out_flags
 
     def where(self, rule: RuleFunction | None) -> str:
-        """A rule of this function, as the subject of a sentence."""
+        """Names a rule of this function, as the subject of a sentence."""
         return f"{describe_rule(rule)}, the batching rule of {self.name}{self.called},"
 
     def naming(self, rule: RuleFunction | None) -> AbstractContextManager[None]:
@@ -399,15 +361,9 @@ class UserRule:
     def returned(
         self, where: str, result: Any, form: Form
     ) -> tuple[list[Any], list[str], list[Any]]:
-        """What a rule returned, flat, if it is of the form that it has to have.
+        """Flattens what a rule returned, or raises if the form is wrong.
 
-        Args:
-          where: the rule, as the subject of a sentence.
-          result: what it returned.
-          form: how it says where its results are.
-
-        Returns:
-          The results, what each is called in `out`, and what the rule says of it.
+        Returns results, their paths in `out`, and the placement of each.
         """
         out, flags = split_pair(where, result, f"out, {form.flags}", form.meaning)
         if isinstance(out, list) and self.out_tree == jax.tree.structure(0) and len(out) == 1:
@@ -425,7 +381,7 @@ class UserRule:
 
 
 def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
-    """What is said of each result, from a tree that is a prefix of the results."""
+    """Broadcasts a prefix pytree to one entry for each result."""
     may_be_none = None in form.allowed
     is_leaf = _is_none if may_be_none else None
     wrong = [
@@ -462,7 +418,7 @@ _LANES = Form(
 
 
 def _asked_for(rule: RuleFunction | None) -> tuple[str, ...]:
-    """Which of the names of the axis the rule has keyword-only parameters for."""
+    """Returns which names of the axis the rule has keyword-only parameters for."""
     if rule is None:
         return ()
     try:
