@@ -21,12 +21,12 @@ _USER = re.compile(r"(:/+)[^\s/?#\"']*@")  # of one slash, too, as pathlib.Path 
 
 
 def masked(text: str, *addresses: str) -> str:
-    """A text with dots in place of each secret.
+    """Replaces each secret in a text by dots.
 
-    These are signatures, user info of addresses in the text, in the environment and of `addresses`
-    (of which the text may hold a part, as they may be malformed), and values of variables that
-    are named like secrets.
+    These are signatures, user info of addresses (in the text, in the environment, in `addresses`),
+    and values of variables named like secrets.
     """
+    # The text may hold only part of an address, as addresses may be malformed.
     for name, value in [*os.environ.items(), *(("", address) for address in addresses)]:
         if _SECRET.search(name) and len(value) > 3:
             text = text.replace(value, "...")
@@ -52,7 +52,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)(.*)", re.DOTALL)
 
 @dataclass(frozen=True, order=True)
 class ObjectPath:
-    """The name of an object, or of all objects whose names begin with it and a slash."""
+    """Names an object, or all objects whose names begin with it and a slash."""
 
     scheme: str  # of the kind of store
     bucket: str  # the bucket, or container
@@ -141,7 +141,7 @@ def at_home(path: str, name: str) -> str:
 
 
 def _match(text: str) -> re.Match[str] | None:
-    """The parts of a URL. One slash is enough for our schemes, as `Path("s3://x")` has lost one."""
+    """Splits a URL. One slash is enough for known schemes, as `Path("s3://x")` loses one."""
     match = _URL.fullmatch(text)
     if match is None or (not match[2] and match[1] not in SCHEMES):
         return None
@@ -171,7 +171,7 @@ def needed(module: str, what: str) -> Any:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns any error in this block into a StorageError that begins with `what`."""
+    """Turns errors in this block into a StorageError that begins with `what`."""
     try:
         yield
     except (BatchaxError, ImportError, MemoryError):
@@ -181,7 +181,6 @@ def reading(what: str) -> Iterator[None]:
 
 
 def listed(kinds: Iterable[str]) -> str:
-    """Suffixes as a sentence has them."""
     *most, last = [f".{kind}" for kind in kinds]
     return f"{', '.join(most)} and {last}"
 

@@ -19,10 +19,9 @@ from batchax.rows.building import elements_of
 
 
 class Mapped(Source):
-    """An array that maps a file, of which parts are read, or copied where they do not lie one after
-    another.
+    """Reads parts of an array that maps a file, and copies those that are not contiguous.
 
-    Its identity is the file with size and time, and where in it the array lies.
+    Its identity is the file with size and time, and the position of the array in it.
     """
 
     gives_fresh = True
@@ -48,8 +47,8 @@ class Mapped(Source):
         self.files.check()
         if self._layout is None:
             return np.array(self._array[index], self.dtype, order="C")
-        # Whoever reads through a mapping what the file does not have any more is killed, and it may
-        # be cut short at any moment.
+        # A process that reads mapped bytes after the file was cut short is killed, and that may
+        # happen at any moment. So the file is read instead.
         with open(self.files.path, "rb", buffering=0) as file:
             got = self._layout.read(file, len(index) - 1, index[-1] if index else slice(0, 1))
         return np.asarray(got, self.dtype, order="C")
@@ -66,6 +65,7 @@ def refuse_masked(x: Any, name: str) -> None:
 def in_memory(x: Any, name: str) -> Source:
     refuse_masked(x, name)
     whole = x
+    # The outermost map knows the file and its mode; slices of it do not.
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
         whole = whole.base
     # Of mode "c", what was written is in memory alone, and results of arithmetic map nothing.
@@ -100,9 +100,9 @@ class InRagged(Source):
 
 
 class Sliced(Source):
-    """An array of another library, of which slices are taken one at a time.
+    """Takes slices of an array of another library, one at a time.
 
-    It is identified by its file or folder, the spec of TensorStore, or a checksum of all rows.
+    Its identity is its file or folder, the spec of TensorStore, or a checksum of all rows.
     """
 
     def __init__(self, x: Any, name: str) -> None:
@@ -134,16 +134,16 @@ class Sliced(Source):
 
 
 def _from_zero(x: Any) -> Any:
-    """An array of TensorStore whose rows are counted from 0: theirs may begin anywhere."""
+    """Shifts the rows of a TensorStore array, which may start anywhere, to start at 0."""
     import tensorstore
 
     return x[tensorstore.d[:].translate_to[0]] if x.rank else x
 
 
 def _from_anywhere(x: Any) -> Any:
-    """An array that does not depend on the folder which this process is in, as zarr-python's do:
-    where one is not, its chunks are not, and hold fill values.
-    """
+    """Reopens a zarr array with an absolute path."""
+    # Chunks of a relative path are not found in another folder, and zarr-python returns fill values
+    # for them.
     root = getattr(getattr(x, "store", None), "root", None)
     if not isinstance(root, Path) or root.is_absolute():
         return x
@@ -153,7 +153,7 @@ def _from_anywhere(x: Any) -> Any:
 
 
 def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
-    """The file or folder of an array, and what else identifies it; None if nothing does."""
+    """Returns the file or folder of an array, and what else identifies it; None if nothing does."""
     if library == "h5py" and Path(x.file.filename).is_file():
         return Path(x.file.filename), {"member": x.name}
     if library == "zarr" and getattr(x.store, "root", None) is not None:
@@ -168,7 +168,7 @@ def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
 
 
 class ArrowColumn(Column):
-    """An array of Arrow, chunked or not, in memory or mapped: it is converted a part at a time."""
+    """Converts an Arrow array, chunked or not, in memory or mapped, one part at a time."""
 
     def __init__(self, array: Any, name: str, of_any_type: bool = False) -> None:
         super().__init__(name, len(array), array.type, of_any_type)

@@ -30,7 +30,7 @@ _UNFINISHED = ".{}.{}.unfinished"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the system in this block into one that names `path` and the fix."""
+    """Turns a system error in this block into one that names `path` and the fix."""
     try:
         yield
     except StorageError:
@@ -51,14 +51,17 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write a file to. When the block ends, that file is durable, and called `path`.
+    """Yields a path to write to.
 
-    If the block raises, `path` is what it was.
+    At the end the file is durable, and renamed to `path`. If the block raises, `path` stays as it
+    was.
     """
     beside = path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4)))
     with writing(path):
         try:
             yield beside
+            # Sync before the rename, or a crash may leave a complete name with incomplete contents.
+            # The folder is synced last, so that the rename is durable.
             _sync(beside)
             os.replace(beside, path)
         except BaseException:
@@ -80,7 +83,7 @@ replace = create = replace_file  # only the holder of a lock creates, and there 
 
 
 def read(path: Path, part: tuple[int, int] | None = None) -> bytes:
-    """The content of a file, or a part of it. Raises FileNotFoundError if there is none."""
+    """Reads a file, or a part of it. Raises FileNotFoundError if there is none."""
     start, stop = part or (0, None)
     try:
         with open(open_own(path, os.O_RDONLY), "rb") as file:
@@ -96,7 +99,7 @@ exists = os.path.lexists
 
 
 def give_name(partial: Path, path: Path) -> None:
-    """Gives a file or folder that is whole its name, durably, unless another process did."""
+    """Renames a complete file or folder, durably, unless another process has."""
     with writing(path):
         if not exists(partial):
             return
@@ -111,7 +114,7 @@ def give_name(partial: Path, path: Path) -> None:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Opens a regular file. A write to a link, pipe or device would reach what it stands for."""
+    """Opens a regular file: a write to a link, pipe, or device would reach something else."""
     others = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         file = os.open(path, flags | others, 0o666)
@@ -126,7 +129,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def own_folder(path: Path) -> Path:
-    """The path of a folder, which need not exist, but is not a link."""
+    """Returns the path of a folder that need not exist, and raises if it is a link."""
     if path.is_symlink():
         raise _not_ours(path)
     return path
@@ -140,6 +143,7 @@ def _not_ours(path: Path) -> StorageError:
 
 
 def _write_all(file: int, content: bytes) -> None:
+    # A system call may write fewer bytes than it was given.
     while content:
         content = content[os.write(file, content) :]
 
@@ -171,20 +175,18 @@ def remove_all(folder: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a file or folder, if there is one: other processes see all of it, or nothing.
-
-    `remove_unfinished` removes the rest if the process is killed here.
-    """
+    """Removes a file or folder atomically: other processes see all of it, or nothing."""
     with writing(own_folder(path)):
         if not exists(path):
             return
+        # If the process is killed after the rename, `remove_unfinished` removes the rest.
         os.rename(path, path.with_name(_UNFINISHED.format(path.name, secrets.token_hex(4))))
         _sync(path.parent)
         remove_unfinished(path.parent, path.name)
 
 
 def remove_unfinished(folder: Path, name: str | None = None) -> None:
-    """Removes what killed writers left in a folder: of one file or folder, or of all.
+    """Removes what killed writers left in a folder, of one file or of all.
 
     No other process may write there now.
     """
@@ -208,7 +210,7 @@ def _sync(path: Path) -> None:
 
 
 def mark(path: Path) -> None:
-    """Makes an empty file; raises FileExistsError, or FileNotFoundError without its folder."""
+    """Creates an empty file. Raises FileExistsError, or FileNotFoundError without its folder."""
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
 
 
@@ -217,7 +219,7 @@ def unmark(path: Path) -> None:
 
 
 def put_first(path: Path, content: bytes) -> None:
-    """Writes the first file of a new folder, which only this user may read."""
+    """Writes the first file of a new folder that only this user may read."""
     path.parent.mkdir(mode=0o700)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(file, "wb") as opened:
@@ -234,7 +236,7 @@ def sizes(folder: Path, prefix: str = "", suffix: str = "") -> dict[str, int]:
 
 
 def clean(folder: Path, *inside: Path) -> None:
-    """Removes what killed writers left unfinished. No other process may write there now."""
+    """Removes unfinished files of killed writers. No other process may write there now."""
     for each in (folder, *map(own_folder, inside)):
         remove_unfinished(each)
 
@@ -258,18 +260,19 @@ class Holder(NamedTuple):
 
 
 class LockedError(JobError):
-    """Another process has the lock."""
+    """Signals that another process has the lock."""
 
 
 class Lock:
-    """A lock on a file that names its holder. Several processes may have a `shared` one.
+    """Locks a file that names its holder.
 
-    The system releases it when the process ends in any way. A forked child does not have it, since
-    it would keep it after its parent ends.
+    Several processes may hold a `shared` lock. A forked child does not hold it.
     """
 
     def __init__(self, path: Path, shared: bool = False):
         with writing(path):
+            # flock, since the system releases it when the process ends in any way. A child would
+            # keep it after its parent ends.
             file = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 for _ in range(_ATTEMPTS):
@@ -295,7 +298,7 @@ class Lock:
 
     @property
     def holds(self) -> bool:
-        """Whether it excludes others: it does not once its file was deleted."""
+        """Returns whether it excludes others, which ends if its file is deleted."""
         if self._file is None:
             return False
         try:
@@ -355,26 +358,25 @@ TORN = b" torn\n"  # the end of a line of a log that a killed writer left unfini
 
 
 class OvertakenError(StorageError):
-    """Another process has written in the meantime where this process was about to.
+    """Signals that another process has written where this one was about to write.
 
-    The caller checks whether it may still write, and then tries again.
+    The caller checks whether it may still write, and tries again.
     """
 
 
 class UnreachableError(StorageError):
-    """A store does not answer, or answers with an error, so its content is unknown.
+    """Signals that a store does not answer, so its content is unknown.
 
     This is not damage: the caller tries again later.
     """
 
 
 def log_sizes(folder: Path) -> dict[str, int]:
-    """The size of each log, which never decreases."""
     return sizes(folder, suffix=".jsonl")
 
 
 def logs(folder: Path) -> Iterator[tuple[str, str, bytes]]:
-    """The writer of each log, its name for messages, and its lines."""
+    """Yields the writer of each log, its name for messages, and its lines."""
     for path in sorted(own_folder(folder).glob("*.jsonl")):
         yield path.stem, str(path), read(path)
 
@@ -384,7 +386,7 @@ def log(folder: Path, writer: str) -> _AppendedFile:
 
 
 class _AppendedFile:
-    """A log as a file. A line that a killed writer left unfinished is marked as torn."""
+    """Appends to a log file. A line that a killed writer left incomplete is marked as torn."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -393,12 +395,14 @@ class _AppendedFile:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Excludes the log's writer before: on a disk, the lock does that."""
+        """Excludes earlier writers: on a disk, the lock does that."""
 
     def append(self, lines: bytes) -> None:
         with self._lock, writing(self._path):
             if self._file is None:
                 self._file = self._open()
+            # The last line has no end if its writer was killed, or if the write before this one
+            # failed.
             if not self._at_start_of_line:
                 lines = TORN + lines
             self._at_start_of_line = False

@@ -39,11 +39,9 @@ _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without
 
 
 class NpyStore(Store):
-    """One array. Rows are written at their places; the file is never mapped to memory.
+    """Writes one array to a .npy file at computed offsets, without mapping it."""
 
-    NumPy leaves room in the header for a larger number of rows, and so a file can grow.
-    """
-
+    # It can grow, as NumPy leaves room in the header for a larger number of rows.
     can_grow = stays = renamed = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:
@@ -127,7 +125,7 @@ class NpyStore(Store):
         with reading(str(self.out)), open(self.at, "rb", buffering=0) as file:
             layout = Layout.of(file)
         expected = self._leaf.shape, self._leaf.dtype, False
-        # Of one that grows, any number of rows will do: none, or all that there were in the end.
+        # One that grows may have any number of rows: none, or all at the end.
         shape = (0, *layout.shape[1:]) if self._leaf.grows else layout.shape
         if (shape, layout.dtype, layout.fortran) != expected:
             raise JobError(
@@ -139,6 +137,7 @@ class NpyStore(Store):
 
 
 def _take_space(file: int, size: int) -> None:
+    # Reserve the space now, so that a full disk is found before anything is computed.
     try:
         os.posix_fallocate(file, 0, size)
     except AttributeError:
@@ -162,13 +161,14 @@ _OPTIONS = "codecs", "chunk_shape", "dimension_names"
 
 
 class ZarrStore(Store):
-    """An array, or a group of them. A chunk is what one unit has of an array, with its crc32c.
+    """Writes an array, or a group of arrays, to Zarr.
 
-    TensorStore encodes chunks in memory. The metadata (``zarr.json``) is written last, so nobody
-    takes a part of an array for a whole one. A missing chunk was not written, as chunks of zeros
-    are written, too.
+    A chunk is one unit's part of an array, with its crc32c.
     """
 
+    # TensorStore encodes chunks in memory. The metadata (``zarr.json``) is written last, so a
+    # partial array is not taken for a complete one. Chunks of zeros are written, too: a missing
+    # chunk was not written.
     can_grow = stays = takes_options = True
 
     def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
@@ -258,7 +258,7 @@ class ZarrStore(Store):
         return path.parent in folders and re.fullmatch(left, path.name) is not None
 
     def _chunks(self, leaf: Leaf, unit: Unit) -> Iterator[str]:
-        """The names of the chunks that hold a unit. Rows without elements have none."""
+        """Yields the names of the chunks of a unit. Rows without elements have none."""
         chunk = self._chunk_shapes[leaf.name]
         along = [range(-(-n // size)) for n, size in zip(leaf.shape, chunk, strict=True)]
         rows = chunk[leaf.axis]
@@ -295,10 +295,8 @@ class ZarrStore(Store):
                 self._put_file(path / chunk, memory.take(f"{_MEMORY.key}/{chunk}"))
 
     def _open_chunks(self, leaf: Leaf, memory: KeyValuesInMemory) -> Any:
-        """The array with all chunks whole, before its metadata exists.
-
-        TensorStore would read a chunk that sticks out of the array before it writes it.
-        """
+        """Opens the array with complete chunks only, before its metadata exists."""
+        # TensorStore reads a chunk that extends past the array before it writes it.
         shape = leaf.of_rows(ENDLESS if leaf.grows else leaf.shape[leaf.axis])
         shape, given = _whole_chunks(shape, self._chunk_shapes[leaf.name]), self._given[leaf.name]
         try:
@@ -312,7 +310,7 @@ class ZarrStore(Store):
             ) from error
 
     def _options_of_arrays(self) -> dict[str, dict[str, Any]]:
-        """The options of each array: those of all, and those under its name."""
+        """Merges options for all arrays with those under an array's name."""
         own = {name: x for name, x in self.options.items() if isinstance(x, dict)}
         shared = {name: x for name, x in self.options.items() if name not in own}
         names = [leaf.name for leaf in self.leaves if leaf.name]
@@ -324,7 +322,7 @@ class ZarrStore(Store):
         return {leaf.name: {**shared, **own.get(leaf.name, {})} for leaf in self.leaves}
 
     def _chunk_shape(self, leaf: Leaf) -> list[int]:
-        """The shape of a chunk. It has rows of one unit, so it is written whole."""
+        """Returns the shape of a chunk, which holds rows of one unit and is written whole."""
         whole = [max(1, size) for size in leaf.shape]
         whole[leaf.axis] = unit = self.unit_rows
         chunk = self._given[leaf.name].get("chunk_shape", whole)
@@ -372,7 +370,7 @@ class ZarrStore(Store):
         return [self.out / str(group) for group in self._groups()]
 
     def _check_names(self) -> None:
-        """Raises an ArgumentTypeError if a name cannot be a path in a group of Zarr's."""
+        """Raises an ArgumentTypeError if a name is not a valid path in a Zarr group."""
         names = [leaf.name for leaf in self.leaves]
         for leaf in self.leaves:
             parts = leaf.name.split("/")
@@ -392,16 +390,14 @@ def _whole_chunks(shape: Sequence[int], chunk: Sequence[int]) -> list[int]:
 
 
 class ParquetStore(Store):
-    """A column for each leaf, with a list for each row where a result is no number.
+    """Writes a column for each leaf, with a list for each row of non-scalar results.
 
-    Axes of a result become lists of a fixed size. Rows of different lengths become lists of any
-    size, with the axis along which these differ as the outermost. Pages carry checksums. The same
-    results make the same bytes.
-
-    In object storage there are no folders, and no names that change: an object marks the output,
-    and is not empty until the output is whole.
+    Axes of a result become lists of fixed size. Rows of different lengths become lists of any size,
+    along the outermost axis.
     """
 
+    # Pages carry checksums, and equal results make equal bytes. Object storage has no folders or
+    # renames: there an object marks the output, and is not empty until the output is complete.
     can_grow = can_flatten = stays = renamed = takes_options = True
 
     def __init__(self, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None):
@@ -422,14 +418,14 @@ class ParquetStore(Store):
             self._try_options()
 
     def _zeros(self, leaf: Leaf, rows: int) -> Any:
-        """A result with so many rows, of which only the shape and type matter."""
+        """Makes a result with so many rows, of which only shape and type matter."""
         if leaf.passed:
             return self._arrow.nulls(rows, leaf.passed)
         empty = np.zeros(leaf.of_rows(rows), leaf.dtype)
         return empty if leaf.ragged is None else leaf.without_elements(rows)
 
     def _try_options(self) -> None:
-        """Writes a row in memory, to see that it is written and read as the results are."""
+        """Writes a row in memory to check that the options keep the columns of the results."""
         row = self._table([self._zeros(leaf, 1) for leaf in self.leaves])
         try:
             schema = self._parquet.read_schema(io.BytesIO(self._encoded(row)))

@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def of(cls, raw: Any) -> Layout:
-        """The array that the header of a file describes. The file is closed."""
+        """Reads the header of a file, and closes it."""
         formats = np.lib.format
         size = raw.size if isinstance(raw, ObjectFile) else os.fstat(raw.fileno()).st_size
         with io.BufferedReader(raw, 2**16) as file:  # one read
@@ -64,7 +64,7 @@ class Layout:
         return self.offset + self.dtype.itemsize * _product(self.shape)
 
     def read(self, file: Any, axis: int, picked: slice) -> np.ndarray:
-        """The indices that a slice picks along an axis; of an array without axes, the whole."""
+        """Reads the indices that a slice selects along an axis; a scalar array as a whole."""
         if not self.shape:
             return Layout((1,), self.dtype, self.offset).read(file, 0, slice(0, 1)).reshape(())
         if self.fortran:  # in C order it is the array with its axes reversed
@@ -79,7 +79,8 @@ class Layout:
         return out.reshape(-1).view(self.dtype).reshape(part)
 
     def pieces(self, part: np.ndarray, axis: int, start: int) -> Iterator[tuple[int, memoryview]]:
-        """Where the bytes of a part, which begins at `start` along an axis, go in the file."""
+        """Yields the file offset and bytes of each run of a part that begins at `start`."""
+        # Along an axis, a part is `outer` runs of bytes, `stride` apart.
         outer, inner, stride = self._runs(axis)
         flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         if not flat.size:
@@ -93,7 +94,7 @@ class Layout:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """So many bytes, where JAX on a CPU takes them as they are; elsewhere it would copy them."""
+    """Allocates bytes aligned so that JAX on a CPU uses them without a copy."""
     room = np.empty(size + _ALIGNED, np.uint8)
     start = -room.ctypes.data % _ALIGNED
     return room[start : start + size]
@@ -104,6 +105,7 @@ def _fill(file: Any, out: np.ndarray, first: int, stride: int) -> None:
     outer, run = out.shape
     if outer == 1 or run == stride:
         _read_at(file, out.reshape(-1), first)
+    # Wide gaps are skipped. Narrow ones are read with the runs around them, a span at a time.
     elif stride - run > _GAP:
         for i in range(outer):
             _read_at(file, out[i], first + i * stride)
@@ -121,6 +123,7 @@ def _read_at(file: Any, out: np.ndarray, offset: int) -> None:
         return file.read_at(out.data, offset)
     view = out.data
     while view:
+        # A system call may read fewer bytes than it was asked for.
         count = os.preadv(file.fileno(), [view], offset)
         if not count:
             raise OSError(f"the file ends at byte {offset}, in the middle of the array")
@@ -135,11 +138,9 @@ _MOST_LINKS = 16  # one behind another: as many as HDF5 itself follows
 
 
 def linked_files(dataset: Any, own: Any, name: str) -> list[Path]:
-    """The files besides `own` that an HDF5 dataset is read from.
-
-    HDF5 gives fill values, or the data of another run, in the place of a file that is not there or
-    is another one now: so each must be there, and is watched.
-    """
+    """Lists the files besides `own` that an HDF5 dataset is read from."""
+    # For a missing file, HDF5 returns fill values, and for a replaced one the data of another run.
+    # So each must exist, and is watched.
     paths = dict.fromkeys(_behind(dataset, name, 0))
     return [path for path in paths if path != Path(own).resolve()]
 
@@ -184,7 +185,7 @@ _LITTLE = {
 
 
 class KeyValuesInMemory:
-    """Files of an array in the memory of a TensorStore context, to encode and decode chunks."""
+    """Holds files of an array in a TensorStore context, to encode and decode chunks."""
 
     def __init__(self) -> None:
         tensorstore = needed("tensorstore", "Zarr")
@@ -201,7 +202,7 @@ class KeyValuesInMemory:
 
 
 def in_folder(driver: str, folder: Address, **more: Any) -> dict[str, Any]:
-    """A spec for TensorStore. For objects, which it does not read itself, a folder in memory."""
+    """Makes a spec for TensorStore. Objects, which it does not read, use a folder in memory."""
     # A folder's name must end in a slash.
     if isinstance(folder, ObjectPath):
         return {"driver": driver, "kvstore": {"driver": "memory", "path": f"{folder.key}/"}, **more}
@@ -229,7 +230,7 @@ def _document_of_array(
     read: Callable[[Any], bytes],
     name: str,
 ) -> str:
-    """The name of the document of a Zarr array; raises if there is a group, or no array."""
+    """Returns the document name of a Zarr array; raises for a group, or without an array."""
     is_group = lambda p: p.name == "zarr.json" and json.loads(read(p)).get("node_type") == "group"
     for document in _DOCUMENTS:
         if exists(path / document) and not is_group(path / document):
@@ -251,7 +252,7 @@ BEGUN = "_begun"
 
 
 class Column(Source):
-    """A column of a table: rows lie along axis 0, and are cheap to pick there alone."""
+    """Holds a column of a table: rows lie along axis 0, where only slices are cheap."""
 
     lends = True
 
@@ -305,7 +306,7 @@ class Column(Source):
 
 
 def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
-    """The type that elements have in a Parquet file, without a dictionary."""
+    """Returns the type of elements in a Parquet file, without a dictionary."""
     types = arrow.types
     if types.is_dictionary(kind):
         return _plain_type(arrow, kind.value_type, name)
@@ -321,9 +322,9 @@ def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
 
 
 class ParquetColumn(Column):
-    """A column of a Parquet file, or of all such files in a folder, by name one after another.
+    """Reads a column of a Parquet file, or of all in a folder, in the order of their names.
 
-    A row group is decoded at a time, and the latest are kept for the next unit.
+    Row groups are decoded one at a time, and the latest are cached for the next unit.
     """
 
     def __init__(self, path: Any, column: str, name: str, of_any_type: bool = False) -> None:
@@ -358,7 +359,7 @@ class ParquetColumn(Column):
         super().__init__(name, starts[-1], kind, of_any_type)
 
     def _find_parts(self, path: Any, name: str) -> None:
-        """Finds the files or objects that have the rows, and what is known of each."""
+        """Finds the files or objects that hold the rows, and their metadata."""
         if isinstance(path, ObjectFiles):
             seen, self._path = path.seen, path.path
             unfinished = self._path / BEGUN in seen and seen[self._path / BEGUN].size
@@ -370,6 +371,7 @@ class ParquetColumn(Column):
             self._files, self._path = [Files(part, name) for part in self._paths], path.resolve()
             for one in self._files:
                 one.count = len(self._files)
+        # A partial output that was copied would look like a complete one.
         if unfinished:
             raise StorageError(
                 f"{name}: {self._path} is the output of a job that had not finished when it was "
@@ -390,7 +392,7 @@ class ParquetColumn(Column):
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
-        """Of each row: found by reading the column once."""
+        """Returns the length of each row, found by reading the column once."""
         if not self.ragged:
             return None
         with reading(f"{self.name}: the lengths of rows"):
@@ -426,9 +428,9 @@ class ParquetColumn(Column):
             return self._kept[i]
 
     def _decode(self, i: int) -> Any:
-        """A row group's part of the column."""
         part, group = self._groups[i]
         try:
+            # The file is checked after it is read: a change while it is read must be noticed.
             with self._parquet.ParquetFile(
                 self._readable(part), page_checksum_verification=True
             ) as file:
@@ -440,10 +442,7 @@ class ParquetColumn(Column):
 
 
 class NpyFile(Source):
-    """A .npy file or object, of which parts are read.
-
-    A process that maps a file to memory is killed if another one cuts it short.
-    """
+    """Reads parts of a .npy file or object."""
 
     gives_fresh = True
 
@@ -455,12 +454,13 @@ class NpyFile(Source):
 
     def get(self, index: Index) -> np.ndarray:
         axis, picked = len(index) - 1, index[-1] if index else slice(0, 1)
+        # Files are not mapped: a process is killed if another one cuts a mapped file short.
         with self.files.opened() as file:
             return self._layout.read(file, axis, picked)
 
 
 class InMemory(Source):
-    """An array of NumPy, identified by a checksum, unless `origin` says where it came from."""
+    """Holds a NumPy array, identified by a checksum, unless `origin` identifies it."""
 
     in_process = True
     lends = True
@@ -477,7 +477,7 @@ class InMemory(Source):
 
 
 class NpzArray(InMemory):
-    """An array of an .npz file. It is small, or is put into a file that can be read in parts."""
+    """Holds an array of an .npz file, which is read whole."""
 
     in_process = False  # who has the path reads it
 
@@ -518,7 +518,7 @@ class Hdf5Dataset(Source):
 
 
 def _check_links(at: Any, member: str, name: str) -> None:
-    """Raises a StorageError that names the file if an external link leads to one that is gone."""
+    """Raises a StorageError that names the file if an external link is broken."""
     h5py, parts = needed("h5py", f"{name}: HDF5"), member.strip("/").split("/")
     for i, part in enumerate(parts):
         link, rest = at.get(part, getlink=True), parts[i + 1 :]
@@ -534,9 +534,9 @@ def _check_links(at: Any, member: str, name: str) -> None:
 
 
 class ZarrFolder(Source):
-    """A Zarr array in a folder, of version 2 or 3. Chunks that are not there hold fill values.
+    """Reads a Zarr array in a folder, of version 2 or 3.
 
-    Its identity is that of all files in the folder.
+    Missing chunks hold fill values. Its identity is that of all files in the folder.
     """
 
     gives_fresh = True
@@ -570,7 +570,7 @@ def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
 
 
 class ZarrObjects(Source):
-    """An array of Zarr, of version 2 or 3. Chunks are read whole, and so are shards."""
+    """Reads a Zarr array in object storage, of version 2 or 3, by whole chunks or shards."""
 
     gives_fresh = True
 
@@ -609,7 +609,7 @@ class ZarrObjects(Source):
 
 
 def _names(told: dict[str, Any], driver: str) -> Any:
-    """What the object of a chunk is called, from its place in the grid."""
+    """Returns a function from a chunk's grid position to its object name."""
     if driver == "zarr":
         between = told.get("dimension_separator", ".")
         return lambda place: between.join(map(str, place)) or "0"

@@ -30,7 +30,7 @@ def fingerprint(
     options: dict[str, Any],
     version: str | None = None,
 ) -> dict[str, Any]:
-    """Identifies a call and its results, as JSON. `version` is the user's, for code on the host."""
+    """Identifies a call and its results as JSON. `version` is the user's, for code on the host."""
     program, shapes = staged
     on_host = next(_calls_of_host(program.jaxpr), None)
     if on_host and version is None:
@@ -56,7 +56,7 @@ def as_seen_here(
     shared: Sequence[Source],
     platform: str,
 ) -> dict[str, Any]:
-    """Identifies a call in this process: a worker may find an edited module or a changed file."""
+    """Identifies a call in this process: a worker may see an edited module or a changed file."""
     program, shapes = staged
     each = [(s, s.origin() or {}) for s in rows] + [(s, s.content()) for s in shared]
     inputs = [
@@ -95,14 +95,11 @@ def _calls_of_host(jaxpr: Any) -> Iterator[str]:
 
 @whatever_jit
 def digest(program: Any, platform: str | None = None) -> str:
-    """Of the program as StableHLO for a platform (that of this process, if it is not given),
-    without names that mean nothing, and of what it closes over.
-
-    That is an argument of the text: as a part of it, large arrays would take many times their
-    memory. Most are the program's own; those that are within a call of `jit` are taken out of it.
-    """
+    """Hashes a program as StableHLO for a platform, and the constants that it closes over."""
     from batchax.jaxprs.evaluate import bind_equation, evaluate
 
+    # Constants are arguments of the text: written out, large arrays would take many times their
+    # memory. Most are the program's; those of inner `jit` calls are hoisted.
     constants = {id(c): c for c in _constants(program)}
 
     def of_constants(values: Sequence[Any], *args: Any) -> Any:
@@ -141,6 +138,7 @@ def _constants(program: Any) -> Iterator[Any]:
             yield from _constants(eqn.params["jaxpr"])
 
 
+# Names of functions depend on what was traced before.
 def _without_names(text: str) -> str:
     names: dict[str, str] = {}
     for name in re.findall(r'^ *func\.func [a-z ]*@("[^"]*"|[\w.$-]+)', text, re.MULTILINE):
@@ -156,7 +154,7 @@ def _numbers(constant: Any) -> Any:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """The differences between two calls, as sentences without a full stop."""
+    """Describes the differences between two calls, as sentences without a period."""
     told = [
         *_changed(old.get("options", {}), new.get("options", {})),
         *_inputs(old.get("inputs", []), new.get("inputs", [])),
@@ -174,7 +172,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """The differences except for rows that were added; and the inputs whose rows to compare."""
+    """Returns differences other than added rows, and the inputs whose rows must be compared."""
     inputs, grown = [*old.get("inputs", [])], list[int]()
     options = new.get("options", {})
     axes = [*options.get("in_axes", []), *[0 for _ in options.get("keep", [])]]
@@ -189,7 +187,7 @@ def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[in
 
 
 def _same_parts(was: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether an input has the files that it had, and more after them."""
+    """Returns whether an input has the files that it had, followed by more."""
     for each in ("parts", "files"):
         if isinstance(was.get(each), list):
             pairs = [*zip(was[each], now.get(each, []), strict=False)]

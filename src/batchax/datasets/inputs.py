@@ -48,14 +48,14 @@ class Input:
 
     @property
     def longest(self) -> int | None:
-        """The greatest length of rows; None if they are of one shape."""
+        """Returns the largest row length; None if rows have one shape."""
         lengths = self.source.lengths
         return None if lengths is None else int(lengths.max(initial=0))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a map. `arguments` makes those of the batched function."""
+    """Holds the arguments of a map. `arguments` makes those of the batched function."""
 
     mapped: Sequence[Input]  # the leaves that have rows
     rows: int  # how many rows they have
@@ -81,7 +81,7 @@ class Inputs:
 
 
 class NoRowsError(ArgumentTypeError):
-    """All streams are empty, so the types of their rows are unknown."""
+    """Signals that all streams are empty, so the types of their rows are unknown."""
 
 
 def find_inputs(
@@ -157,7 +157,7 @@ _GROUPS = ("GroupBy", "Resampler", "Resample", "Rolling", "Expanding", "Coarsen"
 
 
 def _refuse_tables(x: Any, path: str) -> None:
-    """Raises for tables of pandas, polars, xarray and Arrow: each column is an array of its own."""
+    """Rejects tables of pandas, polars, xarray, and Arrow, whose columns are separate arrays."""
     library, kind = type(x).__module__.split(".")[0], type(x).__name__
     if library not in ("pandas", "polars", "xarray", "pyarrow"):
         return
@@ -286,21 +286,19 @@ def _count(mapped: Sequence[Input]) -> int:
 
 
 def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.ndarray) -> Any:
-    """Some rows of those that were read.
-
-    Args:
-      places: in whose places they are. Of rows of different lengths no more is taken than the row
-        has whose place it is: so many rows never have more elements than a batch has room for.
-    """
+    """Selects rows of those that were read. `places` are the rows whose slots they take."""
     together = len(index) > 0 and bool((np.diff(index) == 1).all())
     if isinstance(data, Rows):
         ends = np.cumsum(data.lengths)
         starts = ends - data.lengths
+        # In the slot of a shorter row, a row is cut to its length: so many rows then fit into the
+        # room of a batch.
         lengths = np.minimum(data.lengths[index], data.lengths[places])
         if together and (index == places).all():
             return Rows(data.data[starts[index[0]] : ends[index[-1]]], lengths)
         parts = [data.data[starts[i] :][:n] for i, n in zip(index, lengths, strict=True)]
         return Rows(np.concatenate([data.data[:0], *parts]), lengths)
+    # A slice needs no copy.
     if together:
         return data[(slice(None),) * axis + (slice(index[0], index[-1] + 1),)]
     return np.take(data, index, axis)

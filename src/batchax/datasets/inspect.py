@@ -101,7 +101,7 @@ def status(out: str | Address) -> Status:
 
 
 def _rate(done: Iterable[Record], since: float) -> float | None:
-    """Rows a second since then, or since some units ago if there were many."""
+    """Returns rows a second since then, or over the latest units if there were many."""
     run = sorted((r for r in done if r.ended > since), key=attrgetter("ended"))
     if not run:
         return None
@@ -162,10 +162,10 @@ class Verified:
 
 
 def verify(out: str | Address) -> Verified:
-    """Reads back what is committed of `out`, and compares it with its checksums.
+    """Reads back committed results of `out`, and compares them with their checksums.
 
-    What is damaged counts as not done from then on: the call that made it computes it again. But
-    not as long as somebody is at work on it, who would not see that.
+    Damaged units then count as not done, so that the same call recomputes them. While another
+    process is at work, which would not notice, nothing is withdrawn.
     """
     files = JobFiles(address(out, "out"))
     store = reopen_store(files.out, _description(files).store)
@@ -178,7 +178,7 @@ def verify(out: str | Address) -> Verified:
             for each in damaged:
                 journal.withdraw([records[each.unit.number]], each.reason)
         if not damaged:
-            # What says what is where, without which nobody reads the rest.
+            # Without metadata the output is unreadable, so it is checked too.
             (store.check_ended if files.read_end() is not None else store.check)()
     rows = sum(r.unit.rows for r in records.values())
     return Verified(files.out, rows, damaged, journal is not None)

@@ -50,13 +50,13 @@ class Job:
         self._journal = Journal(files.journal, writer)
 
     def begin(self, alone: bool) -> None:
-        """Makes this process the writer, which has the job `alone`, or a shard of it."""
+        """Makes this process the writer, of the job `alone` or of a shard."""
         self._journal.begin()
         if alone:
             self._files.place.remove(self._files.preparing)
             self.store.clean()
         self.store.guard()
-        # Several attempts at a unit may have left as many records of it.
+        # Several attempts at a unit may have left as many records, which are withdrawn one by one.
         while lost := self.store.missing(r.unit for r in self.done.values()):
             self._journal.withdraw([self.done[k] for k in lost], "a file of it is missing")
             self.look_again()
@@ -94,11 +94,11 @@ class Job:
             self.done.setdefault(record.unit.number, record)
 
     def look_again(self) -> None:
-        """Reads what other processes, which have journals of their own, have done since."""
+        """Reads what other processes, with their journals, have done since."""
         self._done = self._told()
 
     def settle(self) -> None:
-        """Withdraws units whose attempts wrote other bits each time: which are there is unknown."""
+        """Withdraws units whose attempts wrote different bits, as it is unknown which are there."""
         for records in self._differ.values():
             self._journal.withdraw(records, "another attempt has other results")
         if self._differ:
@@ -112,7 +112,7 @@ class Job:
             self.look_again()
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Writes down that all is done; `summary` is for `JobFiles.write_end`."""
+        """Records that all is done; `summary` is for `JobFiles.write_end`."""
         self.check()
         missing = len(self.plan) - len(self.done)
         if missing:
@@ -125,6 +125,7 @@ class Job:
                 f"{self._files.out} cannot be identified. Restore job.json and call again, or "
                 "delete both to start over."
             )
+        # Check everything before the end is recorded: later calls only read it.
         self.store.verify_unchanged(at_end=True)
         self.store.check()
         for file in self.store.missing(r.unit for r in self.done.values()).values():
@@ -140,10 +141,8 @@ class Job:
         self.finished = self._files.read_end()
 
     def extend(self, to: Description) -> None:
-        """Makes this a job of more rows, which is not finished: its last unit may get some of them.
-
-        A process that is killed here leaves the old job, unfinished, or the new one.
-        """
+        """Turns this into an unfinished job of more rows; its last unit may get some of them."""
+        # If the process is killed here, the old job, unfinished, or the new one is there.
         self._files.withdraw_end()
         others = [k for k, r in self.done.items() if not to.plan.has(r.unit)]
         self.withdraw(others, "rows were added")
@@ -171,7 +170,7 @@ class Job:
         self.store.release()
 
     def _render_as_last(self) -> None:
-        """For a shard: who goes before others may not know what these say."""
+        """Renders the quarantine again for a shard, as earlier shards did not see later ones."""
         with contextlib.suppress(LockedError), contextlib.ExitStack() as stack:
             stack.callback(self._files.place.lock(self._files.lock).release)
             if self._files.read_end() is None:
@@ -208,7 +207,7 @@ class Job:
         return [r for _, r in sorted(self.done.items()) if r.checksums]
 
     def check_kept(self, of: Record | None = None) -> None:
-        """One unit of what is there is what was written: else somebody replaced the output."""
+        """Checks one unit against its checksum, to notice that the output was replaced."""
         of = of or next(iter(self._with_sums), None)
         if self.finished is not None:
             number, *either = self.finished.get("unit") or [None]
@@ -248,7 +247,7 @@ class Job:
 
 
 class JobInMemory:
-    """A job of which nothing is kept once the process ends, with the methods of `Job`."""
+    """Has the methods of `Job`, and keeps nothing once the process ends."""
 
     kept = "were done."
 
@@ -274,7 +273,7 @@ AnyJob = Job | JobInMemory
 
 
 def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
-    """A line for each row; a traceback is in the first that has it."""
+    """Yields a line for each row; a traceback is in the first that has it."""
     seen: set[str] = set()
     for b in alike(bad):
         traceback = "" if b.traceback in seen else b.traceback
@@ -283,7 +282,7 @@ def _for_people(bad: Sequence[Bad]) -> Iterator[str]:
 
 
 class Extend(NamedTuple):
-    """Inputs that may have more rows than when the job was begun."""
+    """Describes inputs that may have more rows than when the job began."""
 
     rows: int
     # of the fingerprint of the call before, its records, and the numbers of inputs that have more
@@ -295,10 +294,10 @@ _PATIENCE = 60.0  # seconds that a shard waits for another that begins the job
 
 
 def open_job(out: Address, *args: Any, **kwargs: Any) -> Job:
-    """The job that computes `out`, a new one or the one that is there: see `_Opening`.
+    """Opens the job of `out`, a new or an existing one (see `_Opening`).
 
-    Any process may read a finished job. Any other job is this process's alone until it is closed,
-    or of the processes that have its shards.
+    Any process may read a finished job. Another job belongs to this process until it is closed, or
+    to the processes of its shards.
     """
     return _Opening(JobFiles(out), *args, **kwargs).job()
 
@@ -326,6 +325,7 @@ class _Opening:
         end = time.monotonic() + (_PATIENCE if self.shard else 0)
         while True:
             try:
+                # A killed call may have removed part of the output.
                 if files.place.exists(files.removing):  # by a call that was killed
                     self._remove()
                 if files.read() is None:
@@ -342,6 +342,7 @@ class _Opening:
                 time.sleep(0.1)
 
     def _extend(self, extend: Extend) -> None:
+        # Check before the lock is taken, and again after: another process may have added the rows.
         files = self.files
         has_more = lambda x: x is not None and not x.plan.open and x.plan.rows < extend.rows
         if not has_more(files.read()):
@@ -387,6 +388,7 @@ class _Opening:
             end, plan = self._end(description, kept)
             if end is None:
                 locks = self._locked(on_error, shard)
+                # Another process may have finished the job before this one got the lock.
                 end, plan = self._end(description, kept)
                 if end is None and files.read_end() is not None:
                     files.withdraw_end()
@@ -402,7 +404,7 @@ class _Opening:
             return job
 
     def _remove(self, begin: bool = False) -> None:
-        """Removes the output and its job. A call that was killed may have done the `begin`."""
+        """Removes the output and its job. A killed call may have done the `begin`."""
         files = self.files
         with contextlib.ExitStack() as stack:
             self._locked(stack)
@@ -414,7 +416,7 @@ class _Opening:
                 files.remove()
 
     def _check_own(self, description: Description) -> None:
-        """Raises a JobError if the output is not what its job made, or something else is in it."""
+        """Raises a JobError if the output differs from that of its job, or holds something else."""
         files = self.files
         why = "overwrite=True removes what batchax made, and"
         if files.here != files.out and files.place.exists(files.out):
@@ -450,6 +452,8 @@ class _Opening:
                 on_error.close()
                 return self._opened(self.resume, None)
             self._check_not_foreign()
+            # job.json is written last: without it, the output may be incomplete, and is prepared
+            # again.
             self._prepare(kept)
             files.write(Description(plan, kept.describe(), call))
             on_error.callback(kept.release)
@@ -487,7 +491,9 @@ class _Opening:
         )
 
     def _end(self, description: Description, kept: Store) -> tuple[dict[str, Any] | None, Plan]:
-        """What the job says at its end, if no unit is to be recomputed; and its plan."""
+        """Returns the summary of the finished job, or None if units are to be recomputed; and its
+        plan.
+        """
         end = self.files.read_end()
         if end is None or (self.retry_quarantined and end["bad"]):
             return None, description.plan
@@ -528,7 +534,7 @@ class _Opening:
                 )
 
     def _prepare(self, store: Store) -> None:
-        """Makes the output. A process that was killed here may have made it."""
+        """Prepares the output, which a killed process may have done already."""
         files = self.files
         files.place.replace(files.preparing, b"")
         if files.place.exists(files.here):

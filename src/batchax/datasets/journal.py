@@ -42,7 +42,10 @@ _IN_LINE = 4096  # bytes of all arrays of a record; the journal is read whole wh
 
 
 def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
-    """What a line of the journal says of these arrays; large ones are durable at `path` by then."""
+    """Writes arrays for the journal, and returns their entries.
+
+    Large ones are durable at `path`.
+    """
     arrays = {name: np.asarray(x) for name, x in reduced.items()}
     for name, array in arrays.items():
         if array.dtype.hasobject:
@@ -59,6 +62,7 @@ def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
         for name, data in content.items():
             entries[name]["data"] = base64.b64encode(data).decode()
         return entries
+    # The file is durable before the line that refers to it.
     place = place_of(path)
     place.make_own_folder(path.parent)
     place.replace(path, b"".join(content.values()))
@@ -70,7 +74,7 @@ def written_arrays(reduced: Mapping[str, Any], path: Address) -> dict[str, Any]:
 
 
 class Reduced(Mapping[str, np.ndarray]):
-    """The arrays that `written_arrays` wrote, each read when it is used."""
+    """Maps names to the arrays that `written_arrays` wrote, read on use."""
 
     def __init__(self, entries: Mapping[str, Any], folder: Address):
         self._entries = entries
@@ -105,26 +109,24 @@ class Reduced(Mapping[str, np.ndarray]):
 
 
 class Journal:
-    """What one writer says of units: its log in a folder. Threads may share it.
-
-    Each line is durable before any process relies on it. A line that a kill left without an end
-    counts for nothing, and the next writer marks it as torn. A line that is damaged in any other
-    way was whole once: what it said is lost, and a warning says so.
-    """
+    """Appends what one writer reports about units to its log. Threads may share it."""
 
     def __init__(self, folder: Address, writer: str):
         self._folder, self._writer = folder, writer
+        # Each line is durable before any process relies on it. An incomplete line, left by a kill,
+        # counts for nothing, and the next writer marks it as torn. Any other damaged line was
+        # complete once: its content is lost, and a warning is shown.
         self._log = place_of(folder).log(folder, writer)
 
     def begin(self) -> None:
-        """From now on, who wrote it before and goes on cannot any more."""
+        """Excludes earlier writers of this log from now on."""
         self._log.begin()
 
     def append(self, record: Record) -> Record:
         return self.append_many([record])[0]
 
     def append_many(self, records: Sequence[Record]) -> list[Record]:
-        """Writes down that units are done, with one sync; returns them with the time."""
+        """Records finished units with one sync, and returns the records with their time."""
         now = time.time()
         new = lambda r: dataclasses.replace(r, ended=r.ended or now, ids=[secrets.token_hex(8)])
         records = [r if r.ids else new(r) for r in records]
@@ -170,12 +172,12 @@ class Journal:
 
 
 def read_journal(folder: Address) -> dict[int, Record]:
-    """The record of each unit that is done: of all writers, the first that was not withdrawn."""
+    """Returns the record of each finished unit: the first of all writers that is not withdrawn."""
     return read_attempts(folder)[0]
 
 
 def read_attempts(folder: Address) -> tuple[dict[int, Record], dict[int, list[Record]]]:
-    """The same; and all records of units that were written more than once, and differ."""
+    """Returns the same, and all records of units that were written several times and differ."""
     logs = place_of(folder).logs(folder)
     entries = [(entry, writer) for writer, name, text in logs for entry in _entries(name, text)]
     with foreign(folder):
@@ -196,6 +198,7 @@ def _done(
         first = done.setdefault(number, record)
         if first is record:
             continue
+        # Attempts that wrote the same bits count as one, whose record is the earliest.
         if number in differ or first.checksums != record.checksums:
             differ.setdefault(number, [first]).append(record)
         else:
@@ -253,12 +256,7 @@ _SHARD = "lock-"  # and the name of a shard
 
 
 class JobFiles:
-    """Where the files of the job are that computes an output.
-
-    In a store of objects, what is written again and again while the job runs lies in a folder that
-    is named by the job: one who continues with a job that was deleted meanwhile writes nothing into
-    the next one's.
-    """
+    """Locates the files of the job of an output."""
 
     def __init__(self, out: Address) -> None:
         if out.name in ("", ".."):
@@ -266,6 +264,8 @@ class JobFiles:
                 f"{str(out)!r} cannot be an output, which has a name of its own: results go to a "
                 "new file or folder."
             )
+        # In object storage, files that change while a job runs are in a folder named by the job. A
+        # process that continues a deleted job then does not write into the next one.
         self.out, self.place = out, place_of(out)
         self.folder = folder = out.with_name(f"{out.name}{JOB}")
         self.lock = folder / "lock"  # held by who writes
@@ -280,7 +280,7 @@ class JobFiles:
 
     @property
     def here(self) -> Address:
-        """Where the output is: on a disk it may have another name until it is whole."""
+        """Returns the path of the output: on a disk, it has another name until it is complete."""
         if not isinstance(self.out, Path):
             return self.out
         partial = self.out.with_name(f"{self.out.name}{PARTIAL}")
@@ -299,7 +299,7 @@ class JobFiles:
 
     @property
     def locks_of_shards(self) -> list[Address]:
-        """Those that somebody has taken since the job was one process's alone."""
+        """Lists locks that shards have taken since one process had the job alone."""
         return [self.folder / name for name in self.place.sizes(self.folder, _SHARD)]
 
     def remove_calls(self) -> None:
@@ -315,11 +315,9 @@ class JobFiles:
         return self._own / PARTIALS
 
     def remove(self) -> None:
-        """Removes the output and its job, whose lock this process has, except for the lock.
-
-        A process that is killed here leaves `removing`, so the next call removes the rest. Nobody
-        takes a part of the output for a whole one: it is unfinished before it is removed.
-        """
+        """Removes the output and its job, except for the lock, which this process holds."""
+        # The end is withdrawn first, so a partial output is not taken for a complete one. If the
+        # process is killed here, `removing` remains, and the next call removes the rest.
         self.withdraw_end()
         for path in (self.here, self.journal, self.partials):
             self.place.discard(path)
@@ -356,7 +354,7 @@ class JobFiles:
             return Description(Plan.from_json(content["plan"]), content["store"], content["call"])
 
     def write(self, description: Description, again: bool = False) -> None:
-        """Begins the job, which can be resumed from now on; or changes it `again`."""
+        """Begins the job, which can be resumed from now on, or changes it `again`."""
         plan, store, call = description.plan.to_json(), description.store, description.call
         content = {"format": _FORMAT, "plan": plan, "store": store, "call": call}
         if isinstance(self.out, ObjectPath):
@@ -367,16 +365,16 @@ class JobFiles:
         put(self._description, sealed(content))
 
     def read_end(self) -> dict[str, Any] | None:
-        """What was said at the end, see `write_end`.
+        """Returns what `write_end` recorded.
 
-        None if the job has not ended, the journal is less than it was, or that is damaged: then the
-        job is to be ended again. That the journal is more says nothing: it may be of an attempt
-        that others were faster than.
+        None if the job has not ended, or must be ended again.
         """
         try:
             content = _read(self._end)
             now = sizes(self.journal)
             with foreign(self._end):
+                # The journal has less than at the end, so some of it was lost. More does not
+                # matter: a slower attempt may have added it.
                 if content is None or any(now.get(x, 0) < n for x, n in content["journal"].items()):
                     return None
                 reduced = dict(Reduced(content["reduced"], self.partials))
@@ -393,7 +391,7 @@ class JobFiles:
     def write_end(
         self, bad: Sequence[Bad] = (), reduced: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
-        """Writes down that all is done, with arrays of reductions and `more` for JSON."""
+        """Records that all is done, with arrays of reductions and `more` as JSON."""
         arrays = written_arrays(reduced or {}, self.partials / "all.bin")
         content = {"bad": packed(bad), "reduced": arrays, "more": more}
         self.place.replace(self._end, sealed({"journal": sizes(self.journal), **content}))

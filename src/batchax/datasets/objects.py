@@ -58,14 +58,16 @@ _ENDPOINTS = (  # variables of the environment
 
 
 class Version(NamedTuple):
-    """Identifies an object among all that had, or will have, its name."""
+    """Identifies a version of an object, among all under its name."""
 
     e_tag: str | None
     version: str | None
 
     @property
     def name(self) -> str:
-        """The same for each answer: not all have the version, nor quotes around the tag."""
+        """Returns the same name for each answer: not all have the version, or quotes around the
+        tag.
+        """
         return (self.e_tag or self.version or "").strip('"')
 
 
@@ -80,7 +82,7 @@ def read(path: ObjectPath, part: tuple[int, int] | None = None) -> bytes:
 
 
 def read_version(path: ObjectPath, part: tuple[int, int] | None = None) -> tuple[bytes, Version]:
-    """The content of an object, or the bytes of a part, and its version."""
+    """Reads an object, or some of its bytes, and its version."""
 
     def get() -> tuple[bytes, Version]:
         options: Any = None if part is None else {"range": part}
@@ -104,12 +106,12 @@ def put(path: ObjectPath, content: bytes, mode: Any = "overwrite") -> Version:
 
 
 def put_new(path: ObjectPath, content: bytes) -> Version:
-    """Puts an object where there is none; raises FileExistsError if there is another one."""
+    """Puts an object where there is none. Raises FileExistsError for another one."""
     return _unless_lost(path, content, "create")
 
 
 def put_over(path: ObjectPath, content: bytes, before: Version) -> Version:
-    """Replaces this version of an object; raises FileExistsError if it is another version."""
+    """Replaces this version of an object. Raises FileExistsError for another version."""
     condition = {name: x for name, x in before._asdict().items() if x is not None}
     return _unless_lost(path, content, condition)
 
@@ -120,7 +122,7 @@ def remove(path: ObjectPath) -> None:
 
 
 def below(path: ObjectPath) -> Iterator[tuple[ObjectPath, Meta]]:
-    """All objects whose names begin with this one and a slash, in no order."""
+    """Yields all objects whose names begin with this one and a slash, in any order."""
 
     def listed() -> list[Any]:
         chunks = _obstore().list(_bucket(path), path.key or None)
@@ -136,14 +138,16 @@ def exists(path: ObjectPath) -> bool:
         return True
     except FileNotFoundError:
         pass
+    # A prefix under which objects lie exists like a folder.
     some = lambda: next(iter(_obstore().list(_bucket(path), path.key, chunk_size=1)), [])
     return bool(len(_asked(path, "listed", some)))
 
 
 def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
-    """Puts an object. The answer to a request may be lost, so equal content is ours."""
+    """Puts an object on a condition."""
     try:
         return put(path, content, mode)
+    # The answer to an earlier, successful attempt may be lost: equal content is our own.
     except (FileExistsError, FileNotFoundError):
         try:
             there, version = read_version(path)
@@ -155,7 +159,7 @@ def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
 
 
 def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
-    """What a request returns; its errors become Python's own, or a sentence without secrets."""
+    """Sends a request. Its errors become Python's, or a sentence without secrets."""
     errors = needed("obstore.exceptions", f"{path.scheme}://")
     try:
         return ask()
@@ -172,7 +176,7 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
 
 
 def without_secrets(error: BaseException) -> str:
-    """What an error of the library's says in its first lines, without what lets others in."""
+    """Returns the first lines of a library's error, without credentials."""
     said = masked(str(error).split("\n\nDebug source")[0].strip())
     return f"{' '.join(said.split())[:400] or type(error).__name__}."
 
@@ -203,10 +207,8 @@ def _bucket(path: ObjectPath) -> Any:
 
 @functools.cache
 def _opened(scheme: str, bucket: str, process: int) -> Any:
-    """A client of the library's, with whatever the environment says. Threads may share it.
-
-    A process that is forked makes its own: the threads of its parent's are not in it.
-    """
+    """Opens a client with the settings of the environment. Threads may share it."""
+    # Cached by process: a forked child lacks the threads of its parent's client.
     stores = needed("obstore.store", f"{scheme}://")
     if scheme == "memory":
         return stores.MemoryStore()
@@ -216,19 +218,17 @@ def _opened(scheme: str, bucket: str, process: int) -> Any:
 
 
 def _client_options() -> dict[str, Any]:
-    """Timeouts; and servers without encryption where the environment names one."""
+    """Returns timeouts, and allows plain HTTP if the environment names such a server."""
     schemes = [_checked(name, os.environ.get(name)) for name in _ENDPOINTS]
     return {**TIMEOUTS, **({"allow_http": True} if "http" in schemes else {})}
 
 
 def _checked(name: str, address: str | None) -> str | None:
-    """The scheme of the address of a server, which is not repeated if it is none.
-
-    The library ends the thread, or repeats the address with the password in it.
-    """
+    """Returns the scheme of a server's address. Invalid ones are not repeated in messages."""
     if not address:
         return None
     try:
+        # Otherwise the library ends the thread, or repeats the address with its password.
         parts = urllib.parse.urlsplit(address)
         scheme = parts.scheme if parts.hostname and parts.port != 0 else ""
     except ValueError:  # it is no port
@@ -248,20 +248,15 @@ _PROC = "/proc"
 
 
 class Lease:
-    """A lock in object storage: its holder renews it, and others take it when it does not.
+    """Locks in object storage: the holder renews the lease, and others take it if it does not.
 
-    The holder puts its name and a number that grows. Each renewal is put on the condition that the
-    lease is what the holder put last, and so is the lease of a process that takes it over after
-    `LASTS` seconds without renewal. So one of several has it, and the holder before finds that out
-    when it looks, before each write. How old a lease is, the clock of the store says, as clocks of
-    machines may differ. A holder on this machine whose process is gone has lost it at once.
-
-    Args:
-      path: of the lease.
-      against: others that must not be held, found by what is returned; asked once this is put, so
-        that of two who want what excludes the other at least one sees the other's.
+    `path` is that of the lease. `against` returns leases that must not be held.
     """
 
+    # The holder puts its name and a growing number. Each renewal, and each takeover after `LASTS`
+    # seconds without one, is conditional on the version before. So one process has the lease, and a
+    # former holder finds out when it checks before each write. Ages are by the clock of the store,
+    # as clocks differ. A holder on this machine whose process is gone has lost it at once.
     def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
         self._path, self._lock = path, threading.Lock()
         self._told = {
@@ -274,6 +269,8 @@ class Lease:
         self._renewed = 0
         self._version: Version | None = self._taken()
         try:
+            # Checked after this lease is put: of two that exclude each other, at least one sees the
+            # other.
             for other in against():
                 if is_held(other):
                     raise LockedError(
@@ -293,7 +290,7 @@ class Lease:
 
     @property
     def holds(self) -> bool:
-        """Whether it keeps others away, now: the store is asked."""
+        """Returns whether it excludes others now, by a request to the store."""
         with self._lock:
             if self._version is None:
                 return False
@@ -306,7 +303,7 @@ class Lease:
             return own
 
     def renew(self) -> bool:
-        """Says that the holder is still there; False if it does not hold it any more."""
+        """Renews the lease; returns False if it is lost."""
         with self._lock:
             if self._version is None:
                 return False
@@ -375,7 +372,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class NoLease:
-    """Of a lock that is shared: what keeps others away are the leases of those who share it."""
+    """Stands for a shared lock: leases of the processes that share it exclude others."""
 
     held = holds = True
 
@@ -410,7 +407,7 @@ def _is_held(path: ObjectPath, content: bytes) -> bool:
 
 
 def _now(path: ObjectPath) -> float:
-    """The time, by the clock of the store: of something that is put there now."""
+    """Returns the time by the clock of the store, from an object that is put now."""
     probe = path.with_name(f"time-{secrets.token_hex(4)}")
     try:
         put(probe, b"")
@@ -436,6 +433,7 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _machine() -> str:
+    # Process numbers are only comparable within one boot and one PID namespace.
     try:
         with open(f"{_PROC}/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.stat(f'{_PROC}/self/ns/pid').st_ino}"
@@ -444,7 +442,7 @@ def _machine() -> str:
 
 
 def _runs(pid: Any) -> bool:
-    """Whether a process runs, or another with its number: then how old the lease is decides."""
+    """Returns whether a process runs. Another one may have its number: then the age decides."""
     if not isinstance(pid, int) or pid <= 0:
         return False
     if os.name != "posix":
@@ -523,7 +521,7 @@ def log_sizes(folder: ObjectPath) -> dict[str, int]:
 
 
 def lock(path: ObjectPath, shared: bool = False) -> Any:
-    """The lock of a job, or of a shard of it: a shard's excludes the job's, and vice versa."""
+    """Locks a job or a shard of it, which exclude each other."""
     if shared:
         return NoLease()
     main = path.with_name("lock")
@@ -538,14 +536,12 @@ def log(folder: ObjectPath, writer: str) -> _Segments:
 
 
 class _Segments:
-    """A log as numbered objects, each put where there is none.
-
-    So a writer finds out if another one has appended since it looked. A process that takes over a
-    log first puts an empty segment, and so takes the next number of a writer that was stopped and
-    goes on.
-    """
+    """Writes a log as numbered objects, each put where there is none."""
 
     def __init__(self, folder: ObjectPath) -> None:
+        # A writer finds out that way if another one has appended since it looked. A process that
+        # takes over a log first puts an empty segment, which takes the next number of a writer that
+        # was suspended and continues.
         self._folder, self._next, self._lock = folder, -1, threading.Lock()
 
     def begin(self) -> None:
@@ -584,5 +580,5 @@ class _Segments:
 
 
 def place_of(path: Address) -> ModuleType:
-    """The module, this one or `disk`, that reads and writes files there."""
+    """Returns the module, this one or `disk`, that reads and writes files at `path`."""
     return sys.modules[__name__] if isinstance(path, ObjectPath) else disk

@@ -56,14 +56,14 @@ def run_units(
     stop: Stop,
     lasting: bool = True,
 ) -> None:
-    """Runs units until none is left, one fails, or `stop` is set. Finishes those that it began.
+    """Runs units until none is left, one fails, or `stop` is set, and finishes begun ones.
 
-    Args:
-      begin: starts the computation in this thread, and returns a function that waits for it.
-      lasting: whether writes wait for a disk, so that threads of their own do them.
+    `begin` starts a computation in this thread, and returns a function that waits for it. `lasting`
+    writes wait for a disk, and so run in threads.
     """
     ready: queue.Queue[Any] = queue.Queue(AHEAD)
     written: queue.Queue[Record | None] = queue.Queue()
+    # Bounds the results that wait for a writer, and so memory.
     room = threading.Semaphore(WRITERS + 1)
 
     def keep(computed: Any) -> None:
@@ -83,6 +83,7 @@ def run_units(
 
     def keep_journal() -> None:
         while True:
+            # All records that are ready share one sync.
             records = drained(written)
             try:
                 if real := [r for r in records if r is not None]:
@@ -109,6 +110,7 @@ def run_units(
         try:
             while not stop.now:
                 try:
+                    # With a computation in flight, do not wait for the reader: finish it instead.
                     item = ready.get(timeout=LOOK if waiting is None else 0)
                 except queue.Empty:
                     finish()
@@ -129,7 +131,7 @@ def run_units(
             stop.because(error)
     written.put(None)
     journal.join()
-    # A stream may make it wait for a row for any time. It hands nothing out any more.
+    # A stream may block its reader for any time. The reader passes nothing on any more.
     reader.join(_JOIN if stop.now else None)
     if stop.error is not None:
         raise stop.error
@@ -138,11 +140,9 @@ def run_units(
 def _reading_thread(
     read: Iterator[tuple[Unit, Any]], ready: queue.Queue[Any], stop: Stop
 ) -> threading.Thread:
-    """Puts the items of an iterator into a queue, and last the error with which it ends.
+    """Puts the items of an iterator into a queue, followed by the error that ends it."""
 
-    The thread holds no reference to its caller, so a caller that is collected ends it.
-    """
-
+    # The thread has no reference to its caller, so that a caller that is collected ends it.
     def read_ahead() -> None:
         end: BaseException = StopIteration()
         try:
@@ -173,7 +173,7 @@ def put(into: queue.Queue[Any], item: Any, stop: Stop) -> None:
 
 
 def drained(of: Any, timeout: float | None = None) -> list[Any]:
-    """The items of a queue. Waits for the first; at its timeout there are none."""
+    """Drains a queue after waiting for the first item; empty at the timeout."""
     items = []
     try:
         items.append(of.get(timeout=timeout))
@@ -197,7 +197,7 @@ def trying(work: Callable[[], T], retries: int, stop: Stop) -> T:
 
 @contextmanager
 def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C sets `stop`; a second one ends work at once."""
+    """Sets `stop` on Ctrl-C; a second one ends work at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -256,7 +256,7 @@ class Work:
         return parts
 
     def _passed(self, unit: Unit) -> list[Any]:
-        """The rows of columns that are passed through, as the store has them."""
+        """Reads the rows of passed columns in the form of the store."""
         parts = []
         by_name = {leaf.name: leaf for leaf in self.store.leaves}
         for name, source in self.function.inputs.passed.items():
@@ -302,11 +302,9 @@ _Taken = tuple[Unit, list[np.ndarray]]
 
 
 class StreamUnits:
-    """The units of streams that are not done. `rows` is their number of rows, once all were read.
+    """Yields the units of streams that are not done.
 
-    Args:
-      named: whether the user has named the rows.
-      out: the output, for messages.
+    `rows` is known once all were read. `named`: the user named the rows. `out` is for messages.
     """
 
     def __init__(
@@ -332,6 +330,8 @@ class StreamUnits:
         last, held = max(self._done, default=-1), list[_Taken]()
         for unit, rows in self._all():
             held.append((unit, rows))
+            # Hold units back until all finished ones are compared, as a different stream must not
+            # add results. Only a few, since more would be lost if the process is killed.
             # All that are done were looked at; or somebody says of many that they are not.
             while held and (unit.number > last or len(held) > _MOST_HELD):
                 yield self._handed_out(*held.pop(0))
@@ -346,10 +346,11 @@ class StreamUnits:
         return self._ready.pop(unit.number)
 
     def _all(self) -> Iterator[_Taken]:
-        """The units that are not done, with their rows; compares the rows of the others."""
+        """Yields unfinished units with their rows, and compares the rows of the others."""
         size, first, last = self._plan.unit_rows, 0, max(self._done, default=-1)
         for number in range(max(1, ENDLESS // size)):
             record = self._done.get(number)
+            # Rows with the user's name need no comparison: they are skipped.
             if record is not None and self._named:
                 count = min(stream.skip(record.unit.rows) for stream in self._streams)
                 rows = None
@@ -473,7 +474,7 @@ class Batches(Iterator[Any]):
             self._thread.join(_JOIN_READER)
 
     def _begin_some(self) -> None:
-        """Begins as many batches as may be ahead; waits for the first, if none is begun."""
+        """Begins as many batches as may be ahead; waits for the first if none is begun."""
         while self._end is None and len(self._begun) <= self._ahead:
             try:
                 item = self._ready.get(timeout=0 if self._begun else LOOK)

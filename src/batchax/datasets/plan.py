@@ -25,7 +25,7 @@ ENDLESS = np.iinfo(np.int32).max  # rows of a stream, as far as anybody knows
 
 
 class Unit(NamedTuple):
-    """Rows that are committed at once."""
+    """Identifies rows that are committed at once."""
 
     number: int  # its place in the plan
     start: int  # its first row
@@ -38,7 +38,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of results, for all rows."""
+    """Describes an array of results for all rows."""
 
     name: str  # its path in what the function returns: "" if it is alone, else "y", "0", "a/b"
     shape: tuple[int, ...]  # of all rows, without the axis along which lengths of rows differ
@@ -52,7 +52,7 @@ class Leaf:
 
     @property
     def dimension_names(self) -> list[str]:
-        """A name for each axis. Others are numbered: equal sizes need not mean one axis."""
+        """Names each axis. Others are numbered: equal sizes need not mean the same axis."""
         name = self.name.rpartition("/")[2] or "dim"
         names = [f"{name}_{i}" for i in range(len(self.shape))]
         names[self.axis] = self.rows_name
@@ -86,7 +86,7 @@ class Bad:
 
 
 def alike(bad: Iterable[Bad]) -> list[Bad]:
-    """Rows that fail in one way share one traceback, which takes kilobytes."""
+    """Shares one traceback, of kilobytes, between rows that fail alike."""
     first: dict[str, str] = {}
     rows = []
     for b in bad:
@@ -96,7 +96,7 @@ def alike(bad: Iterable[Bad]) -> list[Bad]:
 
 
 def packed(bad: Iterable[Bad]) -> dict[str, list[Any]]:
-    """Rows without a result, for JSON, with each traceback once."""
+    """Packs rows without a result for JSON, with each traceback once."""
     places: dict[str, int] = {}
     rows = [[b.row, b.error, places.setdefault(b.traceback, len(places))] for b in bad]
     return {"rows": rows, "tracebacks": list(places)}
@@ -109,7 +109,7 @@ def unpacked(entry: dict[str, list[Any]]) -> list[Bad]:
 
 @dataclass(frozen=True)
 class Record:
-    """A unit that is done, as the journal has it."""
+    """Records a finished unit in the journal."""
 
     unit: Unit  # its rows
     checksums: Sequence[int]  # crc32c of the results, one for each leaf
@@ -133,7 +133,7 @@ def kept(x: Ragged, rows: int) -> Rows:
 
 
 def as_ragged(x: Rows, axis: int, longest: int | None = None) -> Ragged:
-    """Rows as a batch; `longest` bounds lengths, by default their greatest."""
+    """Wraps rows as a batch; `longest` bounds lengths, by default the greatest."""
     lengths = x.lengths if longest is None else x.lengths.astype(np.int32)
     return Ragged(np.moveaxis(x.data, 0, axis), lengths, longest, axis=axis)
 
@@ -148,7 +148,7 @@ def refuse_several_axes(axis: Any, name: str) -> None:
 
 
 def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
-    """The crc32c of bytes, or of an array's in C order, that follow those with the crc `so_far`."""
+    """Continues the crc32c `so_far` with bytes, or an array in C order."""
     google_crc32c = needed("google_crc32c", "a checksum of what is written")
     if isinstance(data, np.ndarray):
         # As plain bytes: types that NumPy has not of itself, bfloat16 for one, lend out no memory.
@@ -157,13 +157,12 @@ def crc32c(data: bytes | np.ndarray, so_far: int = 0) -> int:
 
 
 def checksum(result: Any) -> int:
-    """The crc32c of a result: of an array; of the data of rows and then their lengths; or of an
-    array of Arrow, whatever buffers it has.
-    """
+    """Returns the crc32c of a result: an array, the data and lengths of rows, or an Arrow array."""
     if isinstance(result, Rows):
         # Stores hand lengths back in the type of integers that they keep them in.
         return crc32c(np.asarray(result.lengths, np.int64), crc32c(result.data))
     if not isinstance(result, np.ndarray | np.generic):
+        # Of an Arrow array, the values count, and not how buffers are laid out.
         parts, crc = plain_parts(result), 0
         for part in parts:
             crc = crc32c(part, crc)
@@ -176,25 +175,25 @@ _SEAL_SIZE = len(_SEAL % 0)
 
 
 def sealed(entry: Mapping[str, Any]) -> bytes:
-    """A line of JSON that holds its own checksum, with its end; there must be something in it."""
+    """Encodes a non-empty entry as a line of JSON with its checksum."""
     text = json.dumps(entry, separators=(",", ":")).encode()[:-1]
     return text + _SEAL % crc32c(text) + b"\n"
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line, without its end, is what `sealed` made it."""
+    """Returns whether a line, without its end, has a valid checksum."""
     text, seal = line[:-_SEAL_SIZE], line[-_SEAL_SIZE:]
     return seal == _SEAL % crc32c(text)
 
 
 def unsealed(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The content of whole lines, by one call of the parser."""
+    """Parses complete lines in one call."""
     return json.loads(b"[" + b",".join(lines) + b"]")
 
 
 @contextlib.contextmanager
 def foreign(path: object) -> Iterator[None]:
-    """Names `path` if whole lines do not hold what batchax writes."""
+    """Names `path` if complete lines do not hold what batchax writes."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -214,11 +213,9 @@ _BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows in units: of one size, except for the last; or, of rows of different lengths, of whole
-    batches with about the same number of elements.
+    """Divides rows into units of one size, or of whole batches with similar numbers of elements.
 
-    It depends on sizes and arguments alone: the same call makes the same plan, wherever it runs and
-    whatever was done before.
+    It depends on sizes and arguments only: the same call makes the same plan anywhere.
     """
 
     rows: int  # of the dataset
@@ -237,7 +234,7 @@ class Plan:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that stores may keep together: units are multiples, except for the last."""
+        """Returns the rows of a chunk in stores: units are multiples, except for the last."""
         return self.unit_rows if self.ends is None else self.batch_size
 
     def unit(self, number: int) -> Unit:
@@ -258,7 +255,7 @@ class Plan:
         return replace(self, rows=rows, open=False)
 
     def by_elements(self, elements: np.ndarray) -> Plan:
-        """About as many units, of about equally many elements."""
+        """Divides rows of different lengths into units with similar numbers of elements."""
         if len(self) < 2:
             return self
         ends = np.append(np.arange(self.batch_size, self.rows, self.batch_size), self.rows)
@@ -277,9 +274,10 @@ class Plan:
         row_seconds: float,
         commit_rows: int | None = None,
     ) -> Plan:
-        """A plan of units that are worth committing, and of which several fit memory."""
+        """Plans units that are worth committing, several of which fit into memory."""
         if commit_rows is not None:
             return cls(rows, batch_size, whole_batches(commit_rows, batch_size))
+        # Enough batches to be worth a commit, but no more than fit.
         batches = _SECONDS / (row_seconds * batch_size) if row_seconds > 0 else math.inf
         fit = _BYTES / (row_bytes * batch_size) if row_bytes > 0 else math.inf
         least = max(1, -(-rows // batch_size))  # that hold all rows

@@ -106,7 +106,7 @@ class Output:
 
     @property
     def described(self) -> int | str:
-        """For JSON: the axis of the rows, or the reduction."""
+        """Returns the axis of the rows, or the reduction, for JSON."""
         if self.spec is None:
             return self.leaf.axis
         if isinstance(self.spec.kind, str):
@@ -116,13 +116,13 @@ class Output:
 
     @property
     def of_row(self) -> Any:
-        """The type of a row; where rows have different lengths, of an element."""
+        """Returns the type of a row, or of an element if rows have different lengths."""
         shape = [n for i, n in enumerate(self.leaf.shape) if i != self.leaf.axis]
         return self.row if self.reduces else jax.ShapeDtypeStruct(shape, self.leaf.dtype)
 
     @property
     def row_bytes(self) -> int:
-        """The size of a row; where rows have different lengths, of an element."""
+        """Returns the size of a row, or of an element if rows have different lengths."""
         shape = [n for i, n in enumerate(self.leaf.shape) if self.reduces or i != self.leaf.axis]
         return int(np.prod(shape)) * self.leaf.dtype.itemsize
 
@@ -193,7 +193,7 @@ def find_outputs(
 
 
 def lanes_of(out_axes: Any, added: bool = False) -> Any:
-    """`out_axes` that keep all rows, except for what `states_to_add` made, if it is `added`."""
+    """Returns `out_axes` that keep all rows, except for states if these are `added`."""
 
     def of_one(x: Any) -> Any:
         if added and is_added(x):
@@ -208,9 +208,9 @@ _TOTAL = Reduce(Reduction(jnp.add, 0))
 
 
 def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
-    """Replaces outputs that rows add up by their states, so that `vmap` adds them (`sums/`).
+    """Replaces outputs that rows add up by states, so that `vmap` adds them (`sums/`).
 
-    `counts` is whether the row is not left out of sums; None: it is not.
+    `counts` is False for a row that sums leave out; None: all count.
     """
     leaves, rebuild = spread_specs(out_axes, out, "out", "out_axes", is_output_spec, by_name=True)
 
@@ -224,7 +224,7 @@ def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
 
 
 def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
-    """Inside a program: reduces the outputs of a batch, except for what `vmap` added up."""
+    """Reduces the outputs of a batch inside a program, except for those that `vmap` added."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
     for output, x in zip(outputs, leaves, strict=True):
@@ -237,7 +237,7 @@ def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = Non
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    """Converts to the widest dtype of its kind, so that parts of many rows add up."""
+    """Widens to the largest dtype of its kind, to add the parts of many rows."""
     if x.dtype == np.bool_:
         return x
     for kind, wide in (
@@ -251,7 +251,7 @@ def _wide(x: np.ndarray) -> np.ndarray:
 
 
 def nothing(dtype: np.dtype) -> Any:
-    """The value of a row without a result: NaN, or zero where there is none."""
+    """Returns the value of a row without a result: NaN, or zero for dtypes without one."""
     has_nan = jnp.issubdtype(dtype, jnp.inexact)
     return np.array(np.nan if has_nan else 0).astype(dtype)
 
@@ -302,7 +302,7 @@ class RowFunction:
 
     @functools.cached_property
     def _unpacked(self) -> Callable[..., Any]:
-        """The function, with `OutputRows` replaced by as many rows as there are."""
+        """Wraps the function to replace `OutputRows` by as many rows as there are."""
 
         @wraps(self.fun)
         def unpacked(*args: Any, **kwargs: Any) -> Any:
@@ -315,7 +315,7 @@ class RowFunction:
     def batched(
         self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
     ) -> Any:
-        """The outputs of a batch; `real` is which rows are added up, if not all."""
+        """Computes the outputs of a batch; `real` masks rows that sums leave out."""
 
         @wraps(self.fun)
         def adding(*args: Any, **kwargs: Any) -> Any:
@@ -345,7 +345,7 @@ class RowFunction:
             else:
                 args, in_axes = (keys, *args), _with_key(in_axes, len(args))
         options = dict(self.options)
-        # What was begun on one machine may go on on another, and must not round otherwise there.
+        # A job may resume on another machine, where results must round the same way.
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
         with come_from(self.inputs.names):
             outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
@@ -353,7 +353,8 @@ class RowFunction:
         return outs
 
     def _with_same_lengths(self, rows: Sequence[Any]) -> list[Any]:
-        """Mapped arguments that share an array of lengths if these are equal."""
+        """Shares an array of lengths between mapped arguments of equal lengths."""
+        # `vmap` matches rows of several arguments by the identity of their lengths.
         return [
             Ragged(x.data, rows[first].lengths, x.max_length, axis=x.axis)
             if isinstance(x, Ragged)
@@ -363,7 +364,7 @@ class RowFunction:
 
     @functools.cached_property
     def _same_lengths(self) -> list[int]:
-        """For each mapped argument the first one with the same lengths."""
+        """Returns for each mapped argument the first one with the same lengths."""
         lengths = [m.source.lengths for m in self.inputs.mapped]
         same = lambda x, y: x is y or np.array_equal(x, y)
         return [next(i for i, x in enumerate(lengths) if same(x, each)) for each in lengths]
@@ -391,7 +392,7 @@ class RowFunction:
 
     @property
     def staged_row(self) -> Any:
-        """The jaxpr of one row, or of a few rows where sizes depend on data."""
+        """Returns the jaxpr of one row, or of a few rows where sizes depend on data."""
         call, types = self.of_one_row()
         try:
             return jax.make_jaxpr(call)(*types)
@@ -486,7 +487,7 @@ class Program:
 
     @functools.cached_property
     def smaller(self) -> Program:
-        """A program of fewer rows, to find those that fail. Its batch sizes divide these."""
+        """Returns a program of fewer rows to find failing ones, whose size divides this one's."""
         most = max(1, self.batch_size // _PARTS)
         size = max(n for n in range(1, most + 1) if self.batch_size % n == 0)
         return Program(self.function, size, self._shared)
@@ -501,7 +502,8 @@ class Program:
         return jax.tree.map(np.asarray, self._compiled(masked=True)(*arguments, real))
 
     def _compiled(self, masked: bool = False) -> Any:
-        """The program; `masked` takes rows that count, and has reductions only."""
+        """Compiles the program; `masked` takes the rows that count, and has reductions only."""
+        # Only one thread compiles.
         with self._lock:
             if masked not in self._programs:
                 traced = self._traced(masked) if masked else self.traced
@@ -540,9 +542,8 @@ def program_of(function: RowFunction, batch_size: int) -> Program:
 
 
 def staged_batch(function: RowFunction, batch_size: int) -> Any:
-    """The program of a batch, which runs whatever the user gave: rules for a batch and the
-    functions of reductions, too. Not over how many devices it is spread, which may change.
-    """
+    """Traces the program of a batch, with all that the user passed: rules and reductions, too."""
+    # The number of devices may change between calls, so it is not part of the program.
     if function.options.get("mesh") is not None:
         function = replace(function, options={**function.options, "mesh": None}, _latest=None)
     return program_of(function, batch_size).traced.jaxpr
@@ -566,7 +567,7 @@ def _as_typed(x: Any, type: Any) -> Any:
 
 
 def fetched(outputs: Sequence[Output], arrays: Sequence[Any], rows: int) -> list[Any]:
-    """The results of `Program.start` on the host: the first `rows` of each output."""
+    """Copies the first `rows` of each result of `Program.start` to the host."""
     results = []
     for output, x in zip(outputs, arrays, strict=True):
         if isinstance(x, Ragged):

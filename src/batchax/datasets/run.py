@@ -186,7 +186,7 @@ class Report:
 
 @dataclass(frozen=True)
 class How:
-    """The options of `batchax.map` that do not change results."""
+    """Holds the options of `batchax.map` that do not change results."""
 
     out: Address | None  # where it is, from any folder
     named: Address | None  # what the user calls that
@@ -298,7 +298,7 @@ def _job(function: RowFunction, how: How) -> AnyJob:
 
 
 def _kept_leaves(function: RowFunction, how: How) -> list[Leaf]:
-    """The arrays that the store keeps: results, and columns that are passed through."""
+    """Lists the arrays that the store keeps: results, and passed columns."""
     leaves = [o.leaf for o in function.outputs if not o.reduces]
     if function.flat:
         leaves = [replace(leaf, ragged=None, flat=True) for leaf in leaves]
@@ -335,6 +335,7 @@ def _compare_rows(
         mapped = function.inputs.mapped
         axis = mapped[i].axis if i < len(mapped) else 0
         rows = known_by["shape"][axis]
+        # A checksum of the whole input, or those of the rows of each unit.
         if "crc32c" in known_by and axis == 0:
             same = source.content(rows)["crc32c"] == known_by["crc32c"]
         else:

@@ -31,7 +31,7 @@ from batchax.rows.arrow import from_dense
 
 @dataclass(frozen=True)
 class Labels:
-    """What an array of xarray calls its rows."""
+    """Holds the name and coordinates of the rows of an xarray array."""
 
     dimension: str = "row"  # the name of the axis along which rows lie
     # the coordinates along it, and those of the whole array, by name
@@ -57,12 +57,10 @@ writes may set the first of these times to what it was, and nobody the second.""
 
 
 class Files:
-    """Files of an input, with their sizes and times when they were opened.
+    """Watches files of an input by size and time.
 
-    Args:
-      path: a file, or a folder of which all files count.
-      name: of the argument, for messages.
-      linked: files elsewhere from which it is read, too.
+    `path` is a file, or a folder of which all files count; `linked` are other files that it is read
+    from.
     """
 
     def __init__(self, path: Path, name: str, linked: Sequence[Path] = ()) -> None:
@@ -71,6 +69,8 @@ class Files:
         self.count = 1  # of how many inputs these are one
         self._linked = linked
         refuse_unfinished(self.path, name)
+        # Writes of other processes through memory maps must be flushed first, or they change the
+        # time later.
         for file in (self.path, *linked):
             if file.is_file():
                 _write_out(file)
@@ -88,16 +88,14 @@ class Files:
             raise _changed(self._name, self.path)
 
     def check_content(self) -> None:
-        """The same; compares the content of small files, too, if `identity` was called.
-
-        On a file system in memory, a write through a memory map moves no time.
-        """
+        """Checks as `check`, and compares the content of small files if `identity` was called."""
         self.check()
+        # On a file system in memory, a write through a memory map does not change the time.
         if "_content" in vars(self) and self._digest() != self._content:
             raise _changed(self._name, self.path)
 
     def identity(self) -> dict[str, Any]:
-        """For JSON: path, size, times, and digests of names in a folder and of small content."""
+        """Returns path, size, times, and digests of folder names and small content, for JSON."""
         seen = self._seen
         told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
         told["modified_ns"] = max((file[2] for file in seen), default=0)
@@ -142,7 +140,7 @@ def _changed(name: str, path: Address) -> StorageError:
 
 
 def refuse_unfinished(address: Address, name: str) -> None:
-    """Refuses what a job has not computed yet, or what was lost since: it would count as zeros."""
+    """Rejects output that a job has not computed yet, or that was lost: it would count as zeros."""
     for path in (address, *address.parents):
         if path.name.endswith(PARTIAL) and path in (address, address.parent):
             raise StorageError(
@@ -173,11 +171,9 @@ def _described(name: str, status: os.stat_result) -> _File:
 
 
 def _write_out(path: Path) -> None:
-    """Has the system write what another process wrote to a memory map of the file.
-
-    From then on its next write to a page is noticed, and moves the time of the file, which writes
-    to a page that is to be written out anyway do not.
-    """
+    """Flushes what another process wrote to a memory map of the file."""
+    # The next write to a clean page is noticed and changes the time of the file. Writes to a dirty
+    # page are not.
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
         if sys.platform != "linux":
             return os.fsync(file.fileno())
@@ -190,9 +186,9 @@ Index = tuple[slice, ...]
 
 
 class ObjectFiles:
-    """Objects of an input, with their versions when they were opened: an object, or all below it.
+    """Watches objects of an input by version: one object, or all below it.
 
-    Each read compares versions, so `check` and `check_content` have nothing to do.
+    Each read compares versions, so `check` does nothing.
     """
 
     count = 1  # as `Files` has it
@@ -272,15 +268,11 @@ _BLOCK = 2**24  # bytes that are read at a time, where all rows are: they need n
 
 
 class Source:
-    """One input, of which several threads read rows.
+    """Provides rows of one input to several threads.
 
-    A kind of source defines `get` and `origin`; and `lengths`, where these differ. A kind for a
-    suffix is made as ``Kind(path, member, name)``, with what came after a colon as `member`.
-
-    Args:
-      name: for messages, such as "args[0]['w'] (x.npy)".
-      shape: of all rows. Where rows have different lengths, without the axis along which they do.
-      dtype: of the elements, of NumPy or ml_dtypes; the attribute has this machine's byte order.
+    Subclasses define `get` and `origin`, and `lengths` if these differ. A class for a suffix is
+    made as ``Kind(path, member, name)``, with what came after a colon as `member`. `shape` is that
+    of all rows, without the axis of different lengths.
     """
 
     ragged = False  # whether rows have different lengths
@@ -297,23 +289,22 @@ class Source:
 
     @property
     def all_files(self) -> Sequence[Any]:
-        """All `Files` that it reads."""
+        """Returns all `Files` that it reads."""
         return [] if self.files is None else [self.files]
 
     def would_hold(self, path: Any) -> bool:
-        """Whether what is written to `path` is, or would be, a part of what it reads."""
+        """Returns whether it reads what is or would be written to `path`."""
         return any(f.path == path or f.path in path.parents for f in self.all_files)
 
     @cached_property
     def lengths(self) -> np.ndarray | None:
-        """Of each row, where rows have different lengths, as `Rows` has them."""
+        """Returns the length of each row, or None if rows have one shape."""
         return None
 
     def read(self, axis: int, start: int, stop: int, fresh: bool = True) -> Any:
-        """The rows `start` to `stop` along `axis`: a contiguous array, or `Rows`.
+        """Reads rows along `axis` as a contiguous array, or `Rows`.
 
-        Args:
-          fresh: whether the caller may write to it. If not, it may be a part of the input.
+        Unless `fresh`, it may be a view of the input that must not be written to.
         """
         if axis and self.ragged:
             raise AxisError(
@@ -330,21 +321,21 @@ class Source:
         return self._read(tuple(slice(0, size) for size in self.shape[:1]), f"{self.name}: all")
 
     def get(self, index: Index) -> Any:
-        """The part that slices of leading axes pick: an array, or `Rows`.
+        """Returns the part that slices of leading axes select: an array, or `Rows`.
 
-        Any exception becomes a StorageError that names the rows.
+        Exceptions become a StorageError that names the rows.
         """
         raise NotImplementedError
 
     def origin(self) -> dict[str, Any] | None:
-        """Identifies the rows, for JSON. None: a checksum of all rows does."""
+        """Identifies the rows for JSON; None: by a checksum of all rows."""
         return None if self.files is None else self.files.identity()
 
     def labels(self, axis: int) -> Labels | None:
-        """The labels of the rows along the axis, if there are some."""
+        """Returns the labels of the rows along the axis, if any."""
 
     def identity(self) -> dict[str, Any]:
-        """Identifies its rows, shape and dtype, for JSON."""
+        """Identifies its rows, shape, and dtype, for JSON."""
         origin = self.origin()
         return {
             **(self.content() if origin is None else origin),
@@ -353,10 +344,11 @@ class Source:
         }
 
     def content(self, rows: int | None = None) -> dict[str, Any]:
-        """A checksum of all that it holds, or of its first rows, for which it is read."""
+        """Computes a checksum of all content, or of the first rows, by reading it."""
         count = (self.shape[0] if self.shape else 1) if rows is None else rows
         row = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
         crc, step = 0, max(1, _BLOCK // max(1, row))
+        # Read block by block, as all rows need not fit into memory.
         for start in range(0, count, step):
             stop = min(start + step, count)
             got = self.read(0, start, stop) if self.shape else self.whole()
@@ -384,6 +376,7 @@ class Source:
 
     def _taken(self, x: Any, fresh: bool) -> np.ndarray:
         x = np.asarray(x)
+        # A copy is needed if the array may change later, or the caller may write to it.
         own = (x.flags.owndata or self.gives_fresh) and x.flags.writeable
         if (own or (self.lends and not fresh)) and x.flags.c_contiguous and x.dtype == self.dtype:
             return x
@@ -400,13 +393,13 @@ class ByContent(Source):
 
 
 def check_shape(shape: Any, name: str) -> None:
-    """Refuses what has no shape, as `h5py.Empty`: it has no rows, and is no number."""
+    """Rejects arrays without a shape, such as `h5py.Empty`."""
     if shape is None:
         raise ArgumentTypeError(f"{name} is empty, and has no shape: there are no rows in it.")
 
 
 def native(dtype: Any, name: str) -> np.dtype:
-    """A dtype of numbers in this machine's byte order."""
+    """Returns a numeric dtype in native byte order."""
     try:
         own = np.dtype(dtype)
         # NumPy's own object for it: h5py's say a byte order, and JAX hands on whose it saw first.
@@ -435,9 +428,9 @@ def is_pattern(path: Address) -> bool:
 
 
 def matching(pattern: Address) -> list[Any]:
-    """The paths that match a pattern, in order, except for the folders of jobs.
+    """Lists the paths that match a pattern, sorted, without folders of jobs.
 
-    ``**`` is any folders. In object storage, these are objects and the names above them.
+    ``**`` matches any folders. In object storage, these are objects and the names above them.
     """
     if isinstance(pattern, Path):
         named = map(Path, glob.glob(str(pattern), recursive=True))
@@ -450,7 +443,7 @@ def matching(pattern: Address) -> list[Any]:
 
 
 def fits(pattern: Address) -> Callable[[Any], bool]:
-    """Whether `matching` would return a path."""
+    """Returns a test of whether `matching` would return a path."""
     parts = _parts(pattern.resolve() if isinstance(pattern, Path) else pattern)
     return lambda path: _fit_parts(_parts(path), parts) and _no_job(_parts(path), parts)
 
@@ -461,13 +454,13 @@ def _parts(path: Address) -> Sequence[str]:
 
 
 def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether nothing is the folder of a job, or in one; or the pattern asks for those."""
+    """Returns whether no name is the folder of a job, unless the pattern asks for those."""
     asked = any(pattern.endswith(JOB) for pattern in patterns)
     return asked or not any(name.endswith(JOB) for name in names)
 
 
 def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """As `glob` has it: two stars are any folders, and none of the stars stands for a first dot."""
+    """Matches as `glob`: two stars match any folders, and stars match no leading dot."""
     if not (names and patterns):
         return not names and all(pattern == "**" for pattern in patterns)
     (name, *more), (pattern, *rest) = names, patterns
@@ -478,7 +471,7 @@ def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 class ConcatenatedSource(Source):
-    """Rows of several sources along axis 0; `fits` is whether a path would be one of them."""
+    """Joins rows of several sources along axis 0. `fits` tests whether a path would be one."""
 
     lends = True
 
@@ -498,6 +491,7 @@ class ConcatenatedSource(Source):
         self._parts, self._fits = parts, fits
         self._ends = list(itertools.accumulate(part.shape[0] for part in parts))
         self._files = [files for part in parts for files in part.all_files]
+        # Small files are hashed, and together they count as one input.
         for files in self._files:
             files.count = len(self._files)
         shape = (self._ends[-1], *first.shape[1:])
@@ -547,7 +541,7 @@ class ConcatenatedSource(Source):
             return arrow.concat_arrays(got or [self._parts[-1].arrow(0, 0)])
 
     def _parts_of(self, picked_start: int, picked_stop: int) -> Iterator[tuple[Source, int, int]]:
-        """The parts that hold rows, at least one, with the first row and the one after the last."""
+        """Yields the parts that hold rows, at least one, with their ranges."""
         first = bisect_right(self._ends, picked_start)
         for i in range(first, len(self._parts)):
             begin = self._ends[i] - self._parts[i].shape[0]

@@ -52,7 +52,7 @@ from batchax.rows.ragged import Ragged
 
 
 def is_one_by_one(x: Any) -> bool:
-    """Whether Python iterates over it, and it is no tree of JAX: else JAX warns of iterators."""
+    """Returns whether Python iterates over it and it is not a pytree, for which JAX would warn."""
     return isinstance(x, Iterable) and jax.tree_util.all_leaves([x])
 
 
@@ -71,12 +71,12 @@ def _is_arrow(x: Any) -> bool:
 
 
 def _has_numbers(x: Any) -> bool:
-    """Whether rows can be asked for by number: none has to be made that is passed over."""
+    """Returns whether rows are available by number, so that skipped ones need not be made."""
     return hasattr(x, "__len__") and hasattr(x, "__getitem__")
 
 
 class StreamLeaf(Source):
-    """An array of each row of a stream, which `Stream.take` alone reads, in order."""
+    """Stands for an array of each row of a stream, which only `Stream.take` reads."""
 
     def __init__(self, stream: Stream, leaf: int, name: str, shape: Any, dtype: Any) -> None:
         super().__init__(name, (ENDLESS, *shape), dtype)
@@ -86,7 +86,7 @@ class StreamLeaf(Source):
         raise UnsupportedError(f"{self.name} are rows that come one after another, and in order.")
 
     def origin(self) -> dict[str, Any]:
-        """That it is a stream: the journal has its rows."""
+        """Identifies it as a stream: the journal has checksums of its rows."""
         return {"stream": self.stream.name}
 
     def content(self, rows: int | None = None) -> dict[str, Any]:
@@ -97,12 +97,7 @@ class StreamLeaf(Source):
 
 
 class Stream:
-    """The rows of an argument, in order.
-
-    Attributes:
-      argument: a pytree with a `StreamLeaf` for each array of a row; None if there are no rows.
-      size: rows of the first item.
-    """
+    """Reads the rows of an argument in order."""
 
     def __init__(self, x: Any, name: str, batched: bool, start: int) -> None:
         self.name, self._batched = name, batched
@@ -116,7 +111,7 @@ class Stream:
         self.argument: Any = None
         first = self._item()
         if first is not None:
-            self.size = len(first[0])
+            self.size = len(first[0])  # rows of the first item
             self._left = first
             leaves = [
                 StreamLeaf(self, i, f"{name}{path}", x.shape[1:], x.dtype)
@@ -174,7 +169,7 @@ class Stream:
         return self._by_number[self._items]
 
     def _item(self) -> list[np.ndarray] | None:
-        """The arrays of the next item, with rows along axis 0; None if there is none."""
+        """Returns the arrays of the next item, with rows along axis 0; None at the end."""
         try:
             item = self._next()
         except StopIteration:
@@ -216,14 +211,14 @@ class Stream:
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether a list stands for an array: loaders hand on rows as they are in JSON."""
+    """Returns whether a list stands for an array, as in rows that loaders read from JSON."""
     while isinstance(x, list) and x:
         x = x[0]
     return isinstance(x, numbers.Number)
 
 
 def _array(x: Any, name: str) -> np.ndarray:
-    """An array of its own: whoever makes rows may make the next one in the same memory."""
+    """Copies a row to an array: a loader may reuse its memory for the next row."""
     refuse_masked(x, name)
     try:
         array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
@@ -262,12 +257,9 @@ SOURCES: dict[str, Callable[..., Source]] = {  # by the suffix of a file
 
 
 def as_source(x: Any, name: str) -> Source:
-    """A source of the rows of `x`.
-
-    Args:
-      x: an array of NumPy or JAX, a number, a `Ragged`; anything with `shape`, `dtype` and slices
-        (h5py, zarr-python, xarray, TensorStore); an array of Arrow; a path, as `open_path` takes
-        it; or a source, as which it stays.
+    """Makes a source of the rows of `x`: an array or number; a `Ragged`; an object with `shape`,
+    `dtype`, and slices (h5py, zarr-python, xarray, TensorStore); an Arrow array; a path; or a
+    source.
     """
     if isinstance(x, ObjectPath):
         return open_path(str(x), name)
@@ -301,15 +293,11 @@ def as_source(x: Any, name: str) -> Source:
 
 
 def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
-    """A source of the rows of an array in a file.
+    """Opens the rows of an array in a file, or of all files that match a pattern.
 
-    Args:
-      path: "x.npy", "x.zarr", "x.zarr/sub/array"; and with the name of what is meant in a file of
-        several: "x.npz:name", "x.h5:group/dataset", "x.zarr:sub/array", "x.parquet:column", or a
-        folder of Parquet files, "folder:column".
-        A pattern, "data/*.npy" or "year=*/x.h5:name", names the rows of all files that it fits, by
-        name one after another.
-      of_any_type: whether a column of Parquet need not have numbers: it is passed through.
+    A name in a file follows a colon: "x.npz:name", "x.h5:group/dataset", "x.zarr:sub/array",
+    "x.parquet:column", or "folder:column" for a folder of Parquet files. `of_any_type` columns are
+    passed through.
     """
     file, member = _split_url(path, name) if is_url(path) else _split(path)
     shown = f"{name} ({path})"
@@ -359,7 +347,7 @@ def _open_objects(path: ObjectPath, member: str, name: str, of_any_type: bool) -
 def passed_columns(
     keep: Any, arguments: Iterable[tuple[str, Any]], labels: Labels | None
 ) -> dict[str, Source]:
-    """Sources of the columns that are passed through, by name. `arguments` are names and values."""
+    """Makes sources of passed columns by name. `arguments` are names and values."""
     if not isinstance(keep, dict):
         if not (isinstance(keep, (list, tuple)) and all(isinstance(x, str) for x in keep)):
             raise ArgumentTypeError(
@@ -407,7 +395,7 @@ def _passed(x: Any, name: str) -> Source:
 
 
 def _kind_of(file: Path) -> str | None:
-    """By the suffix; of a folder with another one, or without, by what is in it."""
+    """Returns the kind by suffix, or by the content of a folder."""
     kind = file.suffix[1:]
     if kind in SOURCES:
         return kind
@@ -428,6 +416,7 @@ def _split_url(url: str, name: str) -> tuple[ObjectPath, str]:
 
 def _split(path: str) -> tuple[Path, str]:
     ends = [i for i, letter in enumerate(path) if letter == ":"]
+    # Names may contain colons, so the longest existing path is taken.
     for end in [len(path), *reversed(ends)]:
         part = path[:end]
         if part and (Path(part).exists() or (is_pattern(Path(part)) and matching(Path(part)))):

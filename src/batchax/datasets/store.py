@@ -38,26 +38,23 @@ from batchax.jaxprs.spoken import brief
 
 
 class OutputGuard:
-    """Checks that a file or folder stays the same one, and its files as they were written.
+    """Checks that a file or folder is not replaced, and that its files stay as written.
 
-    While it is open here, the system gives its inode to no other file.
-
-    Args:
-      path: of it, for messages.
-      at: returns where it is now, since another process may give it its name.
+    `at` returns its current path, as another process may rename it.
     """
 
     def __init__(self, path: Path, at: Callable[[], Path]) -> None:
         self._path, self._at = path, at
         self._written: dict[int, tuple[Sequence[str], int | None]] = {}  # there may be millions
         self._lock = threading.Lock()
+        # While it is open here, the system does not reuse its inode.
         try:
             self._file: int | None = os.open(at(), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"{path} could not be opened: {error.strerror}.") from error
 
     def check(self) -> None:
-        """Raises a JobError if something else has its path, or nothing."""
+        """Raises a JobError if its path is missing, or something else."""
         if self._file is None:
             return
         try:
@@ -80,7 +77,7 @@ class OutputGuard:
                 self._written[number] = names, stamp
 
     def check_written(self) -> None:
-        """Raises a JobError if such files were changed since."""
+        """Raises a JobError if files were changed after they were written."""
         for names, stamp in self._written.values():
             if stamp is None or _stamp(self._at(), names) != stamp:
                 raise written_over(self._path, names[0])
@@ -99,7 +96,7 @@ def written_over(out: Any, what: str) -> JobError:
 
 
 def _stamp(at: Path, names: Sequence[str]) -> int | None:
-    """Changes when another process writes to one of the files; None if one is gone."""
+    """Returns a stamp that changes if a file is written to; None if one is missing."""
     try:
         told = [os.stat(at / name) for name in names]
     except OSError:
@@ -108,7 +105,7 @@ def _stamp(at: Path, names: Sequence[str]) -> int | None:
 
 
 class ConditionalPuts:
-    """Puts objects, each on the condition that no other process has put one there."""
+    """Puts objects on the condition that no other process has put one there."""
 
     def __init__(self) -> None:
         self._there: dict[ObjectPath, objects.Version] = {}  # objects that were in the way
@@ -123,6 +120,8 @@ class ConditionalPuts:
             else:
                 version = objects.put_over(path, content, before)
         except FileExistsError:
+            # Remember the version in the way: after the caller has checked that it may write, the
+            # next attempt replaces it.
             with contextlib.suppress(FileNotFoundError):
                 self._there[path] = objects.meta(path).version
             raise OvertakenError(f"{path} was written by somebody else.") from None
@@ -139,17 +138,11 @@ Results = Sequence[np.ndarray | Rows]
 
 
 class Store:
-    """Where results are kept. Several threads may write different units.
+    """Keeps results.
 
-    A kind of store defines `prepare`, `check`, `put`, `read` and `result`. Making one writes
-    nothing, and raises an ArgumentTypeError for unsupported leaves. The caller of `prepare` and
-    `clean`, which remove unfinished files, holds the job's lock.
-
-    Args:
-      out: the output.
-      leaves: the arrays of results.
-      unit_rows: rows of a chunk: of a unit, or of a batch, if units differ.
-      options: the `store_options` of the call.
+    Several threads may write different units. Subclasses define `prepare`, `check`, `put`, `read`,
+    and `result`. The constructor writes nothing, and raises an ArgumentTypeError for unsupported
+    leaves. `unit_rows` are the rows of a chunk: those of a unit, or of a batch if units differ.
     """
 
     kind = ""  # under which it was found
@@ -194,35 +187,36 @@ class Store:
 
     @property
     def partial(self) -> Path:
-        """Where it is until it is whole, if it is `renamed`."""
+        """Returns its path until it is complete, if it is `renamed`."""
         return self.out.with_name(f"{self.out.name}{PARTIAL}")
 
     @property
     def at(self) -> Any:
         return self.partial if self.renamed and os.path.lexists(self.partial) else self.out
 
+    # The caller of `prepare` and `clean`, which remove unfinished files, holds the job's lock.
     def prepare(self) -> None:
-        """Makes the output of a new job, or, if killed, nothing; a JobError if there is one."""
+        """Makes the output of a new job, or nothing if killed. Raises a JobError if it exists."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises a StorageError if what `prepare` made is missing, a JobError if it is another."""
+        """Raises a StorageError if the output is missing, and a JobError if it is another one."""
         raise NotImplementedError
 
     def check_ended(self) -> None:
-        """The same of a job that has ended, of what `end` made, too."""
+        """Checks a finished job as well for what `end` made."""
         self.check()
 
     def clean(self) -> None:
-        """Removes what writers that were killed left unfinished."""
+        """Removes unfinished files of killed writers."""
 
     def guard(self) -> None:
-        """Has `verify_unchanged` compare what is there from now on."""
+        """Has `verify_unchanged` compare the output from now on."""
         if self.stays:
             self._guard = OutputGuard(self.out, lambda: self.at)
 
     def verify_unchanged(self, at_end: bool = False) -> None:
-        """Raises a JobError if another process changed the output; `at_end` of all files."""
+        """Raises a JobError if another process changed the output; `at_end`: any of its files."""
         if self._guard is not None:
             self._guard.check()
             if at_end:
@@ -239,35 +233,35 @@ class Store:
         return any(leaf.grows for leaf in self.leaves)
 
     def end(self, rows: int) -> None:
-        """Makes the output whole for other programs, with so many rows. It may be called again."""
+        """Completes the output, with so many rows, for other programs. May be called again."""
         if self.renamed:
             give_name(self.partial, self.out)
 
     def reopen(self) -> None:
-        """Undoes `end`, since rows are to be added. It may be called again."""
+        """Undoes `end` to add rows. May be called again."""
         if self.renamed:
             give_name(self.out, self.partial)
 
     def put(self, unit: Unit, results: Results) -> None:
-        """Writes the results of a unit, one for each leaf, durably, over a damaged one or none."""
+        """Writes a unit's results, one for each leaf, durably, over a damaged one or none."""
         raise NotImplementedError
 
     def read(self, unit: Unit) -> list[np.ndarray | Rows]:
-        """The results of a unit that was written; a StorageError names a bad file."""
+        """Reads back the results of a unit; a StorageError names a bad file."""
         raise NotImplementedError
 
     def result(self) -> Any:
-        """What the user is given: a path, or one for each name; of a store in memory, arrays."""
+        """Returns the user's result: a path, or one for each name; arrays for memory."""
         raise NotImplementedError
 
     def write(self, unit: Unit, results: Results) -> None:
-        """Writes the results of a unit, after a check that they fit."""
+        """Checks the results of a unit, and writes them."""
         self.put(unit, [_fitting(*each, unit) for each in zip(self.leaves, results, strict=True)])
         if self._guard is not None:
             self._guard.written(unit.number, self.files_of(unit))
 
     def files_of(self, unit: Unit) -> list[Path]:
-        """The files that hold this unit and nothing else, if there are such."""
+        """Lists the files that hold this unit and nothing else, if any."""
         return []
 
     def _put_file(self, path: Any, content: bytes) -> None:
@@ -280,7 +274,7 @@ class Store:
             raise StorageError(f"{path} is missing.") from None
 
     def names(self) -> Collection[Any]:
-        """The paths of all files of the output, by one listing."""
+        """Lists the paths of all files of the output in one pass."""
         if self._puts is not None:
             return {path for path, _ in objects.below(self.out)}
         return {
@@ -288,21 +282,21 @@ class Store:
         }
 
     def foreign(self) -> Any:
-        """A path in the output that this store did not make, if there is one."""
+        """Finds a path in the output that this store did not make."""
         return next((path for path in self.names() if not self._is_own(path)), None)
 
     def _is_own(self, path: Any) -> bool:
-        """Whether this store gives files in the output such a name."""
+        """Returns whether this store gives files such a name."""
         return False
 
     def missing(self, units: Iterable[Unit]) -> dict[int, Any]:
-        """The numbers of units that were written and whose files are gone, with one of these."""
+        """Returns numbers of written units whose files are missing, each with a file."""
         files = {file: unit.number for unit in units for file in self.files_of(unit)}
         there = self.names() if files else ()
         return {number: file for file, number in files.items() if file not in there}
 
     def describe(self) -> dict[str, Any]:
-        """For JSON, what `reopen_store` makes the same store of."""
+        """Describes the store as JSON, for `reopen_store`."""
         text = lambda leaf: {"dtype": str(leaf.dtype), "passed": leaf.passed and str(leaf.passed)}
         leaves = [{**vars(leaf), **text(leaf)} for leaf in self.leaves]
         more = {"options": self.options} if self.options else {}
@@ -318,7 +312,7 @@ class Store:
                 )
 
     def each(self, results: Sequence[Any]) -> Any:
-        """Of one for each leaf: one if the function returns one array, else one for each name."""
+        """Returns a single result as it is, and several by name."""
         if [leaf.name for leaf in self.leaves] == [""]:
             return results[0]
         return {leaf.name: x for leaf, x in zip(self.leaves, results, strict=True)}
@@ -368,7 +362,7 @@ def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
 
 
 def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | Rows:
-    """A result as it was announced: anything else would be written over other rows."""
+    """Checks that a result has its shape and dtype: otherwise it would overwrite other rows."""
     if leaf.passed:
         return result
     if leaf.ragged is not None:
@@ -390,7 +384,7 @@ def _fitting(leaf: Leaf, result: np.ndarray | Rows, unit: Unit) -> np.ndarray | 
 
 
 class MemoryStore(Store):
-    """Arrays of NumPy, filled unit by unit. Of rows of different lengths, `Rows`."""
+    """Fills NumPy arrays unit by unit; rows of different lengths become `Rows`."""
 
     kind = "memory"
     lasts = False
@@ -447,7 +441,7 @@ def open_store(
     kind: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Store:
-    """The store of results; `kind` is needed where the slash at the end of `out` is lost."""
+    """Opens the store of results. `kind` is needed if `out` has lost its final slash."""
     if plan.extended:
         leaves = [replace(leaf, shape=leaf.of_rows(0), grows=True) for leaf in leaves]
     return _store(kind or kind_of(out), out, leaves, plan.chunk_rows, options)

@@ -21,7 +21,7 @@ from batchax.rows.ragged import Ragged
 
 
 def tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Returns the value or the error of `work`: one of the user, if a callback fails."""
+    """Returns the value or the error of `work`."""
     try:
         return work(), None
     except Exception as error:
@@ -40,7 +40,7 @@ class Batch:
     count: int
 
     def start(self, instead: dict[int, int] | None = None) -> list[Any]:
-        """Begins to compute it; `instead` replaces rows by others of the batch."""
+        """Starts the computation; `instead` replaces rows by others of the batch."""
         return self.program.start(*self._arguments(instead or {}))
 
     def reduced(self, instead: dict[int, int]) -> list[Any]:
@@ -76,6 +76,7 @@ class Batch:
             ]
             start = self.unit.start
             return np.arange(start + self.first, start + stop), parts
+        # A program has a fixed size: missing rows repeat the last one.
         places = np.minimum(np.arange(self.program.batch_size), self.count - 1)
         index = np.array([instead.get(int(p), int(p)) for p in places]) if instead else places
         index, places = index + self.first, places + self.first
@@ -93,7 +94,7 @@ def batches_of(program: Program, unit: Unit, data: Sequence[Any]) -> Iterator[Ba
 
 
 def ahead(batches: Iterator[Batch]) -> Iterator[Waiting]:
-    """Yields each batch with its results; the next one is begun before they are read."""
+    """Yields each batch with its results; the next one begins before they are read."""
     waiting: list[Waiting] = []
     for batch in batches:
         waiting.append((batch, begun(batch)))
@@ -125,11 +126,12 @@ def _with_reduced(batch: Batch, arrays: Sequence[Any], instead: dict[int, int]) 
 
 
 def without(batch: Batch, results: Sequence[Any], failing: Iterable[int]) -> list[Any]:
-    """Results of a batch with nothing in the rows that fail; reductions leave these rows out."""
+    """Removes rows that fail from results of a batch; reductions leave them out."""
     outputs, places = batch.program.function.outputs, sorted(failing)
     good = set(range(batch.count)) - set(places)
     if not good:
         return [without_rows(o, batch.count) for o in outputs]
+    # A failing row is replaced by a good one, whose result is then masked.
     results = _with_reduced(batch, results, dict.fromkeys(places, min(good)))
     return [
         x if o.reduces else _blanked(o, x, places) for o, x in zip(outputs, results, strict=True)
@@ -163,13 +165,13 @@ def last_line(error: Exception) -> str:
 
 
 class OutageError(RowError):
-    """Too many rows in succession fail with one type of error, so they are not to blame."""
+    """Signals that too many rows in succession fail alike, so they are not the cause."""
 
     kind = ""
 
 
 class Streak:
-    """Rows that fail in succession with one type of error; raises if there are more than `most`."""
+    """Tracks rows that fail in succession with one type of error; raises after `most`."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -209,11 +211,12 @@ _TIMES = 2  # that the rows of a batch which fail are looked for: an error may b
 
 
 def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[list[Any], list[Bad]]:
-    """The results of a batch that fails, and the rows for which it fails."""
+    """Returns the results of a batch that fails, and its failing rows."""
     raises, outputs = policy.on_error == "raise", batch.program.function.outputs
     most, streak = (1, None) if raises else (batch.count, policy.streak)
     for _ in range(_TIMES):
         parts: dict[int, list[Any]] = {}
+        # Rows that fail only together fail no more in parts: then the batch runs once more.
         bad = failing_rows(batch, error, most, streak, parts)
         if bad and not raises:
             for b in bad:
@@ -236,9 +239,9 @@ def failing_rows(
     streak: Streak | None = None,
     parts: dict[int, list[Any]] | None = None,
 ) -> list[Bad]:
-    """The rows for which a batch fails, at most `most`.
+    """Finds the rows for which a batch fails, at most `most`.
 
-    `parts` receives the results of the parts that do not fail, by the first row of each.
+    `parts` receives results of parts that do not fail, by their first row.
     """
     if str(error).startswith("RESOURCE_EXHAUSTED"):
         raise MemoryLimitError(
@@ -268,13 +271,11 @@ def failing_rows(
 def _failing(
     batch: Batch, error: Exception, tried_again: Callable[[Batch], Exception | None]
 ) -> Iterator[tuple[int, Exception]]:
-    """The rows that fail by themselves, found by programs of fewer and fewer rows.
-
-    The parts without such rows are computed once more each, and not the whole batch.
-    """
+    """Yields failing rows, found by programs of fewer and fewer rows."""
     if batch.count == 1:
         yield batch.row(0), error
         return
+    # Parts without failing rows run once more each, and not the whole batch.
     for part in batch.parts():
         again = tried_again(part)
         if again is not None:
@@ -305,7 +306,7 @@ def without_nonfinite(
 def _not_finite_in_sums(
     batch: Batch, results: list[Any], without: set[int], policy: Policy
 ) -> dict[int, Exception]:
-    """Rows that make a reduction over the batch non-finite."""
+    """Finds rows that make a reduction over the batch non-finite."""
     outputs = batch.program.function.outputs
     reduces = [o for o in outputs if o.reduces]
     states = [x for o, x in zip(outputs, results, strict=True) if o.reduces]
@@ -324,6 +325,7 @@ def _not_finite_in_sums(
         return error_of(part.reduced(dict.fromkeys(set(range(part.count)) - {*good}, good[0])))
 
     error = error_of(states)
+    # Without the rows that are known to fail, the reduction may be finite.
     if error is None or tried_again(batch) is None:
         return {}
     failing = _failing(batch, error, tried_again)
@@ -381,7 +383,7 @@ def begin_unit(
     data: Sequence[np.ndarray | Rows],
     policy: Policy,
 ) -> Callable[[], Computed]:
-    """Begins to compute the rows of a unit, so that the device is busy meanwhile."""
+    """Begins to compute a unit, so that the device is busy meanwhile."""
     begun = time.monotonic()
     batches = ahead(batches_of(program, unit, data))
     first = next(batches, None)

@@ -49,10 +49,11 @@ class Pool:
         return getattr(self._executor, "_max_workers", None) or os.cpu_count() or 1
 
     def submit(self, name: str, fun: Callable[..., Any], *args: Any) -> Any:
-        """A future of ``fun(*args)``; dashboards show `name`."""
+        """Submits ``fun(*args)`` and returns a future; dashboards show `name`."""
         if not self._own:
             return self._executor.submit(fun, *args)
-        # It starts processes here, which have the mask of this thread: Ctrl-C is not for them.
+        # The executor may start processes here, which inherit the signal mask of this thread:
+        # Ctrl-C must not reach them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             return self._executor.submit(fun, *args)
@@ -60,12 +61,12 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def cancel(self, futures: Sequence[Any]) -> None:
-        """Cancels units that were not begun; others may run on."""
+        """Cancels units that have not begun; others may continue."""
         for future in futures:
             future.cancel()
 
     def restart(self) -> None:
-        """Starts a new pool, since a process that ends breaks the pool for all others."""
+        """Starts a new pool, since a process that ends breaks its pool."""
         if not isinstance(self._executor, ProcessPoolExecutor):
             raise JobError(
                 f"the workers of {brief(self._executor)} ended. What was done is kept: the same "
@@ -78,13 +79,13 @@ class Pool:
         self._executor, self._own = _spawned(workers), True
 
     def wait_until_ready(self) -> None:
-        """Returns once the pool takes units, after it cancelled some without a request."""
+        """Waits until the pool accepts units, after it canceled some on its own."""
 
     def close(self, hurry: bool = False) -> None:
-        """Ends a pool that was made here; in a `hurry` its running units, too."""
+        """Closes a pool that was made here; in a `hurry`, kills its running units."""
         if not self._own:
             return
-        # There is no public way to end processes that are at work before Python 3.14.
+        # Before Python 3.14, there is no public way to end busy processes.
         processes = list((getattr(self._executor, "_processes", None) or {}).values())
         self._executor.shutdown(wait=not hurry, cancel_futures=True)
         if hurry:
@@ -124,7 +125,7 @@ class DaskPool(Pool):
             self._client.cancel(list(futures))
 
     def restart(self) -> None:
-        """Does nothing: Dask starts workers."""
+        """Does nothing, as Dask starts workers itself."""
 
     def wait_until_ready(self) -> None:
         while self._client.status == "connecting":
@@ -182,6 +183,7 @@ def _spawned(workers: int) -> ProcessPoolExecutor:
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
+    # A worker ends with its parent, also if that is killed.
     assert parent is not None
 
     def wait() -> None:
@@ -215,7 +217,7 @@ class _Tried:
 
 
 class Submitting:
-    """Submits units to a pool, and resubmits those whose worker ended."""
+    """Submits units to a pool, and submits those whose worker ended again."""
 
     def __init__(
         self,
@@ -257,9 +259,11 @@ class Submitting:
             raise self._stop.error
 
     def _submit_some(self) -> None:
-        """Submits units while there is room. Suspects run alone, at the end or if they are many."""
+        """Submits units while there is room. Suspects run alone, last, or once there are many."""
+        # Nothing runs besides a suspect, so that a death has one cause.
         if any(t.care >= _ALONE for t in self._running.values()):
             return
+        # Two units for each worker keep it busy while results travel.
         room = 2 * self._pool.workers
         self._examining = bool(self._suspects) and (self._examining or len(self._suspects) >= room)
         while not self._examining and len(self._running) < room:
@@ -310,10 +314,11 @@ class Submitting:
             self._tell(done)
 
     def _after_death(self, tried: _Tried, how: BaseException) -> None:
-        """The worker of this unit ended, or of another unit in the same worker or pool."""
+        """Handles the end of a worker, of this unit or of another in the same pool."""
         in_vain = self._is_waiting(tried)
         if not in_vain:
             self._in_vain = 0
+        # Of the units of a pool that broke, the first restarts it.
         if tried.generation == self._pool.generation:
             try:
                 self._restart()
@@ -321,6 +326,7 @@ class Submitting:
                 self._stop.because(error)
         if self._stop.now:
             return
+        # A unit that had not begun is not a suspect.
         care = tried.care if in_vain else tried.care + 1
         if in_vain and self._ends_in_vain(1):
             self._stop.because(JobError(_ENDING))
@@ -337,12 +343,12 @@ class Submitting:
             self._try_again(tried, care)
 
     def _ends_in_vain(self, attempts: int) -> bool:
-        """Counts attempts that ended before they began; whether these are too many."""
+        """Counts attempts that ended before they began; returns whether these are too many."""
         self._in_vain += attempts
         return self._in_vain > _IN_VAIN * 2 * self._pool.workers
 
     def _restart(self) -> None:
-        """Starts workers again, after a pause if the last ones ended while they started."""
+        """Restarts workers, after a pause if the last ones ended while they started."""
         if self._attempts.has(REPEATED):
             raise JobError(UNGUARDED)
         times = self._in_vain // (2 * self._pool.workers)
@@ -367,7 +373,7 @@ Tell = Callable[[int, int], None]
 
 
 class Threads:
-    """Threads of this process: one reads, one computes, some write."""
+    """Runs units in threads of this process: one reads, one computes, some write."""
 
     # the name of this process's part of the job, if others have the other parts
     shard: str | None = None
@@ -394,7 +400,7 @@ class Threads:
 
 @dataclass(frozen=True)
 class Shard(Threads):
-    """Threads of this process, for every `count`-th unit."""
+    """Runs every `count`-th unit in threads of this process."""
 
     index: int  # the first of these
     count: int  # how many processes share the units

@@ -57,16 +57,12 @@ def refuse_repeated(job: Address) -> None:
 
 
 class EndedError(Exception):
-    """A process ended in the middle of an attempt, and did not say why."""
+    """Signals that a process ended during an attempt, without an error."""
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """The attempts at units of a call.
-
-    A worker runs the code that it loads from `folder`, so it compares the `digest` that the caller
-    passed.
-    """
+    """Locates the attempts at units of a call."""
 
     folder: Address  # of the call. Once it is gone, all of them are over
     digest: str = ""
@@ -79,6 +75,8 @@ class Attempts:
 
     @property
     def call(self) -> bytes:
+        # A worker runs the code that it loads here, so it compares the digest that the caller
+        # passed.
         call = place_of(self.folder).read(self.folder / _CALL)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
@@ -99,6 +97,8 @@ class Attempts:
         place, mark = place_of(self.folder), self.folder / f"{unit}-{attempt}"
         with contextlib.suppress(FileNotFoundError):  # the call is over
             try:
+                # The mark exists while an attempt runs. If it exists already, an earlier process
+                # ended.
                 place.mark(mark)
             except FileExistsError:
                 raise EndedError("its worker ended") from None
@@ -161,7 +161,7 @@ class Call:
 
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
-        """Sets JAX in this thread as it is set where the call was made."""
+        """Applies the JAX settings of the caller in this thread."""
         with contextlib.ExitStack() as stack:
             for name, value in self.jax.items():
                 stack.enter_context(getattr(jax, name)(value))
@@ -224,7 +224,7 @@ def _check_portable(function: RowFunction) -> None:
 
 
 def _portable(function: RowFunction) -> tuple[Any, ...]:
-    """Its arguments, with paths and arrays that mean the same in another process."""
+    """Returns the arguments with paths and arrays that are valid in another process."""
     leaves, rebuild = spread_in_axes(
         function.fun, function.in_axes, function.arrays, {}, objects=False
     )
@@ -261,12 +261,14 @@ class Done(NamedTuple):
 
 
 def run_unit(attempts: Attempts, number: int, attempt: int = 0, given_up: str = "") -> Done:
-    """Reads, computes and writes a unit, or why it is `given_up`, and journals that."""
+    """Reads, computes, writes, and journals a unit, or the reason that it is `given_up`."""
     try:
         with _undisturbed(), contextlib.ExitStack() as stack:
             attempts.check()
             call, work, journal = _opened(attempts)
             stack.enter_context(call.settings())
+            # The program is compiled before the attempt is marked as running: a death in the
+            # compiler is not the unit's fault.
             _ = work.program
             stack.enter_context(attempts.running(number, attempt))
             begun, unit = time.monotonic(), work.plan.unit(number)
@@ -296,6 +298,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def portable(error: Exception) -> Exception:
+    # An error whose class cannot be pickled would break the pool.
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
@@ -309,7 +312,7 @@ _lock = threading.Lock()
 
 
 def _opened(attempts: Attempts) -> tuple[Call, Work, Journal]:
-    """The call of these attempts, which the process keeps; the oldest calls are closed."""
+    """Returns the cached call of these attempts; the oldest calls are closed."""
     with _lock:
         job = _jobs.pop(attempts, None)
         if job is None:
