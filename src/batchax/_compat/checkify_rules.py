@@ -34,28 +34,21 @@ from batchax._compat.staging import as_one_call, stage
 
 
 class Checking(NamedTuple):
-    """What ``checkify`` passes to a rule.
+    """Holds what ``checkify`` passes to a rule."""
 
-    Attributes:
-      context: since 0.12, what numbers the checks; before, nothing.
-      error: the error so far, a pytree of arrays.
-      enabled: the kinds of errors to report.
-    """
-
-    context: Sequence[Any]
-    error: checkify.Error
-    enabled: frozenset[type]
+    context: Sequence[Any]  # numbers the checks, since JAX 0.12
+    error: checkify.Error  # the error so far, a pytree of arrays
+    enabled: frozenset[type]  # the kinds of errors to report
 
     def needs(self, effects: Any) -> bool:
-        """Whether a program with these effects may have an error to report."""
+        """Returns whether a program with these effects may have an error to report."""
         return not self.enabled <= checkify.user_checks or checks(effects)
 
     def with_errors(self, program: ClosedJaxpr) -> tuple[Callable[..., list[Any]], list[Any], Any]:
-        """`program` as a function that passes an error through.
+        """Turns `program` into a function that passes an error through.
 
-        Returns:
-          The function, from the leaves of an error and the operands to the leaves of an error and
-          the results; the leaves of the error so far; and the structure of what it returns.
+        It maps the leaves of an error, and operands, to those of an error and results. Also returns
+        the leaves of the error so far, and the structure of the result.
         """
         leaves, structure = jax.tree.flatten(self.error)
         types = [*map(jax.typeof, leaves), *program.in_avals]
@@ -83,7 +76,7 @@ _while_of_jax = error_checks[while_p]
 
 
 def _while(checking: Checking, operands: Sequence[Any], params: Any) -> tuple[Any, Sequence[Any]]:
-    """JAX's rule raises for a ``while`` with a predicate for each lane, as `vmap` makes it."""
+    """Replaces JAX's rule, which raises for a ``while`` with a predicate for each lane."""
     if not params["cond_jaxpr"].out_avals[0].shape:
         context, error, enabled = checking
         return _while_of_jax(*context, error, enabled, *operands, **params)
@@ -95,10 +88,7 @@ def _while(checking: Checking, operands: Sequence[Any], params: Any) -> tuple[An
 def _with_one_predicate(
     operands: Sequence[Any], cond_nconsts: int, cond_jaxpr: Any, body_nconsts: int, body_jaxpr: Any
 ) -> list[Any]:
-    """A ``while`` that goes on while some lane does; lanes that are done keep their carry.
-
-    Their steps must report no error. So they take a step from the carry of a lane that goes on.
-    """
+    """Runs a ``while`` until the last lane is done; lanes that are done keep their carry."""
     consts = operands[:cond_nconsts], operands[cond_nconsts : cond_nconsts + body_nconsts]
     depth = len(cond_jaxpr.out_avals[0].shape)
 
@@ -112,6 +102,8 @@ def _with_one_predicate(
         def select(new: Any, old: Any) -> Any:
             return lax.select(lax.broadcast_in_dim(active, old.shape, range(depth)), new, old)
 
+        # Lanes that are done must report no error, so they take a step from the carry of an active
+        # one.
         def given(x: Any) -> Any:
             lanes = lax.collapse(x, 0, depth)
             return select(
@@ -134,10 +126,9 @@ _shard_map_of_jax = error_checks[_shard_map_p]
 def _shard_map(
     checking: Checking, operands: Sequence[Any], params: Any
 ) -> tuple[Any, Sequence[Any]]:
-    """JAX's rule loses constants of the checked program, such as a table that is indexed.
-
-    It raises "foreach() argument 2 is shorter" (JAX 0.10.2 to 0.12.0). A call keeps its constants.
-    """
+    """Works around JAX's rule, which loses constants such as a table that is indexed."""
+    # It raises "foreach() argument 2 is shorter" (JAX 0.10.2 to 0.12.0). A call keeps its
+    # constants.
     context, error, enabled = checking
     params = {**params, "jaxpr": as_one_call(params["jaxpr"])}
     return _shard_map_of_jax(*context, error, enabled, *operands, **params)
@@ -151,13 +142,10 @@ def set_key_use(
     operations: Callable[[Any], ClosedJaxpr | None],
     steps: Callable[[Any], Sequence[ClosedJaxpr]],
 ) -> None:
-    """Has ``jax.debug_key_reuse`` take from programs which keys `primitive` consumes.
+    """Has ``jax.debug_key_reuse`` derive from programs which keys `primitive` consumes.
 
-    Args:
-      primitive: a primitive.
-      operations: from an equation, the program that it stands for.
-      steps: from its parameters, programs that run for parts of its operands: the last inputs of
-        each are parts of the last operands. What they consume is consumed in those.
+    `operations` returns the program of an equation. `steps` returns programs that run for parts of
+    the operands: their last inputs are parts of the last operands, which they consume.
     """
 
     def signature(eqn: Any) -> Any:
@@ -173,6 +161,7 @@ def set_key_use(
             if 0 <= (i := sink.idx + count - len(program.in_avals)) < count
             if is_key(eqn.invars[i].aval) and sink.idx < len(program.in_avals)
         ]
+        # A key that is consumed as a whole need not be listed in part.
         sunk = {part.idx for part in parts if isinstance(part, Sink) and part.mask is True}
         return KeyReuseSignature(
             *(p for p in parts if not isinstance(p, Sink) or p.mask is True or p.idx not in sunk)
@@ -186,11 +175,10 @@ def _parts(signature: Any) -> list[Any]:
 
 
 def is_key(aval: Any) -> bool:
-    """Whether a value of this type is an array of random keys."""
     return hasattr(aval, "dtype") and jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def unconsumed(x: Any) -> Any:
-    """`x`, keys in it as keys that nobody consumed: what uses them again does so on purpose."""
+    """Marks keys in `x` as unconsumed, where they are used again on purpose."""
     config: Any = jax.config
     return jax.random.clone(x) if config.jax_debug_key_reuse and is_key(jax.typeof(x)) else x

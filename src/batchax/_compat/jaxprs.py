@@ -23,40 +23,32 @@ JAXPR_TYPES = (jex_core.Jaxpr, jex_core.ClosedJaxpr)  # one class since JAX 0.11
 
 
 def close(jaxpr: Any, consts: Any = ()) -> ClosedJaxpr:
-    """A closed jaxpr from one that a parameter holds open (remat, shard_map).
-
-    Since JAX 0.11 there is a single class and parameters are closed already: then the
-    last line can go.
-    """
+    """Closes a jaxpr that a parameter holds open (remat, shard_map)."""
+    # Since JAX 0.11 there is a single class, and parameters are closed: then the last line can go.
     if isinstance(jaxpr, ClosedJaxpr):
         return jaxpr.with_consts(list(consts)) if consts else jaxpr  # pyright: ignore
     return ClosedJaxpr(jaxpr, list(consts))
 
 
 def without_constants(jaxpr: Any) -> Any:
-    """`jaxpr` without the values of its constants, which since JAX 0.12 are part of it."""
+    """Removes the values of constants, which are part of a jaxpr since JAX 0.12."""
     consts = getattr(jaxpr, "consts", ())
     return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr  # pyright: ignore
 
 
 def constants_as_inputs(jaxpr: Any) -> Any:
-    """`jaxpr`, open or closed, with its constants as leading inputs and none left.
-
-    Since 0.11 JAX does so already for the rules of custom derivatives, whose constants it hands
-    over beside them.
-    """
+    """Turns constants of a jaxpr, open or closed, into leading inputs."""
+    # Since 0.11 JAX does so for rules of custom derivatives, and passes the constants beside them.
     if not jaxpr.constvars:
         return jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def hoist_constants(*programs: ClosedJaxpr) -> tuple[list[ClosedJaxpr], list[Any]]:
-    """`programs` with the constants of all of them as leading inputs, and the constants.
-
-    Some primitives (remat, calls) take a body without constants only. And a primitive is
-    differentiated and batched with respect to its operands only: what a derivative rule in its
-    program closes over, a constant, must be one of them.
-    """
+    """Turns constants of all `programs` into leading inputs, and returns them."""
+    # Some primitives (remat, calls) take bodies without constants. And a primitive is
+    # differentiated and batched by its operands only, so what a derivative rule closes over must be
+    # one.
     different = list({id(program): program for program in programs}.values())
     slots = [v for program in different for v in program.jaxpr.constvars]
     if not slots:
@@ -72,25 +64,21 @@ def hoist_constants(*programs: ClosedJaxpr) -> tuple[list[ClosedJaxpr], list[Any
 
 
 def opened(body: ClosedJaxpr) -> tuple[Any, list[Any]]:
-    """An open jaxpr and its constants, where JAX wants the two apart."""
+    """Splits a closed jaxpr into an open one and its constants."""
     return body.jaxpr, list(body.consts)
 
 
 def used_inputs(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
-    """Which inputs of `program` these of its outputs, or effects, depend on.
-
-    Only the module that partial evaluation is written in spells it.
-    """
+    """Returns which inputs these outputs of `program`, or its effects, depend on."""
+    # Only JAX's module for partial evaluation has this.
     jaxpr = constants_as_inputs(program.jaxpr)
     _, used = partial_eval.dce_jaxpr(jaxpr, list(outputs))
     return list(used[len(used) - len(program.jaxpr.invars) :])
 
 
 def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
-    """`program`, and the loops and branches in it, without what no output or effect needs.
-
-    Only the module that partial evaluation is written in spells it.
-    """
+    """Removes equations that no output or effect needs, also in loops and branches."""
+    # Only JAX's module for partial evaluation has this.
     jaxpr = constants_as_inputs(program.jaxpr)
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     count = len(jaxpr.invars) - len(program.jaxpr.invars)
@@ -99,10 +87,8 @@ def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def scan_counts(params: Any) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are its carry.
-
-    Since JAX 0.11 the parameters hold trees with a leaf for each operand; before, two numbers.
-    """
+    """Returns how many operands of a scan are constants, and how many are its carry."""
+    # Since JAX 0.11, the parameters hold pytrees with a leaf for each operand; before, two numbers.
     if "ft_in" in params:
         consts, carry, _ = map(len, params["ft_in"].unpack())
         return consts, carry
@@ -110,60 +96,56 @@ def scan_counts(params: Any) -> tuple[int, int]:
 
 
 def name_and_place(jaxpr: Any) -> str:
-    """Which function a program was staged from: ``name at file:line``, or "".
-
-    Only the description for messages, `jaxpr.debug_info`, says so.
-    """
+    """Returns the function that a program was traced from: ``name at file:line``, or ""."""
+    # Only `jaxpr.debug_info`, which is for messages, has it.
     return jaxpr.debug_info.func_src_info or ""
 
 
 def name_within_jax(jaxpr: Any) -> str:
-    """The name of the function a program was staged from if JAX defines it, otherwise ""."""
+    """Returns the name of the function a program was traced from if JAX defines it, else ""."""
     name, _, path = name_and_place(jaxpr).partition(" at ")
     return name if path.startswith(os.path.dirname(jax.__file__)) else ""
 
 
 def named_axes(effects: Any) -> set[Hashable]:
-    """Names of the mapped axes that an equation with these effects uses."""
+    """Returns names of mapped axes that an equation with these effects uses."""
     return {e.name for e in effects if type(e).__name__ == "NamedAxisEffect"}
 
 
 def observed(effects: Any) -> bool:
-    """Whether these effects of an equation are anything but the use of a named axis."""
+    """Returns whether there are effects other than the use of a named axis."""
     return any(type(e).__name__ != "NamedAxisEffect" for e in effects)
 
 
 def in_order(effects: Any) -> bool:
-    """Whether calls of Python in a program with these effects are to happen in order."""
+    """Returns whether there are Python callbacks that must run in order."""
     return any(type(e).__name__ in ("OrderedIOEffect", "OrderedDebugEffect") for e in effects)
 
 
 def ordered_by_lane(effects: Any) -> bool:
-    """Whether a program with these effects does input or output, or what is to happen in order."""
+    """Returns whether there is input or output, or something that must run in order."""
     return in_order(effects) or any(type(e).__name__ == "IOEffect" for e in effects)
 
 
 def calls_back(effects: Any) -> bool:
-    """Whether a program with these effects calls Python where it can be seen."""
+    """Returns whether there are Python callbacks with visible effects."""
     return ordered_by_lane(effects) or any(type(e).__name__ == "DebugEffect" for e in effects)
 
 
 def does_more_than_show(effects: Any) -> bool:
-    """Whether a program with these effects does anything but show values to the host."""
+    """Returns whether there are effects other than showing values on the host."""
     return any(type(e).__name__ != "DebugEffect" for e in effects)
 
 
 def checks(effects: Any) -> bool:
-    """Whether a program with these effects has a runtime check of ``checkify``."""
+    """Returns whether there is a runtime check of ``checkify``."""
     return any(type(e).__name__ == "ErrorEffect" for e in effects)
 
 
 @contextmanager
 def callbacks_fail_silently() -> Iterator[None]:
-    """While it is known that callbacks fail, JAX does not log each time that they do.
-
-    The logger is that of a private module, and is known by the module's name.
-    """
+    """Silences JAX's log of failing callbacks, while it is known that they fail."""
+    # The logger is that of a private module, and is found by the module's name.
     logger = logging.getLogger("jax._src.callback")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -174,22 +156,21 @@ def callbacks_fail_silently() -> Iterator[None]:
 
 
 def is_reference(x: Any) -> bool:
-    """Whether `x` is a mutable reference."""
     return hasattr(jax.typeof(x), "inner_aval")
 
 
 def makes_references(effects: Any) -> bool:
-    """Whether a program with these effects creates references."""
+    """Returns whether a program with these effects creates references."""
     return any(type(e).__name__ == "InternalMutableArrayEffect" for e in effects)
 
 
 def touches_references(eqn: Any) -> bool:
-    """Whether an equation creates references, or is given one."""
+    """Returns whether an equation creates references, or takes one."""
     given = any(hasattr(v.aval, "inner_aval") for v in eqn.invars)
     return given or makes_references(eqn.effects)
 
 
 def written_inputs(jaxpr: Any) -> set[int]:
-    """Which inputs of `jaxpr`, or of an equation, are references that it writes to."""
+    """Returns which inputs of a jaxpr or equation are references that it writes to."""
     writes = [e.input for e in jaxpr.effects if type(e).__name__ in {"WriteEffect", "AccumEffect"}]
     return {i for i, v in enumerate(jaxpr.invars) if v in writes}

@@ -32,15 +32,15 @@ source_info_util.register_exclusion(BATCHAX)
 
 
 def user_source(source_info: Any, outer_name_stack: Any) -> AbstractContextManager[None]:
-    """Context under which emitted operations carry the user's line and names."""
+    """Sets the user's line and names for operations that are emitted."""
     stack = outer_name_stack + source_info.name_stack
     return in_source(source_info.traceback, name_stack=stack)
 
 
 def user_line(source_info: Any, running: bool = False) -> str:
-    """`file:line (function)` of the user's code that made an equation.
+    """Returns `file:line (function)` of the user's code that made an equation.
 
-    Where there is none: "", or, if `running`, the line that is running now.
+    If there is none, "", or, if `running`, the line that runs now.
     """
     made = user_frame(source_info.traceback)
     cell = in_cell(made.file_name, made.start_line) if made is not None else ""
@@ -56,7 +56,7 @@ def user_line(source_info: Any, running: bool = False) -> str:
 
 
 def in_cell(file: str, line: int) -> str:
-    """`cell 3, line 1`, of a file that stands for a cell of a notebook; "" of another."""
+    """Returns `cell 3, line 1` for a file that stands for a notebook cell; else ""."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     name = getattr(getattr(shell, "compile", None), "format_code_name", lambda file: None)(file)
     number = re.fullmatch(r"In\s?\[(\d+)\]", name[1]) if name else None
@@ -64,15 +64,15 @@ def in_cell(file: str, line: int) -> str:
 
 
 def made_at(tracer: Any) -> str:
-    """`file:line (function)` of the user's code that made a tracer; "" if that is not known."""
+    """Returns `file:line (function)` of the user's code that made a tracer; "" if unknown."""
     source_info = getattr(tracer, "_line_info", None)
     return user_line(source_info) if source_info is not None else ""
 
 
 def user_file_and_line(source_info: Any) -> tuple[str, int]:
-    """File and line of the user's code that made an equation, as warnings are filed under.
+    """Returns file and line of the user's code that made an equation, for warnings.
 
-    Where there is none, of the line that is running now.
+    If there is none, those of the line that runs now.
     """
     frame = user_frame(source_info.traceback)
     if frame is not None:
@@ -82,26 +82,26 @@ def user_file_and_line(source_info: Any) -> tuple[str, int]:
 
 
 def calling_files_and_lines(source_info: Any) -> Iterator[tuple[str, int]]:
-    """File and line of every call that was under way when an equation was made, innermost first.
+    """Yields file and line of each call on the stack when an equation was made, innermost first.
 
-    Those inside of JAX, batchax and Python's own library are left out.
+    Calls in JAX, batchax, and Python's library are omitted.
     """
     for frame in user_frames(source_info.traceback):
         yield frame.file_name, frame.start_line
 
 
-# JAX forgets where a function was called from when it stages it: the line of an equation may be
-# none of the user, if what is batched is a function of JAX's itself. Then it is the call's.
+# JAX forgets where a function was called from when it traces it. If the batched function is one of
+# JAX, the line of an equation may not be the user's: then the call's line is used.
 _NOT_THE_USERS = (os.path.dirname(jax.__file__), BATCHAX, contextlib.__file__, functools.__file__)
 
 
 def _calling_frame() -> traceback.FrameSummary | None:
-    """The innermost line of the user that runs now."""
+    """Finds the innermost line of the user on the stack."""
     return next(_frames_of_users(traceback.walk_stack(None)), None)
 
 
 def raised_at(error: BaseException) -> str:
-    """`file:line (function)` of the innermost line of the user that an error came through."""
+    """Returns `file:line (function)` of the innermost user line that an error passed."""
     frames = list(_frames_of_users(traceback.walk_tb(error.__traceback__)))
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
 
@@ -114,10 +114,8 @@ def _frames_of_users(frames: Iterable[tuple[Any, int]]) -> Iterator[traceback.Fr
 
 
 def named_equation(eqn: Any, name: str | None, params: dict[str, Any]) -> Any:
-    """An equation with other parameters, and with one more name, the innermost, if there is one.
-
-    Names are put around what is staged, publicly, and not around what has been.
-    """
+    """Replaces parameters of an equation, and adds an innermost name if given."""
+    # Public functions put names around what is traced next, not around equations.
     source = eqn.source_info
     if name is not None:
         source = source.replace(name_stack=source.name_stack.extend(name))
@@ -133,11 +131,9 @@ for _path in (BATCHAX, contextlib.__file__, functools.__file__):
 
 
 def api_boundary(what: T) -> T:
-    """Marks a function that users call, or the public methods of a class.
-
-    The traceback of an exception that leaves it shows no frames of batchax and of JAX, unless
-    the user wants to see them (``JAX_TRACEBACK_FILTERING=off``).
-    """
+    """Marks a function that users call, or the public methods of a class."""
+    # The traceback of an exception that leaves it hides frames of batchax and JAX, unless the user
+    # sets ``JAX_TRACEBACK_FILTERING=off``.
     cls: Any = what
     if not isinstance(cls, type):
         return _of_function(cls)
@@ -157,7 +153,7 @@ _CALLED_BY_USERS = ("__init__", "__call__", "__getitem__", "__iter__")
 
 
 def without_hidden_frames(error: E) -> E:
-    """For ``raise ... from error``: at an `api_boundary` a cause keeps all of its frames."""
+    """Filters the traceback of a cause in ``raise ... from``, which `api_boundary` does not."""
     mode = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
     if mode == "off" or error.__traceback__ is None:
         return error
@@ -165,10 +161,8 @@ def without_hidden_frames(error: E) -> E:
 
 
 def looks_for_integers() -> bool:
-    """Whether `jax.grad` flattens its arguments to reject integers among them.
-
-    JAX rejects them by their dtype alone, and a container has no public way to add what to do.
-    """
+    """Returns whether `jax.grad` flattens its arguments to reject integers among them."""
+    # JAX rejects them by dtype alone, and a container has no public way to add its own check.
     leaves = sys._getframe(2)
     asks = leaves.f_back
     if leaves.f_code.co_name != "tree_leaves" or asks is None:

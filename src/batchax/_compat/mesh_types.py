@@ -14,40 +14,34 @@ from batchax._compat.jaxprs import is_reference
 
 
 def checked_axes() -> frozenset[Hashable]:
-    """The axes of the mesh of the ``shard_map`` around over which types say what varies.
-
-    Whether it was called with ``check_vma`` no public function says.
-    """
+    """Returns the mesh axes of the enclosing ``shard_map`` whose types show what varies."""
+    # No public function returns whether it was called with ``check_vma``.
     if not check_vma.value:
         return frozenset()
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(aval: Any) -> frozenset[Hashable]:
-    """The axes of a ``shard_map`` mesh that a value of this type varies over.
-
-    Types do not say so publicly.
-    """
+    """Returns the ``shard_map`` mesh axes that a value of this type varies over."""
+    # Types do not expose this publicly.
     aval = getattr(aval, "inner_aval", aval)
     return aval.mat.varying if hasattr(aval, "mat") else frozenset()
 
 
 def varying_as(x: Any, aval: Any) -> Any:
-    """`x`, cast to vary over the axes of a ``shard_map`` mesh that `aval` varies over.
-
-    Operations of JAX insert this cast themselves, primitives of our own do not.
-    """
+    """Casts `x` to vary over the ``shard_map`` mesh axes that `aval` varies over."""
+    # Operations of JAX insert this cast themselves, and primitives of batchax do not.
     return varying_over(x, varying_axes(aval))
 
 
 def varying_alike(xs: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-    """`xs`, cast to vary over every mesh axis that any of them, or of `like`, varies over."""
+    """Casts `xs` to vary over every mesh axis that any of them, or of `like`, varies over."""
     axes = frozenset().union(*(varying_axes(jax.typeof(x)) for x in (*xs, *like)))
     return [varying_over(x, axes) for x in xs]
 
 
 def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
-    """`x`, cast to vary over these axes of a mesh, too; references stay as they are."""
+    """Casts `x` to vary over more mesh axes; references stay as they are."""
     missing = axes - varying_axes(jax.typeof(x))
     if not missing or is_reference(x):
         return x
@@ -55,15 +49,13 @@ def varying_over(x: Any, axes: frozenset[Hashable]) -> Any:
 
 
 def type_varying_over(aval: Any, axes: frozenset[Hashable]) -> Any:
-    """The type `aval` of values that vary over these axes of a mesh, too."""
+    """Returns the type of values that also vary over these mesh axes."""
     return with_varying_axes(aval, varying_axes(aval) | axes)
 
 
 def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
-    """The type `aval` of values that vary over these axes of a mesh.
-
-    No public function makes a type from another with this changed.
-    """
+    """Returns the type of values that vary over exactly these mesh axes."""
+    # No public function changes this in a type.
     if axes == varying_axes(aval):
         return aval
     if hasattr(aval, "inner_aval"):
@@ -75,16 +67,14 @@ def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
 
 
 def scalar_like(aval: Any, dtype: Any) -> Any:
-    """The type of a scalar that varies over the same mesh axes as values of type `aval`."""
+    """Returns the type of a scalar that varies over the same mesh axes as `aval`."""
     sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
 def filled(aval: Any, value: Any, dtype: Any = None) -> Any:
-    """An array of the shape and the sharding that a type has, each entry of it `value`.
-
-    Since JAX 0.12 ``lax.full`` leaves a mesh out of a type that nothing is sharded over.
-    """
+    """Fills an array with the shape and sharding of a type."""
+    # Since JAX 0.12, ``lax.full`` omits the mesh if nothing is sharded over it.
     dtype, sharding = dtype or aval.dtype, aval.sharding
     if sharding.mesh.empty:
         return lax.full(aval.shape, value, dtype)
@@ -94,18 +84,16 @@ def filled(aval: Any, value: Any, dtype: Any = None) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class Outputs:
-    """The outputs of a function for `jax.shard_map`, and how they are sharded.
+    """Holds the outputs of a function for `jax.shard_map`, or their sharding."""
 
-    JAX wants to know the second, `out_specs`, before it runs the function, where it may depend on
-    what the function finds out. It looks at the leaves only afterwards: one such object is given as
-    `out_specs`, of no leaves yet, and the function tells it.
-    """
-
+    # JAX takes `out_specs` before it runs the function, which may determine them, but reads the
+    # leaves only afterwards. So one such object, without leaves, is passed as `out_specs`, and the
+    # function sets it.
     def __init__(self, arrays: Sequence[Any] = ()) -> None:
         self.arrays = list(arrays)
 
     def told(self, arrays: Sequence[Any], specs: Sequence[Any]) -> Outputs:
-        """These outputs of the function; this object now stands for how they are sharded."""
+        """Wraps the outputs; this object now holds their sharding."""
         self.arrays = list(specs)
         return Outputs(arrays)
 
@@ -118,11 +106,8 @@ class Outputs:
 
 
 def is_divided(ctx: Any) -> bool:
-    """Whether a program that is being lowered is for devices among which its compiler divides it.
-
-    Args:
-      ctx: what a lowering rule is given; what it says of devices has no public name.
-    """
+    """Returns whether a program is being lowered for devices among which XLA divides it."""
+    # The context of a lowering rule has no public names for this.
     context = ctx.module_context.axis_context
     mesh = getattr(context, "mesh", None)
     if mesh is None:
@@ -132,9 +117,7 @@ def is_divided(ctx: Any) -> bool:
 
 
 def shared_store() -> Any:
-    """The client of that store; None where ``jax.distributed.initialize`` was not called.
-
-    It is what processes find each other by, and works while their devices are busy or programs are
-    lowered. Public JAX starts it, and has no name for it.
-    """
+    """Returns the client of JAX's key-value store; None without ``jax.distributed.initialize``."""
+    # Processes find each other by it, and it works while devices are busy or programs are lowered.
+    # Public JAX starts it, and has no name for it.
     return global_state.client

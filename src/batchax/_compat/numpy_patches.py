@@ -35,12 +35,10 @@ PRIVATE_PLACES = {
 
 
 def patches(*functions: str) -> Callable[[Any], Any]:
-    """Decorator: what functions of JAX do while rows are staged (`patched`).
+    """Replaces functions of JAX while rows are traced (`patched`).
 
-    It is called with that function first, and does what that does for all but sizes of rows.
-
-    Args:
-      *functions: where they are looked up, or names of `PRIVATE_PLACES`.
+    `functions` are import paths or names in `PRIVATE_PLACES`. The replacement takes the original
+    first, and must act like it for everything except sizes of rows.
     """
 
     def decorate(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,10 +56,11 @@ def patches(*functions: str) -> Callable[[Any], Any]:
 
 
 class _Patch:
-    """A function in the place of another, for the threads that stage rows."""
+    """Replaces a function for the threads that trace rows."""
 
     def __init__(self, module: ModuleType, name: str, original: Any, replacement: Any) -> None:
         @functools.wraps(original)
+        # Other threads call the original.
         def ours(*args: Any, **kwargs: Any) -> Any:
             return (here if _staging.get() else original)(*args, **kwargs)
 
@@ -84,7 +83,7 @@ _lock = threading.Lock()
 
 
 def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name of a function of JAX's own for which another stands in, and where that is."""
+    """Returns the name of a patched function that was imported before, and where it is."""
     for name, value in names.items():
         for patch in PATCHES:
             if value is patch.original and "_src" not in patch.module.__name__:
@@ -93,7 +92,7 @@ def looked_up_before(names: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def resolve_patched(function: Any) -> Any:
-    """A function that was passed, or what stands in for it while rows are staged."""
+    """Returns the replacement of a function that was passed, while rows are traced."""
     if _staging.get():
         for patch in PATCHES:
             if function is patch.original:
@@ -103,8 +102,9 @@ def resolve_patched(function: Any) -> Any:
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """While it lasts JAX's functions are those of `patches`, for this thread."""
+    """Applies `patches` to JAX's functions, for this thread."""
     global _calls
+    # Several threads may trace rows: the first one applies, and the last one reverts.
     with _lock:
         _calls += 1
         if _calls == 1:

@@ -27,37 +27,32 @@ _RUN_ON = frozenset(("0.10.2", "0.12.0.1"))
 
 
 def single_kernels() -> bool:
-    """Whether loops may be compiled as one function here: the guard of all that asks for it.
-
-    No version of XLA documents the two words, and a mistake ends the process. So they are used with
-    versions alone on which the suite ran, and ``batchax.config`` switches them off. For a new
-    version the canary in ``tests/test_compat.py`` says whether it may be added to the table.
-    """
+    """Returns whether loops may be compiled as a single XLA kernel here."""
+    # XLA documents neither of the two attributes, and a mistake ends the process. So they are used
+    # only with versions that the test suite ran on, and ``batchax.config`` can turn them off. For a
+    # new version, the canary in ``tests/test_compat.py`` shows whether it may be added.
     return config.single_kernels and jaxlib.version.__version__ in _RUN_ON
 
 
 def single_kernel(
     run: Callable[..., Sequence[Any]], types: Sequence[Any], operands: Sequence[Any]
 ) -> list[Any]:
-    """`run` of `operands`, of which the first is not empty, compiled as one function; for CPUs.
+    """Compiles `run` of `operands` as a single XLA kernel, for CPUs; results are of `types`.
 
-    Its results are of `types`.
-
-    Where `single_kernels` does not hold they are ordinary operations.
-
-    It runs on one thread. Sums of floating-point numbers over a dimension, products of matrices and
-    calls of libraries may not be in it: XLA has no such function for them.
+    The first operand is not empty. Without `single_kernels`, operations are ordinary ones.
     """
 
+    # The kernel runs on one thread. It may not contain floating-point sums over a dimension, matrix
+    # products, or library calls, for which XLA has no code inside of one.
     if not single_kernels():
         return list(run(*operands))
 
     def called(*operands: Any) -> list[Any]:
-        # What XLA divides among threads calls what is not there in such a function; in a branch of
-        # a conditional it divides nothing. So this is one, of a predicate that is always true,
-        # which only LLVM finds out.
-        # XLA ends the process if an operand is read by nothing in it, which is so where XLA finds
-        # out that no result depends on it. In the other branch all results depend on all operands.
+        # If XLA divides something among threads, it calls what such a kernel lacks. It divides
+        # nothing in a branch of a conditional, so this is one, with a predicate that is always
+        # true, which only LLVM finds out.
+        # XLA ends the process if nothing in a kernel reads an operand, or no result depends on it.
+        # In the other branch, all results depend on all operands.
         def never(*operands: Any) -> list[Any]:
             every = functools.reduce(lax.bitwise_xor, map(_bits, [x for x in operands if x.size]))
             return [_anything(every, t) for t in types]
@@ -65,16 +60,16 @@ def single_kernel(
         always = lax.ne(lax.bitwise_or(_bits(operands[0]), np.int32(1)), np.int32(0))
         return list(lax.cond(always, run, never, *operands))
 
-    # Nor may XLA find out what an operand is, such as a key made of a number: it would compute that
-    # in the function again, and nothing would read the operand.
+    # XLA must not see what an operand is, such as a key made from a number: it would recompute that
+    # in the kernel, and nothing would read the operand.
     outs = list(jax.jit(called)(*lax.optimization_barrier(tuple(operands))))
     words = {"inlineable": "false", "xla_cpu_small_call": "true"}
-    # The words are on the call if on any of its results that is read.
+    # The attributes are on the call if on any of its results that is read.
     return [x if _is_key(x) else set_xla_metadata(x, **words) for x in outs]
 
 
 def _bits(x: Any) -> Any:
-    """The first element of an array as an integer."""
+    """Returns the first element of an array as an integer."""
     x = jax.random.key_data(x) if _is_key(x) else x
     first = lax.squeeze(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), range(x.ndim))
     first = lax.real(first) if jnp.issubdtype(first.dtype, np.complexfloating) else first

@@ -23,11 +23,9 @@ from batchax._compat.staging import tracing
 
 
 def find_primitive(name: str) -> Primitive | None:
-    """The primitive JAX calls `name`, from any of the tables that JAX exports.
-
-    Some primitives (``pure_callback``, ``random_wrap``, ...) are exported
-    nowhere by themselves but are keys of the public table of batching rules.
-    """
+    """Returns the primitive that JAX calls `name`, from the tables that JAX exports."""
+    # Some primitives (``pure_callback``, ``random_wrap``, ...) are not exported, but are keys of
+    # the public table of batching rules.
     global _tables
     tables = len(batching.fancy_primitive_batchers)
     if name not in _found and tables != _tables:  # a module imported since may have brought it
@@ -42,12 +40,12 @@ _tables = 0
 
 
 def is_namesake(primitive: Primitive) -> bool:
-    """Whether `primitive` is another one than that which JAX calls by its name."""
+    """Returns whether JAX uses the name of `primitive` for another primitive."""
     return find_primitive(primitive.name) not in (None, primitive)
 
 
 def primitives_by_name() -> dict[str, Primitive]:
-    """The primitives in the tables that JAX exports, by the names JAX gives them."""
+    """Collects the primitives in the tables that JAX exports, by name."""
     by_name: dict[str, Primitive] = {}
     for module in (jex_primitives, jax.lax, jax.lax.linalg):
         for value in vars(module).copy().values():  # which a thread may be adding to
@@ -59,10 +57,8 @@ def primitives_by_name() -> dict[str, Primitive]:
 
 
 def platform_index(platforms: Any) -> Any:
-    """The number of the platform that a program is compiled for.
-
-    Only ``jax.lax.platform_dependent`` spells it, together with the branches.
-    """
+    """Returns the index of the platform that a program is compiled for."""
+    # ``jax.lax.platform_dependent`` only offers it together with branches.
     return platform_index_p.bind(platforms=platforms)
 
 
@@ -72,19 +68,14 @@ def lower_early(
     operations: Callable[..., Any],
     compute: Callable[..., Any],
 ) -> None:
-    """Says what to do with `primitive` where the `programs` in its parameters are "high".
+    """Lowers `primitive` early where the `programs` in its parameters are "high".
 
-    JAX, from 0.12 on, describes some operations (``jnp.searchsorted``, ``jnp.nonzero``) by objects,
-    and replaces what holds such a one by simpler operations before all else. Without a word from a
-    primitive it looks into some of its parameters only, and then knows no replacement.
-
-    Args:
-      primitive: a primitive that runs programs.
-      programs: from its parameters, those.
-      operations: what takes its place in a program.
-      compute: what it does where operands are arrays, and no program is made.
+    `operations` replace it in a program, and `compute` on arrays.
     """
 
+    # Since 0.12, JAX describes some operations (``jnp.searchsorted``, ``jnp.nonzero``) by objects,
+    # and first replaces what holds one by simpler operations. Without these attributes, it looks
+    # into some parameters only, and then has no replacement.
     def is_high(*avals: Any, **params: Any) -> bool:
         return any(program.is_high for program in programs(params))
 
@@ -96,17 +87,15 @@ def lower_early(
 
 
 def weakly(x: Any) -> Any:
-    """`x` with the weak type of a Python scalar, which no public function gives an array."""
+    """Gives `x` the weak type of a Python scalar, which no public function does for arrays."""
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding
     )
 
 
 def wrapped_parts(x: Any) -> list[Any]:
-    """What a wrapped function of JAX holds; its class has no public accessors.
-
-    Arguments that its `nondiff_argnums` set apart are in boxes, recognized by their classes' names.
-    """
+    """Returns what a wrapped function of JAX holds, which has no public accessors."""
+    # Arguments in `nondiff_argnums` are in boxes, recognized by the names of their classes.
     if isinstance(x, linear_util.WrappedFun):
         return [x.f, x.transforms, x.params]
     boxed = type(x).__name__ in {"Unhashable", "Static"} and type(x).__module__.startswith("jax.")
@@ -114,27 +103,23 @@ def wrapped_parts(x: Any) -> list[Any]:
 
 
 def is_tracing_state(x: Any) -> bool:
-    """Whether `x` is what JAX keeps, with a derivative rule, of the trace it was staged in.
-
-    It has no say in what the rule does. The types are private; they are recognised by name.
-    """
+    """Returns whether `x` is tracing state that JAX stores with a derivative rule."""
+    # It does not affect the rule. The types are private, and recognized by name.
     states = {"DynamicJaxprTrace", "Store", "EqualStore", "InitialResultPaths"}
     return type(x) is object or type(x).__name__ in states
 
 
 def rewrapped(fun: Callable[..., Any], like: Any) -> Any:
-    """`fun` as primitives that take functions want it, known by the name of `like`."""
+    """Wraps `fun` for primitives that take functions, under the name of `like`."""
     return linear_util.wrap_init(fun, debug_info=like.debug_info)
 
 
 class ResidualsDescription:
-    """What `out_trees` of a ``custom_vjp`` call returns, which can be set here.
+    """Reads and sets the result of `out_trees` of a ``custom_vjp`` call."""
 
-    JAX remembers every trace of a forward rule, one for each set of arguments to differentiate, but
-    describes the residuals of the latest one alone, and of none after a trace that failed. The
-    object that holds the description is private, and is found in closures by its class name.
-    """
-
+    # JAX caches each trace of a forward rule, one for each set of differentiated arguments, but
+    # describes the residuals of the latest trace only, and none after a trace that failed. The
+    # object with the description is private, and found in closures by its class name.
     def __init__(self, out_trees: Callable[[], Any]) -> None:
         holders, unseen = [], [out_trees]
         while unseen:
@@ -145,38 +130,32 @@ class ResidualsDescription:
         (self._holder,) = holders
 
     def get(self) -> Any:
-        """The description; None after a trace that failed, and before the first."""
+        """Returns the description; None after a trace that failed, and before the first."""
         try:
             return self._holder.val
         except Exception:
             return None
 
     def set(self, description: Any) -> None:
-        """From now on the residuals have this description."""
         self._holder.reset()
         self._holder.store(description)
 
 
 def cotangents_and_logs(result: Any) -> tuple[list[Any], Any]:
-    """What the reverse rule of a custom_vjp returned: a list, and since JAX 0.11.1 logs with it."""
+    """Splits the result of a custom_vjp reverse rule: a list, and logs since JAX 0.11.1."""
     if isinstance(result, tuple) and len(result) == 2:
         return list(result[0]), result[1]
     return list(result), None
 
 
 def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
-    """A function with derivative rules as JAX makes it by default, or None.
+    """Rebuilds a function with derivative rules as JAX makes it by default.
 
-    With ``jax_custom_vjp3`` and ``jax_custom_jvp3``, JAX turns a call into an object of a private
-    class. The object's own batching looks at the function alone to find out which outputs are
-    batched. Where a rule disagrees, JAX 0.12 raises and 0.10 returns wrong gradients.
-
-    Args:
-      prim: the object of a ``call_hi_primitive``.
-
-    Returns:
-      A function of flat arguments. None for all other objects.
+    It takes flat arguments. None if `prim` is another object.
     """
+    # With ``jax_custom_vjp3`` and ``jax_custom_jvp3``, JAX turns a call into an object of a private
+    # class, whose batching looks at the function alone to find which outputs are batched. If a rule
+    # disagrees, JAX 0.12 raises, and 0.10 returns wrong gradients.
     kind = type(prim).__name__
     if kind not in ("CustomVJPTraced", "CustomJVPTraced") or "traced" not in prim.params:
         return None
@@ -222,11 +201,9 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
 
 
 def by_reverse_rule(prim: Any) -> Callable[..., list[Any]] | None:
-    """An operation that has a reverse rule and no forward rule, as a ``custom_vjp`` function.
-
-    Programs are differentiated in forward mode before they are transposed, and the object has no
-    ``jvp`` for that. A ``custom_vjp`` function stays one thing until then.
-    """
+    """Rebuilds an operation with a reverse rule only as a ``custom_vjp`` function."""
+    # Programs are differentiated in forward mode before they are transposed, for which the object
+    # has no ``jvp``. A ``custom_vjp`` function stays intact until then.
     base: Any = getattr(hijax, "HiPrim", None) or hijax.VJPHiPrimitive
     kind = type(prim)
     by_values = _has_logs(prim) or kind.vjp_bwd is base.vjp_bwd
@@ -241,7 +218,7 @@ def _has_logs(prim: Any) -> bool:  # since JAX 0.12
 
 
 def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Any:
-    """`run` with the reverse rule of an object; the first `n_closed` arguments are constants."""
+    """Gives `run` the reverse rule of an object; its first `n_closed` arguments are constants."""
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:
         nonzero = [x.perturbed and i >= n_closed for i, x in enumerate(xs)]
@@ -280,10 +257,8 @@ def _zeros_as(kind: type, xs: Any) -> list[Any]:
 
 @contextmanager
 def _made_by_default() -> Iterator[None]:
-    """While functions with derivative rules are called as JAX does by default.
-
-    There are public settings, but no public contexts of them. JAX 0.10 has one of both.
-    """
+    """Calls functions with derivative rules as JAX does by default."""
+    # There are public settings, but no public contexts for them. JAX 0.10 has one of both.
     names = [name for name in ("custom_vjp3", "custom_jvp3") if hasattr(config, name)]
     with ExitStack() as stack:
         for name in names:
@@ -292,8 +267,6 @@ def _made_by_default() -> Iterator[None]:
 
 
 def is_checkpoint(prim: Any) -> bool:
-    """Whether the object of a ``call_hi_primitive`` is ``jax.checkpoint`` with ``jax_remat3``.
-
-    The class is private. It is recognized by its name and parameters.
-    """
+    """Returns whether a ``call_hi_primitive`` object is ``jax.checkpoint`` with ``jax_remat3``."""
+    # The class is private, and recognized by name and parameters.
     return type(prim).__name__ == "RematTraced" and {"jaxpr", "policy"} <= set(prim.params)

@@ -17,11 +17,7 @@ from jax._src.dtypes import (
 
 
 class RowScope(jax.export.SymbolicScope):
-    """The scope of the sizes of the rows of one call.
-
-    Attributes:
-      lengths: what the rows may be like, for whoever answers a question about these sizes.
-    """
+    """Holds the sizes of the rows of one call. `lengths` answers questions about them."""
 
     def __init__(self, lengths: Any) -> None:
         super().__init__()
@@ -32,13 +28,11 @@ SIZE: Any = type(jax.export.symbolic_shape("n")[0])
 
 
 class RowDimension(SIZE):
-    """A symbolic size of rows: JAX's in all but its class, which has answers of its own.
+    """Is a symbolic size of rows: JAX's, in a class whose comparisons can raise."""
 
-    JAX's sizes say False where they cannot tell whether they are equal, and there is no public way
-    to make them refuse. What is computed from sizes of this class is of this class again: JAX names
-    its own where it makes a new one. So all of JAX's methods that return sizes are wrapped.
-    """
-
+    # JAX's sizes return False if they cannot decide equality, and no public option makes them
+    # raise. Results of arithmetic must be of this class, too: JAX names its own class there, so its
+    # methods that return sizes are wrapped.
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
@@ -48,17 +42,17 @@ class RowDimension(SIZE):
         python_scalar_types_to_dtypes[cls] = python_scalar_types_to_dtypes[SIZE]
 
     def is_known_to_be(self, other: Any) -> bool:
-        """JAX's answer to whether two sizes are equal, which is False if they may differ."""
+        """Returns JAX's answer to whether two sizes are equal: False if they may differ."""
         if isinstance(other, SIZE):
             return other.scope is self.scope and self._eq(other)
         return isinstance(other, (int, np.integer)) and self._eq(other)
 
     def astype(self, dtype: Any) -> Any:
-        """The size as an array, as NumPy's integers have it."""
+        """Converts the size to an array, like NumPy's integers."""
         return jax.numpy.asarray(self).astype(dtype)
 
     def hashed(self) -> int:
-        """JAX's hash, which is that of the expression."""
+        """Returns JAX's hash of the expression."""
         return SIZE.__hash__(self)
 
     def __eq__(self, other: Any) -> bool:
@@ -89,7 +83,7 @@ for _name in (
 
 
 def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) -> tuple[Any, ...]:
-    """Symbolic sizes of rows, of a class of their own, in a scope of their own."""
+    """Makes symbolic sizes of rows, of class `kind`, in a new scope."""
     if not names:
         return ()
     of_jax: Any = jax.export.symbolic_shape(", ".join(names), scope=RowScope(lengths))
@@ -97,27 +91,23 @@ def row_symbols(kind: type[RowDimension], names: Sequence[str], lengths: Any) ->
 
 
 def another_symbol(kind: type[RowDimension], name: str, scope: RowScope) -> Any:
-    """One more symbolic size in a scope; the same one for a name that there is already."""
+    """Makes one more symbolic size in a scope, or returns that of the name."""
     of_jax: Any = jax.export.symbolic_shape(name, scope=scope)[0]
     return kind(of_jax._sorted_terms, scope)
 
 
 def is_row_size(x: Any) -> bool:
-    """Whether `x` is an expression of sizes that `row_symbols` made."""
     return isinstance(x, RowDimension)
 
 
 def symbols(dim: Any) -> frozenset[str]:
-    """The names in a symbolic size; ``_get_vars`` has no public spelling."""
+    """Returns the names in a symbolic size; ``_get_vars`` has no public equivalent."""
     return frozenset(dim._get_vars())
 
 
 def evaluate_size(dim: Any, values: dict[str, Any]) -> Any:
-    """A symbolic size where its names have `values`, which may be arrays or traced.
-
-    JAX does this only for itself, when it lowers an exported program, and computes in the
-    integers that are its default.
-    """
+    """Evaluates a symbolic size for `values`, which may be arrays or traced."""
+    # JAX only does this itself when it lowers an exported program, in its default integers.
     values = {k: v.astype(int) if hasattr(v, "astype") else v for k, v in values.items()}
     if any(isinstance(value, jax.core.Tracer) for value in values.values()):
         return dim._evaluate(values)

@@ -36,15 +36,11 @@ def stage(
     transformation: str = "vmap",
     selecting: bool = False,
 ) -> ClosedJaxpr:
-    """What ``jax.make_jaxpr(fun, axis_env=axis_env)(*avals)`` returns, in half the time.
+    """Traces `fun` like ``jax.make_jaxpr``, in half the time.
 
-    Args:
-      fun: a function of flat arguments that returns a list.
-      avals: the types of the arguments.
-      axis_env: names and sizes of the mapped axes that `fun` may use.
-      arg_names: what JAX's messages call the arguments; if not given, their numbers.
-      transformation: what they say the function is staged for.
-      selecting: whether what a predicate selects is to vary over a mesh as the predicate does.
+    `fun` maps flat arguments to a list. `axis_env` holds names and sizes of mapped axes;
+    `arg_names` and `transformation` are for messages. `selecting`: what a predicate selects varies
+    over a mesh as the predicate does.
     """
     if arg_names is None:  # to ask the signature for them takes as long as a few operations
         arg_names = [f"args[{i}]" for i in range(len(avals))]
@@ -62,18 +58,16 @@ def stage(
 def stage_described(
     fun: Callable[..., tuple[list[Any], Any]], avals: Sequence[Any], **how: Any
 ) -> tuple[ClosedJaxpr, Any]:
-    """As `stage`, of a function that returns a list and what describes it; both are returned."""
+    """Traces a function that returns a list and its description; both are returned."""
     return described(fun, lambda arrays: stage(arrays, avals, **how))
 
 
 def described(
     fun: Callable[..., tuple[list[Any], Any]], use: Callable[[Callable[..., list[Any]]], T]
 ) -> tuple[T, Any]:
-    """What `use` makes of the arrays that `fun` returns, and what `fun` says of them.
-
-    JAX takes functions of arrays alone, to stage them, batch them or differentiate them, and may
-    call one more than once: the last call counts.
-    """
+    """Returns what `use` makes of the arrays of `fun`, and how `fun` describes them."""
+    # JAX traces, batches, and differentiates functions of arrays only, and may call one several
+    # times: the last call counts.
     descriptions: list[Any] = []
 
     def arrays(*args: Any) -> list[Any]:
@@ -86,18 +80,16 @@ def described(
 
 
 def named_after(made: Callable[..., Any], fun: Callable[..., Any]) -> None:
-    """Lets JAX's messages speak of `fun` where `made` is staged, as ``functools.wraps`` does."""
+    """Has JAX's messages name `fun` where `made` is traced, as ``functools.wraps`` does."""
     # What that stands for itself, which JAX would look for at each staging.
     vars(made)["__wrapped__"] = getattr(fun, "__wrapped__", fun)
 
 
 class _KeepingCalls:
-    """A trace that stages each call of ``jax.jit`` as one.
+    """Traces each call of ``jax.jit`` as a call."""
 
-    JAX writes the operations of some of its functions into the program that they are called in,
-    which then does not say that they were one call, whose results alone are looked at for NaN.
-    """
-
+    # JAX inlines some of its functions, and then nothing shows that they were one call, of which
+    # only the results are checked for NaN.
     def __init__(self, trace: Any) -> None:
         self._trace = trace
 
@@ -112,7 +104,7 @@ class _KeepingCalls:
 
 
 def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, each of whose calls of ``jax.jit`` is staged as a call, whatever its `inline` says."""
+    """Traces each ``jax.jit`` in `fun` as a call, whatever its `inline` option is."""
 
     @functools.wraps(fun)
     def run(*args: Any) -> Any:
@@ -125,12 +117,10 @@ def keeping_calls(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _KnownAtOnce:
-    """A trace that hands operations on values differentiated around it to that derivative.
+    """Passes operations on values that are differentiated outside to that derivative."""
 
-    Their results keep values that Python may branch on. ``jax.ensure_compile_time_eval`` computes
-    at once what has no tracers among its operands, and stages these.
-    """
-
+    # Their results keep values that Python may branch on. ``jax.ensure_compile_time_eval`` computes
+    # at once only operations without tracers among their operands.
     def __init__(self, trace: Any, stays: Callable[[Primitive, Any], bool]) -> None:
         self._trace, self._stays = trace, stays
 
@@ -139,7 +129,7 @@ class _KnownAtOnce:
         return functools.partial(self._called, name) if with_rules else getattr(self._trace, name)
 
     def _known(self, operands: Any) -> list[Any]:
-        """The tracers among operands, if all are of derivatives; else none."""
+        """Returns the tracers among operands if all are of derivatives; else none."""
         tracers = [x for x in operands if isinstance(x, jax.core.Tracer)]
         return tracers if all(map(_is_derived, tracers)) else []
 
@@ -151,7 +141,7 @@ class _KnownAtOnce:
             return primitive.bind(*operands, **params)
 
     def _called(self, method: str, *call: Any, **how: Any) -> Any:
-        """A function with derivative rules of its own. Its operands come last."""
+        """Calls a function with derivative rules, whose operands come last."""
         tracers = self._known(call[-1])
         if not tracers:
             return getattr(self._trace, method)(*call, **how)
@@ -164,10 +154,9 @@ class _KnownAtOnce:
 def known_at_once(
     fun: Callable[..., Any], stays: Callable[[Primitive, Any], bool]
 ) -> Callable[..., Any]:
-    """`fun`, which while it is staged computes what depends on no argument of it at once.
+    """Computes what depends on no argument of `fun` at once while it is traced.
 
-    That is as far as values are known, be it that they are differentiated. Operations of which
-    `stays` says so are staged.
+    That includes differentiated values. Operations for which `stays` returns True are traced.
     """
 
     @functools.wraps(fun)
@@ -181,16 +170,14 @@ def known_at_once(
 
 
 def inlined(program: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-    """What `program` returns; where programs are staged, its equations are put there as they are.
-
-    That is a third of the work of binding each of them again. In public JAX does so for what
-    ``jax.jit(inline=True)`` made, which to call takes as long as it saves.
-    """
+    """Runs `program`; where a program is traced, its equations are inlined."""
+    # This takes a third of the time of binding them again. Public JAX inlines
+    # ``jax.jit(inline=True)``, whose call takes as long as it saves.
     return jex_primitives.jit_p.bind(*operands, **_of_jit(program, _OF_JIT))
 
 
 def as_one_call(jaxpr: Any) -> Any:
-    """`jaxpr`, open or closed, as one call of ``jax.jit`` of all that it does."""
+    """Wraps a jaxpr, open or closed, in one call of ``jax.jit``."""
     if not jaxpr.eqns:
         return jaxpr
     outs = [jex_core.Var(v.aval) for v in jaxpr.outvars]
@@ -213,14 +200,11 @@ _OF_JIT = {**_A_CALL.params, "inline": getattr(_inline, "JAX_EARLY", True)}
 
 
 class _InShardMap:
-    """A trace inside ``shard_map`` that types what lanes do as ``jax.vmap`` would.
+    """Traces in ``shard_map`` with the types that ``jax.vmap`` would have."""
 
-    Their index does not vary over the mesh, though JAX says that it varies over their axis, and
-    cannot cast anything to. And what a predicate selects varies as the predicate does, if
-    `selecting`: JAX types what ``cond`` and ``while`` return by what their programs return.
-    JAX asks nothing of a trace but its methods; to put one in front of another is not public.
-    """
-
+    # The lane index does not vary over the mesh, though JAX types it so, and cannot cast to it.
+    # With `selecting`, results of ``cond`` and ``while`` vary as the predicate does, where JAX uses
+    # the types of their programs. Putting a trace in front of another is not public.
     def __init__(self, trace: Any, selecting: bool) -> None:
         self._trace, self._selecting = trace, selecting
 
@@ -252,62 +236,56 @@ def _in_shard_map(fun: Callable[..., Any], selecting: bool) -> Callable[..., Any
 
 
 def names_in_scope() -> list[tuple[Hashable, Any]]:
-    """Names and sizes of the mapped axes that collectives may use here; see `stage`."""
+    """Returns names and sizes of mapped axes that collectives may use here."""
     return list(get_axis_env().axis_sizes.items())
 
 
 def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
-    """Context in which collectives over `name` may be traced; see `stage`."""
+    """Allows collectives over `name` inside."""
     return extend_axis_env_nd([] if name is None else [(name, size)])
 
 
 def mesh_axis_taken(mesh_axis: Any) -> AbstractContextManager[None]:
-    """Context in which what is staged cannot itself be sharded over `mesh_axis`."""
+    """Prevents what is traced inside from being sharded over `mesh_axis` itself."""
     if mesh_axis is None:
         return nullcontext()
     return add_explicit_mesh_axis_names(mesh_axis if isinstance(mesh_axis, tuple) else (mesh_axis,))
 
 
 def without_references(program: ClosedJaxpr, name: Hashable | None, size: Any) -> ClosedJaxpr:
-    """`program`, which may use the axis `name`, with references it creates turned into values.
-
-    JAX would open operations that it lowers early at the same time, and lose their derivatives.
-    In loops and branches that use references it does so whatever it is told.
-    """
+    """Turns references that `program` creates into values; it may use the axis `name`."""
+    # By default JAX also expands operations that it lowers early, which loses their derivatives. In
+    # loops and branches that use references it does so in any case.
     with named_scope(name, size):
         return discharge_state(program, lower=False)
 
 
 def tracing() -> bool:
-    """Whether operations are being traced here, whatever their operands.
-
-    The class of the trace that computes operations at once is private.
-    """
+    """Returns whether operations are traced here, whatever their operands."""
+    # The class of the trace that computes operations at once is private.
     return _kind_of_trace() != "EvalTrace"
 
 
 def staging() -> bool:
-    """Whether a program is being staged by JAX itself, nothing around it that takes part."""
+    """Returns whether JAX traces a program here, with no transformation in between."""
     return _kind_of_trace() == "DynamicJaxprTrace"
 
 
 def compiled_later() -> bool:
-    """Whether what is computed here becomes part of a program, whatever takes part around it.
-
-    Where not, each operation is compiled for itself as it comes, under derivatives, too.
-    """
+    """Returns whether operations here become part of a program, through any transformations."""
+    # Otherwise each operation is compiled separately, under derivatives, too.
     return any(type(trace).__name__ == "DynamicJaxprTrace" for trace in _traces_around())
 
 
 def _traces_around() -> Iterator[Any]:
-    """The traces that go on, from the innermost."""
+    """Yields the active traces, from the innermost."""
     with jex_core.take_current_trace() as trace:
         around: Any = trace
     return _with_outer(around)
 
 
 def _with_outer(around: Any) -> Iterator[Any]:
-    """A trace and those around it. Which one is around another is not public."""
+    """Yields a trace and those around it, which is not public."""
     while around is not None:
         while isinstance(around, (_KeepingCalls, _InShardMap, _KnownAtOnce)):
             around = around._trace
@@ -321,29 +299,22 @@ def _kind_of_trace() -> str:
 
 
 def value_of(tracer: Any) -> Any:
-    """The array that a tracer stands for, if there is one: what is differentiated has values.
-
-    Only private code asks for it; in public it is what ``bool(tracer)`` looks at. What was given as
-    an array of NumPy is on no device: then there is none.
-    """
+    """Returns the array behind a tracer, if any: differentiated tracers have values."""
+    # Private; publicly ``bool(tracer)`` reads it. A NumPy array is on no device, hence None.
     value = tracer.to_concrete_value()
     return value if isinstance(value, jax.Array) else None
 
 
 def is_live(tracer: Any) -> bool:
-    """Whether `tracer` is of a trace that is going on, around what runs now.
-
-    The trace of a tracer is not public.
-    """
+    """Returns whether the trace of `tracer` is active around the code that runs now."""
+    # The trace of a tracer is not public.
     own = getattr(tracer._trace, "tag", tracer._trace)
     return any(getattr(trace, "tag", trace) is own for trace in _traces_around())
 
 
 def within_trace_of(tracers: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Context in which operations are computed by the innermost of the traces of `tracers`.
-
-    It need not be around what runs now: derivative rules run outside of the derivative.
-    """
+    """Runs operations in the innermost of the traces of `tracers`."""
+    # It need not be active: derivative rules run outside of the derivative.
     traces = [x._trace for x in tracers]
     if not traces:
         return nullcontext()
@@ -351,22 +322,20 @@ def within_trace_of(tracers: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def is_inside(tracer: Any, trace: Any) -> bool:
-    """Whether the trace of `tracer` was begun inside of `trace`, as far as JAX says."""
+    """Returns whether the trace of `tracer` was started inside `trace`, if JAX knows."""
     (trace, *_), (own, *outer) = map(list, map(_with_outer, (trace, tracer._trace)))
     return own is not trace and any(t is trace for t in outer)
 
 
 def is_left(tracer: Any) -> bool:
-    """Whether what runs now is outside of the derivative that `tracer` is of.
-
-    Where a mesh or the like is in between, JAX does not say what is around: then it is not.
-    """
+    """Returns whether the code that runs now is outside of the derivative of `tracer`."""
+    # With a mesh or the like in between, JAX does not know the enclosing trace: then False.
     if staged_variable(tracer) is not None or is_live(tracer):
         return False
     *_, last = traces = list(_traces_around())
     if type(last).__name__ == "DynamicJaxprTrace" and _is_derived(tracer):
-        # What a jitted function does, differentiated, JAX stages inside of nothing: it is kept for
-        # other calls, and so holds no value of this one.
+        # JAX traces the derivative of a jitted function inside of nothing: it is cached for other
+        # calls, and so holds no value of this one.
         return True
     around = [getattr(trace, "tag", trace) for trace in traces]
     _, *outer = _with_outer(tracer._trace)
@@ -378,7 +347,7 @@ def _is_derived(tracer: Any) -> bool:
 
 
 def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
-    """`fun`, which adds the trace that it is staged in to `traces`."""
+    """Appends the trace that `fun` is traced in to `traces`."""
 
     def run(*args: Any) -> T:
         with jex_core.take_current_trace() as trace:
@@ -390,31 +359,27 @@ def noting_trace(fun: Callable[..., T], traces: list[Any]) -> Callable[..., T]:
 
 
 def is_over(tracer: Any) -> bool:
-    """Whether the trace of a tracer takes no operations any more, from 0.11.1 on."""
+    """Returns whether the trace of a tracer has ended, from JAX 0.11.1 on."""
     return not tracer._trace.is_valid()
 
 
 def refuse_escaped(tracer: Any) -> None:
-    """Raises JAX's error for a tracer that is used where its trace is over."""
+    """Raises JAX's error for a tracer whose trace has ended."""
     with jax.ensure_compile_time_eval():  # where nothing may be traced
         jax.lax.optimization_barrier(tracer)
 
 
 def staged_variable(x: Any) -> Any:
-    """The variable that `x` stands for in the program it was staged in, or None.
-
-    Tracers say so only through a private attribute.
-    """
+    """Returns the variable that `x` stands for in its program, or None."""
+    # Tracers only have it as a private attribute.
     return getattr(x, "val", None) if type(x).__name__ == "DynamicJaxprTracer" else None
 
 
 @contextmanager
 def usable(values: Iterable[Any]) -> Iterator[None]:
-    """While a function is staged that closes over `values`, of traces that may be over.
-
-    Since 0.11.1 JAX refuses to take those of ``linearize`` as constants, and there is no public
-    way to tell it that they will be replaced by values. Before, no trace here is over.
-    """
+    """Allows tracing a function that closes over `values` of traces that may have ended."""
+    # Since 0.11.1, JAX rejects those of ``linearize`` as constants, and there is no public way to
+    # announce that values replace them later. Before, no trace has ended here.
     traces = {x._trace for x in values if isinstance(x, jax.core.Tracer)}
     with _lock:
         over = [t for t in traces if t in _in_use or not t.is_valid()]
@@ -443,19 +408,17 @@ FoundNaN = InternalFloatingPointError
 
 
 def trace_context() -> Hashable:
-    """Equal wherever a function is staged, and a program compiled, alike."""
+    """Returns a key for contexts in which functions are traced and compiled alike."""
     return jax_trace_context()
 
 
 def empty_with_caches(cache: Any) -> None:
-    """Has JAX call ``cache.cache_clear()`` where it clears caches. It holds `cache` weakly."""
+    """Has JAX call ``cache.cache_clear()`` when it clears caches. It holds `cache` weakly."""
     register_cache(cache, f"batchax: {cache.of}")
 
 
 def held_weakly(cls: Kind) -> Kind:
-    """Decorator: parameters of equations that are of this class JAX's caches do not keep alive.
-
-    They hold a program, or a function of the user, and so whatever arrays that closes over.
-    """
+    """Keeps JAX's caches from holding parameters of this class."""
+    # They hold a program, or a function of the user, and so all arrays that it closes over.
     weakref_cache_key_types.add(cls)
     return cls

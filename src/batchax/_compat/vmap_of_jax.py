@@ -21,7 +21,7 @@ from batchax._compat.jaxprs import Primitive
 
 
 def jax_has_rule(primitive: Primitive) -> bool:
-    """Whether JAX itself can batch `primitive`."""
+    """Returns whether JAX itself can batch `primitive`."""
     return primitive in batching.fancy_primitive_batchers or primitive.name in {
         "custom_jvp_call",
         "custom_vjp_call",
@@ -30,10 +30,8 @@ def jax_has_rule(primitive: Primitive) -> bool:
 
 
 def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
-    """Whether a rule in JAX's table is one of JAX or of batchax, and not of a user's.
-
-    JAX wraps what is put into its older tables, in a function that closes over the rule.
-    """
+    """Returns whether a rule in JAX's table is from JAX or batchax."""
+    # JAX wraps rules in its older tables in a function that closes over the rule.
     rule = getattr(rule, "func", rule)
     if "BatchersProxy" in getattr(rule, "__qualname__", ""):
         inside = (cell.cell_contents for cell in rule.__closure__ or ())
@@ -44,11 +42,9 @@ def is_jaxs_rule(rule: Callable[..., Any]) -> bool:
 
 
 def batched_by_jax(x: Any) -> tuple[Any, int | None]:
-    """A value inside a function under ``jax.vmap``, and where its batch axis is.
-
-    Returned from that function it could only be placed at an axis: whether it is
-    batched at all, which rules of third parties decide, would be lost.
-    """
+    """Returns a value inside ``jax.vmap`` with its batch axis."""
+    # As an output it could only be placed at an axis. Whether it is batched at all, which rules of
+    # third parties decide, would be lost.
     with jex_core.take_current_trace() as trace:
         if isinstance(x, BatchTracer) and x._trace is trace:
             return x.val, x.batch_dim
@@ -56,45 +52,39 @@ def batched_by_jax(x: Any) -> tuple[Any, int | None]:
 
 
 def axis_from(data: Any, axis_type: Any) -> Any:
-    """An `Axis` from what JAX tells a batching rule about the axis being mapped.
-
-    Where ``jax.vmap`` was given no name JAX has a bare object in its place.
-    """
+    """Makes an `Axis` from JAX's description of the axis being mapped."""
+    # Without a name, JAX has a bare object in its place.
     name = None if type(data.name) is object else data.name
     return axis_type(data.size, name, data.spmd_name, data.explicit_mesh_axis)
 
 
 def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
-    """What the batching methods of JAX's extensible operations take for an axis.
-
-    The operations (``jax.experimental.hijax``) are public, the class their methods expect is
-    not. Since 0.12 functions of ``jax.numpy`` are made of them.
-    """
+    """Makes the axis description that batching methods of JAX's extensible operations take."""
     from jax._src.interpreters.batching import AxisData
 
+    # The operations (``jax.experimental.hijax``) are public, and the class that their methods take
+    # is not. Since 0.12, functions of ``jax.numpy`` are built on them.
     return AxisData(name, size, spmd_name, None)
 
 
 def has_own_batches(x: Any) -> bool:
-    """Whether `x` is of a type that says itself what a batch of it is, and an example of one."""
+    """Returns whether the type of `x` defines batches and examples of its own."""
     return type(x) in vmappables
 
 
 def own_batches(x: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The functions that take such a batch apart for one example, and put one together.
-
-    There is a public function to register them, and none to ask for them.
-    """
+    """Returns the functions that take such a batch apart, and that build one."""
+    # There is a public function to register them, and none to look them up.
     return to_elt_handlers[type(x)], from_elt_handlers[type(x)]
 
 
 def type_of_batch_axis(x: Any) -> type:
-    """Of what type the axis of such a batch is."""
+    """Returns the type of the axis of such a batch."""
     return vmappables[type(x)][0]
 
 
 def types_of_batch_axes() -> set[type]:
-    """Those of all such types, except for ints."""
+    """Returns the types of all such axes, except for ints."""
     return {spec_type for spec_type, _ in list(vmappables.values())} - {int}
 
 
@@ -104,14 +94,13 @@ _lent: set[type] = set()
 def lend_batches(
     type: type, spec_type: type, to_example: Callable[..., Any], to_batch: Callable[..., Any]
 ) -> None:
-    """Tells JAX what a batch of `type` is, unless it knows from somebody else."""
+    """Registers batches of `type` with JAX, unless somebody else has."""
     if type not in vmappables or type in _lent:
         batching.register_vmappable(type, spec_type, int, to_example, to_batch, None)
         _lent.add(type)
 
 
 def forget_batches(type: type) -> None:
-    """Undoes `lend_batches`."""
     if type in _lent:
         _lent.discard(type)
         # `batching.unregister_vmappable` is there, and does nothing on the JAX of today.

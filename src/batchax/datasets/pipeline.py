@@ -332,7 +332,6 @@ class StreamUnits:
             held.append((unit, rows))
             # Hold units back until all finished ones are compared, as a different stream must not
             # add results. Only a few, since more would be lost if the process is killed.
-            # All that are done were looked at; or somebody says of many that they are not.
             while held and (unit.number > last or len(held) > _MOST_HELD):
                 yield self._handed_out(*held.pop(0))
         for each in held:
