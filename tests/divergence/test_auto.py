@@ -48,23 +48,6 @@ def test_lanes_leave_where_steps_are_expensive():
     assert notes["widths"][0] <= 1024
 
 
-def test_on_few_cores_a_window_is_narrower_where_its_steps_are_products():
-    def elementwise(count, x, _):
-        fifty = lambda x: functools.reduce(lambda x, _: jnp.sin(x), range(50), x)
-        step = lambda c: (c[0] + 1, fifty(c[1]))
-        return lax.while_loop(lambda c: c[0] < count, step, (0, x))[1]
-
-    args = jnp.zeros(65536, int), jnp.zeros((65536, 64)), jnp.zeros((64, 64))
-    for fun, kind, share in (
-        (expensive, "cpu-small", 32),
-        (expensive, "cpu", 16),
-        (elementwise, "cpu-small", 16),
-    ):
-        way = Runner(thresholds=TABLE[kind]._replace(max_devices=1_000))
-        (notes,) = loops(fun, *args, in_axes=(0, 0, None), divergence=way)
-        assert notes["widths"] == (65536 // share,)
-
-
 def test_cheap_loops_are_as_they_were():
     no_kernels = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, kernel_lanes=0))
     (notes,) = loops(power, COUNTS, POINTS, divergence=no_kernels)
@@ -115,22 +98,6 @@ def test_operations_that_fit_no_kernel_stay_in_loops():
     for way in (ONE_DEVICE, LAST, FORCED):
         ours = jax.jit(bx.vmap(largest, divergence=way))(COUNTS[:5], POINTS[:5])
         same(ours, jax.jit(jax.vmap(largest))(COUNTS[:5], POINTS[:5]), None)
-
-
-def test_lanes_that_are_more_to_copy_than_to_compute_stay():
-    def fading(count, x):
-        step = lambda c: (c[0] + 1, 0.9 * c[1] + 0.1)
-        return lax.while_loop(lambda c: c[0] < count, step, (count * 0, x))[1]
-
-    counts, own = jnp.zeros(1024, "int32"), jnp.zeros((1024, 24, 24), "float32")
-    for size, way in (((), "tiles"), ((16,), "masked")):
-        xs = jnp.zeros((1024, *size), "float32")
-        (notes,) = loops(fading, counts, xs, divergence=ONE_DEVICE)
-        assert notes["divergence"] == way
-    (notes,) = loops(
-        expensive, counts, own[:, 0], own, divergence=ONE_DEVICE
-    )  # each a matrix of its own
-    assert notes["divergence"] == "masked"
 
 
 def test_the_last_lanes_are_alone_where_steps_are_many_operations():

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
-from batchax.divergence.costs import Step
 
 from support import oracle
 
@@ -249,13 +248,6 @@ def test_on_devices_that_hold_the_same_lanes_these_wait():
     oracle.same(jax.jit(sharded)(counts, x), jax.jit(bx.vmap(f))(counts, x), None, "shards")
 
 
-def test_an_expensive_predicate_is_a_part_of_what_a_step_costs():
-    stage = lambda f: jax.make_jaxpr(f)(jnp.ones((30, 30)))
-    cheap, expensive = stage(lambda x: x.sum() > 0), stage(lambda x: jnp.linalg.norm(x @ x @ x) > 0)
-    body = stage(lambda x: x + 1)
-    assert Step.of(expensive, body, [True]).work > 2 * Step.of(cheap, body, [True]).work
-
-
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_batches(kind):
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(getattr(jax.sharding.AxisType, kind),))
@@ -308,34 +300,6 @@ def test_devices_other_than_processors(monkeypatch):
     assert steps.useful == int(COUNTS.sum())
 
 
-def test_widths_are_found():
-    """What is fused is begun as one operation; a few lanes may do if each has enough to do."""
-
-    def widths(size, step, x, **options):
-        f = lambda n, x: lax.while_loop(
-            lambda c: c[0] < n, lambda c: (c[0] + 1, step(c[1])), (0, x)
-        )
-        xs = jax.ShapeDtypeStruct((size, *np.shape(x)), jnp.float32)
-        counts = jax.ShapeDtypeStruct((size,), jnp.int32)
-        jaxpr = jax.make_jaxpr(bx.vmap(f, divergence="compact", **options))(counts, xs)
-        found = [e for e in jaxpr.eqns if e.primitive.name == "parting_loop"]
-        return found[0].params["loop"].plan.widths if found else (size,)
-
-    def fused(x):
-        for _ in range(50):
-            x = x * 0.9 + 0.1
-        return x
-
-    matrix = np.eye(64, dtype=np.float32)
-    assert widths(4096, lambda x: jnp.tanh(matrix @ x), np.ones(64)) == (4096, 64, 16)
-    assert widths(8, fused, 1.0) == (8,)
-    assert widths(65_536, fused, 1.0)[1] >= 1024
-    assert widths(65_536, fused, 1.0, batch_size=1000)[0] == 1000
-    medium = lambda x: jnp.sort(jnp.tanh(matrix @ x[:64] * x[64:].sum()))[:1] + x
-    size, width = widths(64, medium, np.ones(256))[:2]
-    assert size / 8 <= width <= size / 2
-
-
 def test_lane_steps_are_counted():
     steps = bx.LaneSteps()
     run = jax.jit(bx.vmap(power, divergence=bx.Compact(width=4, steps=steps)))
@@ -382,17 +346,6 @@ def test_collectives_are_refused():
 def test_mistakes(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_ranks_may_be_declared():
-    steps = bx.LaneSteps()
-    compact = bx.auto_vmap(count=0, x=1, divergence=bx.Compact(4, steps=steps))(power)
-    masked = bx.auto_vmap(count=0, x=1)(power)
-    counts, xs = COUNTS[:20].reshape(4, 5), POINTS[:5]
-    oracle.same(compact(counts, xs), masked(counts, xs), None, "masked")
-    assert steps.useful == int(counts.sum())
-    with pytest.raises(TypeError, match="divergence must be"):
-        bx.auto_vmap(x=1, divergence="pack")(lambda x: x)
 
 
 def test_arrays_updated_in_place_are_not_copied():

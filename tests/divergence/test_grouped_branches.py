@@ -13,7 +13,6 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.inside import with_inside
 
 from support import oracle
 from support.oracle import agree, at_once, example, same
@@ -156,19 +155,6 @@ def test_sizes(lanes, width):
     check(f, P[:lanes], X[:lanes], vmap=vmap, loops=int(lanes > 0), derivatives=width == 4)
 
 
-def test_width_is_chosen_by_cost():
-    f = lambda p, x, w: lax.cond(p, lambda x: steps(x, w, 4000), lambda x: x, x)
-    chosen = bx.vmap(f, (0, 0, None), divergence="compact")
-    jaxpr = jax.make_jaxpr(chosen)(jnp.tile(P, 40), jnp.tile(X, (40, 1)), W)
-    eqns = with_inside(jaxpr.eqns)
-    (loop,) = [e.params["loop"] for e in eqns if e.primitive.name == "chunk_loop"]
-    assert 16 <= loop.chunk < 440
-    assert loops_over_picks(chosen, P, X, W) == 1
-    assert loops_over_picks(bx.vmap(f, (0, 0, None)), P, X, W) == 0
-    cheap = lambda p, x, w: lax.cond(p, lambda x: jnp.tanh(x), lambda x: x, x)
-    assert loops_over_picks(bx.vmap(cheap, (0, 0, None), divergence="compact"), P, X, W) == 0
-
-
 def test_types():
     w = W.astype(jnp.bfloat16)
 
@@ -273,18 +259,6 @@ def test_what_no_lane_takes_is_not_run():
         jax.block_until_ready(run(p, x))
         jax.effects_barrier()
         assert sorted(seen) == sorted(x[p].tolist())
-
-
-def test_an_endless_loop_in_a_branch_not_taken():
-    """JAX's #2947."""
-
-    def f(p, x):
-        endless = lambda x: lax.while_loop(lambda x: x > 0, lambda x: x - 1, x)
-        return lax.cond(p, endless, lambda x: x, x)
-
-    x, run = jnp.asarray(np.where(P, 5.0, np.inf), float), jax.jit(compact(f))
-    for p in (np.asarray(P), np.zeros(N, bool)):
-        same(run(p, x), np.where(p, 0, x))
 
 
 def test_nothing_of_a_branch_not_taken_is_seen():

@@ -133,26 +133,6 @@ def test_custom_vmap_of_others():
     same(f(W, {"w": W})[0], W * W)
 
 
-def test_custom_vmap_nested_and_differentiated():
-    @jax.custom_batching.custom_vmap
-    def f(x, w):
-        return jnp.sin(x) * w
-
-    @f.def_vmap
-    def rule(axis_size, in_batched, x, w):
-        return f(x, w), in_batched[0] or in_batched[1]
-
-    def forward(v):
-        g = v(f, (0, None))
-        return lambda x, w: jax.jvp(g, (x, w), (x + 1, w + 2))
-
-    agree(forward(bx.vmap), forward(jax.vmap), X, W)
-    agree(forward(bx.vmap), forward(jax.vmap), X, W)
-    expected = jax.vmap(jax.vmap(f, (0, None)), (0, None))(X[None], W)
-    for outer, inner in ((bx.vmap, bx.vmap), (bx.vmap, jax.vmap), (jax.vmap, bx.vmap)):
-        same(outer(inner(f, (0, None)), (0, None))(X[None], W), expected)
-
-
 def test_custom_vmap_that_closes_over_a_batched_value():
     def per_example(x, y):
         @jax.custom_batching.custom_vmap
@@ -220,15 +200,6 @@ def test_composite():
     same(jax.jit(bx.vmap(bx.vmap(f)))(X[None], X[None]), (jnp.sin(X) * X)[None])
     assert "composite" not in names(bx.vmap(f, (0, None)), X, W)
     assert "composite" in names(bx.vmap(lambda x: x + f(W, W)), X)
-
-
-def test_named_call_and_scopes():
-    def f(x):
-        with jax.named_scope("inner"):
-            return jax.named_call(jnp.sin, name="sine")(x)
-
-    check(f, X)
-    assert "inner" in str(jax.make_jaxpr(bx.vmap(f))(X).eqns[0].source_info.name_stack)
 
 
 CALLS = [

@@ -113,23 +113,6 @@ def test_custom_vjp(in_axes):
         same(grad(f)(*args), gradient)  # each operation by itself
 
 
-@pytest.mark.parametrize("outer", [bx.vmap, jax.vmap])
-def test_gradients_on_both_sides_of_vmap(outer):
-    f, g = tripled_jvp(), scaled_product()
-
-    def both(x, y):
-        return (f(x, y) + g(x, y, y)[0]).sum()
-
-    inside = jax.grad(both, (0, 1))
-    outside = jax.grad(lambda x, y: bx.vmap(both)(x, y).sum(), (0, 1))
-    within = lambda x, y: outer(lambda x, y: outside(x, y))(x[None], y[None])
-    ways = loop_function(inside, (0, 0), 0), bx.vmap(inside), outside, within
-    expected, *got, nested = at_once(*ways)(X, X + 1)
-    for gradient in got:
-        same(gradient, expected)
-    same(nested, jax.tree.map(lambda t: t[None], expected))
-
-
 def test_reverse_over_reverse_of_custom_vjp():
     @jax.custom_vjp
     def f(x):
@@ -554,33 +537,6 @@ def test_a_rule_that_refuses_does_not_stop_the_function():
         jax.grad(lambda x: bx.vmap(f, (0, None), None)(x, W).sum())(X)
 
 
-def test_tangents_and_outputs_batched_differently():
-    @jax.custom_jvp
-    def f(x, w):
-        return x * w, w * 2
-
-    @f.defjvp
-    def rule(primals, tangents):
-        (x, w), (tx, tw) = primals, tangents
-        return f(x, w), (tw, 2 * tw + 0 * tx)
-
-    def g(v):
-        def total(x, w):
-            a, b = v(f, in_axes=(0, None))(x, w)
-            return a, b
-
-        return total
-
-    tangents = (X + 1, W + 1)
-    one_by_one = loop_function(f, (0, None), 0)
-    functions = one_by_one, g(bx.vmap), jax.jit(g(bx.vmap))
-    ways = [lambda *a, f=f: jax.jvp(f, (X, W), a) for f in functions]
-    expected, *results = at_once(*ways)(*tangents)
-    for got in results:
-        same(got, expected)
-    agree(bx.vmap(f, (0, None), (0, 0)), one_by_one, X, W)
-
-
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 @pytest.mark.parametrize("where", ["rule only", "both"])
 def test_rules_that_close_over_values_of_the_example(kind, where):
@@ -626,33 +582,6 @@ def test_rules_that_close_over_values_of_the_example(kind, where):
     shared = bx.vmap(per_example, (0, None))
     of_shared = lambda x, p: jax.grad(lambda x: shared(x, p).sum())(x)
     agree(of_shared, loop_function(gradient, (0, None), 0), X, W)
-
-
-def test_collectives_inside_rules():
-    def per_example(x):
-        @jax.custom_jvp
-        def f(x):
-            return x - lax.pmean(x, "i")
-
-        f.defjvp(lambda p, t: (f(*p), t[0] - 2 * lax.pmean(t[0], "i")))
-
-        @jax.custom_vjp
-        def g(x):
-            return x * lax.psum(x, "i")
-
-        g.defvjp(lambda x: (g(x), x), lambda x, c: (c * 2 + lax.psum(c * x, "i"),))
-        return f(x) + g(x) + lax.axis_index("i")
-
-    def total(v):
-        return lambda x: (v(per_example, axis_name="i")(x) * X).sum()
-
-    agree(total(bx.vmap), total(jax.vmap), X)
-    mixed = jax.grad(total(bx.vmap))
-    nested = lambda v: lambda x: v(mixed)(x[None])[0]
-    ways = jax.grad(total(jax.vmap)), mixed, jax.grad(jax.jit(total(bx.vmap)))
-    expected, *got = at_once(*ways, nested(bx.vmap), nested(jax.vmap))(X)
-    for gradient in (*got, mixed(X)):
-        same(gradient, expected)
 
 
 def test_none_cotangents_and_trees():
@@ -709,34 +638,6 @@ def test_a_forward_rule_that_is_not_the_function_is_refused_where_that_runs_in_i
         return
     with pytest.raises(UnsupportedError, match="the same for all lanes, where the function itself"):
         jax.grad(lambda x: batched(x).sum())(X[:, 0])
-
-
-def test_custom_gradient_and_closure_convert():
-    @jax.custom_gradient
-    def f(x):
-        return jnp.sin(x), lambda c: 3 * c * x
-
-    check_reverse(f, X)
-
-    def g(x, y):
-        def inner(z):
-            return (z * jnp.cos(y)).sum()
-
-        converted, consts = jax.closure_convert(inner, x)
-
-        @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-        def call(h, z, *consts):
-            return h(z, *consts)
-
-        def bwd(h, r, c):
-            z, *consts = r
-            return jax.tree.map(lambda t: 2 * t, jax.vjp(h, z, *consts)[1](c))
-
-        call.defvjp(lambda h, z, *consts: (h(z, *consts), (z, *consts)), bwd)
-        return call(converted, x, *consts)
-
-    check_reverse(g, X, X)
-    check_reverse(g, X, W, in_axes=(0, None))
 
 
 def test_forward_mode_of_custom_vjp_is_refused():
@@ -799,16 +700,6 @@ def test_a_rule_alone_uses_the_name_of_the_axis():
     expected = [of_forward * scale] * 2 + [of_reverse * scale] * 2
     for got, known in zip(jax.jit(gradients)(2.0), expected, strict=True):
         np.testing.assert_allclose(got, known, rtol=1e-5)
-
-
-def test_empty_batches():
-    empty = jnp.zeros((0, 2))
-
-    def total(x, w):
-        a, _ = bx.vmap(scaled_product(), (0, None, None), (0, None))(x, w, w)
-        return bx.vmap(tripled_jvp())(x, a).sum()
-
-    same(jax.jit(jax.grad(total, (0, 1)))(empty, W), (empty, jnp.zeros(2)))
 
 
 def test_nothing_more_is_computed_than_under_jax():

@@ -316,17 +316,6 @@ def test_select_and_clamp_of_any_axes(shapes, data):
     check_all({"any": (fun, *args, dict(in_axes=axes))}, derivatives=False, jit=False)
 
 
-def test_select_and_clamp_derivatives():
-    def fun(i, x, y):
-        return lax.select_n(i > 0, x, y) * lax.clamp(jnp.asarray(-1, x.dtype), x, y)
-
-    cases = {}
-    for axes in [(0, 0, 0), (0, None, 1), (None, 1, 0), (None, None, 0)]:
-        args = [batch_of(NARY["add"], F32, (3,), a, i) for i, a in enumerate(axes)]
-        cases[str(axes)] = (fun, *args, dict(in_axes=axes))
-    check_all(cases, second=True)
-
-
 CASTS = [("float32", "int8"), ("int8", "float32"), ("float32", "int32"), ("uint16", "uint32")]
 
 

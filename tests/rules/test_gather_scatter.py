@@ -14,7 +14,7 @@ import batchax as bx
 
 from support.batches import on_axes
 from support.operations import no_more_operations, operations
-from support.oracle import at_once, check_all, example, quickly, same, same_type
+from support.oracle import at_once, check_all, example, same, same_type
 
 MODES = ["clip", "fill", "promise_in_bounds"]
 METHODS = ["set", "add", "subtract", "mul", "min", "max"]
@@ -132,15 +132,6 @@ def test_function_applied_at_indices():
     check_all(cases, derivatives=False)
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.bfloat16, jnp.complex64])
-def test_dtypes(dtype):
-    def fun(x, i, u):
-        return x.at[i].get(mode="fill"), x[i], x.at[i].set(u), x.at[i].set(u[0], mode="clip")
-
-    x, u = on_axes((3,), 1, dtype=dtype), on_axes((2,), 0, dtype=dtype, seed=1)
-    quickly(fun, x, INDICES, u, in_axes=(1, 0, 0), derivatives=False, unrolled=False)
-
-
 def test_typed_keys():
     def fun(k, i, u):
         return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
@@ -202,13 +193,6 @@ def test_empty_batch_and_batch_of_one(size):
     got, expected = at_once(every(bx.vmap), every(jax.vmap))(given)
     same(got, expected)
     jax.tree.map(same_type, got, expected)
-
-
-def test_no_indices_and_no_elements():
-    def fun(x, i, u):
-        return x[i], x.at[i].set(u[:0]), x[:0][i], u.at[i].add(1.0)
-
-    quickly(fun, example((4, 3)), jnp.zeros((4, 0), int), example((4, 2)))
 
 
 @settings(max_examples=10)

@@ -161,19 +161,6 @@ def test_weak_types():
         check(h, N)
 
 
-def test_array_that_the_predicate_reads():
-    """The first place that holds a large number, numbers smoothed on the way."""
-
-    def f(x):
-        def step(c):
-            i, x = c
-            return i + 1, x.at[i + 1].multiply(x[i] * 1.5)
-
-        return lax.while_loop(lambda c: (c[1][c[0]] < 2.0) & (c[0] < 20), step, (0, x))
-
-    check(f, jnp.abs(X) + 0.5)
-
-
 def test_carries_that_do_not_qualify():
     """Small ones, ones written as a whole, ones that change places."""
 
@@ -457,20 +444,6 @@ def test_two_results_from_one_array():
 
     for x, axis in ((X, 0), (X.T, 1), (X[0], None)):
         check(f, N % 3, x, in_axes=(0, axis))
-
-
-def test_references():
-    def f(n, x):
-        count = jax.new_ref(0)
-
-        def body(i, x):
-            count[...] += 1
-            inner = lambda c: (c[0] - 1, c[1].at[c[0]].add(1.0))
-            return lax.while_loop(lambda c: (c[0] > 0) & (count[...] > 1), inner, (i, x))[1]
-
-        return lax.fori_loop(0, n, body, x), count[...]
-
-    check(f, N, X)
 
 
 def test_shard_map_outside():

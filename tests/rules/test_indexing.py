@@ -111,15 +111,6 @@ def test_index_dtypes():
         quickly(fun, example((4, 3, 3)), i, k, in_axes=(0, 0, None), derivatives=False)
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.int8, jnp.bfloat16, jnp.complex64])
-def test_dtypes(dtype):
-    def fun(x, i):
-        y = lax.dynamic_slice(x, (i, 0), (2, 2))
-        return y, lax.dynamic_update_slice(x, y, (i, 1)), x[1:, ::2], x[i]
-
-    quickly(fun, on_axes((3, 3), 1, dtype=dtype), STARTS, in_axes=(1, 0), derivatives=False)
-
-
 def test_typed_keys():
     def fun(k, i, n):
         y = lax.dynamic_slice(k, (i,), (2,))

@@ -329,13 +329,6 @@ def test_values(depth, dtype):
         assert jax.typeof(got) == jax.typeof(x)
 
 
-def test_values_of_keys():
-    keys = jax.random.split(jax.random.key(0), 3)
-    got = safe_lanes(jnp.array([False, True, False]), keys, 1)
-    data = jax.random.key_data(keys)
-    same(jax.random.key_data(got), np.stack([data[1]] * 3))
-
-
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (None, 1), (1, 2)])
 @pytest.mark.parametrize("depth", [0, 1])

@@ -234,13 +234,6 @@ def test_select_by_one_number(of_which):
     check_selection(fun, axes, (), dtype=jnp.int32, high=3)
 
 
-@pytest.mark.parametrize("of_which", [None, 0, 1])
-def test_select_by_element(of_which):
-    axes = subsets((of_which,), (None, 0), (None, 1))
-    fun = lambda which, x, y: (lax.select_n(which, x, y), jnp.where(which, x, y))
-    check_selection(fun, axes, (3,), dtype=bool)
-
-
 def test_select_against_a_number():
     def fun(p, x):
         return jnp.where(p, x, 0.0), jnp.where(x > 0, p, x), jnp.where(p, 1.0, 2.0)
@@ -252,18 +245,6 @@ def test_select_against_a_number():
         "of arrays that lanes share": (fun, p, example((3,)), dict(in_axes=(0, None))),
         "by what lanes share": (fun, jnp.array(True), x, one),
     }
-    check_all(cases)
-
-
-@pytest.mark.parametrize("ranks", [(0, 0), (1, 0), (1, 1)])
-def test_clamp(ranks):
-    ranks, cases = (ranks[0], 1, ranks[1]), {}
-    fun = lambda low, x, high: lax.clamp(low - 1, x, high + 1)
-    for in_axes in subsets((None, 0), (None, 0, 1), (None, 0)):
-        low, x, high = (on_axes((3,) * ranks[i], in_axes[i], seed=i) for i in range(3))
-        no_more_operations(lax.clamp, low, x, high, in_axes=in_axes)
-        own = dict(in_axes=in_axes, derivatives=in_axes == (0, 1, 0))
-        cases[str(in_axes)] = (fun, low, x, high, own)
     check_all(cases)
 
 

@@ -190,16 +190,6 @@ def test_shard_map_with_the_batch_sharded(in_axes):
     )
 
 
-def test_shard_map_over_some_axes():
-    def per_example(x):
-        return on_devices(lambda x: x * 2 + 1, P("a"), P("a"), axis_names={"a"})(x)
-
-    f = jax.jit(bx.vmap(per_example))
-    same(f(X), X * 2 + 1)
-    eqn = equation(bx.vmap(per_example), X)
-    assert eqn.params["newly_manual_axes"] == {"a"}
-
-
 def test_shard_map_nested_and_named():
     def per_example(x, w):
         return on_devices(
@@ -219,26 +209,6 @@ def test_shard_map_nested_and_named():
     expected, *results = at_once(*ways)(X[None], W)
     for got in results:
         same(got, expected)
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_inside_shard_map(checked):
-    def per_example(x, w):
-        y = jnp.where(x > 0, x, 0.0) + jnp.zeros(2) + lax.axis_index("a")
-        y = jnp.concatenate([y, jnp.ones(1)]).cumsum()[:2]
-        steps = lax.fori_loop(0, 3, lambda i, c: c * 0.5 + lax.pmean(x, "a"), y)
-        return lax.cond(w.sum() > 0, jnp.sin, lambda t: t * 2, steps).at[0].add(1.0)
-
-    def body(v):
-        return lambda x, w: v(per_example, (0, None))(x, w)
-
-    x = example((4, 2), seed=6)
-    ours, theirs = (
-        jax.jit(on_devices(body(v), (P("a"), P()), P("a"), check_vma=checked))
-        for v in (bx.vmap, jax.vmap)
-    )
-    same(ours(x, W), theirs(x, W))
-    check_derivatives(ours, theirs, (x, W), jit=True)
 
 
 def test_a_collective_cannot_span_a_batch_that_devices_share():

@@ -153,17 +153,6 @@ def test_custom_root():
     same(bx.vmap(root)(a) ** 3 + bx.vmap(root)(a), a, LOOSE)
 
 
-def test_root_of_what_is_not_batched():
-    def fun(a, x):
-        return lax.custom_root(lambda y: y - a, x, lambda f, y: y - f(y), lambda g, y: y / g(1.0))
-
-    a = jnp.asarray(2.0, float)
-    got = bx.vmap(fun, (None, 0))(a, jnp.arange(3.0))
-    same(got, jnp.full(3, 2.0))
-    slopes = jax.grad(lambda a: bx.vmap(fun, (None, 0))(a, jnp.arange(3.0)).sum())(a)
-    same(slopes, jnp.asarray(3.0))
-
-
 @pytest.mark.nightly
 def test_minimize():
     def minimum(p):
