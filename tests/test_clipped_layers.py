@@ -218,11 +218,6 @@ def test_clipped_sums_of_every_layer(way):
         check(call(max_norm, *given()), max_norm)
 
 
-def test_in_double_precision():
-    with jax.enable_x64(True):
-        check(jax.jit(losses({}))(0.5, *given(np.float64)), 0.5)
-
-
 def as_users_write_it(ways, names=tuple(LAYERS)):
     """The same by ``jax.grad`` and optax in `bx.vmap`, of which all is one function."""
 

@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
@@ -75,17 +73,6 @@ def test_equals_a_python_loop(scale):
     steps = int(got[0]["n"])
     assert {0.0: steps == LENGTH, 1.0: 1 < steps < LENGTH, 30.0: steps == 1}[scale]
     assert not got[1]["c"][steps:].any()
-
-
-@settings(max_examples=4)
-@given(st.sampled_from([0, 1]), st.sampled_from([0, 1, -1]), st.booleans())
-def test_any_axes_and_either_direction(in_axis, out_axis, reverse):
-    options = dict(in_axis=in_axis, out_axis=out_axis, reverse=reverse)
-    args = (C, jnp.moveaxis(XS, 0, in_axis), W)
-    both = [of_arrays(h, **options) for h in (scanned, in_python)]
-    results = at_once(*both, *[jax.grad(total(h), (0, 1, 2)) for h in both])(*args)
-    same(*results[:2])
-    same(*results[2:])
 
 
 def test_derivatives():

@@ -94,42 +94,6 @@ def test_derivatives_of_derivatives(name):
     compare(name, 1)
 
 
-@pytest.mark.nightly
-def test_in_batches_and_in_chunks_and_recomputed():
-    axes = 0, 0, None
-    counts, points = jnp.asarray([COUNTS["others"]] * 2), jnp.stack([POINTS, POINTS[::-1]])
-
-    def gradients(divergence):
-        of_all = bx.vmap(settled, axes, divergence=divergence)
-        gradient_of = jax.grad(lambda n, x, w: loss(settled(n, x, w)), 1)
-        of_each = bx.vmap(gradient_of, axes, divergence=divergence)
-        gradient = lambda f: jax.grad(lambda x, w: loss(f(counts, x, w)), (0, 1))(points, MATRIX)
-        one = lambda f: lambda n, x, w: f(n[0], x[0], w)
-        recomputed = bx.vmap(jax.checkpoint(settled), axes, divergence=divergence)
-        chunks = bx.vmap(settled, axes, divergence=divergence, batch_size=6)
-        return {
-            "of a batch": gradient(jax.vmap(of_all, axes)),
-            "in a batch": jax.vmap(of_each, axes)(counts, points, MATRIX),
-            "of a batch of ours": gradient(bx.vmap(of_all, axes, divergence=divergence)),
-            "recomputed": gradient(one(recomputed)),
-            "whole recomputed": gradient(one(jax.checkpoint(of_all))),
-            "in chunks": gradient(one(chunks)),
-        }
-
-    oracle.same(*jax.jit(lambda: [gradients(way) for way in (FORCED, "predicate")])())
-
-
-@pytest.mark.nightly
-def test_outside_of_jit():
-    counts = jnp.asarray(COUNTS["others"])
-    of_all = [bx.vmap(settled, (0, 0, None), divergence=way) for way in (FORCED, "predicate")]
-    got, expected = (
-        (f(counts, POINTS, MATRIX), jax.grad(lambda x: loss(f(counts, x, MATRIX)))(POINTS))
-        for f in of_all
-    )
-    oracle.same(got, expected)
-
-
 def notes(fun, *args, **options):
     explained = bx.explain(fun, divergence=ONE_DEVICE, **options)(*args)
     return [e.notes for e in explained.equations if "bounded loop" in e.primitive]

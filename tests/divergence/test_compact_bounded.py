@@ -52,15 +52,6 @@ def test_values_and_derivatives(name):
     oracle.settle([values, *derivatives])
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.each_commit(1)
-def test_gradient_of_each_lane(name):
-    fun, args, axes = PROGRAMS[name]
-    gradient = jax.grad(lambda *args: jnp.sum(jax.tree.leaves(fun(*args))[1] ** 2), argnums=1)
-    both = [bx.vmap(gradient, axes, divergence=d) for d in (NARROW, "predicate")]
-    oracle.same(*jax.jit(lambda *args: [f(*args) for f in both])(*args), None, "masked")
-
-
 def test_steps_follow_the_lanes():
     steps = bx.LaneSteps()
     compact = bx.Compact(4, steps=steps)

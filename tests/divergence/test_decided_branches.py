@@ -21,7 +21,7 @@ from batchax.execution.chunk_loop import (
 from batchax.programs.thresholds import TABLE
 
 from support.forced import DECIDED
-from support.oracle import in_turn, same
+from support.oracle import same
 
 LANES = 40
 SHARES = {"nobody": 0, "one": 1, "few": 17, "half": 20, "all": LANES}
@@ -93,20 +93,6 @@ def test_results_are_those_of_masked_lanes(share):
     ours, masked = (f(taken, x, w) for f in compiled(x.dtype))
     for use, expected in masked.items():
         same(ours[use], expected, {"rtol": 2e-4, "atol": 2e-5}, use)
-
-
-def test_results_are_those_of_each_lane_alone():
-    x, w = data()
-    x, taken = jnp.abs(x), takers(17)
-
-    def f(taken, x, w):
-        return lax.cond(taken, lambda x, w: jnp.tanh(x @ w).cumsum(), lambda x, w: x, x, w)
-
-    alone = in_turn(f, (0, 0, None))(taken, x, w)
-    batched = bx.vmap(f, (0, 0, None), divergence=DECIDED)
-    same(batched(taken, x, w), alone)  # outside of jit
-    with jax.disable_jit():
-        same(batched(taken, x, w), alone)
 
 
 def products(x, w):

@@ -139,15 +139,6 @@ def args():
     return jnp.asarray(POINTS, float), jnp.asarray(COUNTS), jnp.asarray(MATRIX, float)
 
 
-@pytest.mark.each_commit(2, "bounded_outermost")
-@pytest.mark.parametrize("fun", PROGRAMS)
-def test_gradients_of_all_lanes(fun, runs, args):
-    x, _, w = args
-    got = jax.jit(jax.grad(of_all(fun, *args), (0, 1)))(x, w)
-    assert runs or fun in OUTERMOST
-    oracle.same(got, jax.jit(jax.grad(of_each(fun, *args), (0, 1)))(x, w))
-
-
 def test_tangents_and_second_derivatives(args):
     x, _, w = args
 
@@ -157,17 +148,6 @@ def test_tangents_and_second_derivatives(args):
 
     got = jax.jit(lambda: both(of_all(scan_of_bounded, *args)))()
     oracle.same(got, jax.jit(lambda: both(of_each(scan_of_bounded, *args)))())
-
-
-def test_gradients_in_a_vmap_more(args):
-    x, counts, w = args
-    xs = jnp.stack([x, x[::-1]])
-
-    def gradient(of):
-        return jax.jit(lambda xs: [jax.grad(of(scan_of_bounded, *args))(x, w) for x in xs])(xs)
-
-    got = jax.jit(bx.vmap(lambda x: jax.grad(of_all(scan_of_bounded, x, counts, w))(x, w)))(xs)
-    oracle.same(list(got), gradient(of_each))
 
 
 def test_a_loop_without_a_bound_is_refused_in_reverse_as_ever(args):

@@ -121,13 +121,6 @@ def test_gradients(fun):
 
 
 @pytest.mark.parametrize("fun", PROGRAMS)
-@pytest.mark.parametrize("options", [{"divergence": "compact"}, {"batch_size": 4}])
-@pytest.mark.each_commit(1, "options1-seldom")
-def test_gradients_of_what_lanes_share(fun, options):
-    both_ways(functools.partial(gradient, which=(0, 2)), [fun], **options)
-
-
-@pytest.mark.parametrize("fun", PROGRAMS)
 @pytest.mark.each_commit(1, "seldom")
 def test_tangents_and_second_derivatives(fun):
     def tangents(vmap, fun):

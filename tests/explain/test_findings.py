@@ -389,17 +389,6 @@ def test_figures_of_a_loop():
     assert shown == pytest.approx((32 + 2) * B / 1e3, rel=0.02)
 
 
-def test_figures_of_a_copy():
-    (finding,) = found(joined, f32(B, 64), f32(64), in_axes=(0, None))
-    assert "`y`, which `concatenate` takes" in finding.message
-    assert f"f32[{B},64], {B * 64 * 4 / 1024:.4g} KiB" in finding.message
-
-
-def test_figures_of_a_gather():
-    (finding,) = found(lambda t, i: t[i], f32(B, 9, 7), i32(B, 5), compile=False)
-    assert "5,000 windows of 7 elements" in finding.message
-
-
 def test_a_lane_counts_once_for_what_it_does_in_a_chunk():
     def each_step(x):
         return lax.scan(lambda c, _: (c, c[jnp.int32(c[0])]), x, None, length=7)[1]

@@ -4,7 +4,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -112,20 +111,6 @@ def test_a_short_last_block(size):
     )
 
 
-def test_a_short_last_block_of_another_axis():
-    spec, out = bx.tiles(4, axis=1, last="short"), bx.tiles(axis=1, last="short")
-    fun = lambda block: jnp.cumsum(block, 1)
-    x = example((3, 10), seed=7)
-    agree(bx.vmap(fun, spec, out), lambda x: in_blocks(fun, x, 4, 1), x)
-    square = lambda block: (block**2).mean()
-    of_each = lambda x: jnp.stack([square(x[:, i : i + 4]) for i in (0, 4, 8)])
-    agree(bx.vmap(square, spec), of_each, x)
-    joined = bx.vmap(running, bx.tiles(5, last="short"), bx.tiles())
-    agree(joined, lambda x: in_blocks(running, x, 5), X)  # though `out_axes` expected no rows
-    fits = bx.vmap(fun, bx.tiles(5, axis=1, last="short"), out)
-    agree(fits, lambda x: in_blocks(fun, x, 5, 1), x)
-
-
 def test_nothing_is_copied():
     """The same program as a reshape by hand."""
     x = example((64, 8), seed=8)
@@ -142,13 +127,6 @@ def test_no_elements_and_all_in_one():
     (only,) = jax.jit(bx.vmap(running, bx.tiles(50, last="short")))(X).rows()
     same(only, jax.jit(running)(X))
     assert bx.vmap(running, bx.tiles(50, last="short"))(X).max_length == 12  # padded to no more
-
-
-def test_of_keys_and_numpy():
-    keys = jax.random.split(jax.random.key(0), 6)
-    draw = lambda keys: jax.vmap(jax.random.normal)(keys)
-    same(bx.vmap(draw, bx.tiles(2), bx.tiles())(keys), draw(keys))
-    same(bx.vmap(jnp.sum, bx.tiles(2))(np.arange(6)), jnp.array([1, 5, 9]))
 
 
 def test_scan_over_blocks():

@@ -83,15 +83,6 @@ def test_each_device_of_a_mesh_reports_its_errors(batch_size):
         assert ours(x)[0].get() == (message and f"at mapped index 1: {message}")
 
 
-@pytest.mark.compiles(80)
-def test_outside_of_jit():
-    batched = bx.vmap(f, batch_size=2)
-    check = lambda x, errors: checkify.checkify(batched, errors=errors)(x)[0].get()
-    assert "x is 5.0" in check(WRONG["check"], checkify.user_checks)
-    assert check(WRONG["index"], checkify.user_checks) is None
-    assert "index 9" in check(WRONG["index"], checkify.index_checks)
-
-
 def test_a_program_without_checks_stays_as_it_is():
     batched = bx.vmap(jnp.sin, batch_size=2)
     eqns = jax.make_jaxpr(checkify.checkify(batched))(RIGHT).jaxpr.eqns

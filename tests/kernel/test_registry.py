@@ -55,14 +55,6 @@ def test_rule_written_by_hand(in_axes, out_axes):
     check(fun, example(shape), in_axes=in_axes, out_axes=out_axes, against_jax=False)
 
 
-def test_rule_is_found_inside_calls_and_loops():
-    fun = lambda x: lax.fori_loop(
-        0, 2, lambda _, x: jax.jit(lambda x: unit_p.bind(x, power=2))(x), x
-    )
-    check(fun, example((4, 3)), against_jax=False, derivatives=False)
-    same(bx.vmap(bx.vmap(fun))(example((2, 4, 3))), unit(example((2, 4, 3)), power=2))
-
-
 def test_rule_for_several_results():
     p = new_primitive(
         "sum_and_max",

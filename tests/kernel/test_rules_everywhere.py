@@ -108,13 +108,6 @@ def test_every_way_to_batch(way):
     same(run(of_all), run(plain), dict(rtol=1e-4, atol=1e-4))
 
 
-def test_in_float64():
-    with jax.enable_x64(True):
-        x, c = (jnp.asarray(np.asarray(v), jnp.float64) for v in (X, C))
-        run = lambda f: jax.jit(jax.vmap(jax.value_and_grad(lambda x, c: f(x, c)[1])))(x, c)
-        same(run(of_all), run(plain))
-
-
 def test_what_a_rule_is_told_by_jax():
     CALLS.clear()
     mesh = jax.make_mesh((4,), ("m",), axis_types=(AxisType.Auto,))

@@ -71,16 +71,6 @@ def test_values_against_the_loop(name):
     check()
 
 
-@given(batches(2))
-@pytest.mark.compiles(80)
-def test_values_against_numpy_vectorize(shapes):
-    args = [example((*b, 3), seed=i) for i, b in enumerate(shapes)]
-    f = np.vectorize(lambda x, y: np.outer(x, y) - 1, signature="(n),(m)->(n,m)")
-    got = bx.auto_vmap("(n),(m)->(n,m)")(lambda x, y: jnp.outer(x, y) - 1)(*args)
-    want = f(*map(np.asarray, args))
-    same(got, jnp.asarray(want))
-
-
 @settings(max_examples=12)  # each shape compiles one program
 @given(batches(2))
 def test_types_and_derivatives_against_nested_vmaps(shapes):

@@ -43,14 +43,6 @@ def test_the_example(how):
     assert f.__name__ == "foo"
 
 
-def test_the_example_with_a_dict():
-    @bx.auto_vmap({"s": 0, "v": 1, "m": 2})
-    def f(values):
-        return foo(**values)
-
-    same(f({"s": S, "v": V, "m": M}), jnp.full(5, 15.0))
-
-
 def test_ranks_that_are_left_out_are_not_batched():
     seen = []
 
@@ -272,13 +264,6 @@ def test_annotations():
     assert f(v, m, key=jax.random.split(jax.random.key(0), 5)).shape == (4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 2, 3, 7, 2), int)).shape == (8, 4, 5, 3)
     assert f(v, m, index=jnp.ones((8, 1, 1, 1, 3, 7, 2), int)).shape == (8, 4, 5, 3)
-
-
-def test_annotations_as_strings():
-    source = "def f(v: 'Float[Array, \"n\"]', w: 'Float[Array, \"n\"]'): return v @ w"
-    names = {"Float": Float, "Array": Array}
-    exec(source, names)
-    same(bx.auto_vmap(names["f"])(V, V[0]), jnp.full(5, 3.0))
 
 
 def test_parameters_called_like_options():
