@@ -9,7 +9,6 @@ import batchax as bx
 from batchax.divergence.runner import Runner
 from batchax.programs.thresholds import TABLE
 from batchax.rules.linalg import least_lanes
-from batchax.small.pays import of_library
 
 from support.oracle import same
 
@@ -18,28 +17,6 @@ FOUR = np.random.default_rng(0).normal(size=(4, 4)).astype("float32")
 
 def staged(fun, *examples):
     return [jax.make_jaxpr(fun)(*examples)]
-
-
-def test_decompositions_of_small_matrices():
-    programs = staged(jax.jit(jnp.linalg.cholesky), FOUR)
-    least = next(n for n in range(10_000) if of_library("cholesky", "float32", 4, n, in_loop=80))
-    assert 32 < least < 256
-    for size in (least, 4096):
-        assert least_lanes(size, programs) == least
-    assert least_lanes(least - 1, programs) == 1  # all lanes leave them to the library, too
-    batch = staged(jnp.linalg.cholesky, np.stack([FOUR] * 4))
-    assert least_lanes(4096, batch) == -(-least // 4)
-    large = staged(jnp.linalg.cholesky, np.eye(200, dtype="float32"))
-    assert least_lanes(10**6, large) == 1
-
-
-def test_short_rows_with_more_than_keys():
-    row = np.zeros(64, "float32")
-    assert least_lanes(4096, staged(jnp.argsort, row)) == 2**14 // 64
-    assert least_lanes(4096, staged(jnp.sort, row)) == 1
-    # Of several the one that needs most lanes decides.
-    both = [*staged(jnp.argsort, row), *staged(jnp.argsort, row[:16])]
-    assert least_lanes(4096, both) == 2**14 // 16
 
 
 def solved(x):

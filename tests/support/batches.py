@@ -2,8 +2,6 @@
 
 import itertools
 
-from batchax.kernel.registry import find_rule
-
 from support.oracle import example
 
 SIZE = 3
@@ -25,9 +23,3 @@ def positions(*ranks):
     """Every combination of batch axes, or None, for examples of these ranks."""
     choices = [[*range(rank + 1), None] for rank in ranks]
     return [axes for axes in itertools.product(*choices) if any(a is not None for a in axes)]
-
-
-def assert_own_rule(primitive):
-    """`primitive` exists and batchax itself has a rule for it."""
-    assert primitive is not None
-    assert find_rule(primitive) is not None, primitive
