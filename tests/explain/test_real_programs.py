@@ -1,0 +1,150 @@
+"""Programs of libraries, as people bring them: what is told first, and how much is told."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import batchax as bx
+from batchax.explain.page import as_page
+from batchax.programs.differences import is_installed
+
+
+def told(explanation, fun, lines, page):
+    """The text of an explanation, which must be short, begin with findings and name `fun`'s lines.
+
+    Args:
+      explanation: of a program.
+      fun: a function of this file that is in it.
+      lines: no text may have more.
+      page: bytes that the page may have.
+    """
+    text = str(explanation)
+    assert len(text.splitlines()) <= lines
+    assert len(as_page(explanation)) <= page
+    assert text.splitlines()[2].startswith("Findings")
+    first = inspect.getsourcelines(fun)[1]
+    own = range(first, first + len(inspect.getsource(fun).splitlines()))
+    led = [eqn.source.called_from for eqn in explanation.walk() if is_installed(eqn.source.file)]
+    assert led
+    assert {(line.file, line.line in own) for line in led} == {(__file__, True)}
+    return text
+
+
+def network(layers):
+    """The loss of a network of layers with attention, and its parameters."""
+    eqx = pytest.importorskip("equinox")
+    keys = iter(jax.random.split(jax.random.key(0), 2 * layers))
+    size = 8
+    blocks = [
+        (
+            eqx.nn.LayerNorm(size),
+            eqx.nn.MultiheadAttention(2, size, key=next(keys)),
+            eqx.nn.MLP(size, size, 16, 1, key=next(keys)),
+        )
+        for _ in range(layers)
+    ]
+    params, static = eqx.partition(blocks, eqx.is_array)
+
+    def loss(params, x):
+        for norm, attention, mlp in eqx.combine(params, static):
+            y = jax.vmap(norm)(x)
+            x = x + attention(y, y, y)
+            x = x + jax.vmap(mlp)(x)
+        return (x**2).mean()
+
+    return loss, params
+
+
+def test_a_step_of_a_transformer():
+    optax = pytest.importorskip("optax")
+    loss, params = network(5)
+    optimiser = optax.adam(1e-3)
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = optimiser.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    args = params, optimiser.init(params), jnp.ones((3, 4, 8))
+    explanation = bx.explain(step, (None, None, 0), compile=False)(*args)
+    assert sum(1 for _ in explanation.walk()) > 1500
+    text = str(explanation)
+    assert len(text.splitlines()) < 600  # and 2,100 without folds
+    assert "4 more times what " in text  # the other layers
+    assert "(5 of these)" in text
+    costliest = text[text.index("  lines ") :].splitlines()[:5]
+    assert any("optimiser.update(grads, state, params)" in line for line in costliest)
+    assert len(as_page(explanation)) < 2_000_000
+
+
+def test_layers_in_chunks_on_devices():
+    loss, params = network(3)
+    options = {"mesh": "all", "batch_size": 2, "out_axes": bx.Reduce("mean")}
+    explained = bx.explain(jax.value_and_grad(loss), (None, 0), compile=False, **options)
+    explanation = explained(params, jnp.ones((16, 4, 8)))
+    text = told(explanation, network, 450, 1_500_000)
+    assert explanation.devices.count == 4
+    assert "more times what " in text
+    assert " others (" in text  # of what each device has a copy
+
+
+def test_an_ensemble_of_an_adaptive_solver():
+    diffrax = pytest.importorskip("diffrax")
+
+    def solve(y, a):
+        return diffrax.diffeqsolve(
+            diffrax.ODETerm(lambda t, y, a: -a * y),
+            diffrax.Tsit5(),
+            0.0,
+            1.0,
+            0.1,
+            y,
+            args=a,
+            stepsize_controller=diffrax.PIDController(rtol=1e-4, atol=1e-4),
+        ).ys
+
+    explanation = bx.explain(solve, compile=False)(jnp.ones((512, 3)), jnp.ones(512))
+    text = told(explanation, solve, 600, 1_500_000)
+    first, *_, last = explanation.findings
+    assert first.kind == "loop waits for its slowest lane"
+    assert 'Try divergence="compact"' in first.remedy
+    start = text.index("1. `while` goes on until the last of 512 lanes")
+    assert "return diffrax.diffeqsolve(" in text[start : text.index("2. ")]
+    # One finding for all that the rules of JAX serve.
+    assert last.kind == "fallback to the rule of JAX"
+    assert [f.kind for f in explanation.findings].count(last.kind) == 1
+
+
+def test_a_kernel_of_a_sampler():
+    blackjax = pytest.importorskip("blackjax")
+
+    def chain(key, start):
+        kernel = blackjax.nuts(lambda x: -0.5 * x @ x, 0.5, jnp.ones(3))
+        step = lambda state, key: (kernel.step(key, state)[0], state.position)
+        return jax.lax.scan(step, kernel.init(start), jax.random.split(key, 4))[1]
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    explanation = bx.explain(chain, compile=False)(keys, jnp.ones((8, 3)))
+    text = told(explanation, chain, 600, 2_000_000)
+    (waits,) = [f for f in explanation.findings if "slowest" in f.kind]
+    assert "The same holds for 2 equations inside of it" in waits.message
+    assert "kernel.step(key, state)[0], state.position)" in text[: text.index("  equations ")]
+
+
+def test_least_squares_and_a_linear_solve():
+    optimistix, lineax = pytest.importorskip("optimistix"), pytest.importorskip("lineax")
+    t = jnp.linspace(0, 1, 20)
+
+    def fit(data, start):
+        error = lambda p, _: p[0] * jnp.exp(-p[1] * t) - data
+        solver = optimistix.LevenbergMarquardt(1e-4, 1e-4)
+        found = optimistix.least_squares(error, solver, start, max_steps=9, throw=False).value
+        curvature = lineax.MatrixLinearOperator(jnp.outer(found, found) + jnp.eye(2))
+        return found, lineax.linear_solve(curvature, jnp.ones(2)).value
+
+    explanation = bx.explain(fit, (0, None), compile=False)(jnp.ones((64, 20)), jnp.ones(2))
+    text = told(explanation, fit, 600, 1_500_000)
+    assert "loop waits for its slowest lane" in [f.kind for f in explanation.findings]
+    assert "found = optimistix.least_squares(" in text[: text.index("  equations ")]
