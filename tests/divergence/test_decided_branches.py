@@ -1,14 +1,17 @@
-"""Branches of which it is decided while the program runs for whom they do: few lanes, or all."""
+"""Branches that run for few lanes or for all, decided at run time, and their derivatives."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
+from batchax.divergence import branches
 from batchax.divergence.runner import Runner
 from batchax.execution.chunk_loop import (
     ActiveMask,
@@ -18,10 +21,12 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
+from batchax.jaxprs.own_primitives import expanded
 from batchax.programs.thresholds import TABLE
 
-from support.forced import DECIDED
-from support.oracle import same
+from support import forced, oracle
+from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES
+from support.oracle import at_once, example, same
 
 LANES = 40
 SHARES = {"nobody": 0, "one": 1, "few": 17, "half": 20, "all": LANES}
@@ -217,3 +222,324 @@ def test_devices():
     f = functools.partial(bx.vmap, one_of_two, (0, 0, None))
     got = jax.jit(f(divergence=how, mesh="all"))(taken, x, w)
     same(got, jax.jit(f(divergence="predicate"))(taken, x, w))
+
+
+N, D = 11, 6
+X, Y, W = example((N, D), seed=1), example((N, D), seed=2), example((D, D), seed=3) / 3
+TAKEN = np.arange(N) % 3 == 1
+# A lane that does not take the branch would make a NaN in it.
+X = X.at[0, 0].set(jnp.nan)
+SOME = {"rtol": 1e-4, "atol": 1e-5}
+WAYS = {
+    "compact": bx.Compact(width=4),
+    "auto": FORCED,
+    "masked": MASKED_DERIVATIVES,
+    # Whoever takes the branch: nobody is too few, or too many.
+    "decided, in chunks": Runner(thresholds=DECIDED.thresholds._replace(max_share_gathered=1e6)),
+    "decided, all at once": Runner(thresholds=DECIDED.thresholds._replace(max_share_gathered=1e-6)),
+}
+
+
+def expensive(x, y, w):
+    order = jnp.argsort(x)
+    return jnp.sort(w @ jnp.tanh(x)) * jnp.sqrt(jnp.abs(y[order])), order, y
+
+
+def cheap(x, y, w):
+    return 0 * y, jnp.arange(D), jnp.cos(y)
+
+
+def f(taken, x, y, w):
+    return lax.cond(taken, expensive, cheap, x, y, w)
+
+
+def count(name, fun, *args):
+    """How many equations of a primitive there are in a program."""
+
+    def inside(jaxpr):
+        deeper = (inside(p) for eqn in jaxpr.eqns for p in programs_in(eqn))
+        return sum(eqn.primitive.name == name for eqn in jaxpr.eqns) + sum(deeper)
+
+    return inside(jax.make_jaxpr(fun)(*args).jaxpr)
+
+
+def programs_in(eqn):
+    # JAX's new custom derivatives hold theirs in an object (``jax.experimental.hijax``).
+    if eqn.primitive.name == "call_hi_primitive":
+        return [expanded(eqn.params["_prim"], [v.aval for v in eqn.invars]).jaxpr]
+    return jaxprs_in_params(eqn.params)
+
+
+def everything_of_branch_derivatives(vmap):
+    batched = vmap(f, in_axes=(0, 0, 0, None))
+
+    def number(x, y, w):
+        out, _, other = batched(TAKEN, x, y, w)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(other**2)
+
+    gradient = jax.grad(number, (0, 1, 2))
+    outer = lambda way, f: way(f, in_axes=(None, 0, None))(X, jnp.stack([Y, 2 * Y]), W)
+    return {
+        "values": lambda: batched(TAKEN, X, Y, W),
+        "forward": lambda: jax.jvp(number, (X, Y, W), (0 * Y + 1, Y, W))[1],
+        "reverse": lambda: gradient(X, Y, W),
+        "of weights alone": lambda: jax.grad(number, 2)(X, Y, W),
+        "twice": lambda: jax.jvp(lambda y, w: gradient(X, y, w)[1:], (Y, W), (Y, W))[1],
+        "inside of jax.vmap": lambda: outer(jax.vmap, gradient),
+        "inside of vmap": lambda: outer(vmap, gradient),
+        "of each lane": lambda: vmap(jax.grad(lambda *xs: f(*xs)[0].sum(), 2), (0, 0, 0, None))(
+            TAKEN, X, Y, W
+        ),
+    }
+
+
+@pytest.mark.each_commit(3)
+@pytest.mark.parametrize("worth", [0.0, float("inf")], ids=["kept", "again"])
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_are_those_of_masked_lanes(way, worth, monkeypatch):
+    monkeypatch.setattr(branches, "_WORTH", worth)
+    # A width makes branches of any price run apart.
+    monkeypatch.setitem(TABLE, "compact", TABLE["compact"]._replace(min_gain=0.0))
+    ours = everything_of_branch_derivatives(functools.partial(bx.vmap, divergence=WAYS[way]))
+    masked = everything_of_branch_derivatives(functools.partial(bx.vmap, divergence="predicate"))
+    got, expected = (at_once(*of.values())() for of in (ours, masked))
+    for name, x, y in zip(ours, got, expected, strict=True):
+        same(x, y, SOME, name)
+    forward, reverse = (count("tanh", ours[k]) for k in ("values", "reverse"))
+    assert (reverse == forward) == (worth == 0 or way == "masked")
+    loops = [count("chunk_loop", ours[k]) for k in ("values", "reverse")]
+    assert [n > 0 for n in loops] == [True, way != "masked"]
+
+
+def products_of_branch_derivatives(x):
+    for _ in range(8):
+        x = jnp.tanh(x @ x)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("expensive", "name", "kept"),
+    [
+        (lambda x: lax.sort((x[0], x[1]))[1] * x, "sort", True),
+        (products_of_branch_derivatives, "tanh", False),
+    ],
+    ids=["a sort", "products"],
+)
+def test_what_takes_long_and_little_room_is_kept(expensive, name, kept):
+    batched = bx.vmap(lambda t, x: lax.cond(t, expensive, lambda x: x, x), divergence="compact")
+    gradient = jax.grad(lambda x, t: batched(t, x).sum())
+    args = jax.ShapeDtypeStruct((512, 64, 64), jnp.float32), jax.ShapeDtypeStruct((512,), bool)
+    forward = count(name, lambda x, t: batched(t, x), *args)
+    assert (count(name, gradient, *args) == forward) == kept
+
+
+def test_branches_without_a_linear_part():
+    """JAX computes values and tangents of such a window together, in forward mode alone."""
+
+    def f(x):
+        window = lambda x: lax.reduce_window(
+            x, np.float32(0), lambda a, b: a + b / 2, (1,), (1,), "VALID"
+        )
+        return lax.cond(jnp.sum(x) > 0, window, jnp.sin, x)
+
+    x = np.random.default_rng(0).normal(size=(6, 3)).astype("float32")
+    run = lambda way: jax.jvp(bx.vmap(f, divergence=way), (x,), (np.cos(x),))
+    same(*jax.jit(lambda: (run(FORCED), run("predicate")))(), None)
+
+
+LANES_GRADIENTS_OF_BRANCHES, STEPS = 6, 5
+RNG = np.random.default_rng(0)
+XS = RNG.normal(size=(LANES_GRADIENTS_OF_BRANCHES, 3)).astype(np.float32)
+TAKEN_GRADIENTS_OF_BRANCHES = RNG.integers(0, 3, (LANES_GRADIENTS_OF_BRANCHES, STEPS))
+MATRIX = RNG.normal(size=(3, 3)).astype(np.float32)
+
+in_blocks = functools.partial(bx.vmap, divergence=forced.FORCED)
+
+
+def layer(x, matrix):
+    return jnp.tanh(matrix @ x)
+
+
+def seldom(x, taken, matrix):
+    def step(x, taken):
+        x = lax.cond(taken == 1, layer, lambda x, _: x * 0.9, x + 0.1, matrix)
+        return x, x.sum()
+
+    return lax.scan(step, x, taken)
+
+
+def arms(x, taken, matrix):
+    """Branches of other dtypes, that hand on, and that use others of their operands."""
+
+    def step(carry, taken):
+        n, x, seen = carry
+        one = lambda n, x, seen: (n + 1, layer(x, matrix), x > 0, x[0])
+        other = lambda n, x, seen: (n, jnp.sin(x) * n, seen, 2 * x.prod())
+        n, x, seen, y = lax.switch(
+            taken, [lambda n, x, seen: (n, x, seen, np.float32(1)), one, other], *carry
+        )
+        return (n, x, seen), (y, jnp.where(seen, x, 0))
+
+    return lax.scan(step, (0, x, x > 9), taken, reverse=True)
+
+
+def nested(x, taken, matrix):
+    """In a loop inside, in calls, and once more at the end of a step."""
+
+    @jax.jit
+    def turn(x, taken):
+        return lax.cond(taken == 2, jax.checkpoint(layer), lambda x, _: x, x, matrix)
+
+    def step(x, taken):
+        x, ys = lax.scan(lambda x, k: (turn(x * 1.1, k), x), x, jnp.arange(3) + taken)
+        return lax.cond(taken > 0, lambda x: jnp.exp(-x), jnp.cos, x), ys.sum()
+
+    return lax.scan(step, x, taken)
+
+
+def bounded(x, taken, matrix):
+    """Loops that end early: both are bounded."""
+
+    def step(x, taken):
+        x = lax.cond(taken == 1, layer, lambda x, _: x, x + 0.3, matrix)
+        return x, x[0]
+
+    x, ys = bx.scan(step, until=lambda x: x.sum() > 2)(x, taken)
+    turn = lambda c: (c[0] + 1, lax.cond(taken[c[0]] == 1, jnp.sin, lambda x: x, c[1] * 1.5))
+    return bx.bounded_while(lambda c: c[1].sum() < 2, turn, (0, x), STEPS)[1], ys
+
+
+def with_own(x, taken, matrix):
+    """Beside what all lanes share a branch has a matrix of the lane's, the same at each step."""
+    own = jnp.outer(x, jnp.cos(x))
+
+    def step(carry, entry):
+        x, taken = carry, entry[0]
+        far = lambda x, own, matrix: jnp.tanh(own @ x + matrix[1] * entry[1]) @ matrix
+        x = lax.cond(taken == 1, far, lambda x, *_: x * 0.9, x + 0.1, own, matrix)
+        return x, x.sum()
+
+    return lax.scan(step, x, (taken, jnp.sin(taken.astype(x.dtype))))
+
+
+PROGRAMS = [seldom, arms, nested, with_own, bounded]
+
+
+def total(fun, *args):
+    outs = jax.tree.leaves(fun(*args))
+    return sum(jnp.sum(y**2) for y in outs if jnp.issubdtype(y.dtype, np.inexact))
+
+
+def both_ways(derivative, programs, **options):
+    """Ours, and that of ``jax.vmap``; of all programs as one."""
+
+    def run(vmap):
+        some = lambda *xs: [derivative(vmap, fun)(*xs) for fun in programs]
+        return jax.jit(some)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+
+    oracle.same(
+        run(functools.partial(bx.vmap, **{"divergence": forced.FORCED, **options})), run(jax.vmap)
+    )
+
+
+def gradient(vmap, fun, which: Any = 0):
+    """Of the loss over all lanes, with the loss."""
+    loss = lambda x, taken, matrix: total(vmap(fun, (0, 0, None)), x, taken, matrix)
+    return jax.value_and_grad(loss, which)
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+@pytest.mark.each_commit(2, "seldom", "bounded")
+def test_gradients(fun):
+    both_ways(gradient, [fun])
+
+
+@pytest.mark.parametrize("fun", PROGRAMS)
+@pytest.mark.each_commit(1, "seldom")
+def test_tangents_and_second_derivatives(fun):
+    def tangents(vmap, fun):
+        def run(x, taken, matrix):
+            batched = lambda x, matrix: vmap(fun, (0, 0, None))(x, taken, matrix)
+            floats = lambda outs: [y for y in jax.tree.leaves(outs) if y.dtype == x.dtype]
+            some = lambda *xs: floats(batched(*xs))
+            first = lambda x: gradient(vmap, fun, (0, 2))(x, taken, matrix)[1]
+            back = jax.grad(lambda x: sum(jnp.mean(g) for g in first(x)) / 10)
+            return jax.jvp(some, (x, matrix), (x + 1, matrix - 1)), back(x)
+
+        return run
+
+    both_ways(tangents, [fun])
+
+
+def test_lanes_of_an_outer_vmap_and_of_devices():
+    def two(vmap):
+        return lambda x, taken, matrix: jax.vmap(vmap(seldom, (0, None, None)), (None, 0, None))(
+            x, taken, matrix
+        )
+
+    loss = lambda vmap: jax.jit(jax.grad(lambda *xs: total(two(vmap), *xs)))
+    oracle.same(
+        loss(in_blocks)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX),
+        loss(jax.vmap)(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX),
+    )
+    spread = functools.partial(bx.vmap, divergence=forced.FORCED, mesh="all")
+    got = jax.jit(gradient(spread, seldom, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+    oracle.same(
+        got, jax.jit(gradient(jax.vmap, seldom, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+    )
+
+
+def test_nan_in_a_branch_that_is_not_taken():
+    def fun(x, taken, matrix):
+        def step(x, taken):
+            far = lambda x: jnp.sqrt(x - 1) + layer(x, matrix)
+            x = lax.cond(x.min() > 1, far, lambda x: x * 1.5, jnp.abs(x) + 0.1)
+            return x, x[0]
+
+        return lax.scan(step, x, taken)
+
+    x = XS.copy()
+    x[2] = np.nan
+    run = lambda vmap: jax.jit(gradient(vmap, fun))(x, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+    ours, theirs = (
+        run(in_blocks),
+        [
+            jax.grad(functools.partial(total, fun))(v, TAKEN_GRADIENTS_OF_BRANCHES[0], MATRIX)
+            for v in x
+        ],
+    )
+    oracle.same(ours[1], np.stack(theirs))
+    assert np.isfinite(np.delete(ours[1], 2, 0)).all()
+
+
+def test_who_calls_the_host_in_a_branch():
+    seen = []
+
+    def fun(x, taken, matrix):
+        def called(x):
+            jax.debug.callback(lambda x: seen.append(float(x)), x[0])
+            return layer(x, matrix)
+
+        return lax.scan(lambda x, k: (lax.cond(k == 1, called, jnp.sin, x), k), x, taken)
+
+    got = jax.jit(gradient(in_blocks, fun))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+    jax.effects_barrier()
+    assert len(seen) >= (TAKEN_GRADIENTS_OF_BRANCHES == 1).sum()
+    oracle.same(got, jax.jit(gradient(jax.vmap, fun))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX))
+
+
+def test_rules_of_the_users():
+    """A rule for cotangents has no tangents, which are staged beside the way back."""
+
+    @jax.custom_vjp
+    def odd(x):
+        return x * 2
+
+    odd.defvjp(lambda x: (odd(x), x), lambda x, ct: (3 * ct * x,))
+
+    def fun(x, taken, matrix):
+        far = lambda x: odd(layer(x, matrix))
+        return lax.scan(lambda x, k: (lax.cond(k == 1, far, jnp.sin, x), k), x, taken)
+
+    run = lambda vmap: jax.jit(gradient(vmap, fun, (0, 2)))(XS, TAKEN_GRADIENTS_OF_BRANCHES, MATRIX)
+    oracle.same(run(in_blocks), run(jax.vmap))

@@ -1,13 +1,16 @@
-"""A scalar over the whole batch and its gradient: one loop, in which no chunk runs twice."""
+"""A scalar over the batch and its gradient in one loop; and one lane at a time."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import batchax as bx
 
+from support.kinds_of_axis import check_kind
 from support.oracle import example, plainly, same
 
 W = example((3,), seed=1)
@@ -104,3 +107,77 @@ def test_a_mean_by_a_collective():
     got = jax.value_and_grad(functools.partial(through_pmean, batch_size=3))(W, X)
     same(got, plainly(jax.value_and_grad(mean_loss), W, X))
     assert loops(jax.grad(functools.partial(through_pmean, batch_size=3)), W, X) == 1
+
+
+COUNTS = np.array([3, 0, 17, 5, 1], np.int32)
+POINTS = np.random.default_rng(0).normal(size=(5, 3)).astype("f")
+WEIGHTS = np.random.default_rng(1).normal(size=(3, 3)).astype("f")
+SERIAL = {
+    "serial": {"divergence": "serial"},
+    "kept": {"divergence": "serial", "residuals": "keep"},
+    "devices": {"divergence": "serial", "mesh": "all"},
+}
+
+
+def walk(weights, x, count):
+    x = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(weights @ x), x)
+    return lax.cond(count > 4, jnp.sin, lambda x: 2 * x, x)
+
+
+def steps(count):
+    return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, 2.0 * c[1]), (0, 1.0))[1]
+
+
+def test_values_and_derivatives_are_those_of_the_loop():
+    make = functools.partial(bx.vmap, walk, (None, 0, 0))
+    each = lambda weights, xs, counts: jnp.stack(
+        [walk(weights, x, n) for x, n in zip(xs, counts, strict=True)]
+    )
+    check_kind(make, each, WEIGHTS, POINTS, COUNTS, ways=SERIAL)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("options", SERIAL.values(), ids=SERIAL.keys())
+def test_loops_end_at_the_step_of_each_lane(jit, options):
+    same(jit(bx.vmap(steps, **options))(COUNTS), 2.0**COUNTS)
+
+
+def test_a_lane_runs_the_branch_that_it_takes_and_no_other():
+    taken = []
+    branch = lambda name: lambda x: (jax.debug.callback(taken.append, name), x)[1]
+    named = [functools.partial(lambda i, x: branch(i)(x), i) for i in range(3)]
+    out = bx.vmap(lambda i, x: lax.switch(i, named, x), divergence="serial")(
+        jnp.array([1, 0, 1, 1]), jnp.arange(4.0)
+    )
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    assert sorted(map(int, taken)) == [0, 1, 1, 1]
+
+
+def test_rows_run_one_at_a_time():
+    rows = [np.arange(1.0, n + 1, dtype="f") for n in (3, 1, 4)]
+    got = bx.vmap(lambda x: x / x.sum(), divergence="serial")(bx.Ragged.from_rows(rows))
+    for row, x in zip(got.rows(), rows, strict=True):
+        same(row, x / x.sum())
+
+
+def test_a_sum_over_lanes_and_declared_ranks():
+    summed = bx.vmap(steps, out_axes=bx.Reduce("sum"), divergence="serial")(COUNTS)
+    same(summed, np.sum(2.0**COUNTS))
+    ranked = bx.auto_vmap(0, divergence="serial")(steps)
+    same(ranked(np.stack([COUNTS, COUNTS])), 2.0 ** np.stack([COUNTS, COUNTS]))
+
+
+def test_maps_over_datasets_take_it(tmp_path):
+    np.save(tmp_path / "counts.npy", COUNTS)
+    how = dict(out=tmp_path / "out.npy", batch_size=2, progress=False, divergence="serial")
+    bx.map(steps, tmp_path / "counts.npy", **how)
+    same(np.load(tmp_path / "out.npy"), 2.0**COUNTS)
+
+
+@pytest.mark.parametrize("batch_size", [2, "auto"])
+def test_another_batch_size_raises(batch_size):
+    with pytest.raises(TypeError, match=r'divergence="serial" runs one lane at a time, but batch_'):
+        bx.vmap(steps, divergence="serial", batch_size=batch_size)
+    with pytest.raises(TypeError, match="Omit batch_size, or omit divergence"):
+        bx.auto_vmap(0, divergence="serial", batch_size=batch_size)(steps)

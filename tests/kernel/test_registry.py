@@ -1,6 +1,9 @@
-"""Rules of the user: for a new primitive, made by hand and by the rule makers."""
+"""Rules of the user for new primitives, what they return, and primitives of batchax."""
 
+import ast
 import contextlib
+import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import batchax as bx
+from batchax.errors import UnsupportedError
+from batchax.jaxprs.own_primitives import is_own, operations_of, shown
 from batchax.jaxprs.primitive_facts import UNKNOWN, facts_of
+from batchax.kernel import own_primitive as module
 from batchax.kernel import registry
+from batchax.kernel.own_primitive import OF_OPERATIONS, NoDerivative, declared, own_primitive
 from batchax.kernel.registry import find_rule, rule_origin
 
 from support.oracle import check, example, same
@@ -329,3 +336,243 @@ def test_reducing_tells_of_the_shape_of_the_batch():
     got = bx.vmap(lambda x: p.bind(x, axes=(0,), input_shape=(4, 2)))(x)
     same(got, x.sum(1))
     assert shapes[-1] == (3, 4, 2)
+
+
+SOURCES = Path(bx.__file__).parent
+X = jnp.arange(3.0)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """`own_primitive` for a primitive of a test, ``x * y`` of numbers, which nobody finds later."""
+    monkeypatch.setattr(module, "_declared", [])
+
+    def rule(axis, args, axes, /):
+        front = [bx.match_axis(axis, x, a, 0) for x, a in zip(args, axes, strict=True)]
+        return jax.vmap(lambda x, y: x * y)(*front), 0
+
+    return functools.partial(
+        own_primitive,
+        called="a product",
+        operations=lambda x, y: x * y,
+        types=lambda x, y: x,
+        programs=(),
+        facts="",
+        rule=rule,
+        jvp=OF_OPERATIONS,
+        transpose=OF_OPERATIONS,
+        several=False,
+    )
+
+
+def test_nothing_but_operations_and_a_rule_is_needed(make):
+    product_p = make("product_of_a_test")
+    product = product_p.bind
+    assert float(product(2.0, 3.0)) == float(jax.jit(product)(2.0, 3.0)) == 6
+    for vmap in (jax.vmap, bx.vmap):
+        np.testing.assert_array_equal(vmap(product)(X, X), X * X)
+    assert jax.jvp(product, (2.0, 3.0), (1.0, 10.0))[1] == 23
+    assert jax.grad(product)(2.0, 3.0) == 3
+    assert jax.linear_transpose(lambda x: product(x, 3.0), 1.0)(2.0) == (6,)
+    (eqn,) = jax.make_jaxpr(product)(2.0, 3.0).eqns
+    assert [e.primitive.name for e in operations_of(eqn).jaxpr.eqns] == ["mul"]
+    assert is_own(product_p)
+    assert shown(product_p) == "a product"
+
+
+def test_without_a_derivative_it_says_why(make):
+    none = NoDerivative("products of a test have no derivative.")
+    product = make("product_without_derivative", jvp=none, transpose=none).bind
+    with pytest.raises(UnsupportedError, match="products of a test"):
+        jax.grad(product)(2.0, 3.0)
+    with pytest.raises(UnsupportedError, match="products of a test"):
+        jax.linear_transpose(lambda x: product(x, 3.0), 1.0)(2.0)
+
+
+def test_whatever_is_left_out_is_missed(make):
+    with pytest.raises(TypeError, match="'operations', 'types', 'programs'"):
+        own_primitive("product_without_parts", called="a product")
+
+
+def test_all_are_defined():
+    assert all(map(is_own, declared()))
+
+
+def test_primitives_are_made_in_one_place():
+    made = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Primitive")
+    }
+    assert made == {"kernel/own_primitive.py"}
+
+
+VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
+X_RULE_RESULTS = jnp.arange(6, dtype=jnp.float32).reshape(3, 2)
+
+
+def with_rule(rule, several=False):
+    """A function that binds a primitive with that rule: the same, or that and the sum."""
+    p = Primitive("mine")
+    p.multiple_results = several
+    fun = (lambda x: [x, x.sum()]) if several else (lambda x: x)
+    p.def_impl(fun)
+    p.def_abstract_eval(
+        lambda x: [like(x.shape, x.dtype), like((), x.dtype)] if several else like(x.shape, x.dtype)
+    )
+    mlir.register_lowering(p, mlir.lower_fun(fun, multiple_results=several))
+    bx.register_rule(p)(rule)
+
+    def bound(x):
+        return p.bind(x)
+
+    return bound
+
+
+# rule, whether there are two results, error, what the message says
+WRONG = {
+    "no pair": (
+        lambda axis, args, axes: args[0],
+        False,
+        bx.ArgumentTypeError,
+        r"must return a pair `out, out_axis`, but it returned one array of shape \(3, 2\)",
+    ),
+    "nothing": (lambda axis, args, axes: None, False, bx.ArgumentTypeError, "returned a NoneType"),
+    "three": (
+        lambda axis, args, axes: (args[0], 0, 0),
+        True,
+        bx.ArgumentTypeError,
+        "must return a pair `outs, out_axes`, but it returned a tuple of length 3",
+    ),
+    "one of two": (
+        lambda axis, args, axes: ([args[0]], [0]),
+        True,
+        bx.ArgumentTypeError,
+        "a list of 2 in outs, one for each result of `mine`, but it returned a list of length 1",
+    ),
+    "one position for two": (
+        lambda axis, args, axes: ([args[0], args[0].sum(1)], 0),
+        True,
+        bx.ArgumentTypeError,
+        "a list of 2 in out_axes, one for each result of `mine`, but it returned a int",
+    ),
+    "shape": (
+        lambda axis, args, axes: (args[0].T, 0),
+        False,
+        bx.AxisError,
+        r"out: with out_axis 0 expected shape \(3, 2\), got \(2, 3\)",
+    ),
+    "lanes unsaid": (
+        lambda axis, args, axes: (args[0], None),
+        False,
+        bx.AxisError,
+        r"out: with out_axis None expected shape \(2,\), got \(3, 2\)",
+    ),
+    "both": (
+        lambda axis, args, axes: ([args[0].T, args[0]], [0, 0]),
+        True,
+        bx.AxisError,
+        r"(?s)outs\[0\]: with .* got \(2, 3\)\n  outs\[1\]: with .* expected shape \(3,\), got",
+    ),
+    "position": (
+        lambda axis, args, axes: (args[0], 2),
+        False,
+        bx.AxisError,
+        "out_axis = 2, but with the lanes that result has 2 dimensions, of which the last is 1",
+    ),
+    "position of one": (
+        lambda axis, args, axes: ([args[0], args[0].sum(1)], [0, 1]),
+        True,
+        bx.AxisError,
+        r"out_axes\[1\] = 1, but with the lanes that result has 1 dimension, of",
+    ),
+    "no position": (
+        lambda axis, args, axes: (args[0], True),
+        False,
+        bx.ArgumentTypeError,
+        "must return an int or None as out_axis, but it returned True of type bool",
+    ),
+    "dtype": (
+        lambda axis, args, axes: (args[0].astype(jnp.int32), 0),
+        False,
+        bx.AxisError,
+        "out: expected dtype float32, got int32",
+    ),
+    "no array": (lambda axis, args, axes: ("text", 0), False, bx.AxisError, "out: a str, which is"),
+}
+
+
+@VMAPS
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_rule_returns(vmap, case):
+    rule, several, error, message = WRONG[case]
+    f = with_rule(rule, several)
+    with pytest.raises(error, match=message) as caught:
+        vmap(f)(X_RULE_RESULTS)
+    said = str(caught.value)
+    assert f"{__file__}:{rule.__code__.co_firstlineno}" in said  # the rule
+    assert "the batching rule of the primitive `mine` (at " in said
+    assert f"{__file__}:{f.__code__.co_firstlineno + 1}" in said  # the user's line
+
+
+@VMAPS
+def test_what_fits_has_the_type_of_one_example(vmap):
+    """Also counted from the end, of NumPy, a number, or of a weak type."""
+    for rule, expected in (
+        (lambda axis, args, axes: (args[0].T, -1), X_RULE_RESULTS),
+        (lambda axis, args, axes: (args[0], np.int64(axes[0])), X_RULE_RESULTS),
+        (lambda axis, args, axes: (np.ones((3, 2), np.float32), 0), X_RULE_RESULTS * 0 + 1),
+        (
+            lambda axis, args, axes: (jnp.full((3, 2), 2.0, X_RULE_RESULTS.dtype), 0),
+            X_RULE_RESULTS * 0 + 2,
+        ),
+    ):
+        got = vmap(with_rule(rule))(X_RULE_RESULTS)
+        same(got, expected)
+        assert not got.weak_type
+    shared = vmap(
+        with_rule(lambda axis, args, axes: ([args[0], 7], [0, None]), True), out_axes=[0, None]
+    )
+    same(shared(X_RULE_RESULTS), [X_RULE_RESULTS, jnp.float32(7)])
+
+
+@VMAPS
+def test_an_exception_in_a_rule_names_the_rule_and_the_line(vmap):
+    def broken(axis, args, axes):
+        raise KeyError("mine")
+
+    f = with_rule(broken)
+    with pytest.raises(KeyError, match="mine") as caught:
+        vmap(jax.jit(f))(X_RULE_RESULTS)
+    (note,) = (n for n in caught.value.__notes__ if n.startswith("batchax: "))
+    assert "broken` (" in note
+    assert f"{__file__}:{f.__code__.co_firstlineno + 1}" in note
+
+
+@VMAPS
+@pytest.mark.parametrize(
+    ("make", "bind", "message"),
+    [
+        (bx.vectorized, lambda p, x: p.bind(x, x[:1]), "`odd` have .* Use batchax.broadcasting"),
+        (bx.reducing, lambda p, x: p.bind(x), r"parameter `axes`; `odd` has 'size'"),
+        (bx.vectorized, lambda p, x: p.bind(x), r"expected shape \(3, 1\), got \(1, 2\)"),
+    ],
+    ids=["operands", "parameter", "not elementwise"],
+)
+def test_a_word_for_a_family_that_does_not_fit(vmap, make, bind, message):
+    p = Primitive("odd")
+    first = lambda x, *_, size: x[:size]
+    p.def_impl(first)
+    p.def_abstract_eval(lambda x, *_, size: like((size, *x.shape[1:]), x.dtype))
+    p.multiple_results = False
+    make(p)
+    with pytest.raises(bx.BatchaxError, match=message):
+        vmap(lambda x: bind(_Sized(p), x))(X_RULE_RESULTS)
+
+
+class _Sized:
+    """Binds with a parameter."""
+
+    def __init__(self, p):
+        self.bind = lambda *xs: p.bind(*xs, size=1)

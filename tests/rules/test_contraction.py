@@ -1,4 +1,4 @@
-"""Contractions in every pattern of batched sides, against the loop over examples."""
+"""Contractions, ragged ones, and Fourier transforms, against the loop over examples."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import batchax as bx
 
 from support.batches import SIZE, batch, positions
 from support.operations import no_more_operations, operations
-from support.oracle import agree, check, check_all, quickly, same
+from support.oracle import agree, check, check_all, example, quickly, same
 
 VALUES_ONLY = dict(derivatives=False, eager=False)
 DIMENSIONS = {
@@ -228,3 +228,163 @@ def test_scaled_dot(in_axes):
     check(jax.jit(fun), *args, in_axes=in_axes, **VALUES_ONLY)
     out = jax.eval_shape(bx.vmap(fun, in_axes), *args)
     assert out.shape == (SIZE, 2, 4, 5)
+
+
+MODES = {
+    # name: (dimension numbers, lhs, rhs, the dimensions along which sizes may differ)
+    "free": (((((1,), (1,)), ((), ())), [0], [0]), (6, 4), (3, 4, 5), ()),
+    "free, with others": (
+        ((((3,), (2,)), ((0,), (1,))), [2], [0]),
+        (2, 2, 6, 4),
+        (3, 2, 4, 5),
+        (2, 2),
+    ),
+    "contracted": (((((1,), (1,)), ((0,), (0,))), [1], []), (2, 6, 4), (2, 6, 5), (2,)),
+    "contracted, with others": (
+        ((((1, 2), (1, 0)), ((), ())), [2], []),
+        (4, 2, 6),
+        (6, 2, 5),
+        (2,),
+    ),
+    "batch": (((((2,), (1,)), ((0, 1), (0, 2))), [1], []), (2, 6, 4), (2, 4, 6), (2,)),
+}
+SIZES = jnp.array([[2, 3, 1], [1, 1, 4], [0, 6, 0]])
+
+
+def contraction_of_ragged_contraction(mode):
+    dims, ragged, groups = MODES[mode][0]
+    numbers = lax.RaggedDotDimensionNumbers(dims, ragged, groups)
+    return lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers)
+
+
+def operands_of_ragged_contraction(mode, in_axes, sizes_differ=False):
+    _, lhs, rhs, prefix = MODES[mode]
+    arrays = []
+    for i, (shape, a) in enumerate(((lhs, in_axes[0]), (rhs, in_axes[1]))):
+        shape = shape if a is None else (*shape[:a], SIZE, *shape[a:])
+        arrays.append(example(shape, seed=i))
+    sizes = SIZES
+    if sizes_differ:
+        # Lane i, at place p of the prefix, has row i + p of SIZES.
+        places = jnp.arange(SIZE).reshape(-1, *(1 for _ in prefix))
+        places = places + jnp.arange(max(1, *prefix, 1) ** len(prefix)).reshape(prefix)
+        sizes = SIZES[places % SIZE]
+    sizes = sizes[0] if in_axes[2] is None else jnp.moveaxis(sizes, 0, in_axes[2])
+    return [*arrays, sizes]
+
+
+# Each operand batched or not, in front or elsewhere.
+PATTERNS = [
+    (0, 0, 0),
+    (0, None, None),
+    (None, 1, None),
+    (None, None, 0),
+    (1, None, 1),
+    (2, 0, None),
+    (2, None, 0),
+    (None, 0, 0),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.each_commit(3)
+def test_every_pattern(mode):
+    fun = jax.jit(contraction_of_ragged_contraction(mode))
+    for in_axes in PATTERNS:
+        args = operands_of_ragged_contraction(mode, in_axes)
+        check(fun, *args, in_axes=in_axes, against_jax=False, **VALUES_ONLY)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode][3]])
+@pytest.mark.each_commit(2, "batch")
+def test_sizes_that_differ_along_other_dimensions(mode):
+    fun = jax.jit(contraction_of_ragged_contraction(mode))
+    for in_axes in ((0, 0, 0), (1, None, None), (None, None, 1), (2, None, 0)):
+        args = operands_of_ragged_contraction(mode, in_axes, sizes_differ=True)
+        check(fun, *args, in_axes=in_axes, against_jax=False, **VALUES_ONLY)
+
+
+def test_as_jax_where_jax_can():
+    args = operands_of_ragged_contraction("free", (0, 0, 0))
+    check(jax.jit(lax.ragged_dot), *args, **VALUES_ONLY)
+
+
+def test_under_a_second_vmap():
+    x, y, sizes = operands_of_ragged_contraction("free", (0, 0, 0))
+    twice = bx.vmap(bx.vmap(lax.ragged_dot, in_axes=(0, None, None)), in_axes=(None, 0, 0))
+    got = jax.jit(twice)(x, y, sizes)
+    for i in range(SIZE):
+        for j in range(SIZE):
+            same(got[i, j], lax.ragged_dot(x[j], y[i], sizes[i]))
+
+
+@pytest.mark.parametrize("in_axes", [(1, None, None), (None, 0, None), (0, None, 0)])
+def test_derivatives_of_ragged_contraction(in_axes):
+    fun = jax.jit(contraction_of_ragged_contraction("free"))
+    args = operands_of_ragged_contraction("free", in_axes)
+    quickly(fun, *args, in_axes=in_axes, against_jax=False)
+
+
+def test_dtypes():
+    for dtype in (jnp.bfloat16, jnp.int32):
+        x, y, sizes = operands_of_ragged_contraction("free", (0, None, 0))
+        args = x.astype(dtype), y.astype(dtype), sizes
+        fun = jax.jit(lambda *xs: lax.ragged_dot(*xs, preferred_element_type=jnp.float32))
+        check(fun, *args, in_axes=(0, None, 0), against_jax=False, **VALUES_ONLY)
+
+
+def test_an_operand_that_all_lanes_share_is_not_repeated():
+    x, y, sizes = operands_of_ragged_contraction("free", (0, None, 0))
+    jaxpr = jax.make_jaxpr(
+        bx.vmap(contraction_of_ragged_contraction("free"), in_axes=(0, None, 0))
+    )(x, y, sizes)
+    (eqn,) = jaxpr.eqns
+    assert eqn.invars[1].aval.shape == y.shape
+
+
+def test_no_lanes():
+    x, y, sizes = operands_of_ragged_contraction("free", (0, 0, 0))
+    got = bx.vmap(lax.ragged_dot)(x[:0], y[:0], sizes[:0])
+    same(got, jnp.zeros((0, 6, 5)))
+
+
+SHAPE = (2, 4, 6)
+TRANSFORMS = {
+    "fft": (lax.FftType.FFT, (6,), jnp.complex64),
+    "ifft of two": (lax.FftType.IFFT, (4, 6), jnp.complex64),
+    "rfft": (lax.FftType.RFFT, (6,), jnp.float32),
+    "rfft of three": (lax.FftType.RFFT, (2, 4, 6), jnp.float32),
+    "irfft": (lax.FftType.IRFFT, (4, 10), jnp.complex64),
+    "irfft of odd length": (lax.FftType.IRFFT, (11,), jnp.complex64),
+}
+
+
+def transform(name):
+    kind, lengths, dtype = TRANSFORMS[name]
+    return lambda x: lax.fft(x, kind, lengths), dtype
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_transform(name, axis):
+    fun, dtype = transform(name)
+    x = batch(SHAPE, axis, dtype)
+    quickly(fun, x, in_axes=axis, out_axes=1, derivatives=False)
+    no_more_operations(fun, x, in_axes=axis)
+
+
+@pytest.mark.parametrize("name", ["fft", "rfft", "irfft"])
+def test_derivatives_of_fft(name):
+    fun, dtype = transform(name)
+    quickly(fun, batch(SHAPE, 3, dtype), in_axes=3, nested=True)
+
+
+def test_the_batch_axis_stays_where_it_is_before_the_transformed_dimensions():
+    x = batch(SHAPE, 1)
+    jaxpr = jax.make_jaxpr(bx.vmap(jnp.fft.rfft, in_axes=1, out_axes=1))(x)
+    assert "transpose" not in str(jaxpr)
+
+
+def test_no_lanes_of_fft():
+    x = jnp.zeros((0, 4))
+    agree(bx.vmap(jnp.fft.rfft), jax.vmap(jnp.fft.rfft), x)

@@ -1,4 +1,4 @@
-"""Slices at fixed and computed places, against the loop over examples."""
+"""Slices, gathers and scatters, against the loop over examples."""
 
 import itertools
 
@@ -183,3 +183,221 @@ def test_any_slice(data):
     in_axes = (position, *(0 if b else None for b in batched))
     case = (fun, x, *args, dict(in_axes=in_axes))
     check_all({"any": case}, derivatives=False, jit=False, unrolled=False)
+
+
+MODES = ["clip", "fill", "promise_in_bounds"]
+METHODS = ["set", "add", "subtract", "mul", "min", "max"]
+
+# Indices of each lane: negative ones count from the end, large ones are out of range.
+INDICES = jnp.array([[0, 2], [-1, 1], [7, 0], [1, -9]])
+WITHIN = jnp.array([[0, 2], [2, 1], [1, 0], [1, 2]])
+
+
+def put(indices, position):
+    """Indices of four lanes with the batch axis at `position`, or those of one lane."""
+    return indices[0] if position is None else jnp.moveaxis(indices, 0, position)
+
+
+@pytest.mark.parametrize("in_axes", subsets((None, 0, 1, 2), (None, 0, 1)))
+def test_gather(in_axes):
+    x, i = on_axes((3, 3), in_axes[0]), put(INDICES, in_axes[1])
+
+    def fun(x, i):
+        return [
+            x.at[i].get(mode="fill", fill_value=7.0),
+            x.at[:, i].get(mode="clip", wrap_negative_indices=False),
+            x.at[i, i[::-1]].get(mode="fill"),
+            x.at[i[:, None], i].get(mode="clip"),
+            x.at[:, abs(i) % 3].get(mode="promise_in_bounds"),
+        ]
+
+    full = in_axes in {(2, 1), (None, 0), (1, None)}
+    options = dict(in_axes=in_axes, derivatives=full, nested=in_axes == (2, 1), unrolled=False)
+    check_all({"gather": (fun, x, i, {})}, jit=full, **options)
+    no_more_operations(fun, x, i, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("of_indices", [None, 0, 1])
+def test_scatter(of_indices):
+    def fun(x, i, u):
+        return [getattr(x.at[i], method)(u) for method in METHODS]
+
+    cases = {}
+    for in_axes in subsets((None, 0, 1), (of_indices,), (None, 0)):
+        x, u = on_axes((3,), in_axes[0]), on_axes((2,), in_axes[2], seed=1)
+        i = put(INDICES, of_indices)
+        no_more_operations(fun, x, i, u, in_axes=in_axes)
+        # `jit` inside is the same for every axis.
+        cases[str(in_axes)] = (fun, x, i, u, dict(in_axes=in_axes, jit=in_axes == (0, 0, 0)))
+    check_all(cases, derivatives=False, unrolled=False)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (2, 1, None), (None, 0, 1), (1, None, 0)])
+def test_scatter_of_windows(in_axes):
+    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
+    i = put(WITHIN, in_axes[1])
+
+    def fun(x, i, u):
+        methods = METHODS if in_axes == (0, 0, 0) else METHODS[:2]
+        rows = [getattr(x.at[i], m)(u, unique_indices=True) for m in methods]
+        return rows, x.T.at[:, i].set(u.T), x.T.at[:, i].add(u.T, mode="clip")
+
+    options = dict(in_axes=in_axes, nested=in_axes == (2, 1, None), unrolled=False)
+    check_all({"windows": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
+    no_more_operations(fun, x, i, u, in_axes=in_axes)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 1, 1), (None, 0, None), (0, None, 0)])
+def test_scatter_modes(in_axes):
+    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
+    i = put(INDICES, in_axes[1])
+
+    def fun(x, i, u):
+        outside = [(x.at[i].add(u, mode=m), x.at[i[::-1]].max(u[0], mode=m)) for m in MODES[:2]]
+        return outside, x.at[abs(i) % 3].add(u, mode="promise_in_bounds")
+
+    options = dict(in_axes=in_axes, derivatives=in_axes == (1, 1, 1), unrolled=False)
+    check_all({"modes": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
+
+
+def test_promises_survive_where_they_hold():
+    def fun(x, i, u):
+        y = x.at[i].get(unique_indices=True, indices_are_sorted=True)
+        return y, x.at[i].add(u, unique_indices=True, indices_are_sorted=True)
+
+    def promises(in_axes, *args):
+        staged = jax.make_jaxpr(bx.vmap(fun, in_axes=in_axes))(*args)
+        found = {}
+        for eqn in staged.eqns:
+            if eqn.primitive in (lax.gather_p, lax.scatter_add_p):
+                found[eqn.primitive] = (
+                    eqn.params["unique_indices"],
+                    eqn.params["indices_are_sorted"],
+                )
+        return found[lax.gather_p], found[lax.scatter_add_p]
+
+    x, i, u = example((4, 3)), jnp.array([[0, 2]] * 4), example((4, 2))
+    assert promises((0, None, 0), x, i[0], u) == ((True, True), (True, True))
+    assert promises((0, 0, 0), x, i, u) == ((True, True), (True, True))
+    # Lanes that index one array may read the same element, and not in order.
+    assert promises((None, 0, 0), x[0], i, u) == ((False, False), (True, True))
+    # With lanes in another order than the operand's, pairs are not sorted.
+    assert promises((1, 0, 0), x.T, i, u) == ((True, False), (True, False))
+
+
+def test_function_applied_at_indices():
+    def fun(x, i):
+        return x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3)
+
+    cases = {}
+    for in_axes in ((0, 0), (1, None), (None, 0)):
+        x, i = on_axes((3,), in_axes[0]), put(WITHIN, in_axes[1])
+        cases[str(in_axes)] = (fun, x, i, dict(in_axes=in_axes))
+    check_all(cases, derivatives=False)
+
+
+def test_typed_keys_of_gather_scatter():
+    def fun(k, i, u):
+        return k[i], k.at[i].get(mode="clip"), k.at[i].set(u), k[i][:, None], jnp.take(k, i)
+
+    k, u = (jax.random.split(jax.random.key(seed), (4, 3)) for seed in (0, 1))
+    cases = {
+        "all": (fun, k, WITHIN, u[:, :2], {}),
+        "indices are shared": (
+            fun, k.T, WITHIN[0], u[:, :2], dict(in_axes=(1, None, 0), out_axes=1)
+        ),
+        "indices alone": (fun, k[0], WITHIN, u[0, :2], dict(in_axes=(None, 0, None))),
+    }  # fmt: skip
+    check_all(cases)
+
+
+def test_nothing_is_transposed_where_the_order_permits():
+    def fun(x, i, u):
+        return x[:, i].sum(), x.at[i].add(u)
+
+    x, i, u = example((3, 3, 4)), INDICES.T, example((2, 3, 4))
+    for in_axes in ((2, None, 2), (2, 0, 2), (2, 0, None)):
+        args = (x, i[:, 0] if in_axes[1] is None else i.T, u[..., 0] if in_axes[2] is None else u)
+        batched = bx.vmap(fun, in_axes=in_axes, out_axes=(0, 2))
+        counts = operations(batched, *args)
+        assert counts["transpose"] == (in_axes == (2, 0, 2)), (in_axes, counts)
+
+
+def test_only_what_a_scatter_needs_is_broadcast():
+    def fun(x, i, u):
+        return x.at[i].add(u)
+
+    x, i, u = example((4, 3)), INDICES, example((4, 2))
+    counts = operations(bx.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
+    jaxs = operations(jax.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
+    assert counts == jaxs
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_empty_batch_and_batch_of_one_of_gather_scatter(size):
+    def fun(x, i, u):
+        return x[i], x[:, i], x.at[i].set(u), x.at[i].add(u, mode="clip")
+
+    x, i, u = np.ones((3, size, 2)), np.ones((size, 2), int), np.ones((size, 2, 2))
+    patterns = subsets((None, 1), (None, 0), (None, 0))
+    given = [
+        [
+            v if a is not None else np.ones(np.delete(v.shape, b), v.dtype)
+            for v, a, b in zip((x, i, u), in_axes, (1, 0, 0), strict=True)
+        ]
+        for in_axes in patterns
+    ]
+
+    def every(vmap):
+        return lambda given: {
+            str(in_axes): vmap(fun, in_axes)(*args)
+            for in_axes, args in zip(patterns, given, strict=True)
+        }
+
+    got, expected = at_once(every(bx.vmap), every(jax.vmap))(given)
+    same(got, expected)
+    jax.tree.map(same_type, got, expected)
+
+
+@settings(max_examples=10)
+@given(st.data())
+def test_any_gather_and_scatter(data):
+    """Dimension numbers of every form, paired dimensions included, as nested vmaps make them."""
+    rank = data.draw(st.integers(1, 3))
+    kinds = [data.draw(st.sampled_from(["window", "removed", "paired"])) for _ in range(rank)]
+    paired = [d for d, kind in enumerate(kinds) if kind == "paired"]
+    removed = tuple(d for d, kind in enumerate(kinds) if kind == "removed")
+    indexed = tuple(d for d, kind in enumerate(kinds) if kind != "paired")
+    index_paired = tuple(data.draw(st.permutations(range(len(paired)))))
+    lanes = [2] * len(paired) + [3]
+    windows = kinds.count("window")
+    window_dims = sorted(data.draw(st.permutations(range(windows + len(lanes))))[:windows])
+    shape = tuple(2 if kind == "paired" else 3 for kind in kinds)
+    sizes = tuple(2 if kind == "window" else 1 for kind in kinds)
+    dims = lax.GatherDimensionNumbers(
+        tuple(window_dims), removed, indexed, tuple(paired), index_paired
+    )
+    positions = data.draw(
+        st.tuples(
+            st.sampled_from([None, *range(rank + 1)]),
+            st.sampled_from([None, *range(len(lanes) + 2)]),
+            st.sampled_from([None, *range(windows + len(lanes) + 1)]),
+        ).filter(lambda p: p != (None, None, None))
+    )
+    update_shape = iter(lanes)
+    update_shape = tuple(
+        2 if d in window_dims else next(update_shape) for d in range(windows + len(lanes))
+    )
+    x, u = on_axes(shape, positions[0]), on_axes(update_shape, positions[2], seed=1)
+    i = on_axes((*lanes, len(indexed)), positions[1], dtype=jnp.int32, high=4, seed=2)
+    mode = data.draw(
+        st.sampled_from([lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP])
+    )
+
+    def fun(x, i, u):
+        read = lax.gather(x, i, dims, sizes, mode=mode)
+        written = lax.scatter_add(x, i, u, lax.ScatterDimensionNumbers(*dims), mode=mode)
+        return read + u, written
+
+    case = (fun, x, i, u, {})
+    check_all({"any": case}, in_axes=positions, derivatives=False, unrolled=False, jit=False)

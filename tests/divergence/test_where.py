@@ -1,0 +1,349 @@
+"""Where lanes diverge: on a GPU, in exported programs, and not where nothing is gained."""
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import batchax as bx
+from batchax.divergence.runner import Runner
+from batchax.programs.thresholds import TABLE
+
+from support.forced import FORCED, KERNELS, LAST, MASKED_DERIVATIVES
+from support.oracle import same
+
+WEIGHTS = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32) / 8
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Sets the kind of device on which programs are taken to run by default."""
+
+    def choose(kind):
+        monkeypatch.setattr(jax, "default_backend", lambda: kind)
+        row = TABLE.get("cpu-small" if kind == "cpu" else kind)
+        return Runner(thresholds=row and row._replace(max_devices=1_000))
+
+    return choose
+
+
+def products(count, x):
+    step = lambda c: (c[0] + 1, jnp.tanh(WEIGHTS @ c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def bounded(count, x):
+    step = lambda c: (c[0] + 1, jnp.tanh(WEIGHTS @ c[1]))
+    return bx.bounded_while(lambda c: c[0] < count, step, (jnp.int32(0), x), 30)[1]
+
+
+def cheap(count, x):
+    step = lambda c: (c[0] + 1, jnp.sin(c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def nest(count, x):
+    """A loop in each step of another, whose counts differ by lane and step."""
+
+    def step(x, k):
+        x = products((count * k) % 7, x)
+        return x, x[0]
+
+    return lax.scan(step, x, jnp.arange(4, dtype=jnp.int32))
+
+
+def expensive(times):
+    """A branch of so many products that some lanes take."""
+
+    def branch(x):
+        for _ in range(times):
+            x = jnp.tanh(WEIGHTS @ x)
+        return x
+
+    return lambda count, x: lax.cond(count > 3, branch, lambda x: 2 * x, x)
+
+
+def seldom(times):
+    """The same in each step of a loop."""
+
+    def of_steps(count, x):
+        step = lambda x, k: (expensive(times)((count * k) % 5, x), None)
+        return lax.scan(step, x, jnp.arange(4, dtype=jnp.int32))[0]
+
+    return of_steps
+
+
+def told(fun, lanes, how):
+    args = jnp.zeros(lanes, jnp.int32), jnp.zeros((lanes, 64), jnp.float32)
+    notes = notes_of(fun, how, args)
+    return notes.get("divergence", "masked"), notes.get("widths", ()), notes
+
+
+def notes_of(fun, how, args):
+    """Those of the first loop or branch in which lanes may part."""
+    equations = bx.explain(fun, divergence=how)(*args).equations
+    return next((e.notes for e in equations if {"divergence", "why"} & set(e.notes)), {})
+
+
+def test_what_pays_there(device):
+    how = device("gpu")
+    # A step takes as long for a thousand lanes as for one: the last lanes save nothing alone.
+    assert told(products, 4096, how)[:2] == ("masked", ())
+    assert told(products, 65_536, how)[:2] == ("compact", (65_536, 8192))
+    assert told(bounded, 65_536, how)[:2] == ("compact", (65_536, 8192))
+    assert told(cheap, 65_536, how)[:2] == ("masked", ())
+    # Nobody waits for others at each step of a loop around, however few lanes there are.
+    assert told(nest, 64, how)[:2] == ("flat", (64,))
+    # What few lanes take costs all lanes little, if it costs much to begin.
+    assert told(expensive(20), 8192, how)[0] == "masked"
+    assert "110 us for all lanes" in str(told(expensive(20), 8192, how)[2]["why"])
+    assert told(expensive(20), 131_072, how)[2]["decided"] == [1]
+
+
+def test_elsewhere_all_is_masked(device):
+    how = device("tpu")
+    for fun in (products, bounded, nest, expensive(20)):
+        assert told(fun, 65_536, how)[0] == "masked"
+    assert told(products, 65_536, how)[2]["why"] == "what pays is measured on CPUs and GPUs alone"
+
+
+def test_results_are_those_of_masked_lanes(device):
+    device("gpu")
+    limits = TABLE["gpu"]._replace(
+        max_devices=1_000,
+        min_tail_gain=0.0,
+        min_work=0.0,
+        min_branch_work=0.0,
+        min_gain_per_operation=0.0,
+    )
+    how = Runner(
+        thresholds=limits._replace(min_gain=0.0, min_unfused_share=0.0, window_shares=(2,))
+    )
+    counts = jnp.asarray([3, 0, 29, 7, 5, 1, 0, 12, 4], jnp.int32)
+    points = np.random.default_rng(1).normal(size=(9, 64)).astype(np.float32)
+    points[2, 5] = np.nan
+    points = jnp.asarray(points)
+
+    def everything(vmap):
+        def gradient(fun):
+            total = lambda x: jnp.sum(jnp.sin(vmap(fun)(counts, x)))
+            return jax.grad(total)(points)
+
+        values = [
+            vmap(fun)(counts, points) for fun in (products, cheap, bounded, nest, expensive(2))
+        ]
+        tangent = jax.jvp(lambda x: vmap(nest)(counts, x), (points,), (points,))[1]
+        outer = jax.vmap(lambda x: vmap(seldom(2))(counts, x))(jnp.stack([points, points + 1]))
+        return (
+            values,
+            tangent,
+            outer,
+            gradient(bounded),
+            gradient(expensive(2)),
+            gradient(seldom(2)),
+        )
+
+    parted = lambda fun: bx.vmap(fun, divergence=how)
+    for fun, expected in ((nest, "flat"), (products, "compact"), (expensive(2), "grouped")):
+        assert notes_of(fun, how, (counts, points))["divergence"] == expected
+    run = lambda vmap: jax.jit(lambda: everything(vmap))()
+    same(run(parted), run(jax.vmap), None)
+
+
+N = 12
+COUNTS = jnp.asarray([3, 0, 40, 7, 7, 1, 0, 12, 5, 5, 90, 2])
+POINTS = jnp.asarray(np.random.default_rng(0).normal(size=(N, 4)), "float32")
+
+
+def loop(count, x):
+    return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, jnp.tanh(c[1])), (0, x))[1]
+
+
+def nested(count, x):
+    return lax.scan(lambda x, k: (loop((count + k) % 5, x), x[0]), x, jnp.arange(3))
+
+
+def bounded_of_exported(count, x):
+    step = lambda c: (c[0] + 1, jnp.tanh(c[1]))
+    return bx.bounded_while(lambda c: c[0] < count, step, (0, x), 100)[1]
+
+
+def branch(count, x):
+    return lax.cond(count > 4, lambda x: jnp.sort(jnp.tanh(x)) + x[0], lambda x: 2 * x, x)
+
+
+def in_a_branch(count, x):
+    return lax.cond(count > 4, lambda x: loop(count, x), lambda x: branch(count, x) + 1, x)
+
+
+def gradient(count, x):
+    return jax.grad(lambda x: branch(count, x) @ x)(x)
+
+
+def moved(text):
+    """How many operations of a program loop, branch, or move lanes."""
+    kinds = "while|case|if|gather|scatter|dynamic_slice|dynamic_update_slice|dynamic_gather"
+    return Counter(re.findall(rf"stablehlo\.({kinds})\b", text))
+
+
+def exported(fun, args, *platforms):
+    return jax.export.export(jax.jit(fun), platforms=platforms)(*args)
+
+
+@pytest.mark.parametrize("fun", [loop, nested, bounded_of_exported, branch, in_a_branch, gradient])
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lanes_are_masked_on_other_platforms(fun, platform):
+    args = COUNTS, POINTS
+    masked = exported(bx.vmap(fun, divergence="predicate"), args, platform).mlir_module()
+    decided = 0
+    for way in (FORCED, LAST, KERNELS, MASKED_DERIVATIVES):
+        lanes = bx.vmap(fun, divergence=way)
+        text = exported(lanes, args, platform).mlir_module()
+        assert moved(text) == moved(masked), way
+        assert "small_call" not in text
+        decided += moved(exported(lanes, args, "cpu").mlir_module()) != moved(masked)
+    assert decided > 1
+    twice = jax.vmap(bx.vmap(fun, divergence=FORCED), (None, 0))
+    plain = jax.vmap(bx.vmap(fun, divergence="predicate"), (None, 0))
+    args = COUNTS, jnp.stack([POINTS, -POINTS])
+    others = [exported(f, args, platform).mlir_module() for f in (twice, plain)]
+    assert moved(others[0])["scatter"] == moved(others[1])["scatter"]
+    assert moved(others[0])["while"] == moved(others[1])["while"]
+
+
+def test_each_platform_has_its_own_program():
+    args = COUNTS, POINTS
+    lanes = bx.vmap(in_a_branch, divergence=FORCED)
+    of_all = exported(lanes, args, "cpu", "cuda", "tpu")
+    text = of_all.mlir_module()
+    of_cpu, of_gpu = (moved(exported(lanes, args, p).mlir_module()) for p in ("cpu", "cuda"))
+    assert moved(text)["while"] >= of_cpu["while"] + of_gpu["while"]
+    expected = jax.vmap(in_a_branch)(*args)
+    for program in (of_all, exported(lanes, args, "cpu")):
+        np.testing.assert_allclose(program.call(*args), expected, rtol=1e-5)
+
+
+def test_what_a_user_asks_for_is_exported():
+    args = COUNTS, POINTS
+    masked = exported(bx.vmap(loop, divergence="predicate"), args, "cuda").mlir_module()
+    asked = exported(bx.vmap(loop, divergence=bx.Compact(width=4)), args, "cuda").mlir_module()
+    assert moved(asked)["while"] > moved(masked)["while"]
+
+
+def test_derivatives_of_what_is_exported():
+    args = COUNTS, POINTS
+
+    def pulled(count, x, out):
+        return jax.vjp(lambda x: bx.vmap(branch, divergence=FORCED)(count, x), x)[1](out)[0]
+
+    masked = lambda count, x, out: jax.vjp(
+        lambda x: bx.vmap(branch, divergence="predicate")(count, x), x
+    )[1](out)[0]
+    args = COUNTS, POINTS, jnp.cos(POINTS)
+    texts = [exported(f, args, "cuda").mlir_module() for f in (pulled, masked)]
+    assert moved(texts[0])["while"] == moved(texts[1])["while"] == 0
+    np.testing.assert_allclose(
+        exported(pulled, args, "cpu").call(*args), jax.jit(masked)(*args), rtol=1e-5
+    )
+
+
+LANES = 256
+
+
+def drawn(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32")
+
+
+def branches(index, x, _):
+    return lax.switch(index, [jnp.tanh, jnp.sin], x)
+
+
+def fifty(index, x, _):
+    def often(f):
+        def branch(x):
+            for _ in range(50):
+                x = f(x)
+            return x
+
+        return branch
+
+    return lax.switch(index, [often(jnp.tanh), often(jnp.sin)], x)
+
+
+def products_of_as_jax_vmap(count, x, weights):
+    step = lambda c: (c[0] + 1, jnp.tanh(weights @ c[1]))
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def layers(count, x, weights):
+    def step(c):
+        i, x = c
+        for _ in range(3):
+            x = jnp.tanh(weights @ x)
+        return i + 1, x
+
+    return lax.while_loop(lambda c: c[0] < count, step, (jnp.int32(0), x))[1]
+
+
+def gradient_of_as_jax_vmap(fun):
+    return jax.grad(lambda index, x, weights: jnp.sum(fun(index, x, weights) ** 2), 1)
+
+
+def derivative(of):
+    two = lambda x, weights: jnp.tanh(weights @ jnp.tanh(weights @ x))
+    return lambda index, x, weights: of(two)(x, weights)
+
+
+FUNCTIONS = {
+    "branches": branches,
+    "long branches": fifty,
+    "products with short vectors": products_of_as_jax_vmap,
+    "layers of short vectors": layers,
+    # Lanes come last out of a product of a shared matrix with a short vector of each.
+    "jacfwd of layers": derivative(jax.jacfwd),
+    "jacrev of layers": derivative(jax.jacrev),
+    "Hessian of layers": derivative(jax.hessian),
+}
+
+
+def compiled(batched, *args):
+    """The optimized program as lines, without names of values and places in source files."""
+    text = jax.jit(batched).lower(*args).compile().as_text()
+    text = text[re.search(r"(?m)^(%|ENTRY)", text).start() :]
+    text = re.sub(r",? ?metadata=\{[^}]*\}", "", text)
+    text = re.sub(r"(?m)^(ENTRY )?[%\w.\-]+ \((.*)$", r"\1(\2", text)
+    text = re.sub(r"[\w.\-]+: (?=\w+\[|\()", "", text)
+    numbers = {}
+    return re.sub(r"%[\w.\-]+", lambda m: f"%{numbers.setdefault(m[0], len(numbers))}", text)
+
+
+def both(fun):
+    """What is compiled of `bx.vmap`, and of `jax.vmap`."""
+    args = jnp.arange(LANES, dtype="int32") % 2, drawn(LANES, 16), drawn(16, 16) / 4
+    batched = bx.vmap(lambda *args: fun(*args), (0, 0, None))
+    return compiled(batched, *args), compiled(jax.vmap(fun, (0, 0, None)), *args)
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_the_same_is_compiled(what):
+    ours, theirs = both(FUNCTIONS[what])
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("branches", [2, 3])
+def test_gradients_keep_what_sines_compute_of_lanes_that_took_the_branch(branches):
+    """Others have zeros there: handed on as it is it was computed for them, too."""
+    sines = lambda x: jnp.sin(jnp.sin(x))
+    cases = [sines, lambda x: x, lambda x: sines(2 * x)][:branches]
+    ours, theirs = both(gradient_of_as_jax_vmap(lambda index, x, _: lax.switch(index, cases, x)))
+    assert ours == theirs
+
+
+def test_gradients_of_branches_have_no_more_operations_and_selections():
+    ours, theirs = (program.splitlines() for program in both(gradient_of_as_jax_vmap(branches)))
+    assert len(ours) <= len(theirs)
+    assert sum(" select(" in x for x in ours) <= sum(" select(" in x for x in theirs)
