@@ -1,7 +1,6 @@
 """How far a job is, while it runs and after; damage on disk, found and fixed."""
 
 import subprocess
-import time
 
 import numpy as np
 import pytest
@@ -219,15 +218,3 @@ def test_of_many_units_some_are_shown(out):
 def test_no_job_to_verify(out):
     with pytest.raises(JobError, match="There is no job of"):
         verify(out)
-
-
-@pytest.mark.nightly
-def test_hundred_thousand_units(tmp_path):
-    out, plan = tmp_path / "y.npy", Plan(400_000, 4, 4)
-    with opened(out, (Leaf("", (400_000,), np.dtype(np.int32)),), plan) as job:
-        job.record([Record(plan.unit(i), [0], seconds=0.125) for i in range(len(plan))])
-        begin = time.perf_counter()
-        assert status(out).done == 400_000
-        taken = time.perf_counter() - begin
-    print(f"status of 100,000 units: {taken:.2f} s")
-    assert taken < 10

@@ -182,17 +182,6 @@ def test_loops_of_many_kinds(way):
     same(*both(*args), None)
 
 
-@pytest.mark.parametrize("way", [KERNELS, LAST], ids=["tiles", "last"])
-def test_lanes_of_two_axes_and_derivatives(way):
-    def of(vmap):
-        both = jax.vmap(vmap(power), (None, 0))
-        return lambda xs: jax.jvp(lambda xs: both(COUNTS, xs)[1], (xs,), (xs,))
-
-    xs = jnp.stack([POINTS, -POINTS])
-    ours, theirs = of(functools.partial(bx.vmap, divergence=way)), of(jax.vmap)
-    same(*jax.jit(lambda xs: (ours(xs), theirs(xs)))(xs), None)
-
-
 def test_lanes_that_may_be_spread_stay():
     assert jax.device_count() > 1
     spread = jax.make_jaxpr(bx.vmap(expensive, (0, 0, None), divergence="auto"))(*DEAR)

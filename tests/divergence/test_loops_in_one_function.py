@@ -119,14 +119,6 @@ def test_lanes_are_counted_in_one_function(size):
         assert count_active(jnp.asarray(of), one_function=True) == of.sum()
 
 
-def test_lanes_of_two_axes_and_derivatives():
-    both = jax.vmap(bx.vmap(power, divergence=ONE_FUNCTION), (None, 0))
-    xs = jnp.stack([POINTS, -POINTS])
-    assert functions(both, COUNTS, xs)
-    tangent = lambda f: jax.jit(lambda xs: jax.jvp(lambda xs: f(COUNTS, xs)[1], (xs,), (xs,)))(xs)
-    same(tangent(both), tangent(jax.vmap(jax.vmap(power), (None, 0))))
-
-
 def test_what_no_step_changes_is_not_put_back():
     """The bound of a ``fori_loop`` is carried: XLA copied all of it for each block of lanes."""
     once = lambda i, x: jnp.tanh(0.9 * x) + 0.1 * i

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -17,8 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.execution.sections import LanesToRun
-from batchax.kernel.axis import Axis
 
 from support.chunks import computed
 from support.oracle import agree, at_once, example, same
@@ -377,35 +374,6 @@ def test_the_mesh_that_is_set_says_what_types_tell(axis_type):
         bx.vmap(jnp.sin, mesh="all")(x)
 
 
-EIGHT_DEVICES = """
-import jax, jax.numpy as jnp, numpy as np, batchax as bx
-from jax import lax
-
-assert len(jax.devices()) == 8
-w = jnp.linspace(-1, 1, 10).reshape(5, 2)
-
-
-def loss(w, x, **options):
-    one = lambda x: jnp.tanh((x - lax.pmean(x, "i")) @ w)
-    return bx.vmap(one, out_axes=bx.Reduce("mean"), axis_name="i", **options)(x).sum()
-
-
-for lanes in (16, 13, 3):
-    x = jnp.sin(jnp.arange(5.0 * lanes)).reshape(lanes, 5)
-    ours = lambda w, x: loss(w, x, mesh="all", batch_size=1)
-    got = jax.jit(jax.value_and_grad(ours, (0, 1)))(w, x)
-    expected = jax.value_and_grad(loss, (0, 1))(w, x)
-    jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-5), got, expected)
-"""
-
-
-@pytest.mark.nightly
-def test_eight_devices():
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags}
-    subprocess.run([sys.executable, "-c", EIGHT_DEVICES], check=True, env=environment)
-
-
 @pytest.mark.parametrize("kind", ["max", "min"])
 @pytest.mark.each_commit(1)
 def test_extremes_of_all_lanes(kind):
@@ -480,22 +448,6 @@ def test_what_devices_exchange_is_exact_for_all_numbers():
     four = NamedSharding(mesh_of(4), P("a"))
     x = jax.device_put(EXCHANGED["float32"], four)
     same(bx.vmap(computed, out_axes=bx.Reduce("max"), batch_size=1)(x), most)
-
-
-def test_lanes_that_repeat_are_in_the_last_chunk_if_chunks_can_be_so():
-    generator = np.random.default_rng(0)
-    for _ in range(300):
-        size, chunk = (int(generator.integers(1, 60)) for _ in range(2))
-        repeated = int(generator.integers(1, min(4, size) + 1))
-        lanes = LanesToRun(Axis(size), chunk, None, repeated).apart()
-        assert 1 <= lanes.batch_size <= chunk
-        width = min(lanes.batch_size, size)
-        starts = range(0, size, width)
-        for start in starts:
-            end = min(start + width, size)
-            if end > size - repeated:
-                assert lanes.may_repeat(end - start)
-    assert not LanesToRun(Axis(500), 128, None, 1).apart().may_repeat(124)
 
 
 @pytest.mark.parametrize("batch_size", [None, 32])

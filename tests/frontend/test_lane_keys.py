@@ -172,16 +172,6 @@ def test_steps_of_a_scan():
     assert ys.shape == (4,)
 
 
-def test_in_a_tree_and_in_chunks_of_any_size():
-    fun = lambda state: noisy(state["key"], state["x"])
-    expected = each(noisy, TYPED, X)
-    for size in (1, 3, 7, 100):
-        batched = bx.vmap(fun, ({"key": bx.split_key, "x": 0},), batch_size=size)
-        same(batched({"key": TYPED, "x": X}), expected)
-    by_leaf = lambda leaf: bx.split_key if leaf.dtype == TYPED.dtype else 0
-    same(bx.vmap(fun, by_leaf)({"key": TYPED, "x": X}), expected)
-
-
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 @pytest.mark.each_commit(1)
 def test_keys_of_streams_draw_what_an_example_draws(impl):

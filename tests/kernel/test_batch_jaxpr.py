@@ -69,13 +69,6 @@ def test_collectives_and_inner_programs():
     same(indices, jnp.stack([jnp.arange(4, dtype=jnp.int32)] * 2, 1))
 
 
-def test_of_its_own_result():
-    once, _ = bx.batch_jaxpr(STAGED, 4, 0, 0)
-    twice = bx.batch_jaxpr(once, 2, (0, 0), 0)
-    x, y = example((2, 4, 3)), example((2, 4))
-    same(tuple(run(twice, x, y)), plainly(jax.vmap(jax.vmap(program)), x, y))
-
-
 def test_axes_from_the_end():
     x, y = example((3, 4)), example((4,))
     batched = bx.batch_jaxpr(STAGED, 4, (-1, -1), (-1, -1, bx.AUTO))

@@ -195,13 +195,3 @@ def test_a_collective_of_constants_of_a_third_partys(register, around):
     for vmap in (bx.vmap, jax.vmap):
         assert jnp.array_equal(vmap(f, axis_name="i")(X), X + 15)
     assert jnp.array_equal(bx.vmap(f)(X) if register is rule_of_batchax else X + 5, X + 5)
-
-
-def test_a_collective_of_constants_in_chunks_and_over_an_outer_axis():
-    p = lanes_p()
-    rule_of_batchax(p)
-    f = lambda x: x + p.bind(jnp.float32(5), names=("o",)) + p.bind(x, names=("i",))
-    assert jnp.array_equal(bx.vmap(f, axis_name="i", batch_size=2)(X), X + 5 + X.sum(0))
-    for outer, inner in ((bx.vmap, bx.vmap), (jax.vmap, bx.vmap), (bx.vmap, jax.vmap)):
-        got = outer(inner(f, axis_name="i"), axis_name="o")(jnp.stack([X, X]))
-        assert jnp.array_equal(got, jnp.stack([X + 10 + X.sum(0)] * 2))

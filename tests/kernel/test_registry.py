@@ -194,13 +194,6 @@ def test_what_a_maker_said_is_taken_back():
     assert facts_of(p) is UNKNOWN
 
 
-def test_vectorized():
-    p = new_primitive("cubed", lambda x: x**3, lambda x: like(x.shape, x.dtype))
-    bx.vectorized(p)
-    for axis in (0, 1):
-        check(lambda x: p.bind(x), example((4, 3)), in_axes=axis, out_axes=axis, against_jax=False)
-
-
 def test_vectorized_with_several_operands():
     """Wherever their batch axes are; one without an axis is repeated, as the shapes must agree."""
 
@@ -216,18 +209,6 @@ def test_vectorized_with_several_operands():
         check(p.bind, *args, in_axes=in_axes, out_axes=out_axes, against_jax=False)
     with pytest.raises(bx.ArgumentTypeError, match=r"one shape.*\(3,\), \(\).*broadcasting"):
         bx.vmap(lambda x: p.bind(x, 2.0))(x)
-
-
-def test_broadcasting():
-    p = new_primitive(
-        "hypot", lambda x, y: jnp.sqrt(x * x + y * y), lambda x, y: lax.add_p.abstract_eval(x, y)[0]
-    )
-    bx.broadcasting(p)
-    fun = lambda x, y: p.bind(x, y)
-    for axes in ((0, 0), (1, 0), (None, 0), (0, None), (1, 1)):
-        shapes = {0: (4, 3), 1: (3, 4), None: (3,)}
-        args = [example(shapes[a], seed=i) for i, a in enumerate(axes)]
-        check(fun, *args, in_axes=axes, against_jax=False, derivatives=axes == (1, 0))
 
 
 def test_reducing():

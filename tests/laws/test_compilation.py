@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export, lax
 
@@ -140,8 +139,3 @@ def test_names_reach_the_compiled_program():
     text = jax.jit(bx.vmap(scaled)).lower(X).as_text(debug_info=True)
     assert "marked" in text
     assert "vmap(" in text
-
-
-def test_numpy_and_scalars():
-    same(BATCHED(np.asarray(X), np.asarray(W)), EXPECTED(X, W))
-    same(jax.jit(bx.vmap(lambda x, s: x * s, (0, None)))(X, 2.0), X * 2.0)

@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 import batchax as bx
 
 from support.oracle import (
-    agree,
     at_once,
     check,
     example,
@@ -248,21 +247,6 @@ def test_shared_reference():
         bx.vmap(in_a_loop)(jnp.ones(2))
     with pytest.raises(bx.AxisError, match="all lanes share"):
         bx.vmap(lambda ref, x: jax.ref.set(ref, 0, x), (None, 0))(ref, jnp.ones(2))
-
-
-def test_derivatives():
-    def fun(x, w):
-        ref = jax.new_ref(jnp.zeros(3))
-        ref[0] = jnp.sin(x) * w
-        jax.ref.addupdate(ref, 1, x**2)
-        ref[2] = ref[0] * ref[1]
-        return jax.ref.freeze(ref).sum()
-
-    x, w = example((4,)), jnp.asarray(1.5, float)
-    check(fun, x, w, in_axes=(0, None), eager=False)
-    agree(
-        bx.vmap(jax.grad(fun, (0, 1)), (0, None)), jax.vmap(jax.grad(fun, (0, 1)), (0, None)), x, w
-    )
 
 
 def test_empty_reference():

@@ -19,7 +19,6 @@ from support.oracle import at_once, check, check_derivatives, example, same, sam
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 X = example((4, 6, 2), seed=1)
-W = example((2,), seed=2)
 
 
 def equation(fun, *args):
@@ -188,27 +187,6 @@ def test_shard_map_with_the_batch_sharded(in_axes):
         second=True,
         jit=True,
     )
-
-
-def test_shard_map_nested_and_named():
-    def per_example(x, w):
-        return on_devices(
-            lambda x, w: lax.psum(x * w, ("a", "i")) + lax.axis_index("i"),
-            (P("a"), P()),
-            P(),
-            check_vma=False,  # JAX checks no types of collectives that mix these two
-        )(x, w)
-
-    def outer(v):
-        return jax.jit(v(per_example, (0, None), axis_name="i"))
-
-    same(outer(bx.vmap)(X, W), outer(jax.vmap)(X, W))
-    check_derivatives(outer(bx.vmap), outer(jax.vmap), (X, W), jit=True)
-    pairs = ((jax.vmap, jax.vmap), (bx.vmap, bx.vmap), (jax.vmap, bx.vmap))
-    ways = [v(outer(inner), (0, None)) for v, inner in pairs]
-    expected, *results = at_once(*ways)(X[None], W)
-    for got in results:
-        same(got, expected)
 
 
 def test_a_collective_cannot_span_a_batch_that_devices_share():

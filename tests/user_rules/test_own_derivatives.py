@@ -113,19 +113,6 @@ def test_forward_mode(vmap, order, which):
 
 
 @VMAPS
-@pytest.mark.parametrize(("which", "scale"), [("jvp", 9), ("vjp", 25)])
-def test_second_derivatives(vmap, which, scale):
-    f, _ = make(jvp=which == "jvp", vjp=which == "vjp")
-    x, y = example((3,)), example((3,), seed=1)
-    g = reference(3 if which == "jvp" else 5)
-    twice = lambda f: lambda x, y: jax.grad(jax.grad(f))(x, y)
-    of_batch = jax.grad(lambda x, y: jax.grad(lambda x: vmap(f)(x, y).sum())(x).sum())
-    expected, *results = at_once(jax.vmap(twice(g)), vmap(twice(f)), of_batch)(x, y)
-    for got in results:
-        same(got, expected)
-
-
-@VMAPS
 def test_second_derivatives_with_both(vmap):
     f, _ = make(jvp=True, vjp=True)
     x, y = example((3,)), example((3,), seed=1)

@@ -120,17 +120,6 @@ def test_vmap_of_shard_map(vmap, checked, which):
 
 @VMAPS
 @CHECKED
-def test_a_vmap_inside_and_one_outside(vmap, checked):
-    f, many = Telling(plain, ten), jnp.stack([XS, 2 * XS, -XS])
-    run = vmap(on_shards(over_lanes(f.function, vmap), checked), (0, None))
-    same(jax.jit(run)(many, W), ten(many, W))
-    gradient = jax.jit(jax.grad(total(run), (0, 1)))(many, W)
-    same(gradient, plainly(jax.grad(total(ten), (0, 1)), many, W))
-    assert f.seen == {(2, (True, False))}
-
-
-@VMAPS
-@CHECKED
 def test_what_a_function_closes_over_on_shards(vmap, checked):
     def run(x, w):
         f = Telling(lambda x: plain(x, w), lambda x: ten(x, w))
