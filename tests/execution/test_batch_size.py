@@ -169,15 +169,6 @@ def test_inputs_that_are_passed_through():
         check_chunks(f, X, n, W, in_axes=(0, 0, None), out_axes=out_axes)
 
 
-def test_one_value_returned_along_several_axes():
-    def f(x):
-        y = jnp.sin(x)
-        return y, y, y, y + 1, y
-
-    out_axes = (0, 1, -1, 0, bx.Reduce("sum"))
-    check_chunks(f, X, out_axes=out_axes, second=True)
-
-
 def test_literals_and_constants_as_outputs():
     table = jnp.arange(6.0)
 
@@ -193,16 +184,6 @@ def test_literals_and_constants_as_outputs():
 
 
 # --- dtypes ----------------------------------------------------------------------------------
-
-
-def test_weak_types():
-    def f(x, n):
-        return x * 2.0, n * 1, 1.0, x + n
-
-    weak = jax.jit(lambda: jnp.broadcast_to(2.0, (LANES,)))()
-    assert jax.typeof(weak).weak_type
-    check_chunks(f, weak, jnp.arange(LANES), derivatives=False)
-    check_chunks(f, jnp.ones(LANES, jnp.bfloat16), weak, derivatives=False)
 
 
 def test_keys():

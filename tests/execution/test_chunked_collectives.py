@@ -51,38 +51,6 @@ def test_groups(name, groups):
     check_chunks(fun, X, W, derivatives=derivatives, **options)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "residuals"), [(1, "recompute"), (2, "recompute"), (2, "keep"), (3, "keep")]
-)
-@pytest.mark.each_commit(2)
-def test_batch_normalisation(batch_size, residuals):
-    """Two levels of statistics, each of which needs the level below for all lanes."""
-
-    def layer(x, w):
-        mean = lax.pmean(x, "i")
-        variance = lax.pmean((x - mean) ** 2, "i")
-        return jnp.tanh((x - mean) / jnp.sqrt(variance + 1e-3) * w)
-
-    def network(x, w):
-        for k in range(2):
-            x = layer(x @ w, w[k])
-        return x, lax.pmax(x.sum(), "i")
-
-    x, w = example((5, 3), seed=1), example((3, 3), seed=2)
-    check_chunks(
-        network,
-        x,
-        w,
-        in_axes=(0, None),
-        out_axes=(1, None),
-        axis_name="i",
-        batch_size=batch_size,
-        residuals=residuals,
-        second=(batch_size, residuals) == (2, "recompute"),
-        eager=batch_size == 1,
-    )
-
-
 def test_what_crosses_is_kept_or_computed_again():
     """Little is kept; much (here: more than the inputs of a lane) is recomputed."""
     counts = []
@@ -287,19 +255,3 @@ def test_collectives_over_an_outer_axis_run_anywhere():
     agree(nested(chunked), nested(bx.vmap), x)
     gradient = lambda inner: jax.grad(lambda x: jnp.sin(nested(inner)(x)).sum())
     agree(gradient(chunked), gradient(bx.vmap), x)
-
-
-def test_memory_of_a_reducing_collective_is_that_of_a_chunk():
-    def fun(x, w):
-        y = jnp.tanh(jnp.outer(x, w))
-        return y.sum() - lax.psum(y, "i").sum()
-
-    w = jax.ShapeDtypeStruct((256,), jnp.float32)
-    needed = []
-    for lanes in (32, 64):
-        x = jax.ShapeDtypeStruct((lanes, 256), jnp.float32)
-        chunked = bx.vmap(fun, (0, None), axis_name="i", batch_size=4)
-        compiled = jax.jit(chunked).lower(x, w).compile()
-        needed.append(compiled.memory_analysis().temp_size_in_bytes)
-    assert needed[1] <= needed[0] + 32 * 8  # a number for each lane crosses
-    assert np.prod((64, 256, 256)) * 4 > 4 * needed[1]

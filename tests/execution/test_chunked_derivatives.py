@@ -109,17 +109,6 @@ def test_integers_and_keys_have_no_derivative(chunked):
     )
 
 
-def test_stopped_gradients_and_unused_arguments(chunked):
-    def f(x, y, w):
-        return lax.stop_gradient(x) * w + x, w
-
-    def total(v):
-        return lambda *a: sum(t.sum() for t in v(f, (0, 0, None), (0, None))(*a))
-
-    got = jax.jit(jax.grad(total(chunked), (0, 1, 2)))(X, Y, W)
-    same(got, plainly(jax.grad(total(bx.vmap), (0, 1, 2)), X, Y, W))
-
-
 # --- functions with derivative rules of their own ----------------------------------------------
 
 

@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import batchax as bx
 
-from support.oracle import example, plainly, same
+from support.oracle import example, same
 
 LANES = 5
 X = jnp.arange(float(LANES))
@@ -106,20 +106,6 @@ def test_derivatives_of_programs_with_unordered_callbacks(wrap):
 
 
 # --- randomness ------------------------------------------------------------------------------
-
-
-def test_derivatives_see_the_same_random_numbers():
-    """What is recomputed in reverse mode draws what was drawn before."""
-    keys = jax.random.split(jax.random.key(3), LANES)
-    x = example((LANES, 3), seed=4)
-
-    def dropout(key, x):
-        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.sin(x), 0.0)
-
-    def value_and_gradient(**options):
-        return jax.value_and_grad(lambda x: bx.vmap(dropout, **options)(keys, x).sum())
-
-    same(jax.jit(value_and_gradient(batch_size=2))(x), plainly(value_and_gradient(), x))
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_size": 1}, {"mesh": "all"}])

@@ -97,18 +97,6 @@ def test_weights_of_low_precision_are_added_up_in_float32():
     same(jax.grad(total)(w), jnp.full((3,), 4096, jnp.bfloat16))
 
 
-def test_a_mean_by_a_collective():
-    def through_pmean(w, x, **options):
-        f = bx.vmap(
-            lambda w, x: jax.lax.pmean(loss(w, x), "i"), (None, 0), None, axis_name="i", **options
-        )
-        return f(w, x)
-
-    got = jax.value_and_grad(functools.partial(through_pmean, batch_size=3))(W, X)
-    same(got, plainly(jax.value_and_grad(mean_loss), W, X))
-    assert loops(jax.grad(functools.partial(through_pmean, batch_size=3)), W, X) == 1
-
-
 COUNTS = np.array([3, 0, 17, 5, 1], np.int32)
 POINTS = np.random.default_rng(0).normal(size=(5, 3)).astype("f")
 WEIGHTS = np.random.default_rng(1).normal(size=(3, 3)).astype("f")

@@ -161,18 +161,6 @@ def test_lanes_that_part_ways():
     assert len(runs(told)) == 1
 
 
-def test_a_function_that_collectives_cut_is_several_loops():
-    told = []
-    centred = lambda x: jnp.sin(x - lax.pmean(jnp.tanh(x), "i"))
-    whole = bx.vmap(centred, axis_name="i", batch_size=5, progress=lambda *a: told.append(a))
-    jax.block_until_ready(whole(X))
-    assert runs(told) == [every(2, 2)] * 2
-    del told[:]
-    at_once = bx.vmap(centred, axis_name="i", batch_size=10, progress=lambda *a: told.append(a))
-    jax.block_until_ready(at_once(X))
-    assert told == [(1, 1)]
-
-
 def test_loops_inside_loops():
     outer, inner = [], []
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 
-from support.oracle import at_once, example, plainly, same
+from support.oracle import example, plainly, same
 
 W = example((2, 3), seed=1)
 X = example((3, 16), seed=2)
@@ -159,19 +159,6 @@ def test_lanes_that_the_devices_do_not_divide_run_unsharded():
     same(jax.device_get(bx.vmap(jnp.sum, 1, batch_size=4)(x)), bx.vmap(jnp.sum, 1)(X[:, :14]))
 
 
-def test_a_mesh_with_another_axis():
-    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        w = jax.device_put(W, NamedSharding(mesh, P()))
-        x = jax.device_put(X, NamedSharding(mesh, P(None, "d")))
-        same(jax.device_get(outputs(w, x, batch_size=3)), outputs(W, X))
-        # Not of the maximum: JAX 0.12 cannot keep a scalar for the reverse pass of a
-        # shard_map over some axes of such a mesh.
-        got = jax.grad(lambda w, x: jnp.sum(jnp.sin(outputs(w, x, batch_size=3)[0])), (0, 1))(w, x)
-    expected = jax.grad(lambda w, x: jnp.sum(jnp.sin(outputs(w, x)[0])), (0, 1))(W, X)
-    same(jax.device_get(got), expected)
-
-
 def test_an_array_that_is_sharded_otherwise_is_refused_by_shape():
     mesh = mesh_of(AxisType.Explicit, 3)
     with jax.set_mesh(mesh):
@@ -227,13 +214,3 @@ def test_a_batch_size_is_chosen_in_a_shard_map_of_the_users_own():
         return jax.jit(jax.grad(lambda w, x: sum(jnp.sum(jnp.sin(y)) for y in f(w, x)), (0, 1)))
 
     same(of(spread)(*sharded(mesh)), of(jax.vmap(predict, (None, 1), (1, 0)))(W, X))
-
-
-def test_chunks_of_plain_arrays_under_a_mesh_that_types_tell_of():
-    # They are from before the mesh was set, so their types say nothing of it.
-    w, x = jnp.asarray(W), jnp.asarray(X)
-    both = lambda **options: lambda w, x: (outputs(w, x, **options), gradient(w, x, **options))
-    expected = jax.jit(both())(w, x)
-    with jax.set_mesh(mesh_of(AxisType.Explicit)):
-        got = at_once(both(batch_size=3), both(batch_size=3, residuals="keep"))(w, x)
-    same(jax.device_get(got), [expected] * 2)

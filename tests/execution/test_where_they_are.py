@@ -101,21 +101,6 @@ def test_where_types_tell_nothing_is_exchanged_inside_jit(on_devices):
     same(got, want, CLOSE)
 
 
-def test_derivatives_and_an_outer_vmap_inside_jit():
-    x = put(np.stack([arrays(), 1 + arrays()]), None, "a", kind=AxisType.Explicit)
-    f = lambda x: jnp.fft.fft(x).real ** 2 + lax.top_k(x, 1)[0]
-
-    def value(vmap, x):
-        return jnp.nansum(jnp.cos(jax.vmap(vmap(f))(x)))
-
-    ours, theirs = (
-        jax.jit(lambda x, v=v: jax.grad(lambda x: value(v, x))(x)) for v in (bx.vmap, jax.vmap)
-    )
-    # XLA refuses to transform along that axis what jax.vmap makes of a sharded array.
-    same(ours(x), theirs(np.asarray(x)), CLOSE)
-    assert jax.typeof(ours(x)) == jax.typeof(x)
-
-
 @bx.custom_vmap
 def with_rule(x):
     return x

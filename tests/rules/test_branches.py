@@ -1,7 +1,5 @@
 """`cond` and `switch`, against the loop over examples."""
 
-import functools
-
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -178,45 +176,10 @@ def test_predicate_of_each_axis(vmaps):
     same(everything(batched(outer, inner)), everything(batched(jax.vmap, jax.vmap)))
 
 
-def test_collective_in_a_branch_counts_all_lanes():
-    f = lambda p, x: lax.cond(p, lambda: jnp.exp(x) + lax.psum(x, "i"), lambda: x)
-    options = dict(axis_name="i")
-    agree(bx.vmap(f, **options), jax.vmap(f, **options), P, X)
-    common = lambda p, x: lax.cond(p, lambda: lax.psum(x, "i"), lambda: lax.axis_index("i") * x)
-    for p in (True, False):
-        g = functools.partial(common, p)
-        check_compiled(g, X, axis_name="i")
-
-
 def test_names_of_axes_in_a_branch_that_lanes_choose():
     f = lambda p, x: lax.cond(p, lambda: jnp.log(x) * lax.axis_index("i"), lambda: 0.0)
     got = jax.grad(lambda x: bx.vmap(f, axis_name="i")(P, x).sum())(jnp.array([1.0, 0, 2, 4]))
     same(got, jnp.array([0.0, 0.0, 1.0, 0.75]))
-
-
-def test_shard_map_outside():
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-    for branch in (jnp.log, lambda x: lax.fori_loop(0, 2, lambda _, x: x * x, x)):
-        f = lambda p, x: lax.cond(p, branch, lambda x: x, x)
-        # The predicate varies over the mesh, the operand does not, and the other way round.
-        for specs in ((spec("d"), spec()), (spec(), spec("d")), (spec("d"), spec("d"))):
-            g = jax.shard_map(bx.vmap(f), mesh=mesh, in_specs=specs, out_specs=spec("d"))
-            agree(g, jax.vmap(f), P, jnp.abs(X))
-
-    def loss(vmap, x, w):
-        f = lambda p, x, w: lax.cond(p, lambda: jnp.log(x) * w, lambda: x)
-        return vmap(f, in_axes=(0, 0, None))(P, x, w).sum()
-
-    # Data parallel: the weight is the same on all devices. (JAX refuses this one.)
-    g = jax.shard_map(
-        lambda x, w: lax.psum(loss(bx.vmap, x, w), "d"),
-        mesh=mesh,
-        in_specs=(spec("d"), spec()),
-        out_specs=spec(),
-    )
-    x = jnp.array([1.0, 0.0, 2.0, 3.0])
-    same(jax.jit(jax.grad(g, (0, 1)))(x, 3.0), jax.grad(loss, (1, 2))(jax.vmap, x, 3.0))
 
 
 # Effects.
@@ -235,18 +198,6 @@ def test_ordered_effects_run_lane_after_lane():
     same(bx.vmap(f)(x), jnp.array([2.0, -1.0, 4.0, -3.0]))
     jax.effects_barrier()
     assert seen == [1.0, -11.0, 2.0, -13.0]
-
-
-def test_effects_that_need_no_order_happen_for_lanes_that_take_the_branch():
-    seen = []
-
-    def f(x):
-        tell = lambda: jax.experimental.io_callback(lambda v: seen.append(float(v)), None, x)
-        return lax.cond(x > 0, tell, lambda: None)
-
-    jax.jit(bx.vmap(f))(jnp.array([1.0, -1.0, 2.0]))
-    jax.effects_barrier()
-    assert sorted(seen) == [1.0, 2.0]
 
 
 def test_order_and_collective_together_are_refused():
@@ -295,24 +246,6 @@ def test_reference_of_each_lane_is_written_where_the_branch_is_taken():
     agree(bx.vmap(f), loop_function(f, (0, 0), 0), P, x)
 
 
-def test_reference_in_a_loop_in_a_branch():
-    def f(n):
-        r = jax.new_ref(n)
-
-        def halve():
-            def body(c):
-                r[...] = r[...] // 2
-                return c + 1
-
-            return lax.while_loop(lambda c: (r[...] != 1) & (c < 1000), body, 0)
-
-        return lax.cond(n > 0, halve, lambda: -1), r[...]
-
-    n = jnp.array([0, 9, 4, -3])
-    got = jax.jit(bx.vmap(f))(n)
-    same(got, (jnp.array([-1, 3, 2, -1]), jnp.array([0, 1, 1, -3])))
-
-
 def test_reference_all_lanes_share():
     def f(p, r):
         lax.cond(p, lambda: r.__setitem__(..., 1.0), lambda: None)
@@ -321,17 +254,6 @@ def test_reference_all_lanes_share():
         bx.vmap(f, in_axes=(0, None), out_axes=None)(P, jax.new_ref(0.0))
     read = lambda p, r: lax.cond(p, lambda: r[...], lambda: 1.0)
     same(bx.vmap(read, in_axes=(0, None))(P, jax.new_ref(3.0)), jnp.where(P, 3.0, 1.0))
-
-
-def test_weak_types_of_a_branch_with_a_loop():
-    def f(p, n):
-        looped = lambda: lax.while_loop(lambda c: c < n, lambda c: c + 1, 0)
-        return lax.cond(p, looped, lambda: 2)
-
-    args = P, jnp.arange(P.size)
-    got, expected = bx.vmap(f)(*args), jax.vmap(f)(*args)
-    same(got, expected)
-    assert jax.typeof(got).weak_type == jax.typeof(expected).weak_type
 
 
 def test_a_branch_with_a_loop_of_which_nothing_is_returned():

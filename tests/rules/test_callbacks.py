@@ -133,25 +133,6 @@ def test_io_callback(ordered, jit):
             jax.vmap(fun, (1, None))(x, 1.0)
 
 
-def test_ordered_io_callbacks_follow_the_lanes_and_then_the_program():
-    log = Log(returns=False)
-
-    def fun(x):
-        io_callback(log, None, x, ordered=True)
-
-        def body(i, y):
-            io_callback(log, None, x + 10, ordered=True)
-            return y + 1
-
-        y = lax.fori_loop(0, 2, body, x)
-        io_callback(log, None, 99.0, ordered=True)  # the same for all lanes: once
-        return y
-
-    jax.jit(bx.vmap(fun))(jnp.arange(2.0))
-    jax.effects_barrier()
-    assert log.calls == [(0.0,), *[(10.0,)] * 2, (1.0,), *[(11.0,)] * 2, (99.0,)]
-
-
 def test_ordered_calls_with_what_all_lanes_share_are_made_once_in_a_loop_in_which_they_differ():
     log = Log()
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 import batchax as bx
 from batchax.kernel.registry import find_rule
 
-from support.oracle import agree, check, example, loop, plainly, quickly, same
+from support.oracle import agree, check, example, loop, quickly, same
 
 X = example((3, 2), seed=1)
 W = example((2,), seed=2)
@@ -81,14 +81,6 @@ def test_checkpoint(policy):
         return jnp.cos(y @ w) * w
 
     check(f, X, W, in_axes=(0, None), second=True)
-
-
-def test_checkpoint_keeps_its_parameters():
-    policy = jax.checkpoint_policies.save_only_these_names("kept")
-    f = jax.checkpoint(jnp.sin, policy=policy, prevent_cse=False)
-    (eqn,) = jax.make_jaxpr(bx.vmap(f))(X).eqns
-    assert eqn.params["policy"] is policy
-    assert eqn.params["prevent_cse"] is False
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -200,50 +192,6 @@ def test_composite():
     same(jax.jit(bx.vmap(bx.vmap(f)))(X[None], X[None]), (jnp.sin(X) * X)[None])
     assert "composite" not in names(bx.vmap(f, (0, None)), X, W)
     assert "composite" in names(bx.vmap(lambda x: x + f(W, W)), X)
-
-
-CALLS = [
-    getattr(jax.extend.core.primitives, name)
-    for name in ("call_p", "closed_call_p")
-    if hasattr(jax.extend.core.primitives, name)  # one of them under another name, in newer JAX
-]
-
-
-@pytest.mark.parametrize("primitive", CALLS, ids=str)
-def test_calls_of_a_body(primitive):
-    body = jax.make_jaxpr(lambda x, w: jnp.sin(x) * w)(W, W)
-    body = body.jaxpr if primitive.name == "call" else body
-    bound = primitive.get_bind_params({"call_jaxpr": body})
-
-    def f(x, w):
-        return primitive.bind(x, w, **bound)[0]
-
-    assert primitive.name in names(f, W, W)
-    assert primitive.name in names(bx.vmap(f, (0, None)), X, W)
-    same(bx.vmap(f, (0, None))(X, W), jnp.sin(X) * W)
-    same(
-        jax.grad(lambda x, w: bx.vmap(f, (0, None))(x, w).sum(), (0, 1))(X, W),
-        plainly(jax.grad(lambda x, w: (jnp.sin(x) * w).sum(), (0, 1)), X, W),
-    )
-
-
-def test_metadata_and_placement():
-    from jax.experimental import compute_on
-    from jax.experimental.xla_metadata import set_xla_metadata
-
-    place = getattr(compute_on, "compute_on2", compute_on.compute_on)
-
-    @place(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
-    def on_host(x):
-        return jnp.cos(x) * 2
-
-    def f(x):
-        with set_xla_metadata(tag="a"):
-            y = jnp.sin(x)
-        return on_host(y)
-
-    quickly(f, X)
-    assert "compute_on" in str(jax.make_jaxpr(bx.vmap(f))(X))
 
 
 def test_program_order():

@@ -115,22 +115,3 @@ def test_what_has_no_derivative_is_closed_over():
     for of_all, of_each, expected, later in zip(*[results] * 4, strict=True):
         for got in (of_all, of_each, later):
             same(got, expected)
-
-
-def test_a_rule_may_batch_what_it_closes_over():
-    """Of the function that is batched, not of a derivative: placeholders of it are values later."""
-
-    def f(x, y):
-        scale = jnp.sin(y)
-        g = jax.custom_jvp(lambda z: 2 * z)
-        g.defjvp(lambda z, t: (g(*z), bx.vmap(lambda a: a * scale)(t[0])))
-        h = jax.custom_vjp(lambda z: 2 * z)
-        h.defvjp(
-            lambda z: (h(z), bx.vmap(lambda a: a * scale)(z)),
-            lambda r, c: (bx.vmap(lambda a, b: a * b * scale)(r, c),),
-        )
-        return (g(x) * h(x)).sum()
-
-    x = jnp.stack([X, X + 1])
-    gradient = lambda x, y: jax.grad(lambda x: bx.vmap(f)(x, y).sum())(x)
-    same(*at_once(gradient, loop_function(jax.grad(f), (0, 0), 0))(x, X[:2]))

@@ -274,21 +274,6 @@ def test_dtypes(dtype):
     agree(both, expected, x, one, tolerance=dict(rtol=2e-2, atol=1e-2))
 
 
-def test_weak_types_and_constants():
-    def fun(x):
-        weak = lax.psum(jnp.sin(1.0) * x, "i")
-        return weak, lax.psum(2, "i"), lax.psum(np.float32(2), "i"), lax.psum(jnp.ones(2), "i")
-
-    for x, axis in ((1.5, None), (jnp.arange(3.0), 0)):
-        options = dict(in_axes=axis, out_axes=None, axis_name="i", axis_size=3)
-        got, expected = at_once(bx.vmap(fun, **options), jax.vmap(fun, **options))(x)
-        same(got, expected)
-        jax.tree.map(same_type, got, expected)
-    size = []
-    bx.vmap(lambda x: size.append(lax.axis_size("i")), axis_name="i")(np.ones(5))
-    assert size == [5]
-
-
 def test_result_is_unbatched():
     """Reduced values are the same in each lane, which out_axes=None may rely on."""
     one = all_of(["psum", "pmean", "pmax", "pmin", "all_gather", "all_gather tiled"])

@@ -77,17 +77,6 @@ def test_places_of_the_batch_axis(kind, in_axes):
     no_more_operations(fun, *args, in_axes=in_axes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("in_axes", [*SIDES, (1, 2)])
-def test_layouts(layout, in_axes):
-    names, images, kernel = LAYOUTS[layout]
-    args = batch(images, in_axes[0]), batch(kernel, in_axes[1], seed=1)
-    fun = convolution(dimension_numbers=names)
-    check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
-    if None in in_axes:  # else by slices
-        no_more_operations(fun, *args, in_axes=in_axes)
-
-
 @pytest.mark.parametrize("in_axes", SIDES)
 def test_strides_padding_and_dilation(in_axes):
     images, kernel, options = GROUPS["channel groups"]
@@ -218,14 +207,6 @@ def test_lanes_of_the_same_convolution_share_a_program():
     assert first is second
     fewer = jax.make_jaxpr(bx.vmap(twice))(x[:2], w[:2])
     assert fewer.out_avals[0].shape[0] == 2
-
-
-def test_groups_and_large_kernels_are_not_cut_into_slices():
-    grouped = [options for options in GROUPS.values() if options[2]]
-    for images, kernel, options in (*grouped, ((1, 2, 16, 16), (2, 2, 8, 8), {})):
-        x, w = batch(images, 0), batch(kernel, 0)
-        lowered = jax.jit(bx.vmap(convolution(**options))).lower(x, w).as_text()
-        assert "stablehlo.convolution" in lowered
 
 
 def test_few_lanes_are_left_to_xla(monkeypatch):

@@ -24,7 +24,6 @@ from support.oracle import (
     at_once,
     check,
     example,
-    loop,
     loop_function,
     plainly,
     same,
@@ -111,23 +110,6 @@ def test_custom_vjp(in_axes):
         same(got, gradient)
     if in_axes == (0, 0, None):
         same(grad(f)(*args), gradient)  # each operation by itself
-
-
-def test_reverse_over_reverse_of_custom_vjp():
-    @jax.custom_vjp
-    def f(x):
-        return jnp.sin(x)
-
-    f.defvjp(lambda x: (f(x), x), lambda x, c: (2 * c * jnp.cos(x),))
-
-    def second(x):
-        return jax.grad(jax.grad(f))(x)
-
-    around = jax.grad(lambda w: jax.grad(lambda v: bx.vmap(f)(v).sum())(w).sum())
-    ways = bx.vmap(second), around, loop_function(second, (0,), 0)
-    *got, expected = at_once(*ways)(W)
-    for second in got:
-        same(second, expected)
 
 
 def test_symbolic_zeros_reach_a_jvp_rule():
@@ -482,45 +464,6 @@ def test_an_error_of_a_rule_is_told_when_it_is_needed():
         same(run(X, W), (X * W, W))
         with pytest.raises(ZeroDivisionError, match="told"):
             jax.grad(lambda x, run=run: run(x, W)[0].sum())(X)
-
-
-def test_a_mapped_argument_that_is_not_differentiated():
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def f(x, y):
-        return x * jnp.sin(y)
-
-    @f.defjvp
-    def rule(x, primals, tangents):
-        return f(x, *primals), 3 * x * tangents[0]
-
-    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def applied(function, y):
-        return function(y)
-
-    @applied.defjvp
-    def applied_rule(function, primals, tangents):
-        return applied(function, *primals), function(primals[0]) * tangents[0]
-
-    def closing(x, y):
-        return applied(lambda z: z * x, y)
-
-    x, y = jnp.arange(1.0, 4.0), jnp.linspace(0.5, 2.0, 3)
-
-    def check_all(g, in_axes):
-        x_, y_ = (v if a == 0 else v[0] for v, a in zip((x, y), in_axes, strict=True))
-        ours = lambda y: bx.vmap(g, in_axes)(x_, y)
-        one_by_one = lambda y: loop(g, (x_, y), in_axes)
-        functions = one_by_one, ours, jax.jit(ours)
-        forward = [lambda y, f=f: jax.jvp(f, (y,), (y,)) for f in functions]
-        reverse = [lambda y, f=f: jax.grad(lambda y: f(y).sum())(y) for f in functions]
-        for ways in (forward, reverse):
-            want, *results = at_once(*ways)(y_)
-            for got in results:
-                same(got, want)
-
-    for g in (f, closing):
-        for in_axes in ((0, 0), (0, None), (None, 0)):
-            check_all(g, in_axes)
 
 
 def test_a_rule_that_refuses_does_not_stop_the_function():

@@ -232,21 +232,6 @@ def test_scatter(of_indices):
     check_all(cases, derivatives=False, unrolled=False)
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (2, 1, None), (None, 0, 1), (1, None, 0)])
-def test_scatter_of_windows(in_axes):
-    x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)
-    i = put(WITHIN, in_axes[1])
-
-    def fun(x, i, u):
-        methods = METHODS if in_axes == (0, 0, 0) else METHODS[:2]
-        rows = [getattr(x.at[i], m)(u, unique_indices=True) for m in methods]
-        return rows, x.T.at[:, i].set(u.T), x.T.at[:, i].add(u.T, mode="clip")
-
-    options = dict(in_axes=in_axes, nested=in_axes == (2, 1, None), unrolled=False)
-    check_all({"windows": (fun, x, i, u, {})}, jit=in_axes == (0, 0, 0), **options)
-    no_more_operations(fun, x, i, u, in_axes=in_axes)
-
-
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 1, 1), (None, 0, None), (0, None, 0)])
 def test_scatter_modes(in_axes):
     x, u = on_axes((3, 2), in_axes[0]), on_axes((2, 2), in_axes[2], seed=1)

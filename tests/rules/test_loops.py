@@ -140,17 +140,6 @@ def test_types_are_kept():
     agree(bx.vmap(g), in_turn(g, (0, 0)), keys, jnp.arange(4))
 
 
-def test_collectives_in_a_loop():
-    f = lambda x: lax.scan(lambda c, y: (c + lax.psum(y, "i"), lax.axis_index("i")), 0.0, x)
-    check_compiled(f, X, axis_name="i", out_axes=(None, 0))
-    # The value in each iteration depends on the lane only through its index.
-    g = lambda n: lax.fori_loop(0, n, lambda i, c: c + lax.axis_index("i"), 0)
-    for n in (3, jnp.array(3)):
-        same(bx.vmap(lambda _: g(n), axis_name="i")(X), 3 * jnp.arange(4, dtype=jnp.int32))
-    until = lambda x: lax.while_loop(lambda c: lax.pmax(c, "i") < 9, lambda c: c * 2, x)
-    check_compiled(until, jnp.array([1.0, 2.0, 3.0, 0.5]), axis_name="i", reverse=False)
-
-
 # while
 
 
@@ -246,22 +235,6 @@ def test_ordered_effects_run_lane_after_lane():
     same(bx.vmap(f)(jnp.array([13, 20, 32])), jnp.array([10, 20, 30]))
     jax.effects_barrier()
     assert seen == [13, 12, 11, 32, 31]
-
-
-def test_reference_in_a_loop():
-    def f(x, n):
-        total, trace = jax.new_ref(x), jax.new_ref(jnp.zeros(5) * x)
-
-        def body(i, c):
-            total[...] += c
-            trace[i] = c
-            return c * 2
-
-        return lax.fori_loop(0, n, body, x), total[...], trace[...]
-
-    x, n = X[:, 0], jnp.array([0, 3, 1, 5])
-    agree(bx.vmap(f), in_turn(f, (0, 0)), x, n)
-    agree(bx.vmap(f, in_axes=(0, None)), jax.vmap(f, in_axes=(0, None)), x, 3)
 
 
 def test_reference_that_predicate_and_body_read():

@@ -257,19 +257,6 @@ def test_branch_no_lane_takes_calls_nothing_back():
     assert all(x == 4.0 for x in calls)
 
 
-def test_scan_in_a_branch_no_lane_takes_does_not_run():
-    visits = Visits(2)
-
-    def f(x):
-        sums = lambda x: lax.scan(lambda c, _: (c + visits(c), None), x, None, length=3)[0]
-        return lax.cond(x > 0, sums, lambda x: x, x)
-
-    bx.vmap(f)(jnp.array([-1.0, -2.0])).block_until_ready()
-    assert visits.count == 0
-    same(bx.vmap(f)(jnp.array([-1.0, 2.0])), jnp.array([-1.0, 16.0]))
-    assert visits.count == 3
-
-
 def test_loop_in_the_body_of_a_loop_that_some_lanes_have_finished():
     # Halving reaches 0 in a finished lane, and from 0 the inner loop gives up after 1000.
     visits = Visits(5)

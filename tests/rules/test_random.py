@@ -117,16 +117,6 @@ def test_samplers_of_streams():
     all_alone(of_keys({name: SAMPLERS[name] for name in names}, keys_of("unsafe_rbg")))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_raw_keys(impl):
-    def drawn(k):
-        return jr.bits(jr.fold_in(jr.split(k)[0], 2), (2,))
-
-    with jax.default_prng_impl(impl):
-        keys = np.moveaxis(np.asarray(jr.split(jr.PRNGKey(5), B)), 0, 1)
-        each_alone(drawn, keys, in_axes=1)
-
-
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.each_commit(1)
 def test_seeds_and_data_on_any_side(impl):
@@ -146,18 +136,6 @@ def test_seeds_and_data_on_any_side(impl):
             axes,
         )
     all_alone(cases)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.each_commit(3)
-def test_key_arrays_with_the_batch_anywhere(impl):
-    keys = keys_of(impl, (2, B))
-
-    def fun(ks):
-        ks = jr.wrap_key_data(jr.key_data(ks) + jnp.uint32(1), impl=impl)
-        return jax.vmap(lambda k: jr.bits(jr.split(k)[1], (2,)))(ks)
-
-    each_alone(fun, keys, in_axes=1)
 
 
 def test_lanes_do_not_share_bits():

@@ -10,11 +10,9 @@ from jax.experimental import pallas as pl
 import batchax as bx
 
 from support.oracle import (
-    at_once,
     check,
     example,
     in_turn,
-    loop_function,
     same,
     shares,
     together,
@@ -148,49 +146,6 @@ def test_what_is_batched_may_come_through_other_references():
         return a[...], b[...]
 
     check(fun, example((4,)), derivatives=False)
-
-
-def test_named_axis_makes_a_reference_batched():
-    def fun(x):
-        ref = jax.new_ref(jnp.zeros(2))
-        ref[1] = lax.axis_index("i").astype(float)
-        return x + ref[...].sum()
-
-    same(jax.jit(bx.vmap(fun, axis_name="i"))(jnp.ones(3)), jnp.array([1.0, 2.0, 3.0]))
-
-
-@pytest.mark.parametrize("kind", ["scan", "while", "cond", "jit", "switch by lane"])
-def test_inside_control_flow(kind):
-    def fun(x, y):
-        ref = jax.new_ref(jnp.zeros(3))
-        if kind == "scan":
-
-            def step(carry, z):
-                ref[1] += z * x
-                return carry + ref[1], ref[0]
-
-            return lax.scan(step, y, jnp.arange(3.0)), ref[...]
-        if kind == "while":
-
-            def body(i):
-                jax.ref.addupdate(ref, i, x)
-                return i + 1
-
-            return lax.while_loop(lambda i: i < 3, body, 0), ref[...]
-        if kind == "cond":
-            lax.cond(y.sum() > 0, lambda: jax.ref.set(ref, 0, x), lambda: None)
-        if kind == "jit":
-            jax.jit(lambda ref, x: jax.ref.set(ref, 1, x))(ref, x)
-        if kind == "switch by lane":
-            z = lax.switch(jnp.int32(x > 0), [lambda: 2.0 * ref[0], lambda: x])
-            ref[2] = z
-        return ref[...]
-
-    x, y = example((4,)), jnp.asarray(1.0, float)
-    args, axes = (x, y), (0, None)
-    got, alone = at_once(bx.vmap(fun, axes), loop_function(fun, axes, 0))(*args)
-    same(got, alone)
-    same(bx.vmap(fun, axes)(*args), alone)
 
 
 def test_reference_as_a_mapped_argument():
