@@ -160,15 +160,6 @@ def test_work_that_does_not_depend_on_the_batch_is_done_once():
     assert len(calls) == 1
 
 
-def test_inputs_that_are_passed_through():
-    def f(x, n, w):
-        return x, n, w, x, (n, x)
-
-    n = jnp.arange(LANES)
-    for out_axes in (0, (1, 0, 0, 0, (0, 1)), (-1, 0, 1, 1, 0)):
-        check_chunks(f, X, n, W, in_axes=(0, 0, None), out_axes=out_axes)
-
-
 def test_literals_and_constants_as_outputs():
     table = jnp.arange(6.0)
 
@@ -275,21 +266,6 @@ def test_references_are_refused_by_name():
 
     with pytest.raises(bx.errors.UnsupportedError, match=r"reference \(jax.new_ref\)"):
         bx.vmap(f, batch_size=2)(X)
-
-
-@pytest.mark.parametrize("residuals", ["recompute", "keep"])
-@pytest.mark.each_commit(1)
-def test_a_reference_of_the_function_itself(residuals):
-    def f(x, w):
-        ref = jax.new_ref(jnp.zeros_like(x))
-
-        def body(i, _):
-            ref[...] = jnp.sin(ref[...] + x) * w
-
-        jax.lax.fori_loop(0, 3, body, None)
-        return ref[...], ref[...] - jax.lax.pmean(ref[...], "i")
-
-    check_chunks(f, X, W, in_axes=(0, None), axis_name="i", residuals=residuals)
 
 
 def test_beside_a_reference_operations_keep_their_derivatives():

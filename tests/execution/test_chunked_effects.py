@@ -179,17 +179,6 @@ def test_derivatives_of_ones_own_are_kept_where_references_are_used(function):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_program_without_references_is_made_once():
-    from batchax.execution.call import without_references
-
-    program = jax.make_jaxpr(in_a_loop_and_a_call)(XS[0], WAYS[0])
-    made = without_references(program, None, 0)
-    assert without_references(program, None, 0) is made
-    assert without_references(made, None, 0) is made
-    assert "custom_jvp_call" in str(made)
-    assert "Ref{" not in str(made)
-
-
 OPTIONS = {
     "chunks": dict(batch_size=2),
     "auto": dict(batch_size="auto"),

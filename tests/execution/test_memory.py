@@ -215,16 +215,6 @@ def test_under_an_outer_vmap_the_choice_counts_all_its_lanes():
     same(program(W, xs), bx.vmap(bx.vmap(wide, (None, 0)), (None, 0))(W, xs))
 
 
-def test_inside_a_collective_program_each_section_fits():
-    def centred(x):
-        y = jnp.sort(jnp.outer(x, W[0]), axis=0)[1].sum()
-        return y - jax.lax.pmean(y, "i")
-
-    options = dict(axis_name="i")
-    f = bx.vmap(centred, batch_size="auto", memory_limit="600kB", **options)
-    same(f(X), bx.vmap(centred, **options)(X), dict(rtol=1e-4, atol=1e-3))
-
-
 @pytest.mark.parametrize(
     ("text", "count"),
     [

@@ -34,16 +34,6 @@ def names(fun, *args):
 # jit
 
 
-@pytest.mark.parametrize("in_axes", [(0, 0), (1, None), (None, 0)])
-@pytest.mark.parametrize("out_axes", [0, -1])
-def test_jit(in_axes, out_axes):
-    def f(x, y):
-        return jnp.sin(x) * y
-
-    args = [{0: X, 1: X.T, None: W}[a] for a in in_axes]
-    check(jax.jit(f), *args, in_axes=in_axes, out_axes=out_axes, second=True)
-
-
 def test_jit_keeps_its_parameters():
     @functools.partial(jax.jit, keep_unused=True, donate_argnums=1)
     def named(x, unused):

@@ -294,29 +294,6 @@ def test_nondifferentiable_arguments():
     check_reverse(lambda x: g(jnp.sin, x), X, nested=True)
 
 
-def test_cotangents_of_shared_inputs_are_summed_once():
-    f = scaled_product()
-
-    def loss(vmap, out_axes):
-        # The second output does not depend on the batch: its cotangent counts once.
-        def total(x, w):
-            out, shared = vmap(f, (0, None, None), out_axes)(x, w, w)
-            return jnp.sin(out).sum() + jnp.sum(shared * 2.0)
-
-        return jax.grad(total, (0, 1))
-
-    def by_hand(x, w, lanes):
-        outs = [f(row, w, w) for row in x]
-        shared = sum(s for _, s in outs) if lanes else outs[0][1]
-        return sum(jnp.sin(o).sum() for o, _ in outs) + shared * 2.0
-
-    for out_axes, lanes in (((0, None), False), ((0, 0), True)):
-        by_loop = jax.grad(functools.partial(by_hand, lanes=lanes), (0, 1))
-        got, expected = at_once(loss(bx.vmap, out_axes), by_loop)(X, W)
-        same(got, expected)
-        same(loss(bx.vmap, out_axes)(X, W), expected)
-
-
 def test_an_integer_that_lanes_share_has_a_cotangent_of_no_number():
     @jax.custom_vjp
     def f(x, w):

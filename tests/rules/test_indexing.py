@@ -24,18 +24,6 @@ def subsets(*choices):
     return [c for c in itertools.product(*choices) if any(a is not None for a in c)]
 
 
-def test_slice():
-    def fun(x):
-        return x[1:], x[:, ::2], lax.slice(x, (0, 1), (2, 3), (1, 2)), x[-1:, :0]
-
-    cases = {}
-    for position in (0, 1, 2):
-        x = on_axes((2, 3), position)
-        no_more_operations(fun, x, in_axes=position)
-        cases[str(position)] = (fun, x, dict(in_axes=position, nested=position == 0))
-    check_all(cases, out_axes=1)
-
-
 @pytest.mark.parametrize("of_array", [None, 0, 2])
 def test_dynamic_slice(of_array):
     def fun(x, i, j):
@@ -316,32 +304,6 @@ def test_only_what_a_scatter_needs_is_broadcast():
     counts = operations(bx.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
     jaxs = operations(jax.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
     assert counts == jaxs
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_empty_batch_and_batch_of_one_of_gather_scatter(size):
-    def fun(x, i, u):
-        return x[i], x[:, i], x.at[i].set(u), x.at[i].add(u, mode="clip")
-
-    x, i, u = np.ones((3, size, 2)), np.ones((size, 2), int), np.ones((size, 2, 2))
-    patterns = subsets((None, 1), (None, 0), (None, 0))
-    given = [
-        [
-            v if a is not None else np.ones(np.delete(v.shape, b), v.dtype)
-            for v, a, b in zip((x, i, u), in_axes, (1, 0, 0), strict=True)
-        ]
-        for in_axes in patterns
-    ]
-
-    def every(vmap):
-        return lambda given: {
-            str(in_axes): vmap(fun, in_axes)(*args)
-            for in_axes, args in zip(patterns, given, strict=True)
-        }
-
-    got, expected = at_once(every(bx.vmap), every(jax.vmap))(given)
-    same(got, expected)
-    jax.tree.map(same_type, got, expected)
 
 
 @settings(max_examples=10)

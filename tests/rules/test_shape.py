@@ -116,17 +116,6 @@ def test_no_more_operations_than_jax(name):
         no_more_operations(ONE_ARRAY[name], on_axes((2, 3), in_axis), in_axes=in_axis)
 
 
-@pytest.mark.parametrize("dtype", [bool, jnp.uint8, jnp.bfloat16, jnp.complex64, jnp.int4])
-def test_dtypes(dtype):
-    def fun(x):
-        y = jnp.concatenate([x, x[::-1]], axis=1)
-        a, b = jnp.unstack(lax.rev(y, (1,)), axis=0)
-        c = jnp.stack([a.reshape(2, 3), jnp.tile(b[:3], (2, 1)), x.T.reshape(2, 3)])
-        return jnp.where(x[0, 0] == x[0, 1], c, c[:, ::-1]), jnp.squeeze(x[:1], 0)
-
-    quickly(fun, on_axes((2, 3), 1, dtype=dtype), in_axes=1, out_axes=1, derivatives=False)
-
-
 def test_typed_keys():
     def fun(k, p):
         a = lax.expand_dims(k, (1,)).reshape(3, 2)
@@ -211,27 +200,6 @@ def test_padding_with_infinity_reaches_no_gradient():
     gradient = jax.jit(jax.grad(lambda x, v: bx.vmap(fun)(x, v).sum(), (0, 1)))
     got = gradient(example((4, 3)), values)
     same(got, (jnp.ones((4, 3)), jnp.zeros(4)))
-
-
-def check_selection(fun, axes, shape, **options):
-    """`fun` of what selects, of `shape`, and two vectors, where the axes are any of `axes`."""
-    cases = {}
-    for in_axes in axes:
-        which = on_axes(shape, in_axes[0], **options)
-        x, y = (on_axes((3,), a, seed=i) for i, a in enumerate(in_axes[1:]))
-        no_more_operations(fun, which, x, y, in_axes=in_axes)
-        own = dict(in_axes=in_axes, derivatives=in_axes == (0, 0, None))
-        cases[str(in_axes)] = (fun, which, x, y, own)
-    check_all(cases)
-
-
-@pytest.mark.parametrize("of_which", [None, 0])
-def test_select_by_one_number(of_which):
-    def fun(which, x, y):
-        return lax.select_n(which, x, y, -x), lax.select_n(which > 1, x, y)
-
-    axes = subsets((of_which,), (None, 0, 1), (None, 1))
-    check_selection(fun, axes, (), dtype=jnp.int32, high=3)
 
 
 def test_select_against_a_number():
