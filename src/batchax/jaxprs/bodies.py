@@ -23,41 +23,30 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 
 @dataclass(frozen=True)
 class Body:
-    """A program that an equation runs to compute its results.
-
-    Its inputs are, in this order: what is the same whenever it runs; what a loop carries, of
-    which it returns the next first; and what a loop takes apart, a part for each step.
-
-    Attributes:
-      role: "body" of a loop, "condition" of a `while`, "branch 0" and so on of a `cond`; "call".
-      program: the program, as the equation holds it: with its constants or without.
-      operands: for each input the number of the operand of the equation that it comes from: the
-        operand itself, the first value of what is carried, or what parts are taken of. Empty
-        where nobody says, of primitives of third parties.
-      results: for each output the number of the result of the equation that it goes to: the
-        result itself (of what is carried, after the last step), or what it is a part of. Empty
-        for a condition.
-      same: how many inputs are the same whenever the program runs.
-      carried: how many inputs are carried.
-      times: how often the program runs; None if that depends on values.
+    """Holds a program that an equation runs; its inputs: what stays the same, what is carried,
+    slices.
     """
 
+    # "body" of a loop, "condition" of a `while`, "branch 0" and so on of a `cond`, or "call"
     role: str
-    program: Any
+    program: Any  # as the equation holds it: with its constants or without
+    # For each input the operand it comes from: itself, the first value of what is carried, or what
+    # is taken apart. Empty if unknown, of third parties.
     operands: tuple[int, ...]
+    # For each output the result it goes to: itself (of a carry, after the last step), or what it is
+    # a part of. Empty for a condition.
     results: tuple[int, ...]
-    same: int
-    carried: int = 0
-    times: Any = 1
+    same: int  # inputs that are the same whenever the program runs
+    carried: int = 0  # inputs that a loop carries; it returns the next ones first
+    times: Any = 1  # how often it runs; None if that depends on values
 
     @property
     def jaxpr(self) -> Any:
-        """The program without its constants."""
+        """Returns the program without its constants."""
         return getattr(self.program, "jaxpr", self.program)
 
     @property
     def is_repeated(self) -> bool:
-        """Whether it is run by a loop."""
         return self.role in ("body", "condition")
 
     @property
@@ -67,17 +56,14 @@ class Body:
 
     @property
     def carry_operands(self) -> tuple[int, ...]:
-        """The operands that are carried."""
         return self.operands[self.same : self.same + self.carried]
 
     @property
     def sliced_operands(self) -> tuple[int, ...]:
-        """The operands of which each step takes a part."""
         return self.operands[self.same + self.carried :]
 
     @property
     def stacked_results(self) -> tuple[int, ...]:
-        """The results of which each step computes a part."""
         return self.results[self.carried :] if self.is_repeated else ()
 
 
@@ -87,37 +73,30 @@ Rebuild = Callable[[Eqn, Sequence[Body], list[Value], list[ClosedJaxpr], list[Va
 
 @dataclass(frozen=True)
 class ControlFlow:
-    """How a primitive runs the jaxprs in its parameters.
+    """Says which parameters of a primitive hold the jaxprs that it runs."""
 
-    Attributes:
-      step: the parameter that holds the jaxpr of a step, of a loop.
-      test: the parameter that holds the predicate, of a loop that ends on a value, and whose
-        operands `bodies` assigns. Empty for those of batchax, which stand for such a loop.
-      branches: the parameter that holds the branches, one of which the first operand selects.
-      bodies: from an equation to the jaxprs that it runs.
-      rebuild: applies an equation to other operands, with other jaxprs; see `bind_with`. None for
-        primitives of batchax.
-    """
-
-    step: str = ""
+    step: str = ""  # the parameter with the jaxpr of a step, of a loop
+    # The parameter with the predicate, of a loop that ends on a value. Empty for primitives of
+    # batchax that stand for such a loop.
     test: str = ""
-    branches: str = ""
+    branches: str = ""  # the parameter with the branches; the first operand selects one
+    # from an equation to the jaxprs that it runs
     bodies: Bodies | None = field(default=None, repr=False)
+    # see `bind_with`; None for primitives of batchax
     rebuild: Rebuild | None = field(default=None, repr=False)
 
     @property
     def repeated(self) -> str:
-        """The parameter that holds what runs more or less often than once."""
+        """Returns the parameter that holds what runs more or less often than once."""
         return self.step or self.branches
 
 
 def control_flow(primitive: _compat.Primitive) -> ControlFlow:
-    """The entry of a loop or branches; one without parameters for any other primitive."""
+    """Returns the entry of a loop or branches; one without parameters for any other primitive."""
     return _entries.get(primitive, _NONE)
 
 
 def register_control_flow(primitive: _compat.Primitive, entry: ControlFlow) -> None:
-    """Enters a loop, branches, or a call of several jaxprs."""
     _entries[primitive] = entry
 
 
@@ -126,34 +105,36 @@ _entries: dict[_compat.Primitive, ControlFlow] = {}
 
 
 def bodies_of(eqn: Eqn) -> tuple[Body, ...]:
-    """The programs that an equation runs to compute its results; none for most equations.
-
-    A derivative rule beside a program is none of them, nor is the function with which a
-    reduction or a scatter combines two elements.
-    """
+    """Returns the programs that an equation runs to compute its results; mostly none."""
     find, facts = control_flow(eqn.primitive).bodies, facts_of(eqn.primitive)
     if find is not None:
         return find(eqn)
+    # The function with which a reduction or a scatter combines two elements is not run by itself.
     if facts.combines:
         return ()
     if facts.body:
         return (_call(eqn, eqn.params[body_parameter(eqn.primitive, eqn.params)]),)
+    # Only the first: the others, such as a derivative rule, are not run to compute results.
     return tuple(_call(eqn, program) for program in programs_inside(eqn)[:1])
 
 
 def program_called(eqn: Eqn) -> ClosedJaxpr:
-    """The program inside a call, one whose `Facts` say so."""
+    """Returns the program inside a call, one whose `Facts` say so."""
     return _compat.close(eqn.params[body_parameter(eqn.primitive, eqn.params)])
 
 
 def _call(eqn: Eqn, program: Any) -> Body:
     inputs = len(getattr(program, "jaxpr", program).invars)
+    # A third party's primitive may pass its operands to its program in any way: if the numbers
+    # differ, nothing is claimed.
     operands = range(len(eqn.invars)) if inputs == len(eqn.invars) else ()
     return Body("call", program, tuple(operands), tuple(range(len(eqn.outvars))), inputs)
 
 
 def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
     counts, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    # Operands: the constants of matvec, vecmat, solve and transpose_solve in this order, then the
+    # right-hand sides. Only `solve` runs here.
     first = counts.matvec + counts.vecmat
     consts = range(first, first + counts.solve)
     operands = (*consts, *range(sum(counts), len(eqn.invars)))
@@ -169,6 +150,7 @@ def _scan(eqn: Eqn) -> tuple[Body, ...]:
 
 def _while(eqn: Eqn) -> tuple[Body, ...]:
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    # Operands: the constants of the predicate, those of the body, then the carry, which both take.
     carry = tuple(range(n_test + n_body, len(eqn.invars)))
     of_test, of_body = tuple(range(n_test)), tuple(range(n_test, n_test + n_body))
     results, carried = tuple(range(len(carry))), len(carry)
@@ -180,6 +162,7 @@ def _while(eqn: Eqn) -> tuple[Body, ...]:
 
 
 def _cond(eqn: Eqn) -> tuple[Body, ...]:
+    # The first operand is the index of the branch.
     operands, results = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
     return tuple(
         Body(f"branch {i}", program, operands, results, len(operands))
@@ -188,23 +171,21 @@ def _cond(eqn: Eqn) -> tuple[Body, ...]:
 
 
 def held_programs(params: Mapping[str, Any], names: Sequence[str]) -> list[ClosedJaxpr]:
-    """The programs in the parameters of these names, each of which is one, some, or none."""
+    """Lists the programs in the parameters of these names, each of which is one, some, or none."""
     values = (params[name] for name in names)
     listed = (value if isinstance(value, tuple) else (value,) for value in values)
     return [p for value in listed for p in value if isinstance(p, ClosedJaxpr)]
 
 
 def describe_bodies(primitive: _compat.Primitive, names: Sequence[str], step: str = "") -> None:
-    """Enters a primitive of batchax, with the parameters that hold programs which it runs.
-
-    Of several programs the operands and the number of runs are not known: the operations that the
-    primitive stands for determine these.
-    """
+    """Enters a primitive of batchax, with the parameters that hold the programs which it runs."""
 
     def find(eqn: Eqn) -> tuple[Body, ...]:
         programs = held_programs(eqn.params, names)
         if len(programs) == 1:
             return (_call(eqn, programs[0]),)
+        # The operations that the primitive stands for decide which operands each program takes, and
+        # how often it runs.
         return tuple(Body("call", program, (), (), 0) for program in programs)
 
     register_control_flow(primitive, ControlFlow(step=step, bodies=find))
@@ -213,13 +194,9 @@ def describe_bodies(primitive: _compat.Primitive, names: Sequence[str], step: st
 def bind_with(
     eqn: Eqn, operands: Sequence[Value], programs: Sequence[Any], more: Sequence[Any]
 ) -> list[Any]:
-    """The results of an equation of a call, loop or branch, with other programs for its bodies.
+    """Binds a call, loop or branch again, with other programs for its bodies.
 
-    Args:
-      eqn: the equation.
-      operands: what it is applied to.
-      programs: one in place of each of `bodies_of`, with inputs `more` in front of the others.
-      more: their values, the same whenever a program runs.
+    `programs` has one in place of each of `bodies_of`, with inputs `more` in front of the others.
     """
     bodies = bodies_of(eqn)
     rebuild = control_flow(eqn.primitive).rebuild or _call_with
@@ -228,6 +205,7 @@ def bind_with(
 
 def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
     (body,), (program,) = bodies, programs
+    # `lax.scan` stages the step again, and counts by itself what is carried and what is not.
     first = body.same + body.carried
     consts, carry, xs = (operands[: body.same], operands[body.same : first], operands[first:])
 
@@ -246,6 +224,7 @@ SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
 
 def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
     test, body = bodies
+    # Both programs take `more` first, so it stands among the constants of both.
     return while_p.bind(
         *more,
         *(operands[i] for i in test.operands[: test.same]),
@@ -271,12 +250,13 @@ def _call_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -
 def bind_call(
     primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Sequence[Value]
 ) -> list[Any]:
-    """The results of a call, one whose `Facts` say so, with another program inside.
-
-    Its constants become operands.
+    """Binds a call, one whose `Facts` say so, with another program, whose constants become
+    operands.
     """
     holder = body_parameter(primitive, params)
     (program,), consts = _compat.hoist_constants(program)
+    # Some calls hold a closed jaxpr, others (such as `remat`) an open one: the parameter keeps its
+    # kind.
     held = program if isinstance(params[holder], ClosedJaxpr) else program.jaxpr
     params = primitive.get_bind_params({**params, holder: held})
     return primitive.bind(*consts, *operands, **params)

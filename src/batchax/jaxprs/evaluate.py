@@ -25,17 +25,10 @@ def evaluate(
     number: Callable[[Any], Any] = lambda literal: literal.val,
     keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
 ) -> list[Any]:
-    """What `jaxpr` returns if `run_equation`, of an equation and operands, does each equation.
+    """Evaluates `jaxpr`, with `run_equation` for each equation that a result or an effect needs.
 
-    Equations that no result or effect needs are left out. What is emitted for an equation is of
-    the line of the user that made it.
-
-    Args:
-      jaxpr: the program.
-      consts, args: what stands for its constants and inputs.
-      run_equation: makes of what stands for the operands what stands for the results.
-      number: what stands for a number written in the program, a `Literal`.
-      keeps: as for `plan`.
+    `consts`, `args` and what `number` makes of a `Literal` may be anything that `run_equation`
+    takes. `keeps` is as for `plan`.
     """
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -53,17 +46,15 @@ def evaluate(
 
 
 def variables_in(atoms: Iterable[Any]) -> list[Any]:
-    """Those of some operands or results that are no numbers written in the program."""
     return [v for v in atoms if type(v) is not Literal]
 
 
 def variables_read(eqn: Eqn) -> list[Any]:
-    """The operands of an equation that are variables."""
     return variables_in(eqn.invars)
 
 
 def variables_used(jaxpr: Jaxpr) -> set[Any]:
-    """The variables that a program reads, or returns."""
+    """Returns the variables that a program reads, or returns."""
     used = {v for eqn in jaxpr.eqns for v in variables_read(eqn)}
     return used.union(variables_in(jaxpr.outvars))
 
@@ -115,17 +106,13 @@ def plan(
     keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
     reads: Callable[[Any], Iterable[Any]] | None = None,
 ) -> list[Step]:
-    """Those of `eqns` that `outvars` need, each with the variables that are dead after it.
+    """Lists those of `eqns` that `outvars` need, each with the variables that are dead after it.
 
-    Dropping a value after its last use keeps eager runs within the memory that
-    ordinary Python code would have needed.
-
-    Args:
-      eqns: equations of a program, in order.
-      outvars: what is wanted of them.
-      keeps: which of them are needed anyhow, by default for their effects.
-      reads: the variables that an equation needs, by default its operands.
+    `keeps` says which are needed anyhow, `reads` which variables one needs (by default its
+    operands).
     """
+    # From the last equation backwards: a variable whose last reader this is, is dead after it.
+    # Dropping values then keeps eager runs within the memory that ordinary Python code needs.
     live = set(variables_in(outvars))
     steps = []
     for eqn in reversed(eqns):

@@ -14,15 +14,15 @@ from batchax.memo import Memo
 
 
 def programs_inside(eqn: Eqn) -> list[Any]:
-    """The programs in the parameters of an equation, without their constants.
+    """Lists all programs in the parameters of an equation, without their constants.
 
-    Those that it runs, and those with which it combines two elements, or is differentiated.
+    Among them are those with which it combines two elements, or is differentiated.
     """
     return [getattr(program, "jaxpr", program) for program in programs_held(eqn)]
 
 
 def programs_held(eqn: Eqn) -> list[Any]:
-    """As `programs_inside`, with their constants if the parameters hold these, too."""
+    """Lists the same, with their constants if the parameters hold these, too."""
     programs: list[Any] = []
     _add_programs(eqn.params.values(), programs)
     return programs
@@ -45,7 +45,7 @@ _PLAIN = frozenset({int, bool, str, float, type(None), np.dtype, type(np.dtype(f
 def with_inside(
     eqns: Iterable[Eqn], enters: Callable[[Any], bool] = lambda eqn: True
 ) -> Iterator[Any]:
-    """Equations, and after each those in programs inside it, if `enters` says so of it."""
+    """Iterates over equations, and after each over those inside it, if `enters` says so of it."""
     for eqn in eqns:
         yield eqn
         if enters(eqn):
@@ -55,22 +55,16 @@ def with_inside(
 
 @dataclass(frozen=True, eq=False)
 class Anywhere:
-    """Whether something is true of an equation, or of one inside it.
-
-    Answers are kept for programs, which are inside of many.
-
-    Attributes:
-      is_true: of an equation by itself.
+    """Answers whether `is_true` of an equation, or of one inside it; keeps the answers for
+    programs.
     """
 
     is_true: Callable[[Any], bool]
 
     def in_equation(self, eqn: Eqn) -> bool:
-        """Whether it is true of `eqn`, or of one inside it."""
         return self.is_true(eqn) or any(map(self.in_program, programs_inside(eqn)))
 
     def in_program(self, program: Any) -> bool:
-        """Whether it is true of an equation of `program`, or of one inside it."""
         jaxpr = getattr(program, "jaxpr", program)
         find = lambda: any(map(self.in_equation, jaxpr.eqns))
         return _answers.get(self, find, owner=jaxpr)

@@ -13,26 +13,26 @@ import numpy as np
 
 
 def lowest(dtype: Any) -> Any:
-    """What no value of `dtype` is less than."""
+    """Returns what no value of `dtype` is less than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return -_infinity(dtype)
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
 def highest(dtype: Any) -> Any:
-    """What no value of `dtype` is more than."""
+    """Returns what no value of `dtype` is more than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return _infinity(dtype)
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
 
 
 def _infinity(dtype: Any) -> Any:
-    """Infinity; of small floats that have none, such as float8_e4m3fn, the largest number."""
+    """Returns infinity; of small floats without one, such as float8_e4m3fn, the largest number."""
     return np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).max)
 
 
 def accumulator(dtype: Any) -> Any:
-    """The dtype in which values of `dtype` are added up: float32 for smaller floats."""
+    """Returns the dtype in which values of `dtype` are added up: float32 for smaller floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if small else dtype
 

@@ -37,19 +37,10 @@ def stands_for(
     on_cpu: Callable[..., Any] | None = None,
     elsewhere: Callable[..., Callable[..., Any] | None] | None = None,
 ) -> None:
-    """Says that `primitive` is lowered as the function `operations` of operands and parameters.
-
-    Users call what it does `called`. Two functions may take the place of `operations`, which are
-    staged as they are outside of ``shard_map``: nothing in them has to be cast to vary. They are
-    staged once for operands of the same types and equal parameters: they may depend on nothing
-    else.
-
-    Args:
-      primitive, operations, called: as above.
-      on_cpu: for a CPU.
-      elsewhere: from its parameters the function for all platforms but the one that programs run on
-        by default, for which batchax decides how they run: ``jax.export`` lowers for others. None
-        for `operations`.
+    """Lowers `primitive` as the function `operations` of operands and parameters, called `called`
+    in messages. `on_cpu`, and what `elsewhere` returns for platforms other than the default one,
+    take its place there. These may depend on nothing but the types of operands and the parameters:
+    they are staged once for all that are equal.
     """
     _own[primitive] = _Own(operations, called)
     several = primitive.multiple_results
@@ -69,6 +60,8 @@ def stands_for(
 
     def lower_for(platform: str | None) -> Callable[..., Any]:
         def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+            # Parameters were chosen for the default platform, and hold for it. `jax.export` lowers
+            # for others, too.
             default = jax.default_backend()
             decided = default == platform or (platform is None and default not in _PLATFORMS)
             rule = ordinary if decided or elsewhere(**params) is None else other
@@ -84,7 +77,7 @@ _PLATFORMS = ("cpu", "gpu", "tpu")
 
 
 def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Lowers `primitive` as a function, as outside of ``shard_map``."""
+    """Lowers `primitive` as a function, staged as it is outside of ``shard_map``."""
     several = primitive.multiple_results
     lowering = mlir.lower_fun(_staged_once(primitive, function), multiple_results=several)
 
@@ -93,6 +86,8 @@ def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Cal
         try:
             if not any(map(_compat.varying_axes, ctx.avals_in)):
                 return lowering(ctx, *operands, **params)
+            # Inside ``shard_map`` JAX checks which values vary along the mesh. Here the types say
+            # nothing of it, and the mesh is empty, so that nothing in the function has to be cast.
             plain = [ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 return lowering(ctx.replace(avals_in=plain), *operands, **params)
@@ -103,13 +98,13 @@ def _lowering(primitive: _compat.Primitive, function: Callable[..., Any]) -> Cal
 
 
 def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, of which the program is kept: a draw or a sort is many operations in many places.
-
-    As their types, operands inside ``shard_map`` say where they vary.
+    """Returns `function`, staged once for operands of the same types: a draw or a sort is many
+    operations in many places.
     """
     several = primitive.multiple_results
 
     def run(*operands: Any, **params: Any) -> Any:
+        # Operands inside ``shard_map`` say where they vary, and must be staged as they are.
         if _compat.checked_axes():
             return function(*operands, **params)
         types = tuple(map(jax.typeof, operands))
@@ -132,29 +127,23 @@ _divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
 
 
 def divided() -> bool:
-    """Whether what is staged is for a program that its compiler divides among devices.
-
-    That is not so inside ``shard_map``, where each device has its own arrays.
-    """
+    """Whether what is staged is for a program that its compiler divides among devices."""
+    # Inside ``shard_map`` each device has its own arrays: `is_divided` is false there.
     return _divided.get()
 
 
 def is_own(primitive: _compat.Primitive) -> bool:
-    """Whether `primitive` is one of batchax."""
     return primitive in _own
 
 
 def shown(primitive: _compat.Primitive) -> str:
-    """What a message calls a primitive: one of batchax, what users know it by."""
+    """Returns what a message calls a primitive; one of batchax by what users know it by."""
     own = _own.get(primitive)
     return primitive.name if own is None else own.called
 
 
 def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
-    """The program that an equation stands for; None if its primitive is not batchax's own.
-
-    That program may hold primitives of batchax, too.
-    """
+    """Stages the program that an equation of batchax stands for; returns None for others."""
     own = _own.get(eqn.primitive)
     if own is None:
         return None
@@ -170,11 +159,7 @@ def operations_of(eqn: Eqn) -> ClosedJaxpr | None:
 
 
 def expanded(prim: Any, avals: Any) -> ClosedJaxpr:
-    """The program that a `call_hi_primitive` stands for, of operands of these types.
-
-    That primitive of JAX's runs operations that their authors describe by an object, its
-    parameter `prim` (``jax.experimental.hijax``).
-    """
+    """Stages the program that a `call_hi_primitive` (of ``jax.experimental.hijax``) stands for."""
 
     def run(*operands: Any) -> list[Any]:
         return jax.tree.leaves(prim.expand(*jax.tree.unflatten(prim.in_tree, operands)))

@@ -16,62 +16,37 @@ from batchax import _compat
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true of a primitive.
+    """Says what is true of a primitive."""
 
-    Attributes:
-      elementwise: it acts on matching elements of operands that broadcast.
-      linear: its derivative does not depend on its operands: a zero cotangent stays zero
-        whatever they are.
-      additive: of the sums of two sets of operands it makes the sum of what it makes of each.
-      moderate: of numbers that are not enormous it makes numbers that are not: what it returns,
-        and its derivatives, are bounded, or sums of products of operands. (A gather does not:
-        it makes a NaN of an index out of bounds.)
-      alias: its result has the elements of its operand, in order; perhaps in another shape, or
-        of another type.
-      endless: a loop that ends on values, or a callback: it must not see operands of lanes that
-        do not run it. What a user's batching rule will do may be one.
-      costly: a loop or a callback: worth skipping when no lane runs it.
-      library: on a CPU, a call of a library, in which a thread may wait for others of its pool.
-      body: of a call, the parameters that may hold the program that it is a call of.
-      again: of a call: in reverse its program is recomputed.
-      marked: of a call: it says something of how its program is to be compiled or run.
-      once: a call of the host that is made once, for all lanes.
-      guarded: what is inside runs for active lanes only, which the primitive is told.
-      nests: a loop or branch: what is inside runs more or less often than what is around it.
-      combines: a program that it holds is the function with which it combines two elements.
-      names: of a primitive that uses named axes without an effect that says so, the parameter
-        that holds the names.
-      looks: it looks at all lanes, through the batch axis: they share what it makes.
-      cast: it changes only what JAX knows of a value along the axes of a mesh.
-      reduces: it removes dimensions named by its parameter `axes`.
-      neutral: then, for the dtype of its operand, a value that changes no result; None where
-        that is not known.
-    """
-
-    elementwise: bool = False
-    linear: bool = False
-    additive: bool = False
+    elementwise: bool = False  # acts on matching elements of operands that broadcast
+    linear: bool = False  # a zero cotangent stays zero, whatever the operands are
+    additive: bool = False  # f(a + b) = f(a) + f(b), of all operands together
+    # Results and derivatives are bounded, or sums of products of operands: no NaN comes of moderate
+    # numbers. (Not a gather: it makes a NaN of an index out of bounds.)
     moderate: bool = False
+    # has the elements of its operand in order, perhaps with another shape or type
     alias: bool = False
+    # A loop that ends on values, or a callback, or what a user's rule may be: it must not see
+    # operands of lanes that do not run it.
     endless: bool = False
-    costly: bool = False
-    library: bool = False
-    body: tuple[str, ...] = ()
-    again: bool = False
-    marked: bool = False
-    once: bool = False
-    guarded: bool = False
-    nests: bool = False
-    combines: bool = False
-    names: str = ""
-    looks: bool = False
-    cast: bool = False
-    reduces: bool = False
+    costly: bool = False  # a loop or a callback: worth skipping when no lane runs it
+    library: bool = False  # on a CPU, a call of a library whose threads may wait for one another
+    body: tuple[str, ...] = ()  # of a call: the parameters that may hold its program
+    again: bool = False  # of a call: in reverse its program is recomputed
+    marked: bool = False  # of a call: says how its program is to be compiled or run
+    once: bool = False  # a call of the host that is made once, for all lanes
+    guarded: bool = False  # runs for active lanes only, which the primitive gets
+    nests: bool = False  # what is inside runs more or less often than what is around it
+    combines: bool = False  # its program is the function that combines two elements
+    names: str = ""  # the parameter with named axes that no effect tells of
+    looks: bool = False  # looks at all lanes, through the batch axis: they share the result
+    cast: bool = False  # changes only what JAX knows of a value along the axes of a mesh
+    reduces: bool = False  # removes the dimensions of its parameter `axes`
+    # then: from the dtype, a value that changes no result; None if unknown
     neutral: Callable[[Any], Any] | None = None
 
     @property
     def is_plain_call(self) -> bool:
-        """Whether it does what the program inside does, and no more."""
         return bool(self.body) and not (self.again or self.marked)
 
 
@@ -86,16 +61,10 @@ _asked: dict[_compat.Primitive, Facts] = {}
 
 
 def enter(table: str, **facts: Any) -> tuple[str, ...]:
-    """Enters a table of primitives of JAX: in each line words, and the names they are true of.
+    """Enters a table of primitives of JAX, with lines such as ``linear moderate: add sub``.
 
-    Args:
-      table: lines of the form ``linear moderate: add sub``. A line without a colon continues with
-        the names of the one before. Before a colon there may be nothing: these have an entry,
-        and none of the words is true of them.
-      **facts: what is true of all of them.
-
-    Returns:
-      The names.
+    A line without a colon has the words of the one before. With nothing before the colon,
+    primitives have an entry, and none of the words is true of them.
     """
     names: list[str] = []
     words: dict[str, Any] = {}
@@ -126,18 +95,17 @@ def _ask_again() -> None:
 
 
 def body_parameter(primitive: _compat.Primitive, params: Mapping[str, Any]) -> str:
-    """The parameter of a call, one whose `Facts` say so, that holds the program inside."""
+    """Returns the parameter of a call, one whose `Facts` say so, that holds the program inside."""
     return next(name for name in facts_of(primitive).body if name in params)
 
 
 def has_entry(primitive: _compat.Primitive) -> bool:
-    """Whether somebody has said what `primitive` is, be it that nothing is true of it."""
+    """Whether somebody has said what `primitive` is, even if nothing is true of it."""
     by_name = primitive.name in _facts and not _compat.is_namesake(primitive)
     return by_name or primitive in _facts
 
 
 def facts_of(primitive: _compat.Primitive) -> Facts:
-    """What is known of a primitive."""
     asked = _asked
     facts = asked.get(primitive)
     if facts is None:
@@ -148,6 +116,7 @@ def facts_of(primitive: _compat.Primitive) -> Facts:
 
 
 def _find(primitive: _compat.Primitive) -> Facts:
+    # An entry by primitive comes before one by name, which is of JAX's primitive of that name.
     facts = _facts.get(primitive)
     if facts is not None:
         return facts

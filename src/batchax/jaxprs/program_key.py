@@ -28,7 +28,7 @@ from batchax.jaxprs.words import Value
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """Equal to what holds the same object; it keeps the object alive, unlike its ``id``."""
+    """Is equal to what holds the same object; keeps the object alive, unlike its ``id``."""
 
     value: Value
 
@@ -40,17 +40,19 @@ class _Same:
 
 
 def value_key(x: Value) -> Hashable:
-    """A value that is equal for programs that do the same, and for objects that mean the same."""
+    """Returns what is equal for programs that do the same, and for objects that mean the same."""
     return _key(x, ())
 
 
 def _key(x: Value, inside: tuple[int, ...]) -> Hashable:
     if id(x) in inside:
+        # A cycle: the object is known by how far out it is.
         return inside.index(id(x))
     make = next((m for kind, m in _KEYS if isinstance(x, kind)), None)
     if make is not None:
         return type(x), make(x, (*inside, id(x)))
     if _compat.is_tracing_state(x):
+        # tracing state that JAX stores with a derivative rule does not affect the rule
         return type(x)
     parts = _compat.wrapped_parts(x)
     if parts:
@@ -64,16 +66,19 @@ def _key(x: Value, inside: tuple[int, ...]) -> Hashable:
 
 def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
     jaxpr = getattr(program, "jaxpr", program)
+    # Variables by the order of their first appearance: names and identities do not matter.
     numbers: dict[Any, int] = {}
 
     def number(v: Any) -> Hashable:
         if isinstance(v, Literal):
+            # by bits: NaN, and the sign of zero
             return _key(v.aval, inside), np.asarray(v.val).tobytes()
         return numbers.setdefault(v, len(numbers))
 
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     return (
         *((number(v), _key(v.aval, inside)) for v in inputs),
+        # by identity: comparing elements would take long
         *map(_Same, getattr(program, "consts", ())),
         *(
             (

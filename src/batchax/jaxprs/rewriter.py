@@ -13,30 +13,23 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn
 
 
 class Rewriter:
-    """Makes a new program of the equations of another, and of programs inlined into it.
-
-    A variable belongs to one equation of a program. Equations of the program that is read are in
-    the new program once, and keep theirs. An inlined program may be there more than once, so its
-    equations are copied, with variables of their own.
-
-    Attributes:
-      read: the program that is read.
-      eqns: the equations of the new program so far.
-      constants: the values of its constants, and perhaps of more variables.
-      names: what stands in the new program for a variable of `read`, if it is another one.
-    """
+    """Makes a new program of the equations of another, and of programs inlined into it."""
 
     def __init__(self, read: ClosedJaxpr, eqns: Iterable[Eqn] = ()) -> None:
+        # A variable belongs to one equation of a program. Equations of `read` are in the new
+        # program once and keep their variables; those of an inlined program, perhaps there more
+        # than once, are copied.
         self.read, self.eqns, self.names = read, list(eqns), {}
+        # more are added by `inline`
         self.constants = dict(zip(read.jaxpr.constvars, read.consts, strict=True))
         self._copies = False
 
     def atom(self, v: Any) -> Any:
-        """What an operand is in the new program: a variable or a literal."""
+        """Returns what an operand is in the new program: a variable or a literal."""
         return v if isinstance(v, Literal) else self.names.get(v, v)
 
     def own(self, eqn: Eqn) -> Any:
-        """An equation of `read` as it is in the new program; it is not added."""
+        """Returns an equation of `read` as it is in the new program; it is not added."""
         if not self._copies and self.names.keys().isdisjoint(variables_read(eqn)):
             return eqn
         operands, results = [self.atom(v) for v in eqn.invars], list(eqn.outvars)
@@ -56,21 +49,21 @@ class Rewriter:
     ) -> list[Any]:
         """Adds copies of the equations of `program`, applied to `operands`; returns its results.
 
-        Args:
-          program: a program.
-          operands: variables and literals of the new program.
-          results: variables for the results that the program computes; new ones by default.
-          write: adds the equations through the rewriter of `program`; by default all, unchanged.
+        `results` names variables for them. `write` adds the equations through the rewriter of
+        `program`; by default all, unchanged.
         """
         inner, jaxpr = Rewriter(program), program.jaxpr
         inner.eqns, inner._copies = self.eqns, True
         named = zip(jaxpr.outvars, results, strict=False)
+        # A result that is a literal, or that is dropped, is not made by an equation that could
+        # take the name.
         useful = lambda v, r: not (isinstance(v, Literal) or isinstance(r, DropVar))
         inner.names = {v: r for v, r in named if useful(v, r)}
         inner.names |= zip(jaxpr.invars, operands, strict=True)
         for v, x in inner.constants.items():
             inner.names[v] = fresh(v.aval)
             self.constants[inner.names[v]] = x
+        # Inlined programs share the constants of the outermost one, which `program` lists.
         inner.constants = self.constants
         if write is None:
             self.eqns += map(inner.own, jaxpr.eqns)
@@ -91,17 +84,15 @@ class Rewriter:
     def program(
         self, inputs: Sequence[Any] | None = None, outputs: Sequence[Any] | None = None
     ) -> ClosedJaxpr:
-        """The new program.
-
-        Args:
-          inputs: its variables, each once; by default those of `read`.
-          outputs: variables and literals of it; by default what stands for the results of `read`.
+        """Closes the new program over its constants; `inputs` and `outputs` are those of `read` by
+        default.
         """
         jaxpr = self.read.jaxpr
         inputs = list(jaxpr.invars if inputs is None else inputs)
         outputs = list(map(self.atom, jaxpr.outvars) if outputs is None else outputs)
         read = [v for eqn in self.eqns for v in variables_read(eqn)] + variables_in(outputs)
         given = set(inputs)
+        # Only constants that something reads, each once, in the order in which they are read.
         used = [v for v in dict.fromkeys(read) if v in self.constants and v not in given]
         effects = frozenset().union(*(eqn.effects for eqn in self.eqns))
         jaxpr = jaxpr.replace(
@@ -111,7 +102,6 @@ class Rewriter:
 
 
 def fresh(aval: Any) -> Any:
-    """A variable that is in no program yet."""
     return Var(aval)
 
 
@@ -120,12 +110,9 @@ Inside = Callable[[], dict[str, Any]]
 
 
 def rewritten(program: Any, change: Callable[[Eqn, Inside], Any]) -> Any:
-    """`program` with each equation changed, and those of all programs inside it.
+    """Returns `program` with each equation changed, and those of all programs inside it.
 
-    Args:
-      program: with its constants or without.
-      change: what makes an equation, or a list of them, of one and of what its parameters are once
-        programs inside are rewritten. Nothing is, if it does not ask for them.
+    `change` makes an equation, or several, of one and of a function that rewrites its parameters.
     """
 
     def inside(value: Any) -> Any:
@@ -133,6 +120,7 @@ def rewritten(program: Any, change: Callable[[Eqn, Inside], Any]) -> Any:
             return rewritten(value, change)
         if isinstance(value, tuple):
             parts = list(map(inside, value))
+            # Parameters without programs stay the same objects, so that caches know them again.
             if all(a is b for a, b in zip(parts, value, strict=True)):
                 return value
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -22,12 +22,8 @@ ClosedJaxpr: TypeAlias = _compat.ClosedJaxpr
 
 
 class Eqn(Protocol):
-    """An equation of a program."""
-
     @property
-    def primitive(self) -> Any:
-        """The operation."""
-        ...
+    def primitive(self) -> Any: ...
 
     @property
     def invars(self) -> Sequence[Any]:
@@ -35,9 +31,7 @@ class Eqn(Protocol):
         ...
 
     @property
-    def outvars(self) -> Sequence[Any]:
-        """Its results."""
-        ...
+    def outvars(self) -> Sequence[Any]: ...
 
     @property
     def params(self) -> dict[str, Any]:
