@@ -375,11 +375,12 @@ class Account:
 
 
 def as_plain(x: Any) -> Any:
-    """Data as JSON has it: the fields and properties of each object, by their names.
+    """Converts data to what JSON has: objects to their fields and properties, by name.
 
-    Tuples become lists, numbers that are not finite None, and all else that JSON has not its repr.
+    Tuples become lists, numbers that are not finite None, and all else its repr.
     """
     if is_dataclass(x):
+        # Properties of base classes, too: those of `Account`, for an `Explanation`.
         properties = (n for c in type(x).__mro__ for n, p in vars(c).items() if type(p) is property)
         return {
             name: as_plain(getattr(x, name)) for name in [*(f.name for f in fields(x)), *properties]

@@ -36,14 +36,7 @@ _ARGUMENT = re.compile(r"\w+\[(\d+)\]")
 def find_memory(
     compiled: Any, recorder: Recorder, numbers: Mapping[Record, str], paths: Sequence[str]
 ) -> Memory:
-    """What a compiled program holds at its worst moment.
-
-    Args:
-      compiled: the program.
-      recorder: the notes of how it was batched, whose marks its operations bear.
-      numbers: the number in the listing, by record.
-      paths: what its arguments are called.
-    """
+    """Finds what a compiled program holds at its worst moment; `paths` names its arguments."""
     account, values = memory_of(compiled), values_at_peak(compiled)
     held = tuple(_held(v, recorder, numbers, paths) for v in values[:_MOST_HELD])
     return Memory(account.bytes, account.arguments, account.outputs, account.temporaries, held)
@@ -54,6 +47,7 @@ def _held(
 ) -> Held:
     name = value.op_name or ""
     argument = _ARGUMENT.fullmatch(name)
+    # The compiler names parameters ``args[3]``, by their place.
     if value.kind == "argument" and argument and int(argument[1]) < len(paths):
         what = paths[int(argument[1])]
     else:
@@ -63,13 +57,14 @@ def _held(
 
 
 def counted_by_compiler(compiled: Any) -> Work | None:
-    """FLOPs and bytes of a compiled program by the count of its compiler, if it makes one."""
+    """Returns FLOPs and bytes by the count of the compiler, if it makes one."""
     try:
         counts = compiled.cost_analysis() or {}
     except NotImplementedError:
         return None
     if "flops" not in counts:
         return None
+    # XLA counts exp, log and their like apart. Here they are one operation each.
     flops = counts["flops"] + counts.get("transcendentals", 0.0)
     return Work(flops, counts.get("bytes accessed", 0.0))
 
@@ -83,15 +78,7 @@ _COLLECTIVES = frozenset(
 def find_devices(
     context: FindingContext, staged: Staged, names: Names, shards: Shards, shared: Sequence[Any]
 ) -> Devices:
-    """What the lanes are spread over.
-
-    Args:
-      context: the explanation so far.
-      staged: the batched function, with what it was given.
-      names: what values are called.
-      shards: what the lanes are spread over.
-      shared: the variables, of the program of one example, that all lanes share.
-    """
+    """Describes what the lanes are spread over; lanes share the variables `shared`."""
     given = dict(zip(staged.paths, staged.arrays, strict=True))
     axis = context.recorder.programs[0].axis
     copies = (value_of(names.of(v), v.aval, None, axis) for v in shared)
@@ -101,6 +88,7 @@ def find_devices(
         each=shards.each,
         repeated=shards.count * shards.each - shards.lanes,
         replicated=tuple(
+            # What the function closes over has no name that a user would know.
             x if x.name in given else replace(x, name=f"a closed-over {x.example}")
             for x in copies
             if not _is_sharded(given, x.name)
@@ -110,7 +98,7 @@ def find_devices(
 
 
 def _is_sharded(given: Mapping[str, Any], name: str) -> bool:
-    """Whether it is known of an argument that no device has all of it: over another mesh axis."""
+    """Whether an argument is known to be spread over another mesh axis: no device has all of it."""
     sharding = getattr(given.get(name), "sharding", None)
     return sharding is not None and not sharding.is_fully_replicated
 
@@ -135,15 +123,7 @@ def count_steps(
     in_chunks: bool,
     lengths_known: bool = True,
 ) -> tuple[StepCount, ...]:
-    """Runs a batched function once more, and counts.
-
-    Args:
-      batched: the function.
-      args, kwargs: the call's arguments.
-      equations: of its listing, by number.
-      in_chunks: whether it runs a few lanes at a time.
-      lengths_known: As for `stage`.
-    """
+    """Runs a batched function once more, and counts the steps of its loops."""
     if not any(e.primitive in _SHOWN for e in equations.values()):
         return ()
     staged = stage(batched, args, kwargs, (), partial(Recorder, counts=True), lengths_known)
@@ -157,7 +137,7 @@ def count_steps(
 
 
 def steps_unknown(equations: Mapping[str, Equation], why: str) -> tuple[StepCount, ...]:
-    """The counts of all loops and branches, where nothing is counted."""
+    """Lists the counts of all loops and branches, where nothing is counted."""
     shown = (e for e in equations.values() if e.primitive in _SHOWN)
     return tuple(c for eqn in shown for c in _each(eqn, {}, {}, {}, 0, why))
 
@@ -166,7 +146,7 @@ _SHOWN = "scan", "while", "cond", "bounded loop", "derivative of a bounded loop"
 
 
 def _uncountable(staged: Staged) -> str:
-    """Why nothing can be counted of a batched function; empty if it may be."""
+    """Says why nothing can be counted of a batched function; empty if it may be."""
     recorder, program = staged.recorder, staged.traced.jaxpr
     facts = {about for about, _ in recorder.facts}
     if "shards" in facts:
@@ -179,6 +159,8 @@ def _uncountable(staged: Staged) -> str:
         return "it has references"
     if len(recorder.programs) != 1:
         return "it is more than one call of vmap"
+    # A variable of an inner program, such as that of a scan around `vmap`, has no value outside of
+    # it.
     variables = {*program.jaxpr.invars, *program.jaxpr.constvars}
     variables.update(v for eqn in program.jaxpr.eqns for v in eqn.outvars)
     if any(_is_variable(v) and v not in variables for v in recorder.programs[0].given):
@@ -197,12 +179,14 @@ def _counted(
     staged: Staged, equations: Mapping[str, Equation], in_chunks: bool
 ) -> Iterator[StepCount]:
     recorder = staged.recorder
+    # One program of one example: `_uncountable` excludes others.
     (example,) = recorder.programs
     variables = [v for v in example.given if _is_variable(v)]
     n_outs = len(staged.traced.jaxpr.jaxpr.outvars)
     counted = _counting(staged)
 
     @jax.jit
+    # The values that `vmap` is given are computed by the program around it: they are results, too.
     def run(*arrays: Any) -> tuple[Any, Any]:
         outs, counts = counted(*arrays, more=variables)
         return outs[n_outs:], counts
@@ -211,6 +195,7 @@ def _counted(
     values = dict(zip(variables, values, strict=True))
     given = [values[x] if _is_variable(x) else x for x in example.given]
     done = _by_key(counted.marks, counts)
+    # The size of a chunk: the last one may be smaller.
     chunk = max((m.lanes for m in counted.marks), default=None) if in_chunks else None
     needed, masked = _needed(example, given, chunk)
     loops, told = _loops(staged, example.axis.size), set[int]()
@@ -233,6 +218,7 @@ def _counted(
             yield from _each(eqn, {}, {}, {}, 0, why)
             continue
         own = [{b: x for (k, b), x in d.items() if k == loop} for d in (needed, done, masked)]
+        # In chunks no window holds all lanes, so that the bound is what is needed.
         lanes = 0 if in_chunks else example.axis.size
         yield from _each(eqn, own[0], own[1], own[2], lanes)
 
@@ -252,7 +238,7 @@ def _counting(staged: Staged) -> Counted:
 def _needed(
     example: PerExample, given: Sequence[Any], chunk: int | None
 ) -> tuple[dict[_Key, Any], dict[_Key, int]]:
-    """The steps that each lane takes by itself, and what masked lanes would do."""
+    """Counts the steps that each lane takes by itself, and what masked lanes would do."""
     (program,), _ = _compat.hoist_constants(example.program)
     marks: list[Mark] = []
 
@@ -262,6 +248,8 @@ def _needed(
         return counted(*values)[1]
 
     axis = example.axis
+    # The count of one lane is a result of the per-example program. Batched with masks only, the run
+    # gives both: each lane's own steps, and the steps of the masked program.
     batched = vmap(
         of_one_lane,
         tuple(example.positions),
@@ -279,7 +267,7 @@ def _needed(
 
 
 def _by_key(marks: Sequence[Mark], counts: Any) -> dict[_Key, int]:
-    """The lane-steps of each loop and branch."""
+    """Sums the lane-steps of each loop and branch."""
     sums: dict[_Key, int] = {}
     for mark, count in zip(marks, np.asarray(counts), strict=True):
         key = mark.loop, mark.branch
@@ -288,7 +276,9 @@ def _by_key(marks: Sequence[Mark], counts: Any) -> dict[_Key, int]:
 
 
 def _loops(staged: Staged, lanes: int) -> dict[str, tuple[int, Any]]:
-    """The number of each loop, and of each set of branches, and its equation of one example."""
+    """Returns the number of each loop, and of each set of branches, and its equation of one
+    example.
+    """
     recorder = staged.recorder
     listing = Listing(recorder, Attribution(recorder, staged.traced.jaxpr), Names(), lanes)
     loops = ((n, loop_number(r.eqn), r.eqn) for r, n in listing.numbers.items())
@@ -303,12 +293,13 @@ def _each(
     lanes: int,
     why: str = "",
 ) -> Iterator[StepCount]:
-    """The counts of a loop, or of each of its branches."""
+    """Makes the counts of a loop, or of each of its branches."""
     notes = eqn.notes
     branches: Sequence[int | None] = [None]
     if eqn.primitive == "cond":
         parts = {p.role.removeprefix("branch ") for p in eqn.parts}
         listed = {int(b) for b in parts if b.isdigit()}
+        # A branch may have no equation in the listing, and still be counted.
         branches = sorted(listed | {b for b in needed if b is not None})
     for branch in branches:
         way = notes.get("divergence", "together")

@@ -177,28 +177,22 @@ def explain(
 
 @dataclass(frozen=True)
 class _Ways:
-    """A function of one example, and how it is batched.
-
-    Attributes:
-      fun: the function.
-      in_axes, out_axes, options: as `vmap` was given them.
-      alone: whether what is explained is more than the batched function, such as its gradient, and
-        so cannot be run in another way to compare.
-      jitted: Whether `jax.jit` is around all of it, so that lengths of rows are traced.
-    """
+    """Holds a function of one example, and how it is batched: as `vmap` was given it."""
 
     fun: Callable[..., Any]
     in_axes: Any
     out_axes: Any
     options: dict[str, Any]
+    # Whether what is explained is more than the batched function, such as its gradient, and so
+    # cannot be run in another way to compare.
     alone: bool = False
-    jitted: bool = False
+    jitted: bool = False  # whether `jax.jit` is around all of it: lengths of rows are traced then
 
 
 def _of_batched(
     batched: Callable[..., Any], ways: _Ways, compile: bool, time_limit: float | None
 ) -> Callable[..., Explanation]:
-    """What explains a call of `batched`; and measures it, if there is a limit for that."""
+    """Explains a call of `batched`; and measures it, if there is a limit for that."""
 
     @_compat.api_boundary
     @whatever_jit
@@ -241,6 +235,7 @@ def _of_batched(
             advised = [f.advice for f in explanation.findings if f.advice]
             given = args, kwargs, advised, time_left, lengths_known
             timings, left, tried = measure_ways(way, *how, *given)
+        # Once more: what was measured decides which advice is given.
         findings = find_findings(replace(context, timings=timings, tried=tried, steps=steps))
         return replace(
             explanation, timings=timings, unmeasured=left, findings=findings, steps=steps
@@ -250,7 +245,7 @@ def _of_batched(
 
 
 def _parameters(fun: Callable[..., Any]) -> list[str]:
-    """The names of a function's positional parameters."""
+    """Returns the names of a function's positional parameters."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # of some built-in functions nothing is known
@@ -265,16 +260,18 @@ def _explain(
     compiled: Any,
     options: dict[str, Any],
 ) -> tuple[Explanation, FindingContext]:
-    """An explanation without what is measured, and what its findings are made from."""
+    """Makes an explanation without what is measured, and what its findings are made from."""
     recorder, program = staged.recorder, staged.traced.jaxpr
     attribution = Attribution(recorder, program)
     example = recorder.programs[0] if recorder.programs else None
+    # Of ragged rows the axis of all of them: a program may be of one bucket.
     axis = next((details["axis"] for about, details in recorder.facts if about == "rows"), None)
     if axis is None:
         axis = example.axis if example else recorder.records[0].axis
     names = Names()
     arguments = arguments_of(staged, example, names)
     listing = Listing(recorder, attribution, names, axis.size)
+    # The last one is of the outermost call.
     placed = next(details for about, details in recorder.facts[::-1] if about == "outputs")
     outputs = () if example is None else outputs_of(example, names, **placed)
     memory = counted = None

@@ -35,7 +35,7 @@ _LETTERS = string.ascii_lowercase
 
 
 class Names:
-    """A name for each variable: that of the argument it is, or a letter."""
+    """Names each variable: by the argument it is, or by a letter."""
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -44,12 +44,11 @@ class Names:
         self._taken: set[str] = set()  # by arguments
 
     def give(self, variable: Any, name: str) -> None:
-        """Says what a variable is called, unless it has a name."""
         self._names.setdefault(variable, name)
         self.take(name)
 
     def take(self, name: str) -> None:
-        """Says that no variable without a name may be called so: something else is."""
+        """Reserves a name that something else has."""
         self._taken.add(name)
 
     def enter(self, program: Any) -> None:
@@ -70,7 +69,7 @@ class Names:
         return isinstance(variable, Literal) or variable in self._numbers
 
     def of(self, variable: Any) -> str:
-        """What a variable is called; a literal is called by its value."""
+        """Returns what a variable is called; a literal is called by its value."""
         if isinstance(variable, Literal):
             return _number(variable.val)
         if variable not in self._names:
@@ -82,7 +81,7 @@ class Names:
 
 
 def letters(n: int) -> str:
-    """The name of the `n`-th variable: a, b, ..., z, ba, bb, ..."""
+    """Returns the name of the `n`-th variable: a, b, ..., z, ba, bb, ..."""
     name = _LETTERS[n % 26]
     while n >= 26:
         n = n // 26
@@ -102,30 +101,19 @@ def _number(value: Any) -> str:
 
 @dataclass
 class Tally:
-    """What an equation became, except for what is inside programs that it holds.
+    """Says what an equation became, except for what is inside programs that it holds."""
 
-    Attributes:
-      emitted: the names of operations, in order.
-      work: what they cost, as often as they run, on all devices that do.
-      moves: bytes of arrays whose axes were transposed.
-      broadcasts: bytes written to repeat arrays.
-      times: how often they run; None if that is not known.
-      skipped: whether they are in a branch, of a ``cond``, that may not run.
-    """
-
-    emitted: list[str] = field(default_factory=list)
-    work: Work = field(default_factory=Work)
-    moves: int = 0
-    broadcasts: int = 0
-    times: int | None = 1
-    skipped: bool = False
+    emitted: list[str] = field(default_factory=list)  # names of operations, in order
+    work: Work = field(default_factory=Work)  # as often as they run, on all devices that do
+    moves: int = 0  # bytes of arrays whose axes were transposed
+    broadcasts: int = 0  # bytes written to repeat arrays
+    times: int | None = 1  # how often they run; None if that is not known
+    skipped: bool = False  # whether they are in a branch, of a ``cond``, that may not run
 
 
 class Attribution:
-    """A batched program, its operations sorted by the equations they are of.
-
-    Attributes:
-      tallies: by equation, for those that emitted something; what belongs to none under None.
+    """Sorts the operations of a batched program by the equations they are of; those of none under
+    None.
     """
 
     def __init__(self, recorder: Recorder, program: Any) -> None:
@@ -153,6 +141,8 @@ class Attribution:
                 cost = cost_of_equation(eqn, integers)
                 self._add(record, eqn, devices * cost, times, skipped)
                 continue
+            # A loop or branch costs something itself: it moves its carry, and cuts what it takes
+            # apart.
             if any(p.role != "call" for p in inner):
                 self._add(record, eqn, devices * cost_around(eqn, inner), times, skipped)
             each = devices * devices_of(eqn)
@@ -164,6 +154,7 @@ class Attribution:
     def _add(
         self, record: Record | None, eqn: Any, cost: Cost, times: int | None, skipped: bool
     ) -> None:
+        # Where the number of steps is not known, one step is counted.
         tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
         often = 1 if times is None else times
         name = eqn.primitive.name
@@ -174,13 +165,14 @@ class Attribution:
         written = bytes_of(v.aval for v in eqn.outvars)
         if name == "transpose":
             tally.moves += written
+        # A broadcast that writes no more than it reads only adds dimensions of size one.
         elif name == "broadcast_in_dim" and written > bytes_of(v.aval for v in eqn.invars):
             tally.broadcasts += written
 
 
 @dataclass(eq=False)
 class Entry:
-    """An equation with all its records: a program may be batched for chunks of several sizes."""
+    """Holds an equation with all its records: chunks of several sizes have one for each size."""
 
     records: list[Record] = field(default_factory=list)
     tallies: list[Tally] = field(default_factory=list)
@@ -189,7 +181,7 @@ class Entry:
 
     @property
     def shown(self) -> Record:
-        """The record that tells of the most lanes."""
+        """Returns the record that tells of the most lanes."""
         return max(self.records, key=lambda r: (lanes_of(r.axis), -r.number))
 
     @property
@@ -198,12 +190,12 @@ class Entry:
 
 
 def lanes_of(axis: Axis) -> int:
-    """The number of lanes of an axis; one if that is a symbol."""
+    """Returns the number of lanes of an axis; one if that is a symbol."""
     return axis.size if isinstance(axis.size, int) else 1
 
 
 def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
-    """What became part of the batched program, as a tree."""
+    """Returns what became part of the batched program, as a tree."""
     used = _used_runs(recorder, attribution)
     places = _places(recorder)
     roots: list[Entry] = []
@@ -214,6 +206,7 @@ def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
         if record.run not in used or (record.parent is not None and around is None):
             continue
         tally = attribution.tallies.get(record)
+        # What a rule does by programs of its own belongs to the equation that the rule is of.
         if around is not None and record.parent is not None and not _runs_programs(around):
             of_record[record] = around
             if tally is not None:
@@ -231,18 +224,16 @@ def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
 
 
 def number_of(op_name: str | None, recorder: Recorder, numbers: Mapping[Record, str]) -> str:
-    """The equation, of those that have `numbers`, that a compiled operation is of; "" if none."""
+    """Returns the number of the equation that a compiled operation is of; "" if none."""
     record = recorder.record_of(op_name or "")
+    # What is inside of something that is listed as a whole has no number, and belongs to it.
     while record is not None and record not in numbers:
         record = record.parent
     return "" if record is None else numbers[record]
 
 
 def _places(recorder: Recorder) -> dict[Record, Any]:
-    """Where each equation is: records of one place are of one equation.
-
-    For chunks of another size a program may be made again. Then it has the same operations.
-    """
+    """Returns where each equation is: records of one place are of one equation."""
     runs: dict[Any, list[Record]] = {}
     for record in recorder.records:
         runs.setdefault((record.parent, record.role, record.run), []).append(record)
@@ -255,6 +246,7 @@ def _places(recorder: Recorder) -> dict[Record, Any]:
             continue
         program, lanes = run.key, lanes_of(records[0].axis)
         operations = tuple(shown_name(r.eqn) for r in records)
+        # For chunks of another size a program may be made again. Then it has the same operations.
         first = made.setdefault((around, operations), (lanes, program))
         if first[0] != lanes:
             program = first[1]
@@ -263,11 +255,8 @@ def _places(recorder: Recorder) -> dict[Record, Any]:
 
 
 def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
-    """The runs through programs of which the batched program is made.
-
-    Others were to find out which values are batched. Where no run shows in the batched program,
-    because all that was to be done is to move an axis in mind, the last is the one.
-    """
+    """Returns the runs through programs of which the batched program is made."""
+    # Other runs were to find out which values are batched: nothing that they emitted is left.
     used: set[Any] = set()
     for record in attribution.tallies:
         while record is not None:
@@ -277,6 +266,8 @@ def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
     for record in recorder.records:
         runs.setdefault((record.parent, record.role), []).append(record.run)
     for (parent, _), of_role in runs.items():
+        # A run may leave nothing, because all that was to be done is to move an axis in mind. Of
+        # those the last counts.
         if used.isdisjoint(of_role) and (parent is None or parent.run in used):
             used.add(of_role[-1])
     return used
@@ -290,13 +281,13 @@ def _runs_programs(entry: Entry) -> bool:
 
 
 def shown_name(eqn: Any) -> str:
-    """The name of an equation's primitive; of a call also what is called."""
+    """Returns the name of an equation's primitive; of a call also what is called."""
     name, called = shown(eqn.primitive), eqn.params.get("name")
     return f"{name} {called}" if isinstance(called, str) and called else name
 
 
 def served_by(record: Record) -> tuple[Service, str]:
-    """How an equation was batched, and the name of the rule that did it."""
+    """Returns how an equation was batched, and the name of the rule that did it."""
     primitive = record.eqn.primitive
     if record.shared:
         return "once", ""
@@ -323,13 +314,7 @@ _LIBRARY = os.path.dirname(jax.__file__)
 
 
 class Listing:
-    """The equations of a function, and where to find the one a record is of.
-
-    Attributes:
-      equations: in order.
-      numbers: the number in the listing, by record.
-      names: what values are called.
-    """
+    """Lists the equations of a function, and says where the one a record is of stands."""
 
     def __init__(
         self, recorder: Recorder, attribution: Attribution, names: Names, lanes: int
@@ -358,18 +343,16 @@ class Listing:
     def _flat(
         self, entries: Sequence[Entry], caller: Source | None, around: Source | None, role: str
     ) -> Iterator[tuple[Entry, Source, str]]:
-        """The entries with the lines and roles they are listed under, calls opened.
+        """Iterates over entries with the lines and roles they are listed under, calls opened.
 
-        Args:
-          entries: of one program.
-          caller: the line that all of them are listed under, if they are of a function of JAX.
-          around: the line of the call, loop or branch that they are inside of.
-          role: what they are there.
+        `caller` is the line for all of them, if they are of a function of JAX; `around` that of
+        what they are inside of.
         """
         for entry in entries:
             record = entry.shown
             source = caller or source_of(entry.eqn, around)
             role_of_it = record.role or role
+            # Calls have no entry: what is inside stands in their place, with the operands' names.
             if not entry.parts or facts_of(entry.eqn.primitive).nests or is_users(record):
                 yield entry, source, role_of_it
                 continue
@@ -386,12 +369,14 @@ class Listing:
         record, eqn = entry.shown, entry.eqn
         for r in (*entry.records, *(r for r, _ in entry.within)):
             self.numbers[r] = number
+        # An equation that emitted nothing runs as often as what is around it.
         tallies = [*entry.tallies, *(t for _, t in entry.within)] or [Tally(times=around)]
         emitted = max((t.emitted for t in entry.tallies), key=len, default=[])
         counts = [t.times for t in tallies]
         times = None if None in counts else max(c for c in counts if c is not None)
         inputs = self._values(eqn.invars, record.in_axes, record.axis, record.in_types)
         out_axes, out_types = record.out_axes, record.out_types
+        # Where other operations stand in for the equation, they say how its values are placed.
         if record.stand_in is not None:
             inputs = tuple(self._known.get(v.name, v) for v in inputs)
             placed = [
@@ -415,6 +400,7 @@ class Listing:
             service=service,
             rule=rule,
             emitted=(*emitted, *(name for _, t in entry.within for name in t.emitted)),
+            # A transposition, or a broadcast, of the user's is no cost of batching.
             moves=sum(t.moves for t in tallies) * (eqn.primitive.name != "transpose"),
             broadcasts=sum(t.broadcasts for t in tallies)
             * (eqn.primitive.name != "broadcast_in_dim"),
@@ -428,12 +414,8 @@ class Listing:
         )
 
     def _name_inside(self, entry: Entry) -> tuple[tuple[str, str], ...]:
-        """Names the inputs of the programs in a loop or branch.
-
-        What they are given as it is keeps its name.
-
-        Returns:
-          What loops carry, or take apart: its name inside, and that of what it is at first.
+        """Names the inputs of the programs in a loop or branch; returns the pairs of names, inside
+        and at first, of what loops carry or take apart.
         """
         operands, pairs, condition = entry.eqn.invars, (), ()
         for body in bodies_of(entry.eqn):
@@ -450,14 +432,12 @@ class Listing:
         return pairs
 
     def _entered(self, entry: Entry, given: Any, role: str) -> Sequence[Any]:
-        """The inputs of a program in `entry`, which may have been run in another form.
-
-        That has other inputs only in front: which lanes are active.
-        """
+        """Returns the inputs of a program in `entry`, which may have been run in another form."""
         first = (part.records[0] for part in entry.parts)
         forms = (r.run.program for r in first if r.role == role and r.run is not None)
         program = next(forms, given.jaxpr)
         self.names.enter(program)
+        # That form has other inputs only in front: which lanes are active.
         added = len(program.invars) - len(given.jaxpr.invars)
         if added == 1:
             self.names.give(program.invars[0], "active")
@@ -493,7 +473,7 @@ class Listing:
 
 
 def _results(recorder: Recorder) -> dict[Any, tuple[Position, Any]]:
-    """Where results of what stands in for equations have the batch axis, and their types."""
+    """Returns batch axes and types of the results of what stands in for equations."""
     results: dict[Any, tuple[Position, Any]] = {}
     widest = sorted(recorder.records, key=lambda r: lanes_of(r.axis))
     for record in widest:
@@ -511,10 +491,7 @@ def value_of(
     batched: Any = None,
     literal: bool = False,
 ) -> Value:
-    """A value, from its type for one example and where it has the batch axis.
-
-    Its type in all lanes follows from these, if it is not given.
-    """
+    """Makes a value from its type for one example and where it has the batch axis."""
     if batched is None:
         batched = example
         if position is not None and getattr(example, "shape", None) is not None:
@@ -524,7 +501,7 @@ def value_of(
 
 
 def type_name(aval: Any) -> str:
-    """A type as programs are printed: ``f32[3]``."""
+    """Returns a type as programs are printed: ``f32[3]``."""
     try:
         return aval.str_short(short_dtypes=True)
     except (AttributeError, TypeError):
@@ -532,14 +509,12 @@ def type_name(aval: Any) -> str:
 
 
 def source_of(eqn: Any, around: Source | None) -> Source:
-    """The line that made an equation; of a library's, with the user's own that led there.
-
-    JAX forgets where a function was called from that it stages by itself. Then that is the line of
-    what the equation is inside of, `around`.
-    """
+    """Returns the line that made an equation; a library's with the user's line that led there."""
     source, own = Source(*source_line(eqn)), calling_line(eqn)
     if own is not None:
         return replace(source, called_from=Source(*own))
+    # JAX forgets where a function that it stages by itself was called from. The line of what the
+    # equation is inside of takes its place.
     if around is None or not is_installed(source.file):
         return source
     led = around.called_from or around
@@ -547,14 +522,14 @@ def source_of(eqn: Any, around: Source | None) -> Source:
 
 
 def _program_of(part: Entry) -> Any:
-    """The program that an equation inside another is part of."""
+    """Returns the program that an equation inside another is part of."""
     run = part.records[0].run
     assert run is not None
     return run.program
 
 
 def _passed_to(eqn: Any) -> Sequence[Any]:
-    """What a call passes to the program that it runs: mostly, all of its operands."""
+    """Returns what a call passes to the program that it runs: mostly, all of its operands."""
     if eqn.primitive.name != "custom_linear_solve":
         return eqn.invars
     # First the constants of each of its programs, of which the one that solves is run.
@@ -564,16 +539,14 @@ def _passed_to(eqn: Any) -> Sequence[Any]:
 
 
 def _is_library(program: Any) -> bool:
-    """Whether a program is of a function of JAX, whose lines say nothing to users.
-
-    Staged once, it is shared by all who call it, with the lines of the one who did first.
-    """
+    """Whether a program is of a function of JAX, whose lines say nothing to users."""
+    # Staged once, it is shared by all who call it, with the lines of the one who did first.
     file = getattr(getattr(program, "debug_info", None), "func_filename", None) or ""
     return file.startswith(_LIBRARY)
 
 
 def _work_of_parts(parts: Sequence[Equation], record: Record) -> Work:
-    """What the parts cost; of branches of which one runs, the costliest."""
+    """Returns what the parts cost; of branches of which one runs, the costliest."""
     by_role: dict[str, Work] = {}
     for part in parts:
         by_role[part.role] = by_role.get(part.role, Work()) + part.work
@@ -583,7 +556,7 @@ def _work_of_parts(parts: Sequence[Equation], record: Record) -> Work:
 
 
 def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tuple[Value, ...]:
-    """The arguments, whose names their variables in the program get."""
+    """Returns the arguments, whose names their variables in the program get."""
     given = {} if example is None else example.arguments
     values = []
     for placeholder, path in zip(staged.placeholders, staged.paths, strict=True):
@@ -605,7 +578,7 @@ def arguments_of(staged: Staged, example: PerExample | None, names: Names) -> tu
 def outputs_of(
     example: PerExample, names: Names, described: Sequence[OutputArray], types: Sequence[Any]
 ) -> tuple[Value, ...]:
-    """The results, under the names of their variables, as they are placed: their types then."""
+    """Returns the results, named as their variables, with their types as they are placed."""
     values = []
     for v, output, final in zip(example.outputs, described, types, strict=True):
         if isinstance(final, Ragged):
@@ -620,9 +593,10 @@ def outputs_of(
 
 
 def _out_axis(spec: Any, example: Any, final: Any) -> int | None:
-    """Where a result has the batch axis."""
+    """Returns where a result has the batch axis."""
     if spec is None or isinstance(spec, Reduce):
         return None
     if spec is AUTO:
+        # With AUTO an output that does not depend on the lane is returned once.
         return None if len(final.shape) == len(example.shape) else 0
     return spec % len(final.shape)

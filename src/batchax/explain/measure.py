@@ -37,7 +37,7 @@ _MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to run all lanes, or a share of them."""
+    """Holds a way to run all lanes, or a share of them."""
 
     batch_size: int | Literal["loop"] | None
     call: Callable[[], Any]
@@ -65,28 +65,9 @@ def measure(
     time_limit: float,
     lengths_known: bool,
 ) -> tuple[tuple[Timing, ...], tuple[int | str | None, ...], tuple[dict[str, Any], ...]]:
-    """Times the batched function, in turns with other ways to run it.
-
-    These are a loop over examples, what findings advise, and other chunk sizes.
-
-    The loop calls the compiled per-example function sequentially, on examples cut
-    before; over a named axis, and for rows, there is none. It runs for no more than 256 examples,
-    and for fewer where they take long, spread evenly over the lanes; its time is what all would
-    take. Of chunks the largest are tried first: small ones are the slowest.
-
-    Args:
-      first: the batched function as it is.
-      fun, in_axes, out_axes, options: the function, and how it is batched.
-      args, kwargs: the call's arguments.
-      advised: options of `vmap` that findings advise, each of which is followed by itself.
-      time_limit: seconds after which no more is begun. The function as it is runs once, whatever
-        that takes.
-      lengths_known: As for `stage`.
-
-    Returns:
-      The times: of the function as it is first, then the others. The time of one call is the
-      median of up to seven rounds, the spread their fastest and slowest. Then what there was no
-      time for: the loop, advice, chunk sizes. And the advice that was followed, be it refused.
+    """Times the batched function, interleaved with a loop, other chunk sizes, and what findings
+    advise. Returns the times, that of the function as it is first; what there was no time for; and
+    the advice that was followed, even if it raised. No more is begun after `time_limit` seconds.
     """
     end = time.monotonic() + time_limit
     flat = flatten_arguments(fun, in_axes, args, kwargs)
@@ -100,6 +81,7 @@ def measure(
         else:
             more: dict[str, Any] = {} if size == first.batch_size else {"batch_size": size}
             unused = ["progress"]
+            # Options that only chunks, or only lanes all at once, may have are left out.
             if "batch_size" in more:
                 unused += ["memory_limit", *(["residuals"] if size is None else [])]
             changed: dict[str, Any] = (
@@ -111,6 +93,8 @@ def measure(
         return replace(way, compiling=time.monotonic() - start, advice=advice)
 
     ways: list[tuple[Any, dict[str, Any]]] = []
+    # Over a named axis lanes meet, and rows differ in length: a loop over examples would
+    # be another program.
     if not rows and options.get("axis_name") is None:
         ways.append(("loop", {}))
     sizes: list[_Size] = [advice["batch_size"] for advice in advised if "batch_size" in advice]
@@ -123,6 +107,7 @@ def measure(
     name = name_of(fun)
     shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
     begun, left = [(first, first_call(first))], []
+    # What is begun takes about as long as the longest before, which compiled and ran twice.
     longest = (first.compiling or 0.0) + 2 * begun[0][1]
     tried: list[dict[str, Any]] = []
     in_chunks = True
@@ -138,6 +123,7 @@ def measure(
         try:
             way = made(size, advice)
         except UnsupportedError:
+            # If one batch_size raises, all do.
             in_chunks = in_chunks and bool(advice)
             continue
         begun.append((way, first_call(way)))
@@ -154,16 +140,12 @@ _Size = int | Literal["loop"] | None
 
 
 def _in_order(size: _Size, advice: dict[str, Any]) -> tuple[bool, bool, float]:
-    """The loop first, then chunks by their size, then what was advised."""
+    """Sorts the loop first, then chunks by their size, then what was advised."""
     return bool(advice), size != "loop", size if isinstance(size, int) else math.inf
 
 
 def check_values(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that a function cannot be run on.
-
-    Raises:
-      ArgumentTypeError: an argument has no values.
-    """
+    """Rejects arguments without values: a function cannot be run on them."""
     named = [*zip(argument_names(fun, len(args)), args, strict=True), *kwargs.items()]
     for name, argument in named:
         for keys, x in jax.tree_util.tree_flatten_with_path(argument)[0]:
@@ -177,14 +159,17 @@ def check_values(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 
 
 def _sizes(lanes: int) -> list[int]:
-    """Chunk sizes to try: powers of four below the number of lanes, the largest first."""
+    """Lists chunk sizes to try: powers of four below the number of lanes.
+
+    The largest come first: small ones are the slowest.
+    """
     return [4**k for k in range(11, 0, -1) if 4**k < lanes]
 
 
 def as_it_is(
     batch_size: Any, staged: Staged, compiled: Any, compiling: float | None = None
 ) -> _Way:
-    """A batched function that was staged and compiled, as a way to run its lanes."""
+    """Returns a batched function that was staged and compiled, as a way to run its lanes."""
     peak = memory_of(compiled).bytes
     return _Way(batch_size, lambda: compiled(*staged.arrays), peak, compiling=compiling)
 
@@ -226,6 +211,7 @@ def _loop(
 
     run = with_arrays_traced(compiled)
     jax.block_until_ready(run(example))
+    # As many examples as half a second allows, spread evenly over the lanes.
     fitting = int(_LONGEST_LOOP / max(_seconds(lambda: run(example), 1), 1e-6))
     count = min(lanes, _MOST_EXAMPLES, max(1, fitting))
     examples = [example_at(values, k * lanes // count) for k in range(count)]
@@ -233,12 +219,14 @@ def _loop(
 
 
 def first_call(way: _Way) -> float:
-    """Seconds of a call: of the second, where the first is short."""
+    """Returns the seconds of a call: of the second, where the first is short."""
     first = _seconds(way.call, 1)
     return first if first > 1 else _seconds(way.call, 1)
 
 
 def _times(begun: list[tuple[_Way, float]], end: float) -> tuple[Timing, ...]:
+    # As many calls in a round as take a share of `_LONGEST`. All ways take turns, so that a machine
+    # that slows down slows all of them.
     calls = [max(1, int(_LONGEST / _ROUNDS / max(once, 1e-6))) for _, once in begun]
     a_round = sum(n * once for n, (_, once) in zip(calls, begun, strict=True))
     measured: list[list[float]] = [[] for _ in begun]

@@ -39,14 +39,7 @@ _MOST_LINKS = 40  # from a line to its equations: those that cost most
 
 
 def as_page(explanation: Account) -> str:
-    """A whole document, with its style and script in it.
-
-    Args:
-      explanation: what to show.
-
-    Returns:
-      HTML that fetches nothing, and forbids itself to.
-    """
+    """Returns a whole HTML document, with its style and script in it, which fetches nothing."""
     data = json.dumps(explanation.to_dict() | {"shown": _shown(explanation)}, separators=(",", ":"))
     # A script element ends at "</script", and "<!--" changes how it is read: neither can occur.
     given = {"@policy@": _policy(), "@data@": data.replace("<", "\\u003c")}
@@ -54,14 +47,8 @@ def as_page(explanation: Account) -> str:
 
 
 def as_embedded_page(explanation: Account) -> str:
-    """The page in a frame, for notebooks, whose styles and its own do not meet.
-
-    Args:
-      explanation: what to show.
-
-    Returns:
-      An iframe as high as a short page, at most as high as leaves the notebook in sight.
-    """
+    """Returns the page in an iframe, for notebooks, whose styles and its own do not meet."""
+    # As high as a short page, at most as high as leaves the notebook in sight.
     height = min(900, 560 + 48 * sum(1 for _ in explanation.walk()))
     return (
         f'<iframe srcdoc="{escape(as_page(explanation))}" sandbox="allow-scripts" '
@@ -77,7 +64,9 @@ def _template() -> str:
 
 @cache
 def _policy() -> str:
-    """What a browser may use: the style and the script of the template, known by their hashes."""
+    """Returns what a browser may use: the style and the script of the template, known by their
+    hashes.
+    """
     hashes = {}
     for name in ("style", "script"):
         (text,) = re.findall(rf"<{name}>(.*?)</{name}>", _template(), re.DOTALL)
@@ -89,7 +78,7 @@ def _policy() -> str:
 
 
 def _shown(explanation: Account) -> dict[str, Any]:
-    """What the page says besides the explanation's own data: sentences, and lines."""
+    """Returns what the page says besides the explanation's own data: sentences, and lines."""
     equations = {eqn.number: eqn for eqn in explanation.walk()}
     by_itself = lines_of(explanation, _by_itself)
     options = {name: x for name, x in explanation.options.items() if x is not None}
@@ -125,7 +114,7 @@ def _by_itself(source: Source) -> Source:
 
 
 def _ordered_lines(explanation: Account, by_itself: Sequence[Line]) -> list[Line]:
-    """The user's lines by file, libraries that they call counted; then lines of libraries."""
+    """Lists the user's lines by file, libraries that they call counted; then lines of libraries."""
     place = lambda line: (line.source.file, line.source.line)
     own = [line for line in lines_of(explanation, own_line) if not is_installed(line.source.file)]
     of_libraries = [line for line in by_itself if is_installed(line.source.file)]
@@ -146,7 +135,9 @@ def _line(line: Line) -> dict[str, Any]:
 
 
 def _repeats(equations: Sequence[Equation]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The first of equations that repeat others: how many these are, and what they repeat."""
+    """Iterates over the first of equations that repeat others: how many these are, and what they
+    repeat.
+    """
     for entry in fold(equations):
         if isinstance(entry, Again):
             like = [eqn.number for eqn in entry.like]

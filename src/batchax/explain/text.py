@@ -34,7 +34,7 @@ from batchax.programs.differences import shown_place
 
 @dataclass(frozen=True)
 class Line:
-    """A line, the equations that it made, and what these cost: each by itself."""
+    """Holds a line, the equations that it made, and what these cost: each by itself."""
 
     source: Source
     equations: tuple[Equation, ...]
@@ -44,11 +44,9 @@ class Line:
 def lines_of(
     explanation: Account, by: Callable[[Source], Source] = lambda source: source
 ) -> list[Line]:
-    """The lines that made equations, in the order of the program.
+    """Lists the lines that made equations, in the order of the program.
 
-    Args:
-      explanation: of which function.
-      by: what line an equation is counted for, from the one that made it.
+    `by` maps the line that made an equation to the one it is counted for.
     """
     made: dict[Source, list[Equation]] = {}
     for eqn in explanation.walk():
@@ -59,8 +57,9 @@ def lines_of(
 
 
 def _alone(eqn: Equation) -> Work:
-    """The work of an equation without that of its parts, which have lines of their own."""
+    """Returns the work of an equation without that of its parts, which have lines of their own."""
     inside = sum((part.work for part in eqn.parts), Work())
+    # Branches count their costliest only, so that parts may add up to more than the whole.
     return Work(
         max(eqn.work.flops - inside.flops, 0.0),
         max(eqn.work.bytes - inside.bytes, 0.0),
@@ -68,15 +67,14 @@ def _alone(eqn: Equation) -> Work:
 
 
 def own_line(source: Source) -> Source:
-    """The user's own line: of a library's, the one that led there."""
+    """Returns the user's own line: of a library's, the one that led there."""
     return source.called_from or source
 
 
 def costliest_lines(explanation: Account) -> list[tuple[Line, float]]:
-    """The user's lines that cost most, by the price of findings, each with its share of the whole.
+    """Lists the user's lines that cost most, each with its share of the whole.
 
-    Where all is in one line, the lines of libraries that it led to. What costs less than a
-    twentieth is left out, and so is everything where there is but one line.
+    Where all is in one line, the lines of libraries that it led to.
     """
     lines = lines_of(explanation, own_line)
     if len(lines) == 1:
@@ -172,7 +170,7 @@ def _findings(explanation: Account) -> Iterator[str]:
 
 
 def _place(source: Source) -> str:
-    """A line of the user, with the line of a library's that it led to, if it did."""
+    """Shows a line of the user, with the line of a library's that it led to, if it did."""
     own = own_line(source)
     through = f"  (in {_where(source)})" if source.called_from else ""
     return f"{_where(own)}  {own.text}{through}"
@@ -200,7 +198,7 @@ def _program(explanation: Account) -> Iterator[str]:
 
 
 def _values(values: Sequence[Value]) -> list[str]:
-    """Names and types, those of many that are alike as one, and not all of very many."""
+    """Lists names and types, those of many that are alike as one, and not all of very many."""
     if len(values) <= _MOST_VALUES:
         return [f"{v.name}: {_types(v)}" for v in values]
     told = [
@@ -216,7 +214,7 @@ def _values(values: Sequence[Value]) -> list[str]:
 
 
 def _shown(equations: Sequence[Equation]) -> Iterator[Equation]:
-    """The equations that are listed, those inside of others included."""
+    """Iterates over the equations that are listed, those inside of others included."""
     for entry in fold(equations):
         if isinstance(entry, Equation):
             yield entry
@@ -238,6 +236,8 @@ def _equations(
             yield f"{indent}{_heading(entry.role, entry)}"
             line, role = (None if role else line), entry.role
         if entry.source != line and entry.source.line:
+            # The line of a library's stands below the user's own that led there, which is not
+            # repeated.
             own, before = entry.source.called_from, line and line.called_from
             if own is not None and own != before:
                 yield f"{indent}{_where(own)}  {own.text}"
@@ -290,7 +290,7 @@ def _brief(work: Work) -> str:
 
 
 def _remarks(eqn: Equation) -> str:
-    """What its rule did besides: how lanes diverge, what it moved and repeated."""
+    """Tells what its rule did besides: how lanes diverge, what it moved and repeated."""
     remarks = []
     divergence = eqn.notes.get("divergence")
     if divergence == "masked":
@@ -393,7 +393,7 @@ def _timings(explanation: Account) -> Iterator[str]:
 
 
 def for_terminal(explanation: Account) -> Any:
-    """An explanation for a terminal: a `rich` renderable, or plain text without `rich`."""
+    """Renders an explanation for a terminal, with `rich`; as plain text without it."""
     try:
         from rich.text import Text
     except ImportError:

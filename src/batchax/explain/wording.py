@@ -19,29 +19,23 @@ _LEAST = 4
 
 @dataclass(frozen=True)
 class Again:
-    """Equations that do what those just before them do, with other values.
-
-    Attributes:
-      equations: in order.
-      like: those that they repeat, once or more often.
-    """
+    """Holds equations that do what those just before them do, with other values."""
 
     equations: tuple[Equation, ...]
-    like: tuple[Equation, ...]
+    like: tuple[Equation, ...]  # those that they repeat, once or more often
 
     @property
     def number(self) -> str:
-        """The number of the first of them."""
         return self.equations[0].number
 
     @property
     def rounds(self) -> int:
-        """How often the others are repeated."""
+        """Returns how often the others are repeated."""
         return len(self.equations) // len(self.like)
 
     @property
     def sizes(self) -> tuple[str, ...]:
-        """Where rounds are of batches of other sizes, as of size buckets: a result of each."""
+        """Returns a result of each round, if rounds are of batches of other sizes, as buckets."""
         place = next((i for i, eqn in enumerate(self.like) if eqn.outputs), None)
         if place is None:
             return ()
@@ -51,24 +45,21 @@ class Again:
 
     @property
     def work(self) -> Work:
-        """What they cost together."""
         return sum((eqn.work for eqn in self.equations), Work())
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """What they take from others."""
         made = {v.name for v in self.outputs}
         taken = {v.name: v for eqn in self.equations for v in eqn.inputs if v.name not in made}
         return tuple(taken.values())
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """All that they give."""
         return tuple(v for eqn in self.equations for v in eqn.outputs)
 
 
 def fold(equations: Sequence[Equation]) -> list[Equation | Again]:
-    """The equations of one scope, with those that repeat the ones before them taken together."""
+    """Lists the equations of one scope, with those that repeat the ones before them as one."""
     folded: list[Equation | Again] = []
     for _, of_role in groupby(equations, key=lambda eqn: eqn.role):
         eqns = list(of_role)
@@ -79,6 +70,7 @@ def fold(equations: Sequence[Equation]) -> list[Equation | Again]:
 
 
 def _fold(equations: Sequence[Equation], codes: np.ndarray) -> list[Equation | Again]:
+    # What repeats most is taken together first; then what is before, in and after it.
     start, period, rounds = _longest_repeat(codes)
     if period * rounds < _LEAST:
         return list(equations)
@@ -93,13 +85,14 @@ def _fold(equations: Sequence[Equation], codes: np.ndarray) -> list[Equation | A
 
 
 def _longest_repeat(codes: np.ndarray) -> tuple[int, int, int]:
-    """The stretch whose repetitions, right after it, are the most entries in all.
+    """Finds the stretch whose repetitions, right after it, are the most entries in all.
 
-    Returns:
-      Where it starts, how long it is, and how often it is repeated. Of those alike, the shortest.
+    Returns where it starts, how long it is, and how often it is repeated; of those alike, the
+    shortest.
     """
     best = 0, 1, 0
     for period in range(1, len(codes) // 2 + 1):
+        # No period from here on can repeat more entries than the best one does.
         if len(codes) - period <= best[1] * best[2]:
             break
         alike = np.flatnonzero(codes[period:] != codes[:-period])
@@ -114,10 +107,8 @@ def _longest_repeat(codes: np.ndarray) -> tuple[int, int, int]:
 
 
 def _kind(eqn: Equation) -> Hashable:
-    """What equations have in common that do the same: all but numbers, names and literals.
-
-    Sizes of the batch are no part of it: rows in size buckets run the same program for each.
-    """
+    """Returns what equations that do the same share: all but numbers, names and literals."""
+    # No sizes of the batch: rows in size buckets run the same program for each.
     types = tuple((v.example, v.axis) for v in (*eqn.inputs, *eqn.outputs))
     how = eqn.primitive, eqn.source, eqn.service, eqn.rule, eqn.role, eqn.times
     did = bool(eqn.moves), bool(eqn.broadcasts), repr(eqn.notes)
@@ -125,10 +116,9 @@ def _kind(eqn: Equation) -> Hashable:
 
 
 def alike(values: Sequence[Value]) -> list[tuple[str, Sequence[Value]]]:
-    """Values by what they are called except for places in lists and trees, and by their types.
+    """Groups values by their types, and by names without places in lists and trees.
 
-    Returns:
-      The name of each kind, with stars for places that differ, and its values.
+    Returns the name of each kind, with stars for places that differ, and its values.
     """
     kinds: dict[Hashable, list[Value]] = {}
     for v in values:
@@ -165,12 +155,12 @@ _MOST_COPIES = 4  # replicated values that are named
 
 
 def count(n: int, what: str) -> str:
-    """A number of things: "1 lane", "1,024 lanes"."""
+    """Writes a number of things: "1 lane", "1,024 lanes"."""
     return f"{n:,} {what}" + "s" * (n != 1)
 
 
 def show_flops(flops: float) -> str:
-    """Floating-point operations for people: "240 FLOP", "1.2 MFLOP"."""
+    """Writes floating-point operations: "240 FLOP", "1.2 MFLOP"."""
     if flops < 1000:
         return f"{flops:.0f} FLOP"
     for prefix in "kMGT":
@@ -181,12 +171,11 @@ def show_flops(flops: float) -> str:
 
 
 def show_work(work: Work) -> str:
-    """Work in a sentence: "1.2 MFLOP, 3 MiB read and written"."""
+    """Writes work: "1.2 MFLOP, 3 MiB read and written"."""
     return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
 
 
 def told_again(again: Again) -> str:
-    """What equations repeat, in a line."""
     first, last = again.like[0].number, again.like[-1].number
     what = f"like {first}" if first == last else f"what {first} to {last} do"
     often = f"{again.rounds:,} more" if first == last else count(again.rounds, "more time")
@@ -197,7 +186,7 @@ def told_again(again: Again) -> str:
 
 
 def show_devices(devices: Devices) -> list[str]:
-    """What lanes are spread over, what devices hold and exchange: a sentence each."""
+    """Says what lanes are spread over, what devices hold and exchange: a sentence each."""
     told = f"{devices.count} along {', '.join(devices.axes)}: {count(devices.each, 'lane')} each"
     if devices.repeated:
         told += f", of which {devices.repeated} in all repeat another, {devices.imbalance:.1%}"
@@ -222,7 +211,6 @@ def show_devices(devices: Devices) -> list[str]:
 
 
 def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
-    """How lanes ran in a loop or branch."""
     widths = ", ".join(f"{w:,}" for w in eqn.notes.get("widths", ()))
     return {
         "together": "together",
@@ -241,14 +229,14 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
 
 
 def show_gain(counted: StepCount) -> str:
-    """Why lanes wait for each other in a loop or branch; empty where they need not."""
+    """Says why lanes wait for each other in a loop or branch; empty where they need not."""
     if counted.branch is None and counted.way == "masked" and counted.waits_little:
         return "nearly all is needed"
     return counted.masked_for
 
 
 def show_masked(eqn: Equation, branch: int | None = None) -> str:
-    """Why lanes are masked in a loop, in branches, or in one of them; empty if nothing says so."""
+    """Says why lanes are masked in a loop, in branches, or in one of them; empty if unknown."""
     why = eqn.notes.get("why", "")
     if isinstance(why, str):
         return why
@@ -261,7 +249,7 @@ def show_masked(eqn: Equation, branch: int | None = None) -> str:
 
 
 def marked(value: Value) -> str:
-    """The type of a value for all lanes, with a star at its batch axis."""
+    """Writes the type of a value for all lanes, with a star at its batch axis."""
     before, bracket, dims = value.batched.partition("[")
     if value.axis is None or not bracket:
         return value.batched
@@ -271,7 +259,7 @@ def marked(value: Value) -> str:
 
 
 def show_way(way: int | str | None) -> str:
-    """How lanes were run for a `Timing`, whose `batch_size` or advice this is."""
+    """Says how lanes were run for a `Timing`, whose `batch_size` or advice this is."""
     if isinstance(way, int):
         return f"{way:,} lanes at a time"
     special = {None: "all lanes at once", "loop": "a loop over examples"}
@@ -279,17 +267,16 @@ def show_way(way: int | str | None) -> str:
 
 
 def show_options(options: Mapping[str, Any]) -> str:
-    """Options as they are given: "divergence='compact'"."""
+    """Writes options as they are given: "divergence='compact'"."""
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def show_timed(timing: Timing) -> str:
-    """What a `Timing` is of."""
     return show_way(show_options(timing.advice) or timing.batch_size)
 
 
 def show_unmeasured(explanation: Account) -> str:
-    """What there was no time to measure, as a sentence; empty if nothing."""
+    """Says what there was no time to measure; empty if nothing."""
     if not explanation.unmeasured:
         return ""
     ways = ", ".join(map(show_way, explanation.unmeasured))
@@ -297,7 +284,7 @@ def show_unmeasured(explanation: Account) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A time for people: "1.2 ms"."""
+    """Writes a time: "1.2 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size or unit == "us":
             return f"{seconds / size:.3g} {unit}"

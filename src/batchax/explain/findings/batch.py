@@ -54,11 +54,7 @@ from batchax.rows.sizes import depends_on_sizes
 
 
 def branches(context: FindingContext) -> Iterator[Finding]:
-    """Branches that run for all lanes. Their price: what they cost less the mean branch.
-
-    Those that compute less than it takes to read operands and write results are left out: they
-    are part of one pass over these.
-    """
+    """Finds branches that run for all lanes. Their price is what they cost less the mean branch."""
     for eqn, record in context.walk():
         if eqn.notes.get("divergence") != "masked" or eqn.primitive != "cond":
             continue
@@ -66,6 +62,8 @@ def branches(context: FindingContext) -> Iterator[Finding]:
         n = len(record.eqn.params["branches"])
         unused = 1 - 1 / n
         wasted = unused * price_fused(eqn.parts)
+        # What computes less than it takes to read operands and write results is part of one pass
+        # over these: the branches cost nothing then.
         moved = sum(v.bytes for v in (*eqn.inputs, *eqn.outputs) if v.axis is not None)
         if wasted < FINDINGS.byte * moved:
             continue
@@ -81,11 +79,12 @@ def branches(context: FindingContext) -> Iterator[Finding]:
 
 
 def _remedy_of_branches(context: FindingContext, record: Record) -> dict[str, Any]:
-    """The remedy of a finding, and what it advises."""
+    """Returns the remedy of a finding, and what it advises."""
     shared = (
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
         "one branch runs then."
     )
+    # The rule itself answers whether lanes would diverge, without running anything.
     answer = _ask(record, Runner.here(Compact()))
     masked = (
         f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
@@ -107,11 +106,9 @@ _COMPACT, _AUTO = {"divergence": "compact"}, {"divergence": "auto"}
 
 
 def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, Any]:
-    """What to do where lanes could be taken apart, and are not.
-
-    The default takes them apart where that surely pays. Elsewhere it depends on how many steps
-    each lane takes: that another way is faster is said where it was measured.
-    """
+    """Says what to do where lanes could diverge, and do not."""
+    # By default lanes diverge where that is never slower. Elsewhere it depends on how many steps
+    # each lane takes: the finding names another way as faster only if that was measured.
     if (
         context.options.get("divergence") == "predicate"
         and config.divergence == "auto"
@@ -128,18 +125,14 @@ def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, An
 
 
 def loops(context: FindingContext) -> Iterator[Finding]:
-    """Loops that wait for their slowest lane.
-
-    Their price: half of the steps of all lanes, of which there are taken to be 16 where a loop
-    does not say; where steps were counted, those that no lane needed. Where lanes needed nearly
-    all, there is nothing to find.
-    """
+    """Finds loops that wait for their slowest lane."""
     for eqn, record in context.walk():
         if eqn.notes.get("divergence") not in _WAITING or eqn.primitive == "cond":
             continue
         if any(e.notes.get("divergence") in _LEFT for e in _around(context, eqn)):
             continue  # lanes leave that loop, and wait in this one for few others
         step, steps = _step_of(eqn)
+        # Without counts, half of the steps of all lanes are taken to be for nothing.
         waits, told = steps / 2, ""
         counted = context.counted(eqn.number)
         if counted is not None:
@@ -164,7 +157,7 @@ _LEFT = frozenset(SHOWN.values())
 
 
 def _around(context: FindingContext, eqn: Equation) -> Iterator[Equation]:
-    """The loops, branches and calls that an equation is inside."""
+    """Iterates over the loops, branches and calls that an equation is inside."""
     number = eqn.number
     while "." in number:
         number = number.rpartition(".")[0]
@@ -174,7 +167,7 @@ def _around(context: FindingContext, eqn: Equation) -> Iterator[Equation]:
 
 
 def _step_of(eqn: Equation) -> tuple[Work, int]:
-    """The work of one step, and the number of steps in one call."""
+    """Returns the work of one step, and the number of steps in one call."""
     total = sum((part.work for part in eqn.parts), Work())
     counts = [part.times for part in eqn.parts]
     if not counts or None in counts:
@@ -184,7 +177,7 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
 
 
 def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
-    """The remedy of a finding, and what it advises."""
+    """Returns the remedy of a finding, and what it advises."""
     answer = _ask(record, Runner.here(Compact()))
     if answer is True and _masked_by_option(context):
         return _apart(context, record, "lanes that are done leave the loop, others take over.")
@@ -207,7 +200,7 @@ def _masked_by_option(context: FindingContext) -> bool:
 
 
 def _ask(record: Record, divergence: Runner) -> Any:
-    """Whether lanes would be taken apart; "collective" if something inside forbids it."""
+    """Whether lanes would diverge; "collective" if something inside forbids it."""
     if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
         return False
     rule, asked = find_rule(record.eqn.primitive), _Asked(divergence)
@@ -218,6 +211,7 @@ def _ask(record: Record, divergence: Runner) -> Any:
         for v, a in zip(invars, record.in_axes, strict=True)
     ]
 
+    # The rule runs abstractly, with an axis whose divergence notes what it is asked.
     def run(*xs: Any) -> None:
         values = [v.val if isinstance(v, Literal) else x for v, x in zip(invars, xs, strict=True)]
         assert rule is not None
@@ -234,7 +228,7 @@ def _ask(record: Record, divergence: Runner) -> Any:
 
 
 class _Asked(Divergence):
-    """Another, which remembers whether it took anything that it was asked."""
+    """Wraps a divergence, and remembers whether it took anything that it was asked."""
 
     @property
     def explicit(self) -> bool:
@@ -257,6 +251,7 @@ class _Asked(Divergence):
         return self._divergence.with_max_width(width)
 
     def _own(self, axis: Axis) -> Axis:
+        # What is inside runs with the wrapped divergence: only the outermost loop counts.
         return replace(axis, divergence=self._divergence)
 
     def _noted(self, answer: PlacedOutputs | None) -> PlacedOutputs | None:
@@ -275,7 +270,7 @@ def _facts(context: FindingContext, about: str) -> list[dict[str, Any]]:
 
 
 def padding(context: FindingContext) -> Iterator[Finding]:
-    """Regions that run padded. Their price: their work, as much of it as is for padding."""
+    """Finds regions that run padded. Their price is the share of their work that is for padding."""
     regions = _facts(context, "region")
     padded = [r for r in regions if r["layout"] == "padded" and _sized_operations(r)]
     if not padded or _facts(context, "groups"):  # grouped after an attempt to pad them
@@ -311,7 +306,7 @@ def _places(sizes: _Sizes) -> int:
 
 
 def _elements(sizes: _Sizes) -> int:
-    """How many there are, or at most."""
+    """Counts the elements, or says how many there are at most."""
     if any(s.lengths is None for s in sizes):
         return sizes[0].capacity if len(sizes) == 1 else _places(sizes)
     return int(elements_of(tuple(s.lengths for s in sizes)).sum())  # pyright: ignore
@@ -322,7 +317,7 @@ def _sized_operations(region: dict[str, Any]) -> int:
 
 
 def _described(regions: Sequence[dict[str, Any]]) -> str:
-    """The layouts of the regions and how many operations each has."""
+    """Tells the layouts of the regions and how many operations each has."""
     by_layout: dict[str, tuple[int, int]] = {}
     for region in regions:
         n = _sized_operations(region)
@@ -339,7 +334,7 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
 def _remedy(
     context: FindingContext, rows_of: Sequence[_Sizes], waste: float, exact: bool
 ) -> dict[str, Any]:
-    """The remedy of a finding, and what it advises."""
+    """Returns the remedy of a finding, and what it advises."""
     if context.options.get("layout") == "padded":
         remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
@@ -363,7 +358,9 @@ def _remedy(
 
 
 def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
-    """The fewest buckets that do nearly as well as eight do, and their waste; None if none help."""
+    """Returns the fewest buckets that do nearly as well as eight do, and their waste; None if none
+    help.
+    """
     lengths = sizes[0].lengths if len(sizes) == 1 else tuple(s.lengths for s in sizes)
     wastes = [(k, bucket(lengths, k).waste) for k in range(2, _MOST_BUCKETS + 1)]
     least = min(w for _, w in wastes)
@@ -372,7 +369,7 @@ def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
 
 
 def groups(context: FindingContext) -> Iterator[Finding]:
-    """Rows that run grouped by their length, each group a program of its own."""
+    """Finds rows that run grouped by their length, each group a program of its own."""
     for details in _facts(context, "groups"):
         lengths, each = details["lengths"], count(sum(details["rows"]), "row")
         if len(lengths) < 2:
@@ -396,7 +393,7 @@ def groups(context: FindingContext) -> Iterator[Finding]:
 
 
 def spare_room(context: FindingContext) -> Iterator[Finding]:
-    """Packed arrays with more places than rows have elements."""
+    """Finds packed arrays with more places than rows have elements."""
     regions = [
         r for r in _facts(context, "region") if r["layout"] == "packed" and _sized_operations(r)
     ]
@@ -423,10 +420,8 @@ _CACHE = 4 << 20  # bytes of temporaries that are hardly worth making chunks for
 
 
 def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
-    """A `batch_size` far from the best: the smallest that hides what each chunk costs.
-
-    Where it was measured, the fastest of those that were tried.
-    """
+    """Finds a `batch_size` far from the best: the smallest that hides what each chunk costs."""
+    # Measured sizes say more than the estimate below.
     if context.timings:
         yield from _measured(context)
         return
@@ -437,6 +432,8 @@ def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
     if any(eqn.times is None for eqn, _ in context.walk()):
         return  # what a chunk computes is not known
     chunks = math.ceil(context.each / size)
+    # A chunk of s lanes takes each + s * work. The best s is where `each` is the given share of
+    # that.
     work = context.price / context.lanes  # of a lane
     each = LAUNCH * _started_operations(context)
     best = _power_of_two(each / (_MOST_OVERHEAD * max(work, 1e-3)), context.each)
@@ -453,6 +450,7 @@ def chunk_sizes(context: FindingContext) -> Iterator[Finding]:
         )
     elif context.temporaries and context.temporaries > _CACHE and size >= 4 * best:
         each_lane = context.temporaries / min(size, context.each)
+        # Chunks whose temporaries stay in the cache, as long as they are no smaller than the best.
         best = max(best, 1 << max(0, math.floor(math.log2(_CACHE / each_lane))))
         if size < 4 * best:
             return
@@ -488,7 +486,7 @@ def _measured(context: FindingContext) -> Iterator[Finding]:
 
 
 def _started_operations(context: FindingContext) -> int:
-    """How many operations a chunk begins, those of branches that may not run left out."""
+    """Counts the operations that a chunk begins, without those of branches that may not run."""
     shown = (context.tallies.get(record) for _, record in context.walk())
     return sum(len(t.emitted) for t in shown if t is not None and not t.skipped)
 
@@ -500,12 +498,12 @@ def _remedy_of_small(context: FindingContext, best: int) -> str:
 
 
 def _power_of_two(least: float, most: int) -> int:
-    """The smallest power of two that is no less than `least`, or `most`."""
+    """Returns the smallest power of two that is no less than `least`, or `most`."""
     return min(most, 1 << max(0, math.ceil(math.log2(max(least, 1.0)))))
 
 
 def memory(context: FindingContext) -> Iterator[Finding]:
-    """Temporaries or outputs of all lanes that take half of what the device has free."""
+    """Finds temporaries or outputs of all lanes that take half of what the device has free."""
     if context.memory is None or context.each <= 1:
         return
     free, lanes = free_memory(), count(context.each, "lane")
@@ -554,7 +552,7 @@ _MOST_NAMED = 5  # equations of one finding
 
 
 def find_findings(context: FindingContext) -> tuple[Finding, ...]:
-    """What costs more than it would have to, or that one would not expect, most expensive first.
+    """Lists what costs more than it would have to, or is unexpected, most expensive first.
 
     Left out is what costs less than a microsecond or than one percent of the call.
     """
@@ -566,7 +564,7 @@ def find_findings(context: FindingContext) -> tuple[Finding, ...]:
 
 
 def _as_measured(finding: Finding, context: FindingContext) -> Iterator[Finding]:
-    """A finding whose advice was followed: with what that brings, or without the advice."""
+    """Adds to a finding what following its advice brought, or drops the advice."""
     if not finding.advice or finding.advice not in context.tried:
         yield finding
         return
@@ -587,7 +585,7 @@ def _as_measured(finding: Finding, context: FindingContext) -> Iterator[Finding]
 
 
 def _merged(kinds: Sequence[Kind], context: FindingContext) -> list[Finding]:
-    """What is found, with all that is said in the same words as one finding."""
+    """Lists what is found; all in the same words is one finding."""
     alike: dict[tuple[str, str, str], list[Finding]] = {}
     for kind in kinds:
         for finding in kind(context):
@@ -597,10 +595,8 @@ def _merged(kinds: Sequence[Kind], context: FindingContext) -> list[Finding]:
 
 
 def _without_nested(findings: Sequence[Finding]) -> list[Finding]:
-    """What is found, with what is inside of something of its kind told there, if it says the same.
-
-    Loops in a loop wait for the same lanes, and are fixed by what fixes the outermost.
-    """
+    """Tells what is inside of something of its kind there, if it says the same."""
+    # Loops in a loop wait for the same lanes, and are fixed by what fixes the outermost.
     inside: dict[int, list[Finding]] = {i: [] for i in range(len(findings))}
     for i, finding in enumerate(findings):
         around = (j for j, other in enumerate(findings) if _is_inside(finding, other))

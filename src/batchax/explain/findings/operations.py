@@ -30,12 +30,14 @@ from batchax.small.table import chooses
 
 
 def price(work: Work) -> float:
-    """Nanoseconds, roughly."""
+    """Returns the price of some work in nanoseconds, roughly."""
     return FINDINGS.flop * work.flops + FINDINGS.byte * work.bytes
 
 
 def price_fused(equations: Sequence[Equation]) -> float:
-    """The same, if what acts on each element is part of what reads it, and moves no bytes."""
+    """Returns the price if elementwise operations are fused into what reads them, and move no
+    bytes.
+    """
     total = 0.0
     for eqn in equations:
         if eqn.parts:
@@ -60,47 +62,31 @@ _FUSED = frozenset(["rules.elementwise", "rules.shape", "rules.masking"])
 
 @dataclass(frozen=True)
 class FindingContext:
-    """An explanation to which findings are yet to be added.
-
-    Attributes:
-      equations: of one example.
-      numbers: the number in the listing, by record.
-      tallies: what each equation became.
-      recorder: the notes of how it was batched.
-      options: those that `vmap` was given.
-      lanes: how many there are.
-      each: how many of them a device runs: all, unless they are spread over several.
-      compiled: the compiled program; None where there is none.
-      memory: the bytes that it takes, if known.
-      arguments, outputs: of one example and of all.
-      timings: what was measured: of the program as it is first.
-      tried: the advice that was followed to measure what it brings; it may have been refused.
-      steps: the lane-steps of loops and branches, where they were counted.
-    """
+    """Holds an explanation to which findings are yet to be added."""
 
     equations: Sequence[Equation]
-    numbers: Mapping[Record, str]
-    tallies: Mapping[Record | None, Tally]
+    numbers: Mapping[Record, str]  # the number in the listing
+    tallies: Mapping[Record | None, Tally]  # what each equation became
     recorder: Recorder
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # those that `vmap` was given
     lanes: int
-    each: int
+    each: int  # lanes of one device: all, unless they are spread over several
     compiled: Any = None
     memory: Memory | None = None
     arguments: Sequence[Value] = field(default=())
     outputs: Sequence[Value] = field(default=())
-    timings: Sequence[Timing] = field(default=())
+    timings: Sequence[Timing] = field(default=())  # that of the program as it is first
+    # advice that was followed to measure what it brings, even if it raised
     tried: Sequence[Mapping[str, Any]] = field(default=())
     steps: Sequence[StepCount] = field(default=())
 
     @property
     def temporaries(self) -> int | None:
-        """Bytes of what is neither argument nor output, if known."""
         return self.memory and self.memory.temporaries
 
     @cached_property
     def records(self) -> dict[str, list[Record]]:
-        """By number in the listing; that of the most lanes first."""
+        """Returns the records by number in the listing; that of the most lanes first."""
         by_number: dict[str, list[Record]] = {}
         for record, number in self.numbers.items():
             by_number.setdefault(number, []).append(record)
@@ -110,11 +96,11 @@ class FindingContext:
 
     @cached_property
     def lanes_at_once(self) -> frozenset[int]:
-        """The numbers of lanes that run together: of all, or of a chunk."""
+        """Returns the numbers of lanes that run together: of all, or of a chunk."""
         return frozenset([self.lanes, *(r.axis.size for r in self.numbers)])
 
     def equation(self, number: str) -> Equation | None:
-        """The equation of that number in the listing; None for ""."""
+        """Returns the equation of that number in the listing; None for ""."""
         return self._by_number.get(number)
 
     @cached_property
@@ -122,14 +108,14 @@ class FindingContext:
         return {eqn.number: eqn for top in self.equations for eqn in top.walk()}
 
     def walk(self) -> Iterator[tuple[Equation, Record]]:
-        """All equations, with the record that shows how they were batched."""
+        """Iterates over all equations, with the record that shows how they were batched."""
         for top in self.equations:
             for eqn in top.walk():
                 yield eqn, self.records[eqn.number][0]
 
     @cached_property
     def module(self) -> Module | None:
-        """The compiled program, if it can be read."""
+        """Returns the compiled program, if it can be read."""
         if self.compiled is None:
             return None
         try:
@@ -138,25 +124,27 @@ class FindingContext:
             return None
 
     def counted(self, number: str) -> StepCount | None:
-        """The lane-steps of a loop, if they were counted and it took any."""
+        """Returns the lane-steps of a loop, if they were counted and it took any."""
         of_loop = (c for c in self.steps if c.equation == number and c.branch is None)
         count = next(of_loop, None)
         return None if count is None or count.utilization is None else count
 
     @cached_property
     def price(self) -> float:
-        """Of one call, loops without a known number of steps taken as one step."""
+        """Returns the price of one call; a loop of unknown length counts as one step."""
         outside = self.tallies.get(None)
         work = Work() if outside is None else outside.work
         return price(sum((eqn.work for eqn in self.equations), work))
 
     def instructions(self) -> Iterator[Instruction]:
-        """Those of the compiled program that write memory: none that are part of others."""
+        """Iterates over instructions that write memory: none that are part of others."""
         if self.module is None:
             return
         inside: set[str] = set()
         everything = [i for c in self.module.computations.values() for i in c.instructions]
         for instruction in everything:
+            # Computations that these call run by themselves; what others call is fused, or combines
+            # two elements.
             if instruction.opcode not in ("while", "conditional", "call"):
                 inside.update(instruction.called)
         for name, computation in self.module.computations.items():
@@ -164,12 +152,12 @@ class FindingContext:
                 yield from computation.instructions
 
     def number_of(self, instruction: Instruction) -> str:
-        """The equation that an instruction is of; "" if none."""
+        """Returns the equation that an instruction is of; "" if none."""
         return number_of(instruction.op_name, self.recorder, self.numbers)
 
 
 def lanes_at_a_time(context: FindingContext, record: Record) -> str:
-    """How many lanes run together: "8,192 lanes", "the 256 lanes of a chunk"."""
+    """Tells how many lanes run together: "8,192 lanes", "the 256 lanes that run at a time"."""
     size = record.axis.size
     if size == context.lanes or not isinstance(size, int):
         return count(context.lanes, "lane")
@@ -181,7 +169,7 @@ _SAME = frozenset(["bitcast", "copy", "reshape"])
 
 
 def repeated(context: FindingContext) -> Iterator[Finding]:
-    """Operands that are written for each lane though lanes share them."""
+    """Finds operands that are written for each lane though lanes share them."""
     by_equation: dict[str, list[Instruction]] = {}
     for instruction in context.instructions():
         made = _made_by(context, instruction, "broadcast")
@@ -209,7 +197,9 @@ def _times(eqn: Equation | None) -> int:
 def _made_by(
     context: FindingContext, instruction: Instruction, opcode: str
 ) -> tuple[Instruction, Computation | None] | None:
-    """The operation of that kind whose result an instruction writes as it is, and where it is."""
+    """Returns the operation of that kind whose result an instruction writes as it is, and where it
+    is.
+    """
     if instruction.opcode == opcode:
         return instruction, None
     if instruction.opcode != "fusion" or context.module is None:
@@ -262,7 +252,7 @@ def _remedy_of_repeated(eqn: Equation | None) -> str:
 
 
 def transposed(context: FindingContext) -> Iterator[Finding]:
-    """Arrays whose batch axis is moved."""
+    """Finds arrays whose batch axis is moved."""
     told: set[str] = set()  # results
     for instruction in context.instructions():
         if _made_by(context, instruction, "transpose") is None:
@@ -286,7 +276,7 @@ def transposed(context: FindingContext) -> Iterator[Finding]:
 
 
 def _argument_of(context: FindingContext, eqn: Equation) -> tuple[str, str] | None:
-    """What of an equation's operands has its batch axis elsewhere than wanted."""
+    """Returns what of an equation's operands has its batch axis elsewhere than wanted."""
     if eqn.primitive == "transpose":
         return None  # the user's own
     names = {v.name: v for v in context.arguments}
@@ -307,13 +297,14 @@ def _argument_of(context: FindingContext, eqn: Equation) -> tuple[str, str] | No
 def _output_of(
     context: FindingContext, instruction: Instruction, told: set[str]
 ) -> tuple[str, str] | None:
-    """Which output is moved to where `out_axes` wants it, if it is none of those told of."""
+    """Returns which output, not in `told`, is moved to where `out_axes` wants it."""
     final = {v.name: v for eqn in context.equations for v in eqn.outputs}
     dtype = _dtype(instruction.shape.text)
     for output in context.outputs:
         made = final.get(output.name)
         if made is None or None in (made.axis, output.axis) or output.axis == made.axis:
             continue
+        # The compiled operation has no name of the output: it is known by type and size.
         alike = _dtype(output.batched) == dtype and output.bytes == instruction.shape.bytes
         if alike and output.result not in told:
             told.add(output.result)
@@ -326,7 +317,7 @@ def _output_of(
 
 
 def _dtype(text: str) -> str:
-    """The element type of ``f32[3]``, as JAX has it: the compiler's ``s32`` are its ``i32``."""
+    """Returns the element type of ``f32[3]`` as JAX has it: ``i32`` for the compiler's ``s32``."""
     dtype = text.partition("[")[0]
     return "bool" if dtype == "pred" else re.sub("^s", "i", dtype)
 
@@ -337,11 +328,12 @@ _FIRST_INDEX["dynamic_update_slice"] = 2
 
 
 def gathers(context: FindingContext) -> Iterator[Finding]:
-    """Slices, gathers and updates at places that differ between lanes."""
+    """Finds slices, gathers and updates at places that differ between lanes."""
     for eqn, record in context.walk():
         first = _FIRST_INDEX.get(eqn.primitive)
         if first is None or eqn.service != "own" or not _own_places(record, first):
             continue
+        # A rule may have found a slice or a product that does without.
         if not any(name.startswith(("gather", "scatter")) for name in eqn.emitted):
             continue
         windows, each = _windows(record)
@@ -361,14 +353,16 @@ def gathers(context: FindingContext) -> Iterator[Finding]:
 
 
 def _own_places(record: Record, first: int) -> bool:
+    # A dynamic slice has one operand for each index; a gather has all in one.
     end = first + 1 if not record.eqn.primitive.name.startswith("dynamic") else None
     return any(a is not None for a in record.in_axes[first:end])
 
 
 def _windows(record: Record) -> tuple[int, int]:
-    """How many windows one lane reads or writes, and the elements of each."""
+    """Returns how many windows one lane reads or writes, and the elements of each."""
     eqn, windows = record.eqn, windows_of(record.eqn)
     name = eqn.primitive.name
+    # Of a write the update says how much is moved, not the result.
     moved = eqn.invars[1 if name == "dynamic_update_slice" else 2] if name in _WRITES else None
     return windows, size_of((moved or eqn.outvars[0]).aval) // max(1, windows)
 
@@ -393,7 +387,7 @@ _BY_COLUMNS = 8  # up to here a loop over columns, each for all lanes, is faster
 
 
 def factorisations(context: FindingContext) -> Iterator[Finding]:
-    """Factorisations of small matrices. Their price: a call of the library for each."""
+    """Finds factorisations of small matrices. Their price is a call of the library for each."""
     for eqn, record in context.walk():
         calls = calls_of(record.eqn)
         if not calls or not record.in_axes or record.in_axes[0] is None:
@@ -452,7 +446,7 @@ def _remedy_of_factorisation(name: str, rows: int) -> str:
 
 
 def _times_of_chunk(context: FindingContext, record: Record, times: int | None) -> float:
-    """How often each lane does what is done `times` times, once for each chunk among them."""
+    """Returns how often each lane does what runs `times` times, among them once for each chunk."""
     size = record.axis.size
     chunks = max(1, context.each // size) if isinstance(size, int) and size else 1
     return max(1.0, (times or 1) / chunks)
@@ -462,7 +456,7 @@ _CALLBACKS = frozenset("io_callback debug_callback debug_print pure_callback ffi
 
 
 def rules_of_jax(context: FindingContext) -> Iterator[Finding]:
-    """Primitives that only JAX has a rule for. There is no price: it may serve as well."""
+    """Finds primitives that only JAX has a rule for. There is no price: it may serve as well."""
     served = [eqn for eqn, _ in context.walk() if eqn.service == "jax"]
     names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
     if len(names) == 1:
@@ -486,7 +480,7 @@ def _rule(eqn: Equation) -> str:
 
 
 def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
-    """What runs in a loop over lanes: a step for each, and perhaps a call of Python."""
+    """Finds what runs in a loop over lanes: a step for each, and perhaps a call of Python."""
     for eqn, record in context.walk():
         if eqn.service != "lanes":
             continue
