@@ -325,7 +325,7 @@ NO_CACHES = {
     "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
     "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
-    "rows/padded_rules/calls.py": {"_by_name": "a table, of imports"},
+    "rows/padded_rules/calls.py": {"OF_FUNCTIONS": "a table, of imports"},
     "rows/padded_rules/linalg.py": {
         "_diagonal_added": "a program outside of `jit`, of one truth value"
     },

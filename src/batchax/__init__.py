@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from batchax.find_nonfinite import find_nonfinite
     from batchax.map import map
     from batchax.map_batches import map_batches
-    from batchax.rows.arguments import ragged, size
     from batchax.rows.buckets import Buckets, bucket
+    from batchax.rows.call import ragged, size
     from batchax.rows.dynamic_sizes import OutputRows, compress, nonzero, unique
     from batchax.rows.ragged import Ragged
     from batchax.same_program import Comparison, same_program
@@ -110,7 +110,7 @@ _LATER = {
         "batchax.find_nonfinite": "find_nonfinite",
         "batchax.map": "map",
         "batchax.map_batches": "map_batches",
-        "batchax.rows.arguments": "ragged size",
+        "batchax.rows.call": "ragged size",
         "batchax.rows.buckets": "Buckets bucket",
         "batchax.rows.dynamic_sizes": "OutputRows compress nonzero unique",
         "batchax.rows.ragged": "Ragged",

@@ -5,7 +5,7 @@ import pytest
 
 import batchax as bx
 from batchax.datasets.sources import as_source
-from batchax.rows.arrow import from_dense
+from batchax.rows.converters import from_dense
 
 from support.source_tests import SourceTests
 

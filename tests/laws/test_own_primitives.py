@@ -19,7 +19,7 @@ from batchax import _compat
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
-from batchax.rows.found_bounds import found_switch_p
+from batchax.rows.dynamic_sizes import found_switch_p
 from batchax.rows.index import row_places
 from batchax.rows.row_rules import call_later
 from batchax.rows.sizes import found_places_p

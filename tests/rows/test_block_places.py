@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.rows import blocks as places
-from batchax.rows.blocks import SizeClasses
+from batchax.rows import size_classes as places
+from batchax.rows.size_classes import SizeClasses
 
 LENGTHS = np.array([7, 0, 3, 16, 1, 9, 4, 2, 8, 33, 5, 40, 2, 1, 0, 17], np.int32)
 
@@ -15,7 +15,8 @@ LENGTHS = np.array([7, 0, 3, 16, 1, 9, 4, 2, 8, 33, 5, 40, 2, 1, 0, 17], np.int3
 def test_blocks_are_the_same_however_they_are_computed():
     count, bound, capacity = len(LENGTHS), 40, int(LENGTHS.sum()) + 5
     classes = SizeClasses.of({"n": bound}, {"n": capacity}, count, 3, 1)
-    limits = [[each["n"]] for each in classes.bounds]
+    limits = tuple((each["n"],) for each in classes.bounds)
+    how = {"limits": limits, "rows": classes.rows, "blocks": classes.blocks}
     starts = (np.cumsum(LENGTHS) - LENGTHS).astype(np.int32)
     of_elements = np.full(capacity, count, np.int32)
     of_elements[: LENGTHS.sum()] = np.repeat(np.arange(count), LENGTHS)
@@ -24,25 +25,23 @@ def test_blocks_are_the_same_however_they_are_computed():
     rows, at = np.indices((count, bound), np.int32)
     first = np.arange(count, dtype=np.int32) * np.int32(bound)
     padded = first, rows.reshape(-1), [LENGTHS], [at.reshape(-1)]
-    widths = [[each["n"] for each in classes.bounds]]
+    widths = (tuple(each["n"] for each in classes.bounds),)
     size = max(a * b for a, b in zip(classes.rows, widths[0], strict=True))
+    room = {"widths": widths, "room": (bound,), "size": size}
 
     def both(lengths, packed, padded):
-        blocks = places.find_blocks([lengths], limits, classes.rows, classes.blocks)
+        blocks = places.RowsOfBlocks(*places.find_positions("blocks", [lengths], **how))
         found = [blocks]
         for starts, of_elements, sizes, within in (packed, padded):
-            how = blocks, starts, of_elements, sizes, within, widths, [bound], size
-            found.append(places.find_elements(*how))
+            operands = [*blocks, starts, of_elements, *sizes, *within]
+            elements = places.find_positions("elements", operands, **room)
+            found.append(places.PlacesOfElements(*elements))
         return found
 
     def side_by_side(lengths, packed, padded):
-        how = {"rows": classes.rows, "blocks": classes.blocks}
-        blocks = places._blocks(jnp, lengths, limits=limits, **how)
-        run = functools.partial(places._elements, jnp, *blocks, widths=widths, room=[bound])
-        return [
-            blocks,
-            *(run(*each[:2], *each[2], *each[3], size=size) for each in (packed, padded)),
-        ]
+        blocks = places._blocks(jnp, lengths, **how)
+        run = functools.partial(places._elements, jnp, *blocks, **room)
+        return [blocks, *(run(*each[:2], *each[2], *each[3]) for each in (packed, padded))]
 
     known = both(LENGTHS, packed, padded)
     assert all(isinstance(x, np.ndarray) and x.dtype == np.int32 for x in jax.tree.leaves(known))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.custom_derivatives import SymbolicZero, linear_call
+from jax.custom_derivatives import SymbolicZero
 
 import batchax as bx
 from batchax import _compat
@@ -180,9 +180,6 @@ BOTH = {
         lambda x: jax.lax.scan(lambda c, r: (c / r, jnp.sqrt(jnp.abs(r))), jnp.ones(3), x)
     ),
     "sequential_vmap": bx.sequential_vmap(lambda x: jnp.sin(x) * x.sum()),
-    "linear_call": lambda x: linear_call(
-        lambda r, x: x * r, lambda r, ct: 2 * ct * r, jnp.ones(3) * 3, x
-    ),
 }
 
 

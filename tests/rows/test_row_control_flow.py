@@ -221,13 +221,6 @@ def test_sizes_are_of_one_dtype_in_double_precision():
         check_rows(backwards, ragged(3, lengths=(3, 0, 2, 5)), layout="padded", modes=("vjp",))
 
 
-def test_a_reduction_by_a_function_leaves_padding_out():
-    def reduced(x):
-        return lax.reduce(x, np.zeros((), x.dtype), lambda a, b: a + b + a * b, (0,))
-
-    check(reduced, ragged(3, lengths=(3, 0, 2, 3)), modes=("jvp",))
-
-
 def test_a_loop_for_each_place():
     """Each takes its own number of steps, and none is taken in the padding, which would not end"""
 

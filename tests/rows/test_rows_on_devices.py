@@ -60,7 +60,7 @@ def test_lengths_of_all_kinds(lengths):
 
 
 def test_rows_without_any_elements():
-    f = lambda x: (attend(x), x.sum(), x[1:], jax.grad(jnp.prod)(x))
+    f = lambda x: (attend(x), x.sum(), x[1:], x.prod(0))
     check(f, ragged(3, lengths=(0, 0, 0), poison=False), batch_size=1)
 
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.custom_derivatives import linear_call
 
 import batchax as bx
-from batchax.rows.blocks import SizeClasses
+from batchax.rows.size_classes import SizeClasses
 
 from support.oracle import agree, at_once, example, same
 from support.rows import check_rows, layouts, ragged
@@ -57,10 +56,6 @@ FUNCTIONS = {
     "other sizes": other_sizes,
     "of the shape alone": lambda x: (jnp.arange(x.shape[0]) * 2, jnp.asarray(x.shape[0])),
     "a scan": lambda x: lax.scan(lambda s, y: (jnp.sin(s + y), s), jnp.zeros(3), x),
-    # The transpose runs in reverse mode, when the lengths that it was staged with are gone.
-    "a linear call": lambda x: linear_call(
-        lambda r, v: r[0] @ v, lambda r, c: r[0].T @ c, (lax.stop_gradient(x @ x.T),), x
-    ),
     "a mask of all pairs": lambda x: jnp.where(jnp.abs(x @ x.T) > 1, x @ x.T, 0).sum(1),
 }
 

@@ -20,9 +20,8 @@ PRIVATE_PLACES = {
     # `Array.__getitem__` and `.at` have no other function that could be replaced: it is an error
     # there that a symbolic size is neither an int nor an array.
     "indices": "jax._src.numpy.indexing._parse_indices",
-    # The derivatives of primitives: rules that `jax.grad` calls, and users do not.
+    # The derivative of a primitive: a rule that `jax.grad` calls, and users do not.
     "derivative of cumprod": "jax._src.lax.control_flow.loops.associative_scan",
-    "derivative of a reduction": "jax._src.lax.lax._reduce_jvp",
     # A `psum` that the user imported by name would return the size times the number of lanes, and
     # no error. All of `psum` and `pmean` calls this.
     "psum": "jax._src.lax.parallel._psum",

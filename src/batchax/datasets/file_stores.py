@@ -33,7 +33,7 @@ from batchax.datasets.store import (
     refuse_ragged,
 )
 from batchax.errors import ArgumentTypeError, JobError, StorageError
-from batchax.rows import arrow
+from batchax.rows.converters import dense, from_dense, lists_of_rows, rows_of
 
 _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without such a request
 
@@ -535,8 +535,8 @@ def _to_column(leaf: Leaf, result: np.ndarray | Rows) -> Any:
     if leaf.passed:
         return result
     if isinstance(result, Rows):
-        return arrow.from_rows(*result)
-    return arrow.from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
+        return lists_of_rows(*result)
+    return from_dense(np.ascontiguousarray(np.moveaxis(result, leaf.axis, 0)))
 
 
 def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | Rows:
@@ -544,6 +544,6 @@ def _from_column(leaf: Leaf, name: str, table: Any, part: str) -> np.ndarray | R
     if leaf.passed:
         return column
     if leaf.ragged is None:
-        return np.array(np.moveaxis(arrow.dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
-    data, lengths = arrow.rows_of(column, part)
+        return np.array(np.moveaxis(dense(column, part), 0, leaf.axis), leaf.dtype, order="C")
+    data, lengths = rows_of(column, part)
     return Rows(np.array(data, leaf.dtype), lengths)

@@ -28,7 +28,7 @@ from batchax.datasets.source import (
     files_of,
 )
 from batchax.errors import ArgumentTypeError, StorageError
-from batchax.rows.arrow import dense, is_lists, rows_of
+from batchax.rows.converters import dense, is_lists, rows_of
 
 _ALIGNED = 64  # bytes
 _GAP = 4096  # bytes; the system reads whole pages, so what lies between closer runs costs nothing

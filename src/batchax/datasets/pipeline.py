@@ -22,7 +22,7 @@ from batchax.datasets.row_function import Program, RowFunction, program_of
 from batchax.datasets.sources import arrays_of, taken
 from batchax.datasets.units import Computed, Policy, begin_batch, begin_unit
 from batchax.errors import JobError, StorageError, UnsupportedError
-from batchax.rows.arrow import dense
+from batchax.rows.converters import dense
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from batchax.datasets.journal import JOB, JobFiles
 from batchax.datasets.plan import Rows, crc32c
 from batchax.datasets.store import reopen_store
 from batchax.errors import ArgumentTypeError, AxisError, StorageError
-from batchax.rows.arrow import from_dense
+from batchax.rows.converters import from_dense
 
 
 @dataclass(frozen=True)

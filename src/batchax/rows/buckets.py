@@ -1,4 +1,4 @@
-"""Rows in groups that run one after another: chosen, taken apart by row, put together in row order.
+"""Groups of rows: chosen, taken apart by row, put together in row order.
 
 Whole rows, or the elements of rows, move to positions that are known while a program is staged. So
 each move is one gather, and its transpose is the gather that takes everything back; JAX's own
@@ -9,29 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
-from batchax.frontend.arguments import Mapped
-from batchax.frontend.in_axes import is_array, is_position, is_same
-from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched
+from batchax.errors import ArgumentTypeError, AxisError
+from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, Position, broadcast_axis, move_axis
-from batchax.programs.canonical import Table
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import moved
 from batchax.rows.ragged import Ragged
-from batchax.rules.calls import in_turn as run_in_turn
 
 _MOST_SHAPES = 256  # that are merged two by two; of more, those that are nearly equal are one
 
@@ -40,26 +34,27 @@ Weight = Callable[[np.ndarray], np.ndarray]
 """What a row weighs that is padded to each of some shapes, an array of shape (shapes, axes)."""
 
 
-def cluster_shapes(needed: np.ndarray, most: int) -> list[np.ndarray]:
-    """The rows in at most so many groups, each of which is padded to its greatest size per axis.
+def lightest_groups(needed: np.ndarray, most: int, weight: Weight) -> list[np.ndarray]:
+    """The rows, of sizes of shape (rows, axes), in at most so many groups of least weight.
 
-    Args:
-      needed: the size of each row along each axis, shape (rows, axes).
-      most: how many groups there may be.
-
-    Returns:
-      The indices of the rows of each group, increasing; groups that take least room are first.
+    Each group is padded to its greatest size along each axis.
     """
-    groups = next(fewer_boxes(needed, most, lambda shapes: shapes.prod(1)))
-    return sorted(groups, key=lambda rows: int(needed[rows].max(0).prod()))
+    if not len(needed):
+        return []
+    if needed.shape[1] > 1:
+        return next(fewer_boxes(needed, most, weight))
+    candidates, number, counts = np.unique(needed[:, 0], return_inverse=True, return_counts=True)
+    ends = cheapest_ends(weight(candidates[:, None]), counts, most)
+    group = np.searchsorted(ends, number.reshape(-1))
+    return [np.flatnonzero(group == g) for g in range(len(ends))]
 
 
 def fewer_boxes(needed: np.ndarray, most: int, weight: Weight) -> Iterator[list[np.ndarray]]:
-    """As `cluster_shapes`, for least weight; then in one group less, and so on.
+    """Rows in at most so many groups of little weight; then in one group less, and so on.
 
     Two groups at a time become one, those whose rows weigh least more for it. Along one axis
-    the best groups are found by a dynamic programme (`buckets.py`); for several axes that is a hard
-    problem.
+    the best groups are found by a dynamic programme (`cheapest_ends`); for several axes that is a
+    hard problem.
     """
     shapes, number, counts = _few(needed)
     merged = np.arange(len(shapes))  # the group of each shape
@@ -103,182 +98,9 @@ def _few(needed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         step *= 2
 
 
-Outputs = TypeVar("Outputs", bound=FlatOutputs)
-Placed = tuple[Any, Position]
-"""An output and where it has its rows: 0 for a `Ragged`, None for what all rows share."""
-
-RunGroup = Callable[[int, Axis, list[Mapped]], tuple[list[Placed], Outputs]]
-
-
-def run_in_groups(
-    axis: Axis,
-    mapped: Sequence[Mapped],
-    groups: Sequence[np.ndarray],
-    run_group: RunGroup[Outputs],
-    in_turn: bool,
-) -> tuple[list[Placed], Outputs]:
-    """What `run_group` computes for each group of rows, in the order of the rows.
-
-    Args:
-      axis: the axis being mapped.
-      mapped: the arguments: `Ragged`s whose lengths are known, arrays with an axis for the rows,
-        and arrays that all rows share.
-      groups: the indices of the rows of each group. Each row is in one.
-      run_group: runs one group, given its number, axis and arguments, and describes the outputs.
-        Groups agree in the number of outputs and in their dtypes, and in their shapes except for
-        ragged axes.
-      in_turn: whether no two groups may run at once; see `batchax.rules.calls`.
-
-    Raises:
-      UnsupportedError: an argument cannot be taken apart by rows, or outputs do not agree.
-    """
-    parts = [_split_argument(axis, m, groups) for m in mapped]
-    results: list[list[Placed]] = []
-    descriptions: list[Outputs] = []
-    for g, rows in enumerate(groups):
-        given = [replace(m, value=part[g]) for m, part in zip(mapped, parts, strict=True)]
-        if in_turn and results:
-            results[-1], given = _one_after_another(results[-1], given)
-        result, description = run_group(g, replace(axis, size=len(rows)), given)
-        results.append(result)
-        descriptions.append(description)
-    if len({len(result) for result in results}) > 1:
-        raise UnsupportedError(
-            "the function returns different numbers of arrays for rows of different lengths: "
-            f"{sorted({len(result) for result in results})}. Let it return the same for each row."
-        )
-    check_constants(descriptions)
-    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
-    outputs = descriptions[-1]
-    return [
-        _joined_output(axis, output, groups, [result[i] for result in results], ragged)
-        for i, output in enumerate(outputs.described)
-    ], outputs
-
-
-def _one_after_another(
-    results: list[Placed], given: list[Mapped]
-) -> tuple[list[Placed], list[Mapped]]:
-    """The results of a group and the arguments of the next one, which waits for them.
-
-    See `rules/calls.py` for why it has to.
-    """
-    firsts, of_results = jax.tree.flatten([value for value, _ in results])
-    waiting, of_given = jax.tree.flatten([m.value for m in given if m.axis is not None])
-    firsts, waiting = run_in_turn(firsts, waiting)
-    later = iter(jax.tree.unflatten(of_given, waiting))
-    values = jax.tree.unflatten(of_results, firsts)
-    placed = [(value, position) for value, (_, position) in zip(values, results, strict=True)]
-    return placed, [m if m.axis is None else replace(m, value=next(later)) for m in given]
-
-
-def in_front(output: OutputArray) -> OutputArray:
-    """`output` with its rows along axis 0, if it has any: for groups, whose rows are joined."""
-    if output.spec is None or output.spec is AUTO:
-        return output
-    keeps = isinstance(output.spec, Reduce) and output.spec.unmapped == "keep"
-    return replace(output, spec=AUTO if keeps else 0)
-
-
-def check_constants(groups: Sequence[FlatOutputs]) -> None:
-    """Refuses numbers that are returned as they are and differ between groups.
-
-    Raises:
-      AxisError: some do.
-    """
-    table, (first, *rest) = Table(), map(_constants, groups)
-    for others in rest:
-        for x, y in zip(first, others, strict=True):
-            if table.contents(x) != table.contents(y) if is_array(x) else not is_same(x, y):
-                raise AxisError(
-                    f"the function returns a number that depends on the row, {x} for one length "
-                    f"and {y} for another, but out_axes says None for it. Pass the position the "
-                    "batch axis should have, or batchax.AUTO."
-                )
-
-
-def _constants(outputs: FlatOutputs) -> list[Any]:
-    """What is returned as it is: numbers that are no arrays, where `out_axes` says None."""
-    here = object()
-    try:
-        returned = outputs.rebuild([here] * len(outputs.described))
-    except Exception:  # a container of the user that wants arrays
-        return []
-    return [leaf for leaf in jax.tree.leaves(returned) if leaf is not here]
-
-
-def _split_argument(axis: Axis, m: Mapped, groups: Sequence[np.ndarray]) -> list[Any]:
-    if m.axis is None:
-        return [m.value] * len(groups)
-    if isinstance(m.value, Ragged):
-        return split_rows(m.value, groups)
-    if _compat.is_reference(m.value):
-        raise UnsupportedError(
-            f"{m.path} is a reference (jax.new_ref), and rows are run here in groups by their "
-            "length, for which it would have to be taken apart. Pass an array, and return what is "
-            "to be written."
-        )
-    if axis.mesh_axis is not None:
-        raise UnsupportedError(
-            f"{m.path} is sharded over the mesh axis {axis.mesh_axis!r} by its type, and rows "
-            "are run here in groups by their length, which would have to be sharded each. "
-            "Use jax.sharding.reshard to have all rows on each device."
-        )
-    return split_lanes(m.value, groups, m.axis)
-
-
-def _joined_output(
-    axis: Axis,
-    output: OutputArray,
-    groups: Sequence[np.ndarray],
-    parts: Sequence[Placed],
-    arguments: Sequence[Ragged],
-) -> Placed:
-    values = [value for value, _ in parts]
-    shapes = {_shape_of_row(value, position) for value, position in parts}
-    if len({value.dtype for value in values}) > 1 or len(shapes) > 1:
-        kinds = sorted({f"{v.dtype}{list(_shape_of_row(v, a))}" for v, a in parts})
-        raise UnsupportedError(
-            f"{output.path} is of different types for rows of different lengths: "
-            f"{', '.join(kinds).replace(chr(39), '')}. Let the function return the same for each "
-            "row, except for one axis."
-        )
-    if isinstance(values[0], Ragged):
-        return _with_size_of(join_rows(values, groups), arguments), 0
-    positions = [position for _, position in parts]
-    if all(position is None for position in positions):
-        return values[0], None
-    check_unbatched(axis, [output], [0])
-    in_front = [
-        broadcast_axis(replace(axis, size=len(rows)), x, 0) if a is None else move_axis(x, a, 0)
-        for rows, (x, a) in zip(groups, parts, strict=True)
-    ]
-    return join_lanes(in_front, groups), 0
-
-
-def _shape_of_row(value: Value, position: Position) -> tuple[Any, ...]:
-    if isinstance(value, Ragged):
-        return value.shape_of_row(["n"] * len(value.axes))
-    shape = list(value.shape)
-    if position is not None:
-        del shape[position]
-    return tuple(shape)
-
-
-def _with_size_of(out: Ragged, arguments: Sequence[Ragged]) -> Ragged:
-    """`out`, with the bounds of arguments whose rows have the same lengths."""
-    given = [x for each in arguments for x in zip(each.each_length, each.each_bound, strict=True)]
-    along = []
-    for own in zip(out.each_length, out.each_bound, strict=True):
-        same = (x for x in given if np.array_equal(np.asarray(x[0]), np.asarray(own[0])))
-        along.append(next(same, own))
-    lengths, bounds = zip(*along, strict=True)
-    return Ragged(out.data, lengths, bounds, axis=out.axes)
-
-
 def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
     """The rows of each group, whose lengths must be known; its longest gives the bound."""
-    datas = split_elements(x.data, _known(x), groups, x.element_axis)
+    datas = split_elements(x.data, known_elements(x), groups, x.element_axis)
     lengths = [np.asarray(each) for each in x.each_length]
     return [
         Ragged(
@@ -295,7 +117,7 @@ def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
     """What `split_rows` took apart."""
     axis, order = parts[0].element_axis, np.concatenate(groups)
     place = _inverse(order, len(order))
-    elements = np.concatenate([_known(part) for part in parts])[place]
+    elements = np.concatenate([known_elements(part) for part in parts])[place]
     data = join_elements([part.data for part in parts], elements, groups, axis)
     every = zip(*(part.each_length for part in parts), strict=True)
     lengths = [np.concatenate(list(map(np.asarray, each)))[place] for each in every]
@@ -335,7 +157,7 @@ def join_lanes(parts: Sequence[Any], groups: Sequence[np.ndarray], axis: int = 0
     return _regroup(parts, _inverse(index, len(index)), [len(index)], axis)[0]
 
 
-def _known(x: Ragged) -> np.ndarray:
+def known_elements(x: Ragged) -> np.ndarray:
     elements = elements_of(x.lengths)
     assert elements is not None, "checked by those who make groups"
     return elements
@@ -582,24 +404,16 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
         if value < 1:
             raise AxisError(f"bucket: {name} must be a positive int, got {value}.")
     every = _lengths_of(ragged_or_lengths)
-    ragged = isinstance(ragged_or_lengths, Ragged)
-    if len(every) > 1:
-        needed = np.maximum(-(-np.stack(every, 1) // multiple_of), 1) * multiple_of
-        groups = cluster_shapes(needed, int(max_buckets)) if len(needed) else []
-        sizes = tuple(tuple(map(int, needed[rows].max(0))) for rows in groups)
-        greatest = tuple(int(x.max(initial=0)) for x in every)
-        most = ragged_or_lengths.max_length if ragged else greatest
-        return Buckets(every, sizes, tuple(groups), most)
-    lengths = next(iter(every))
     # A row of no elements takes room too: many operations have no meaning for size zero.
-    needed = np.maximum(-(-lengths // multiple_of), 1) * multiple_of
-    candidates, number, counts = np.unique(needed, return_inverse=True, return_counts=True)
-    chosen = cheapest_ends(candidates, counts, int(max_buckets))
-    of_candidate = np.searchsorted(chosen, np.arange(len(candidates)))
-    of_row = of_candidate[number.reshape(-1)]
-    rows = tuple(np.flatnonzero(of_row == i) for i in range(len(chosen)))
-    most = ragged_or_lengths.max_length if ragged else int(lengths.max(initial=0))
-    return Buckets(lengths, tuple(int(candidates[i]) for i in chosen), rows, most)
+    needed = np.maximum(-(-np.stack(every, 1) // multiple_of), 1) * multiple_of
+    groups = lightest_groups(needed, int(max_buckets), lambda sizes: sizes.prod(1))
+    groups.sort(key=lambda rows: int(needed[rows].max(0).prod()))
+    of_axes = lambda values: tuple(values) if len(every) > 1 else next(iter(values))
+    sizes = tuple(of_axes(map(int, needed[rows].max(0))) for rows in groups)
+    most = of_axes(int(x.max(initial=0)) for x in every)
+    if isinstance(ragged_or_lengths, Ragged):
+        most = ragged_or_lengths.max_length
+    return Buckets(of_axes(every), sizes, tuple(groups), most)
 
 
 def _places(size: Any) -> int:
@@ -650,14 +464,8 @@ def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
 def cheapest_ends(weights: np.ndarray, counts: np.ndarray, most: int) -> list[int]:
     """The last length of each group, of at most so many, for the least weight in all.
 
-    The dynamic programme that `bucket` refers to: the best use of k sizes for the first j lengths
-    ends in one group after the best use of k - 1 for those before. Where that group begins does
-    not decrease with j, since what a group costs is Monge, which saves looking at earlier ones.
-
-    Args:
-      weights: of a row that is padded to each length, increasing: elements, or time.
-      counts: how many rows have each length.
-      most: how many groups there may be.
+    `weights` are those of a row that is padded to each length, increasing, and `counts` how many
+    rows have it.
     """
     # Rows of a bucket are padded to its longest. So buckets that are intervals of the sorted
     # lengths cost no more than others, since `weights` increase: what is to be chosen is where each

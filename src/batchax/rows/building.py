@@ -89,7 +89,6 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
 
 
 def check_fill_value(fill_value: Any, data: Value) -> None:
-    """Refuses what elements like those of `data` cannot be: NaN among integers, say."""
     of_numbers = not jnp.issubdtype(data.dtype, jax.dtypes.prng_key)
     if fill_value is None or isinstance(fill_value, Tracer) or not of_numbers:
         return
@@ -123,13 +122,7 @@ def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
 def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[int, ...]:
     """The ragged axis of a row, or its ragged axes, none of them negative.
 
-    Args:
-      axis: what the user gave.
-      array: a row; or rows, `packed`, which have one axis for all that are ragged.
-
-    Raises:
-      ArgumentTypeError: it is neither an int nor a sequence of ints.
-      AxisError: one is out of range, or they are in no order.
+    `array` is a row; or rows, `packed`, which have one axis for all that are ragged.
     """
     if not isinstance(axis, (tuple, list)):
         return checked_axis(axis, array)
@@ -144,12 +137,7 @@ def checked_axes(axis: Any, array: Value, packed: bool = False) -> int | tuple[i
 
 
 def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
-    """The lengths along the ragged axis, or a tuple of those along each of several.
-
-    Raises:
-      AxisError: there are not lengths for each axis, or not of as many rows.
-      ArgumentTypeError: they are no integers.
-    """
+    """The lengths along the ragged axis, or a tuple of those along each of several."""
     if isinstance(axis, int):
         return as_lengths(lengths)
     try:
@@ -174,12 +162,7 @@ def as_lengths_of(axis: int | tuple[int, ...], lengths: Any) -> Any:
 
 
 def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None, ...]:
-    """The bound of the lengths along each ragged axis, None for those that have none.
-
-    Raises:
-      ArgumentTypeError: one is no int.
-      AxisError: one is negative, or there is not one for each.
-    """
+    """The bound of the lengths along each ragged axis, None for those that have none."""
     count = 1 if isinstance(axis, int) else len(axis)
     bounds: tuple[Any, ...] = (max_length,) * count
     if isinstance(max_length, (tuple, list)) and not isinstance(axis, int):
@@ -212,17 +195,8 @@ def elements_of(lengths: Any) -> np.ndarray | None:
 
 
 def check_lengths(
-    lengths: Sequence[np.ndarray],
-    capacity: int,
-    most: Sequence[int | None],
-    data: Any,
-    at: int,
+    lengths: Sequence[np.ndarray], capacity: int, most: Sequence[int | None], data: Any, at: int
 ) -> None:
-    """Refuses lengths, those along each ragged axis, that are negative or too many.
-
-    Raises:
-      AxisError: some are.
-    """
     for k, each in enumerate(lengths):
         name = length_name(k, len(lengths))
         if (each < 0).any():
@@ -457,9 +431,11 @@ class Selecting(RowBatch):
         return self._part(int(ends[i - 1]) if i else 0, int(ends[i]))
 
     def _part(self, start: int, stop: int) -> Any:
-        part = [slice(None)] * self.data.ndim
-        part[self.element_axis] = slice(start, stop)
-        return self.data[tuple(part)]
+        return part_along(self.data, self.element_axis, start, stop)
+
+
+def part_along(x: Any, axis: int, start: int, stop: int | None) -> Any:
+    return x[(*[slice(None)] * axis, slice(start, stop))]
 
 
 def as_row(elements: Any, axes: Sequence[int], lengths: Sequence[int]) -> Any:
@@ -504,11 +480,7 @@ _NAME = "Ragged.from_rows: rows"
 
 
 def leaves_of_rows(rows: Sequence[Any]) -> tuple[list[tuple[str, list[Any]]], Any]:
-    """For each leaf of the rows, its path and what the rows have there; and their structure.
-
-    Raises:
-      AxisError: two rows differ in structure.
-    """
+    """For each leaf of the rows, its path and what the rows have there; and their structure."""
     flat = [jax.tree_util.tree_flatten_with_path(row, is_leaf=_is_leaf) for row in rows]
     first, structure = flat[0]
     if not first or any(isinstance(row, list) for row in rows):  # a list is an array, as for NumPy
@@ -523,14 +495,8 @@ def leaves_of_rows(rows: Sequence[Any]) -> tuple[list[tuple[str, list[Any]]], An
 def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarray], Any]:
     """The elements of rows one after another, the lengths of rows along each axis, and the axes.
 
-    Args:
-      path: of the leaf of the user's rows that these are.
-      rows: what each has there.
-      axis: the ragged one, or several, as the user gave it.
-
-    Raises:
-      AxisError: two differ in another axis, or there is no axis.
-      ArgumentTypeError: one is no array, or two differ in dtype.
+    `rows` are what each of the user's rows has in the leaf `path`, and `axis` is what the user
+    gave.
     """
     for i, x in enumerate(rows):
         if is_container(x):
@@ -574,11 +540,6 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
 def check_same_lengths(
     first: tuple[str, Sequence[np.ndarray]], other: tuple[str, Sequence[np.ndarray]]
 ) -> None:
-    """Refuses leaves of a row, by path and lengths in all rows, that differ in length.
-
-    Raises:
-      AxisError: they do; the first such row is named.
-    """
     (path, every), (there, all_others) = first, other
     for lengths, others in zip(every, all_others, strict=True):
         if not (lengths != others).any():
@@ -601,9 +562,9 @@ def _is_leaf(x: Value) -> bool:
 class RaggedDict(DictOfBatches):
     """A dict with batches of rows in it, of which those with the same lengths share one array.
 
-    A pytree with the leaves of a plain dict. A transformation puts another object into the place
-    of each leaf, so lengths that were one array would become several. The structure of the pytree
-    therefore holds which of them are one, and what JAX builds of new leaves has one again.
+    A pytree with the leaves of a plain dict. A transformation puts another object into the place of
+    each leaf, so the structure holds which lengths are one array, and what JAX builds has one
+    again.
     """
 
     def copy(self) -> RaggedDict:
@@ -873,14 +834,11 @@ class Building(RowBatch):
                     "Ragged.from_offsets: offsets must begin at 0 or later, never decrease, and "
                     f"end within the {size} elements of flat; got {shown_lengths(values)}."
                 )
-            part = [slice(None)] * flat.ndim
-            part[at] = slice(start, None)
-            flat = flat[tuple(part)] if start else flat
+            flat = part_along(flat, at, start, None) if start else flat
         return cls(flat, lengths, max_length, axis=at)
 
 
 def _clipped(lengths: Any, size: int) -> Any:
-    """Lengths of rows that have room for `size` elements: known ones are what they are."""
     if not isinstance(lengths, Tracer):
         return lengths
     return jnp.clip(lengths.astype(jnp.int32), 0, size)

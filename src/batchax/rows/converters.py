@@ -1,7 +1,7 @@
-"""Ragged batches of other libraries.
+"""Ragged batches of other libraries, and arrays of Arrow as arrays of NumPy and back.
 
 None of them is needed: what they hand over is known by its methods, and they are imported where
-one of their own types is made.
+one of their own types is made. `who` is the name of what the user called, for messages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.words import Value
-from batchax.rows import arrow
-from batchax.rows.building import RowBatch, as_row, elements_of
+from batchax.rows.building import Building, as_row, elements_of, part_along
 
 R = TypeVar("R", bound="Converters")
 
 
 @_compat.api_boundary
-class Converters(RowBatch):
+class Converters(Building):
     """The methods of `Ragged` for batches of other libraries."""
 
     @classmethod
@@ -50,15 +49,18 @@ class Converters(RowBatch):
           >>> x = bx.Ragged.from_torch(nested)  # doctest: +SKIP
         """
         if str(getattr(nested, "layout", None)) == "torch.strided" and nested.is_nested:
-            return _from_rows(cls, list(map(_from_tensor, nested.unbind())), max_length)
-        _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", _TORCH)
+            rows: Any = list(map(_from_tensor, nested.unbind()))
+            differs = np.flatnonzero(np.ptp(np.array([x.shape for x in rows]), 0))
+            return cls.from_rows(rows, max_length, axis=tuple(map(int, differs)) or (0,))
+        needed = ("values", "offsets", "is_nested")
+        _check_has("from_torch", nested, "a nested tensor of layout torch.jagged", needed)
         values, offsets = _from_tensor(nested.values()), _from_tensor(nested.offsets())
         lengths = nested.lengths() if hasattr(nested, "lengths") else None
         at = getattr(nested, "_ragged_idx", 1) - 1  # 1 except for transposed tensors
         if lengths is not None:  # there are gaps between rows
-            index, offsets = arrow.without_gaps(offsets[:-1], _from_tensor(lengths))
+            index, offsets = without_gaps(offsets[:-1], _from_tensor(lengths))
             values = (np if isinstance(values, np.ndarray) else jnp).take(values, index, axis=at)
-        return _from_offsets(cls, values, offsets, max_length, at)
+        return cls.from_offsets(values, offsets, max_length, axis=at)
 
     def to_torch(self) -> Any:
         """Converts the rows to a nested tensor of PyTorch, on the CPU.
@@ -84,7 +86,7 @@ class Converters(RowBatch):
             rows = [as_row(x, self.axis, n) for x, n in zip(parts, lengths, strict=False)]
             return torch.nested.nested_tensor([tensor(np.ascontiguousarray(x)) for x in rows])
         at = {} if self.axis == 0 else {"jagged_dim": self.axis + 1}
-        offsets = torch.from_numpy(arrow.offsets_of(lengths))
+        offsets = torch.from_numpy(offsets_of(lengths))
         return torch.nested.nested_tensor_from_jagged(tensor(values), offsets, **at)
 
     @classmethod
@@ -108,10 +110,10 @@ class Converters(RowBatch):
         _check_has("from_tensorflow", ragged, "a tf.RaggedTensor", ("flat_values", "row_splits"))
         values = np.asarray(ragged.flat_values)
         if getattr(ragged, "ragged_rank", 1) == 1:
-            return _from_offsets(cls, values, np.asarray(ragged.row_splits), max_length)
+            return cls.from_offsets(values, np.asarray(ragged.row_splits), max_length)
         *outer, last = [np.diff(np.asarray(x)) for x in ragged.nested_row_splits]
         for counts in reversed(outer):
-            last = arrow.of_lists(counts, last, "Ragged.from_tensorflow")
+            last = of_lists(counts, last, "Ragged.from_tensorflow")
         return _from_lengths(cls, values, last, max_length)
 
     @classmethod
@@ -138,7 +140,7 @@ class Converters(RowBatch):
         if hasattr(array, "combine_chunks"):
             array = array.combine_chunks()
         _check_has("from_arrow", array, "a pyarrow.ListArray", ("offsets", "values"))
-        return _from_lengths(cls, *arrow.rows_of(array, "Ragged.from_arrow"), max_length)
+        return _from_lengths(cls, *rows_of(array, "Ragged.from_arrow"), max_length)
 
     def to_arrow(self) -> Any:
         """Converts the rows to a ``pyarrow.ListArray``.
@@ -156,7 +158,7 @@ class Converters(RowBatch):
         """
         values, lengths = self._parts("to_arrow", first=True)
         with _refused("to_arrow", values):
-            return arrow.from_rows(values, lengths)
+            return lists_of_rows(values, lengths)
 
     @classmethod
     def from_awkward(cls: type[R], array: Value, max_length: int | None = None) -> R:
@@ -206,17 +208,15 @@ class Converters(RowBatch):
 
         with _refused("to_awkward", values):
             content = awkward.from_numpy(values, regulararray=True).layout
-        for sizes in arrow.list_sizes(lengths):
-            index = awkward.index.Index64(arrow.offsets_of(sizes))
+        for sizes in list_sizes(lengths):
+            index = awkward.index.Index64(offsets_of(sizes))
             content = awkward.contents.ListOffsetArray(index, content)
         return awkward.Array(content)
 
     def _parts(self, method: str, first: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """The elements of all rows, and their lengths: copies in NumPy arrays.
 
-        Args:
-          method: for messages.
-          first: whether ragged axes must be the first ones of a row.
+        `first` is whether ragged axes must be the first ones of a row.
         """
         elements = elements_of(self.lengths)
         if elements is None or isinstance(self.data, Tracer):
@@ -234,28 +234,15 @@ class Converters(RowBatch):
                 f"Ragged.{method}: rows of random keys, of dtype {self.data.dtype}, have no form "
                 "outside of JAX. Convert the numbers of the keys: jax.random.key_data(x.data)."
             )
-        part = [slice(None)] * self.data.ndim
-        part[self.element_axis] = slice(0, int(elements.sum()))
+        part = part_along(self.data, self.element_axis, 0, int(elements.sum()))
         each = [np.asarray(x).astype(np.int64) for x in self.each_length]
-        return np.array(self.data[tuple(part)]), arrow.together(each)
-
-
-_TORCH = ("values", "offsets", "is_nested")
-
-
-def _from_offsets(cls: Any, flat: Any, offsets: Any, max_length: int | None, axis: int = 0) -> Any:
-    return cls.from_offsets(flat, offsets, max_length, axis=axis)
+        return np.array(part), each[0] if len(each) == 1 else np.stack(each, 1)
 
 
 def _from_lengths(cls: Any, flat: Any, lengths: np.ndarray, max_length: Any) -> Any:
-    """Rows whose elements follow one another along axis 0, with lengths as `arrow.rows_of` has."""
-    each = arrow.by_axis(lengths)
+    """Rows whose elements follow one another along axis 0, with lengths as `rows_of` has."""
+    each = by_axis(lengths)
     return cls(flat, list(each.T), max_length, axis=tuple(range(each.shape[1])))
-
-
-def _from_rows(cls: Any, rows: list[Any], max_length: Any) -> Any:
-    shapes = np.array([x.shape for x in rows])
-    return cls.from_rows(rows, max_length, axis=tuple(np.flatnonzero(np.ptp(shapes, 0))) or (0,))
 
 
 def _check_has(method: str, x: Value, what: str, attributes: tuple[str, ...]) -> None:
@@ -289,17 +276,16 @@ def _from_tensor(tensor: Any) -> Any:
 
 def _is_list(layout: Any) -> bool:
     """Whether it is one of lists of any size, or else the outermost."""
-    has = lambda name: hasattr(layout, name)
-    return has("offsets") and has("content")
+    return hasattr(layout, "offsets") and hasattr(layout, "content")
 
 
 def _awkward_rows(layout: Any) -> tuple[np.ndarray, np.ndarray]:
-    """As `arrow.rows_of`."""
+    """As `rows_of`."""
     counts = np.diff(np.asarray(layout.offsets))
     if not _is_list(layout.content) or hasattr(layout.content, "size"):  # of one size
         return _awkward_dense(layout.content), counts
     values, lengths = _awkward_rows(layout.content)
-    return values, arrow.of_lists(counts, lengths, "Ragged.from_awkward")
+    return values, of_lists(counts, lengths, "Ragged.from_awkward")
 
 
 def _awkward_dense(layout: Any) -> np.ndarray:
@@ -314,3 +300,153 @@ def _awkward_dense(layout: Any) -> np.ndarray:
         )
     inner = _awkward_dense(layout.content)
     return inner.reshape(len(layout), layout.size, *inner.shape[1:])
+
+
+def dense(array: Value, who: str) -> np.ndarray:
+    """An array whose elements are numbers, or lists of one size of such elements."""
+    _check_no_nulls(array, who)
+    size = getattr(array.type, "list_size", None)
+    if size is None:
+        return _numbers(array, who)
+    inner = dense(array.flatten(), who)
+    return inner.reshape(len(array), size, *inner.shape[1:])
+
+
+def lists(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of an array of lists, large or sliced or a view too: all elements, and where lists begin.
+
+    The elements may be lists of one size, which become trailing axes. There is one offset more than
+    there are lists; the first is 0.
+    """
+    _check_no_nulls(array, who)
+    offsets = _numbers(array.offsets, who)
+    if hasattr(array, "sizes"):  # a view: lists in any order, with gaps, or overlapping
+        index, offsets = without_gaps(offsets, _numbers(array.sizes, who))
+        return dense(array.values.take(index), who), offsets
+    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
+    return dense(array.values.slice(first, last - first), who), offsets - first
+
+
+def rows_of(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of an array of lists, as of `lists`: all elements, and the lengths of lists.
+
+    Lists of lists are rows that are ragged along several axes: those of a row are of one length,
+    and lengths are of shape (rows, axes). Of a row that has no lists nobody knows how long they
+    would be: that is 0.
+    """
+    if not is_lists(array.values.type):
+        values, offsets = lists(array, who)
+        return values, np.diff(offsets).astype(np.int64)
+    _check_no_nulls(array, who)
+    offsets = _numbers(array.offsets, who).astype(np.int64)
+    counts, inner = np.diff(offsets), array.values
+    if hasattr(array, "sizes"):
+        counts = _numbers(array.sizes, who).astype(np.int64)
+        inner = inner.take(without_gaps(offsets, counts)[0])
+    elif len(offsets):
+        inner = inner.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
+    values, lengths = rows_of(inner, who)
+    return values, of_lists(counts, lengths, who)
+
+
+def of_lists(counts: np.ndarray, lengths: np.ndarray, who: str) -> np.ndarray:
+    """The lengths of rows along each ragged axis, of rows that are lists of lists.
+
+    Each row has so many lists (`counts`), of these `lengths`, which are as `rows_of` returns them.
+    """
+    lengths, starts = by_axis(lengths), np.cumsum(counts) - counts
+    if not len(lengths):
+        return np.zeros((len(counts), lengths.shape[1] + 1), np.int64)
+    of_first = lengths[np.minimum(starts, len(lengths) - 1)] * (counts > 0)[:, None]
+    row = np.repeat(np.arange(len(counts)), counts)
+    differs = (lengths != of_first[row]).any(1)
+    if differs.any():
+        i = int(row[differs.argmax()])
+        raise ArgumentTypeError(
+            f"{who}: row {i} has lists of different lengths: a row that is ragged along several "
+            "axes is an array, whose lists have one. Pad them, or pass lists of numbers as rows."
+        )
+    return np.concatenate([counts[:, None], of_first], 1)
+
+
+def by_axis(lengths: np.ndarray) -> np.ndarray:
+    """Lengths of shape (rows, axes), also where there is one axis."""
+    return lengths[:, None] if lengths.ndim == 1 else lengths
+
+
+def is_lists(kind: Any) -> bool:
+    return hasattr(kind, "value_field") and getattr(kind, "list_size", None) is None
+
+
+def plain_parts(array: Value) -> list[np.ndarray]:
+    """Which elements of an array of Arrow are not null, and the bytes of these: not of lists."""
+    valid, values = np.asarray(array.is_valid()), array.drop_null()
+    kind, (_, *buffers) = values.type, values.buffers()
+    start, stop = values.offset, values.offset + len(values)
+    if len(buffers) == 2:  # offsets, and bytes
+        wide = np.int64 if str(kind).startswith("large") else np.int32
+        offsets = np.frombuffer(buffers[0] or b"", wide)[start : stop + 1]
+        whole = np.frombuffer(buffers[1] or b"", np.uint8)
+        part = whole[offsets[0] : offsets[-1]] if len(offsets) else whole[:0]
+        return [valid, np.diff(offsets).astype(np.int64), part]
+    if kind == "bool":
+        return [valid, np.asarray(values)]
+    width = kind.bit_width // 8 if buffers else 0
+    return [valid, np.frombuffer(buffers[0] or b"", np.uint8)[start * width : stop * width]]
+
+
+def from_dense(values: np.ndarray) -> Any:
+    import pyarrow  # pyright: ignore[reportMissingImports]
+
+    array = pyarrow.array(values.reshape(-1))
+    for i in range(values.ndim - 1, 0, -1):
+        array = pyarrow.FixedSizeListArray.from_arrays(array, values.shape[i])
+    return array
+
+
+def lists_of_rows(values: np.ndarray, lengths: np.ndarray) -> Any:
+    """An array of lists, of elements as `from_dense` makes them; lists of lists along several axes.
+
+    Lengths are of shape (rows,), or (rows, axes).
+    """
+    import pyarrow  # pyright: ignore[reportMissingImports]
+
+    array = from_dense(np.ascontiguousarray(values))
+    for sizes in list_sizes(lengths):
+        offsets = pyarrow.array(offsets_of(sizes).astype(np.int32))
+        array = pyarrow.ListArray.from_arrays(offsets, array)
+    return array
+
+
+def list_sizes(lengths: np.ndarray) -> list[np.ndarray]:
+    """The sizes of all lists, those of the innermost axis first, of rows of such lengths."""
+    each = by_axis(lengths)  # there are as many lists as the axes before have places
+    return [np.repeat(each[:, k], each[:, :k].prod(1)) for k in reversed(range(each.shape[1]))]
+
+
+def offsets_of(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where the elements of rows are that begin anywhere, and where they begin put together."""
+    offsets = np.concatenate([[0], np.cumsum(count, dtype=np.int64)])
+    return np.repeat(starts - offsets[:-1], count) + np.arange(offsets[-1]), offsets
+
+
+def _check_no_nulls(array: Value, who: str) -> None:
+    if array.null_count:
+        raise ArgumentTypeError(
+            f"{who}: {array.null_count} entries are null, which stands for no number. Drop them "
+            "(drop_null), or fill them (fill_null)."
+        )
+
+
+def _numbers(array: Value, who: str) -> np.ndarray:
+    numbers = np.asarray(array.to_numpy(zero_copy_only=False))
+    if numbers.dtype.kind not in "biufc":
+        raise ArgumentTypeError(
+            f"{who}: the elements of the rows are of Arrow's type {array.type}, not numbers or "
+            "lists of one size of numbers. Convert them with cast, or choose one field."
+        )
+    return numbers

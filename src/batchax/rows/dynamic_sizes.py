@@ -23,7 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax import lax
+from jax.core import Tracer, eval_jaxpr
+from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
 from batchax import _compat
@@ -32,20 +34,28 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
 from batchax.frontend.rows import finds_sizes
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.kernel.axis import Axis, Position, axis_to_front
+from batchax.kernel.captured import closed_over
+from batchax.kernel.inner import batch_function, returning_alike
+from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.memo import Memo
-from batchax.rows.arguments import RowSize
 from batchax.rows.building import known_lengths
-from batchax.rows.call import FoundLengths, RowCall, as_ragged, place_ragged
-from batchax.rows.found_bounds import run_found
-from batchax.rows.padded import CannotPad, Row
+from batchax.rows.call import FoundLengths, RowCall, RowSize, as_ragged, place_ragged
+from batchax.rows.padded import CannotPad, Row, run_padded
+from batchax.rows.padded_rules.positions import pad_end
+from batchax.rows.size_classes import class_switch
 from batchax.rows.sizes import (
     ASKED_FOR_NUMBERS,
     Lengths,
+    Limited,
     SizeOfRow,
     Sizes,
     agreed,
     asked_for_number,
+    depends_on_sizes,
+    finds_inside,
+    finds_size,
     found_places_p,
     greatest,
     has_symbols,
@@ -53,22 +63,18 @@ from batchax.rows.sizes import (
     line_of,
     question_of,
 )
+from batchax.rules.masking import find_collective
 
 
 @dataclass
 class Finding:
-    """A function that is being staged, and the sizes that it has found so far.
+    """A function that is being staged, and the sizes that it has found so far."""
 
-    Attributes:
-      scope: of the symbols of its program; None where it has none yet, and will be staged again.
-      needed: whether it asked for a symbol where it has none.
-      places: by condition and limit what was found: what has one condition has one size.
-      outermost: what JAX traces where no function inside is traced, if there is a scope.
-    """
-
+    # Of the symbols of its program; None where it has none yet, and will be staged again.
     scope: Any
-    needed: bool = False
-    outermost: Any = None
+    needed: bool = False  # whether it asked for a symbol where it has none
+    outermost: Any = None  # what JAX traces where no function inside is traced, if there is a scope
+    # By condition and limit what was found: what has one condition has one size.
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
     def places_of(self, condition: Any, limit: int | None, called: str, given: Any) -> Any:
@@ -118,7 +124,6 @@ _finding: ContextVar[Finding | None] = ContextVar("batchax_finding", default=Non
 
 
 def finding_sizes() -> Finding | None:
-    """What is being staged by `vmap`, and may find sizes; None outside of it."""
     return _finding.get()
 
 
@@ -223,12 +228,8 @@ def with_lengths(
 ) -> tuple[list[Any], FlatOutputs]:
     """The results of one padded row as arrays, and the sizes that were found beside them.
 
-    Args:
-      sizes: those of the row, found ones among them.
-      rows: its results.
-      outputs: what describes those.
-      rebuild: makes the outputs of the results of all rows, some of which are rows.
-      call: of the function, if its arguments are rows.
+    `rebuild` makes the outputs of the results of all rows, some of which are rows. `call` is that
+    of the function, if its arguments are rows.
     """
     of_rows = () if call is None else call.sizes
     shapes = [row.shape for row in rows]
@@ -274,7 +275,6 @@ def _known_or_more(lengths: Any, room: int | None) -> FoundLengths:
 
 
 def _check_limit(called: str, limit: int, counts: Any) -> None:
-    """Refuses more than there may be, where it is known how many there are."""
     sizes = known_lengths(counts)
     if sizes is not None and sizes.size and sizes.max() > limit:
         lane = int(np.argmax(sizes))
@@ -430,7 +430,6 @@ def _taken(x: Any, places: Any, axis: int = 0) -> Any:
 
 
 def _has_elements(size: Any) -> bool:
-    """Whether JAX takes it that there are some."""
     try:
         return size >= 1
     except ASKED_FOR_NUMBERS:
@@ -539,3 +538,174 @@ def rows_of_output(out: Any) -> Any:
         )
     there = jnp.arange(shapes[0][0]) < count
     return structure.unflatten([compress(there, x, 0) for x in values])
+
+
+# What follows from a size that is found. A condition of 3,600 elements may hold anywhere, but a
+# neighbor list has some hundred entries: so it is compiled for two bounds, and the least of them
+# that serves for all lanes runs. What comes before runs once.
+
+SHARES = 16, 1
+"""What fits into such a part of the elements of a condition has a program of its own."""
+
+_LEAST = 256  # elements of a condition: of fewer, all programs take as long
+
+
+def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Row]]:
+    """The results of a function of arrays that finds sizes, and these sizes."""
+    jaxpr, sizes = program.jaxpr, Sizes({}, {})
+    rest = _rest(program)
+    if rest is None:
+        return sizes, run_padded(sizes, jaxpr, program.consts, rows)
+    finds = [eqn for eqn in rest if finds_size(eqn)]
+    made = {v for eqn in rest for v in eqn.outvars}
+    used = [v for eqn in rest for v in eqn.invars] + [*jaxpr.outvars]
+    needed = list(
+        dict.fromkeys(v for v in used if not isinstance(v, core.Literal) and v not in made)
+    )
+    before = run_padded(sizes, jaxpr.replace(outvars=needed), program.consts, rows)
+    at = dict(zip(needed, before, strict=True))
+    counts = []
+    for eqn in finds:
+        (condition,), params = eqn.invars, eqn.params
+        count, limit = jnp.sum(at[condition].value, dtype=np.int32), params["limit"]
+        limited = None if limit is None else Limited(params["called"], limit, count)
+        sizes.find(str(params["size"]), condition.aval.shape[0], count, limited)
+        counts.append(count)
+    most = [sizes.bounds[str(eqn.params["size"])] for eqn in finds]
+    bounds = [[-(-bound // share) for bound in most] for share in SHARES]
+    moving = [v for v in needed if not isinstance(at[v].value, np.ndarray)]
+    body = jaxpr.replace(invars=needed, constvars=[], eqns=rest)
+    names = [str(eqn.params["size"]) for eqn in finds]
+
+    def with_room(bound: Sequence[int]) -> ClosedJaxpr:
+        def run(*values: Any) -> list[Any]:
+            own = Sizes({}, {}, at_most=dict(zip(names, bound, strict=True)))
+            given = {**at, **{v: Row(x, at[v].shape) for v, x in zip(moving, values, strict=True)}}
+            outs = run_padded(own, body, [], [given[v] for v in needed])
+            return [_whole(sizes, jnp.asarray(out.value), out.shape) for out in outs]
+
+        return _compat.stage(run, [jax.typeof(at[v].value) for v in moving])
+
+    programs = tuple(map(with_room, bounds))
+    outs = found_switch_p.bind(
+        jnp.stack(counts),
+        *(at[v].value for v in moving),
+        programs=programs,
+        bounds=tuple(map(tuple, bounds)),
+    )
+    shapes = [getattr(v.aval, "shape", ()) for v in jaxpr.outvars]
+    return sizes, [Row(x, shape) for x, shape in zip(outs, shapes, strict=True)]
+
+
+def _rest(program: ClosedJaxpr) -> list[Eqn] | None:
+    """The equations that read sizes that are found, or what has one; None if all run at once."""
+    jaxpr: Jaxpr = program.jaxpr
+    made: set[Any] = set()
+    rest: list[Eqn] = []
+    for eqn in jaxpr.eqns:
+        reads = any(v in made for v in eqn.invars if not isinstance(v, core.Literal))
+        if not (reads or depends_on_sizes(eqn)):
+            continue
+        if finds_size(eqn):
+            if reads:
+                return None
+        elif finds_inside(eqn):
+            return None
+        rest.append(eqn)
+        made.update(eqn.outvars)
+    finds = [eqn for eqn in rest if finds_size(eqn)]
+    most = [_most(eqn) for eqn in finds]
+    if program.effects or find_collective(jaxpr) is not None or any(map(closed_over, jaxpr.eqns)):
+        return None
+    keys = any(
+        jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+        for eqn in rest
+        for v in (*eqn.invars, *eqn.outvars)
+    )
+    enough = finds and min(most) >= _LEAST and len(rest) > len(finds)
+    return None if keys or not enough else rest
+
+
+def _most(eqn: Eqn) -> int:
+    size, limit = eqn.invars[0].aval.shape[0], eqn.params["limit"]
+    return size if limit is None else min(size, limit)
+
+
+def _whole(sizes: Sizes, x: Value, shape: Sequence[Any]) -> Any:
+    for axis, dim in enumerate(shape):
+        if is_symbolic(dim):
+            x = pad_end(x, axis, sizes.bound(dim) - x.shape[axis])
+    return x
+
+
+def _operations(counts: Value, *xs: Value, programs: Any, bounds: Any) -> list[Any]:
+    program = programs[-1]
+    return eval_jaxpr(program.jaxpr, program.consts, *xs)
+
+
+def _types(counts: Aval, *avals: Aval, programs: Any, bounds: Any) -> list[Any]:
+    return list(programs[-1].out_avals)
+
+
+def _batched(
+    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, *, programs: Any, bounds: Any
+) -> tuple[list[Any], Sequence[Position]]:
+    if axes[0] is None or axis.mesh_axis is not None or axis.spmd_name is not None:
+        run = lambda *xs: _operations(*xs, programs=programs, bounds=bounds)
+        return batch_function(axis, run, args, axes)
+    most = jnp.max(axis_to_front(axis, args[0], axes[0]), 0)
+    room = np.asarray(bounds, np.int32)[:-1]
+    number = jnp.sum(jnp.any(most > room, 1), dtype=np.int32)
+
+    def of_bound(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Position]]:
+        def run(*xs: Any) -> tuple[list[Any], list[Position]]:
+            one = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
+            parts = _parts(axis.size) if program is programs[-1] else 1
+            lanes, at = replace(axis, size=axis.size // parts), []
+
+            def of_part(fronted: Sequence[Any]) -> list[Any]:
+                each = iter(fronted)
+                given = [x if a is None else next(each) for x, a in zip(xs, axes[1:], strict=True)]
+                places = [None if a is None else 0 for a in axes[1:]]
+                outs, at[:] = batch_function(lanes, one, given, places)
+                return [axis_to_front(lanes, x, a) for x, a in zip(outs, at, strict=True)]
+
+            fronted = [
+                axis_to_front(axis, x, a)
+                for x, a in zip(xs, axes[1:], strict=True)
+                if a is not None
+            ]
+            if parts == 1:
+                return of_part(fronted), at
+            outs = lax.map(of_part, [x.reshape(parts, -1, *x.shape[1:]) for x in fronted])
+            return [lax.collapse(x, 0, 2) for x in outs], at
+
+        return _compat.stage_described(run, list(map(jax.typeof, args[1:])))
+
+    staged = list(map(of_bound, programs))
+    alike = returning_alike([program for program, _ in staged])
+    outs = class_switch(number, alike, args[1:])
+    types = alike[0].out_avals
+    shared = [all(a is None for a in each) for each in zip(*(at for _, at in staged), strict=True)]
+    outs = [_compat.weakly(x) if t.weak_type else x for x, t in zip(outs, types, strict=True)]
+    return [x[0] if s else x for x, s in zip(outs, shared, strict=True)], [
+        None if s else 0 for s in shared
+    ]
+
+
+def _parts(lanes: int) -> int:
+    """In how many parts lanes run whose arrays hold all elements: each needs little memory."""
+    return max(parts for parts in range(1, SHARES[0] + 1) if lanes % parts == 0)
+
+
+found_switch_p = own_primitive(
+    "found_switch",
+    called="what follows from sizes that are found",
+    operations=_operations,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=OF_OPERATIONS,
+    transpose=OF_OPERATIONS,
+)

@@ -35,16 +35,12 @@ from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 class IndexProgram(NamedTuple):
-    """How index arrays are computed: functions of arrays of int32, and of the same parameters.
+    """How index arrays are computed: functions of arrays of int32, and of the same parameters."""
 
-    Attributes:
-      operations: by sums and sorts, side by side.
-      on_cpu: to the same results, in a form that a CPU compiles and runs sooner.
-      shapes: those of the results, from the types of the operands.
-    """
-
-    operations: Callable[..., list[Any]]
+    operations: Callable[..., list[Any]]  # by sums and sorts, side by side
+    # To the same results, in a form that a CPU compiles and runs sooner.
     on_cpu: Callable[..., list[Any]]
+    # Those of the results, from the types of the operands.
     shapes: Callable[..., Sequence[tuple[int, ...]]]
 
 
@@ -95,18 +91,12 @@ index_arrays_p = own_primitive(
 
 
 def row_places(lengths: Value, capacity: int, bound: int, starts: Any = None) -> list[Any]:
-    """Where rows are that follow one another in an array with room for `capacity` elements.
+    """Where each row begins, how many elements it has, and the row and the place of each element.
 
-    Args:
-      lengths: of the rows, int32 of shape (B,).
-      capacity: an element that would be beyond is not there.
-      bound: a row that is longer is cut off.
-      starts: where rows begin in another array; None for padded rows that follow one another.
-
-    Returns:
-      Where each row begins and how many elements it has, of shape (B,); the row of each element
-      and its place in the other array, of shape (capacity,). Elements of no row have row B, and a
-      place beyond the last.
+    Rows follow one another in an array with room for `capacity` elements, of which there are none
+    beyond; those that are longer than `bound` are cut off. Places are those in another array, where
+    rows begin at `starts`; None is for padded rows that follow one another. Elements of no row have
+    row B, and a place beyond the last.
     """
     operands = [lengths] if starts is None else [lengths, starts]
     return index_arrays("rows", operands, capacity=capacity, bound=bound)
@@ -190,24 +180,17 @@ PROGRAMS["rows"] = IndexProgram(_row_places, _row_places_on_cpu, _row_places_sha
 
 @dataclass(frozen=True)
 class RowIndex:
-    """Where the rows of a packed array are.
+    """Where the rows of a packed array are."""
 
-    Attributes:
-      starts: where each row begins, int32 of shape (B,).
-      lengths: how many elements each has, int32 of shape (B,); within the array and the bound.
-      bound: no row is longer.
-      exact: whether it is known that rows fill the packed array to its end.
-      before: the bounds of ragged axes before the last one, of rows that have several: there are
-        so many pieces in each, and B counts those.
-      traced: where lengths are traced the row of each element of the packed array, and its place
-        in padded rows that follow one another.
-    """
-
-    starts: Any
-    lengths: Any
-    bound: int
-    exact: bool
+    starts: Any  # where each row begins, int32 of shape (B,)
+    lengths: Any  # how many elements each has, int32 of shape (B,); within the array and the bound
+    bound: int  # no row is longer
+    exact: bool  # whether it is known that rows fill the packed array to its end
+    # The bounds of ragged axes before the last one, of rows that have several: there are so
+    # many pieces in each, and B counts those.
     before: tuple[int, ...] = ()
+    # Where lengths are traced the row of each element of the packed array, and its place in
+    # padded rows that follow one another.
     traced: tuple[Any, Any] | None = field(default=None, compare=False)
     _places: dict[int, Any] = field(default_factory=dict, compare=False)
 
@@ -380,16 +363,10 @@ def take_clipped(x: Value, places: Any, axis: int, **options: Any) -> Any:
 
 
 def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
-    """An array that holds ``x[source[i]]`` at place `i` of `axis`.
+    """An array that holds ``x[source[i]]`` at place `i` of `axis`; zero where that is negative.
 
-    JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
-
-    Args:
-      x: an array.
-      axis: the axis along which elements move.
-      source: for each place of the result, where its element is; negative for zero there.
-      target: for each place of `x`, where its element goes; negative for nowhere. No two go to
-        one place.
+    `target` is the reverse: where each element of `x` goes, negative for nowhere. No two go to one
+    place. JAX would transpose a gather to a scatter, which on a CPU takes a hundred times as long.
     """
     places = source, target
     if not is_inexact(x):

@@ -32,11 +32,18 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.programs.cost import ROWS, Cost, cost_of_equation, reading_symbols
-from batchax.rows.fold_ragged_axes import Names, can_hold, groups_in, has_several, merge
+from batchax.rows.packed_forms import (
+    Names,
+    can_hold,
+    groups_in,
+    has_several,
+    merge,
+    packed_move,
+    shorter,
+)
 from batchax.rows.padded_rules.calls import staged_jvp_rule
-from batchax.rows.padded_rules.indexing import WRITES
+from batchax.rows.padded_rules.positions import WRITES
 from batchax.rows.row_rules import size_of_rule
-from batchax.rows.shifts import packed_move, shorter
 from batchax.rows.sizes import Sizes, depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 
 
@@ -50,24 +57,16 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class RowStep:
-    """One equation, between values that have numbers.
+    """One equation, between values that have numbers."""
 
-    Attributes:
-      eqn: the equation.
-      inputs: for each operand the number of its value, or a `Constant`.
-      outputs: the numbers of its results.
-      callers: the equations of the calls that it is in, innermost first.
-    """
-
-    eqn: Eqn
-    inputs: tuple[int | Constant, ...]
-    outputs: tuple[int, ...]
-    callers: tuple[Any, ...] = ()
+    eqn: Eqn  # the equation
+    inputs: tuple[int | Constant, ...]  # for each operand the number of its value, or a `Constant`
+    outputs: tuple[int, ...]  # the numbers of its results
+    callers: tuple[Any, ...] = ()  # the equations of the calls that it is in, innermost first
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """The numbers of the values that nothing needs after it: unknown, as regions share them."""
-        return ()
+        return ()  # unknown, as regions share values
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -76,19 +75,12 @@ class RowStep:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """A program: its arguments are the values 0, 1, ...
+    """A program: its arguments are the values 0, 1, ..."""
 
-    Attributes:
-      steps: in order.
-      shapes: the shape of each value, by number.
-      consts: values that the program holds, by number.
-      outputs: what it returns: numbers, or constants.
-    """
-
-    steps: list[RowStep]
-    shapes: dict[int, tuple[Any, ...]]
-    consts: dict[int, Any]
-    outputs: list[int | Constant]
+    steps: list[RowStep]  # in order
+    shapes: dict[int, tuple[Any, ...]]  # the shape of each value, by number
+    consts: dict[int, Any]  # values that the program holds, by number
+    outputs: list[int | Constant]  # what it returns: numbers, or constants
 
 
 Entries = tuple[Any, ...]
@@ -150,9 +142,7 @@ def _one_start(entry: Any, window: Sequence[Any], bounds: Mapping[str, int]) -> 
 def flatten(program: ClosedJaxpr, bounds: Mapping[str, int] | None = None) -> RowProgram:
     """The steps of `program`, with those of the programs it calls in place of calls.
 
-    Args:
-      program: of one row.
-      bounds: of sizes. Where windows begin in rows is then a constant, if it is one in all rows.
+    Where windows begin in rows is then a constant, if it is one in all rows of these `bounds`.
     """
     vectors: dict[Any, Entries] = {}
     shapes: dict[int, tuple[Any, ...]] = {}
@@ -218,12 +208,9 @@ REDUCTIONS = {
 
 
 def reduce_segments(kind: str, x: Value, rows: Any, count: int) -> Any:
-    """`x` reduced over each of the `count` rows, along axis 0.
+    """`x`, packed along axis 0, reduced over each of the `count` rows by one of `REDUCTIONS`.
 
-    Args:
-      kind: one of `REDUCTIONS`.
-      x: packed rows, along axis 0.
-      rows: the row of each element, in order; `count` for those that belong to none.
+    `rows` is the row of each element, in order; `count` for those that belong to none.
     """
     if kind in ("reduce_max", "reduce_min") and jnp.issubdtype(x.dtype, jnp.inexact):
         return _extreme(kind, count, x, rows)
@@ -231,11 +218,10 @@ def reduce_segments(kind: str, x: Value, rows: Any, count: int) -> Any:
 
 
 def _reduce(kind: str, x: Value, rows: Any, count: int) -> Any:
-    reduce = REDUCTIONS[kind]
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.int32)
-        return reduce(x, rows, count, indices_are_sorted=True, mode="drop") > 0
-    return reduce(x, rows, count, indices_are_sorted=True, mode="drop")
+    is_bool = x.dtype == jnp.bool_
+    x = x.astype(jnp.int32) if is_bool else x
+    out = REDUCTIONS[kind](x, rows, count, indices_are_sorted=True, mode="drop")
+    return out > 0 if is_bool else out
 
 
 def _extreme(kind: str, count: int, x: Value, rows: Any) -> Any:
@@ -341,15 +327,11 @@ def _unpadded(eqn: Eqn, at: int) -> bool:
 
 
 class _Look(NamedTuple):
-    """Whether an equation runs packed is looked up.
+    """Whether an equation runs packed is looked up."""
 
-    Attributes:
-      bounds: the greatest of each size.
-      rules: the derivative rules, as text, that are being looked into. One that turns up inside
-        itself needs no second look.
-    """
-
-    bounds: Mapping[str, int]
+    bounds: Mapping[str, int]  # the greatest of each size
+    # The derivative rules, as text, that are being looked into. One that turns up inside itself
+    # needs no second look.
     rules: tuple[str, ...] = ()
 
 
@@ -358,9 +340,7 @@ _MOST_RULES = 8
 
 
 def _acts_inside(body: Any, look: _Look) -> bool:
-    """Whether a program does nothing but act on each element."""
-    body = _compat.close(body)
-    return all(_acts_on_elements(eqn, look) for eqn in body.jaxpr.eqns)
+    return all(_acts_on_elements(eqn, look) for eqn in _compat.close(body).jaxpr.eqns)
 
 
 def _acts_on_elements(eqn: Eqn, look: _Look) -> bool:
@@ -431,12 +411,9 @@ def _how_it_acts(primitive: _compat.Primitive) -> tuple[Callable[[Any, int], boo
 
 
 def can_pack(eqn: Eqn, batched: Sequence[bool], bounds: Mapping[str, int]) -> bool:
-    """Whether `run_packed` computes an equation.
+    """Whether `run_packed` computes an equation of rows whose sizes have these bounds.
 
-    Args:
-      eqn: an equation of a program of one row.
-      batched: which of its operands without a ragged size differ between rows.
-      bounds: the greatest of each size.
+    `batched` says which operands without a ragged size differ between rows.
     """
     return _can_pack(eqn, batched, _Look(bounds))
 
@@ -483,19 +460,18 @@ def _closes_over_rows(eqn: Eqn, batched: Sequence[bool]) -> bool:
 def _can_pack_inside(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
     """Whether `run_packed` computes each equation of the program that a call holds."""
     program = flatten(program_called(eqn))
-    differs = dict.fromkeys(program.shapes, False)
-    differs.update(enumerate(batched))
-    for step in program.steps:
-        of_sizes = depends_on_sizes(step.eqn)
-        dense = [
-            not isinstance(i, Constant) and not has_symbols(program.shapes[i]) and differs[i]
-            for i in step.inputs
-        ]
-        if of_sizes and not _can_pack(step.eqn, dense, look):
-            return False
-        own = of_sizes or any(differs[i] for i in step.used)
-        differs.update(dict.fromkeys(step.outputs, own))
-    return True
+    differs = differing_values(program, batched)
+    return all(
+        _can_pack(step.eqn, _dense_operands(program, step, differs), look) for step in program.steps
+    )
+
+
+def _dense_operands(program: RowProgram, step: RowStep, differs: Sequence[bool]) -> list[bool]:
+    """For each operand of a step whether it differs between rows without a ragged size."""
+    return [
+        not isinstance(i, Constant) and not has_symbols(program.shapes[i]) and differs[i]
+        for i in step.inputs
+    ]
 
 
 def other_layout(layout: Layout) -> Layout:
@@ -504,19 +480,13 @@ def other_layout(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Costs:
-    """What steps cost in either layout.
+    """What steps cost in either layout."""
 
-    Attributes:
-      packed: the sizes of one long row.
-      padded: the bounds of each row.
-      rows: how many there are.
-      room: how many elements packed rows have room for that are ragged along several axes, by
-        their sizes.
-    """
-
-    packed: Sizes
-    padded: Sizes
-    rows: int
+    packed: Sizes  # the sizes of one long row
+    padded: Sizes  # the bounds of each row
+    rows: int  # how many there are
+    # How many elements packed rows have room for that are ragged along several axes, by their
+    # sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
 
     def of(self, step: RowStep, layout: Layout, differs: Sequence[bool]) -> float:
@@ -586,23 +556,17 @@ def choose_layouts(
 ) -> list[Layout | None]:
     """The layout of each step; None for those that no ragged value takes part in.
 
-    Args:
-      program: the steps of a program of one row.
-      batched: which arguments differ between rows.
-      costs: of steps, and of moving values.
-      only: the layout to use wherever it is possible.
+    `batched` says which arguments differ between rows, and `only` which layout to use where it can
+    be.
     """
     differs = differing_values(program, batched)
     ragged = {i for i, shape in program.shapes.items() if has_symbols(shape)}
-    chosen: list[Layout | None] = []
     possible: list[bool | None] = []
     for step in program.steps:
         if not depends_on_sizes(step.eqn):
             possible.append(None)
             continue
-        dense = [
-            not isinstance(i, Constant) and i not in ragged and differs[i] for i in step.inputs
-        ]
+        dense = _dense_operands(program, step, differs)
         held = all(names in costs.room for names in groups_in(step.eqn))
         possible.append(held and can_pack(step.eqn, dense, costs.padded.bounds))
     if only is not None:
@@ -611,9 +575,10 @@ def choose_layouts(
         packed = _cheaper(program, possible, ragged, differs, costs)
     else:
         packed = [p is True for p in possible]
-    for p, is_packed in zip(possible, packed, strict=True):
-        chosen.append(None if p is None else Layout.PACKED if is_packed else Layout.PADDED)
-    return chosen
+    return [
+        None if p is None else Layout.PACKED if is_packed else Layout.PADDED
+        for p, is_packed in zip(possible, packed, strict=True)
+    ]
 
 
 def _cheaper(
@@ -659,12 +624,13 @@ def _parts(
 
 def _between(program: RowProgram, possible: Sequence[bool | None]) -> list[bool]:
     """For each step whether it uses what a padded step made, and a padded step what it made."""
+    steps = list(zip(program.steps, possible, strict=True))
     after: set[int] = set()  # values made by padded steps, or of those
-    for step, may_be in zip(program.steps, possible, strict=True):
+    for step, may_be in steps:
         if may_be is False or not after.isdisjoint(step.used):
             after.update(step.outputs)
     before: set[int] = set()  # values that padded steps use, or that those are made of
-    for step, may_be in zip(reversed(program.steps), reversed(possible), strict=True):
+    for step, may_be in reversed(steps):
         if may_be is False or not before.isdisjoint(step.outputs):
             before.update(step.used)
     return [

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -135,27 +135,13 @@ def _convolution(
     if not ragged or np.ndim(x) != np.ndim(y) or mode not in ("full", "same", "valid"):
         return original(x, y, mode, **options)
     n, m = np.shape(x)[0], np.shape(y)[0]
-    x, y = with_zeros(x, greatest(n)), with_zeros(y, greatest(m))
+    x, y = _resized(x, greatest(n)), _resized(y, greatest(m))
     whole = original(x, y, "full", **options)
     first = y.shape[0] - m if turned else 0
     start, size = _part_of_convolution(mode, n, m)
     if mode == "same" and turned and not agreed(n, m):  # JAX turns the result round
         start = jnp.where(jnp.asarray(n) >= jnp.asarray(m), start, n // 2)
     return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
-
-
-@_compat.patches("jax.scipy.signal.convolve")
-def _convolve_of_scipy(
-    original: Any, in1: Any, in2: Any, mode: str = "full", method: str = "auto", **options: Any
-) -> Any:
-    if not (np.ndim(in1) == np.ndim(in2) == 1) or method == "fft":
-        return original(in1, in2, mode, method, **options)
-    n, m = np.shape(in1)[0], np.shape(in2)[0]
-    if mode != "same" or not (_compat.is_row_size(n) or _compat.is_row_size(m)):
-        return jnp.convolve(jnp.asarray(in1) * 1.0, jnp.asarray(in2) * 1.0, mode, **options)
-    whole = jnp.convolve(jnp.asarray(in1) * 1.0, jnp.asarray(in2) * 1.0, **options)
-    # NumPy's "same" is of the longer one, and SciPy's of the first.
-    return jnp.take(whole, jnp.arange(n) + (m - 1) // 2, mode="clip")
 
 
 def _part_of_convolution(mode: str, n: Any, m: Any) -> tuple[Any, Any]:
@@ -291,70 +277,19 @@ def _associative_scan(
         given = zip((before[0], after[0]), pair, strict=True)
         return fn(*(_where(own, xs, safe, axis) for xs, safe in given)), own
 
-    wide = jax.tree.map(lambda x: with_zeros(x, most, axis), elems)
+    wide = jax.tree.map(lambda x: _resized(x, most, axis), elems)
     own = jnp.arange(most) < jnp.asarray(sizes[0])
     own = own.reshape([*[1] * axis, most])
     out, _ = original(combine, (wide, own), axis=axis)
-    out = jax.tree.map(lambda x: _padded(x, sizes[0] - most, axis), out)
+    out = jax.tree.map(lambda x: _resized(x, sizes[0], axis), out)
     return jax.tree.map(lambda x: jnp.flip(x, axis), out) if reverse else out
 
 
-@_compat.patches("derivative of a reduction")  # by a product, or by any function
-def _reduce_jvp(
-    original: Any, fn: Any, starts: Any, primals: Any, tangents: Any, axes: Sequence[int]
-) -> Any:
-    # JAX combines the two halves of all that is reduced, and their halves, so it wants to know how
-    # much that is. Here it is as much as the longest row has, and pairs are as in a scan.
-    shape = np.shape(primals[0])
-    room = {i: _room(shape[i]) for i in axes} if any(map(_compat.is_row_size, shape)) else {}
-    if not room or None in room.values():
-        return original(fn, starts, primals, tangents, axes)
-    of_each = fn
-    for _ in shape:
-        of_each = jax.vmap(of_each)
-
-    def reduce(*xs: Any) -> Any:
-        for axis in axes:
-            most = room[axis]
-            ends: Any = [padded_with(s, x, most, axis) for x, s in zip(xs, starts, strict=True)]
-            pair, own = _first_pair(ends, axis), jnp.arange(most) < jnp.asarray(shape[axis])
-            while len(own) > 1:
-                halves, (own, both) = _halves(ends, axis), _halves(own, 0)
-                given = (_where(both, *each, axis) for each in zip(halves, pair, strict=True))
-                ends = _where(both, of_each(*itertools.chain(*given)), halves[0], axis)
-            xs = tuple(ends)
-        return tuple(lax.squeeze(x, axes) for x in xs)
-
-    return jax.jvp(reduce, tuple(primals), tuple(tangents))
-
-
-def _halves(xs: Any, axis: int) -> tuple[Any, Any]:
-    """Two halves of arrays along an axis, as long as each other: the second may end with a zero."""
-    half = (jax.tree.leaves(xs)[0].shape[axis] + 1) // 2
-    cut = lambda *at: jax.tree.map(lambda x: lax.slice_in_dim(x, *at, axis=axis), xs)
-    return cut(0, half), jax.tree.map(lambda x: with_zeros(x, half, axis), cut(half, None))
-
-
-def _room(size: Any) -> int | None:
-    """The most that a size may be, and room for what an empty row comes to."""
-    most = greatest(size)
-    return None if most is None else max(most, 1)
-
-
-def with_zeros(x: Value, size: Any, axis: int = 0) -> Any:
-    """`x` with zeros after its elements along an axis, which is of that size then."""
-    return padded_with(0, x, size, axis)
-
-
-def padded_with(value: Value, x: Value, size: Any, axis: int) -> Any:
-    """As `with_zeros`, with that value in place of zero."""
-    return _padded(x, size - np.shape(x)[axis], axis, value)
-
-
-def _padded(x: Value, by: Any, axis: int, value: Value = 0) -> Any:
+def _resized(x: Value, size: Any, axis: int = 0) -> Any:
+    """`x` with so many elements along an axis: zeros are added, or the last ones cut off."""
     x = jnp.asarray(x)
-    config = [(0, by if i == axis else 0, 0) for i in range(x.ndim)]
-    return lax.pad(x, jnp.asarray(value, x.dtype), config)
+    config = [(0, size - n if i == axis else 0, 0) for i, n in enumerate(x.shape)]
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
 def _first_pair(xs: Any, axis: int) -> list[Any]:
@@ -422,4 +357,4 @@ def _cropped(x: Value, axis: int, size: Any) -> Any:
     if own is size or (_compat.is_row_size(own) and own.is_known_to_be(size)):
         return x
     least = min_dim(own, size)
-    return padded_with(0, lax.slice_in_dim(x, 0, least, axis=axis), size, axis)
+    return _resized(lax.slice_in_dim(x, 0, least, axis=axis), size, axis)

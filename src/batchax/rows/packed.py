@@ -29,55 +29,41 @@ from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.interpreter import batch_equation
-from batchax.rows.fold_ragged_axes import (
+from batchax.rows.index import RowIndex, take_clipped
+from batchax.rows.layouts import REDUCED, Constant, flatten, reduce_segments
+from batchax.rows.packed_forms import (
     Names,
+    PackedSizes,
     can_hold,
     has_several,
     merge,
     merged_shape,
     names_of,
+    packed_move,
+    shorter,
 )
-from batchax.rows.index import RowIndex, take_clipped
-from batchax.rows.layouts import REDUCED, Constant, RowProgram, flatten, reduce_segments
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
-from batchax.rows.shifts import PackedSizes, packed_move, shorter
-from batchax.rows.sizes import (
-    depends_on_sizes,
-    has_symbols,
-    is_symbolic,
-    ragged_axes,
-    ragged_axis,
-)
+from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic, ragged_axes, ragged_axis
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A value of all rows.
+    """A value of all rows."""
 
-    Attributes:
-      value: an array.
-      shape: the shape that the value has for one row.
-      axis: where `value` has an axis for the rows. None if it has no such axis: because rows do
-        not differ in it, or because they follow one another along the ragged axis of `shape`.
-    """
-
-    value: Value
-    shape: tuple[Any, ...]
+    value: Value  # an array
+    shape: tuple[Any, ...]  # the shape that the value has for one row
+    # Where `value` has an axis for the rows. None if it has no such axis: because rows do not
+    # differ in it, or because they follow one another along the ragged axis of `shape`.
     axis: Position = None
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Where the rows of one size are in packed arrays.
+    """Where the rows of one size are in packed arrays."""
 
-    Attributes:
-      index: the rows.
-      capacity: the size of packed arrays.
-    """
-
-    index: RowIndex
-    capacity: int
+    index: RowIndex  # the rows
+    capacity: int  # the size of packed arrays
 
     @cached_property
     def rows(self) -> Any:
@@ -90,16 +76,11 @@ class Segments:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """All rows of a batch, for the sizes that there are.
+    """All rows of a batch, for the sizes that there are."""
 
-    Attributes:
-      axis: the axis being mapped, whose lanes are rows.
-      segments: by the name of each size.
-      room: of packed arrays that are ragged along several axes, by their sizes.
-    """
-
-    axis: Axis
-    segments: Mapping[str, Segments]
+    axis: Axis  # the axis being mapped, whose lanes are rows
+    segments: Mapping[str, Segments]  # by the name of each size
+    # Of packed arrays that are ragged along several axes, by their sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
 
     @cached_property
@@ -107,7 +88,6 @@ class PackedRows:
         return {name: s.index.bound for name, s in self.segments.items()}
 
     def of(self, dim: Any) -> Segments:
-        """Where rows of a size are, or rows that are a few elements longer."""
         named = shorter(dim, self.bounds)
         assert named is not None
         return self.segments[named[0]]
@@ -120,16 +100,16 @@ class PackedRows:
         """Where rows are that are ragged along axes of these sizes."""
         if len(names) == 1:
             return self.segments[names[0]]
-        lengths = [self.segments[name].index.lengths for name in names]
-        bounds = [self.segments[name].index.bound for name in names]
-        capacity = self.room[names]
+        (lengths, bounds), capacity = self._several(names), self.room[names]
         return Segments(RowIndex.of_axes(lengths, capacity, bounds), capacity)
+
+    def _several(self, names: Names) -> tuple[list[Any], list[int]]:
+        index = [self.segments[name].index for name in names]
+        return [x.lengths for x in index], [x.bound for x in index]
 
     def merged(self, names: Names, size: str) -> PackedRows:
         """These rows, with one axis in place of several, whose size has that name."""
-        lengths = [self.segments[name].index.lengths for name in names]
-        bounds = [self.segments[name].index.bound for name in names]
-        capacity = self.room[names]
+        (lengths, bounds), capacity = self._several(names), self.room[names]
         index = RowIndex.of(math.prod(lengths), capacity, math.prod(bounds))
         return PackedRows(self.axis, {size: Segments(index, capacity)})
 
@@ -165,7 +145,6 @@ class PackedRows:
         return PackedSizes(room, totals, exact, of_row=self.bounds, row_of=row_of, count=count)
 
     def size_of_rows(self, dim: Any) -> Any:
-        """The size `dim` of each row, with the rows in front."""
         lengths = {name: jnp.asarray(s.index.lengths) for name, s in self.segments.items()}
         return _compat.evaluate_size(dim, lengths)
 
@@ -184,7 +163,6 @@ def run_and_note(rows: PackedRows, eqn: Eqn, operands: Sequence[Packed]) -> list
 
 
 def _rows_along(x: Packed) -> Position:
-    """The axis for the rows, or along which they are packed."""
     return ragged_axis(x.shape) if x.axis is None else x.axis
 
 
@@ -239,7 +217,6 @@ def _merged(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed
 
 
 def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) -> list[Packed]:
-    """A call of a function with a rule of the user for packed rows."""
     recording.note(service="user", rule=eqn.params["rule"].for_rows.__qualname__)
     segments, op = rows.segments[size], Operation(eqn, rows.sizes)
     operands = []
@@ -265,26 +242,22 @@ def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
 
     def run(*arrays: Any) -> tuple[list[Any], list[Packed]]:
         given = dict(zip(moving, arrays, strict=True))
-        operands = [replace(v, value=given.get(i, v.value)) for i, v in enumerate(values)]
+        env = {i: Packed(x, flat.shapes[i]) for i, x in flat.consts.items()}
+        env.update((i, replace(v, value=given.get(i, v.value))) for i, v in enumerate(values))
+
+        def read(i: int | Constant) -> Packed:
+            return Packed(i.value, i.shape) if isinstance(i, Constant) else env[i]
+
+        inner = rows.inside()
         with recording.run(body.jaxpr):
-            results = _run_steps(rows.inside(), flat, operands)
+            walk(flat.steps, env, read, lambda step, xs: run_and_note(inner, step.eqn, xs))
+        results = list(map(read, flat.outputs))
         return [x.value for x in results], [replace(x, value=None) for x in results]
 
     given = [values[i].value for i in moving]
     program, layouts = _compat.stage_described(run, list(map(jax.typeof, given)))
     outs = bind_call(eqn.primitive, eqn.params, program, given)
     return [replace(x, value=out) for x, out in zip(layouts, outs, strict=True)]
-
-
-def _run_steps(rows: PackedRows, program: RowProgram, arguments: Sequence[Packed]) -> list[Packed]:
-    env = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
-    env.update(enumerate(arguments))
-
-    def read(i: int | Constant) -> Packed:
-        return Packed(i.value, i.shape) if isinstance(i, Constant) else env[i]
-
-    walk(program.steps, env, read, lambda step, values: run_and_note(rows, step.eqn, values))
-    return list(map(read, program.outputs))
 
 
 def _places(rows: PackedRows, eqn: Eqn) -> Packed:
@@ -297,7 +270,6 @@ def _places(rows: PackedRows, eqn: Eqn) -> Packed:
 
 
 def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
-    """A reduction over the row, and perhaps over other axes."""
     name, axes = eqn.primitive.name, eqn.params["axes"]
     segments = rows.of(x.shape[at])
     value = x.value

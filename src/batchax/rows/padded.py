@@ -39,19 +39,14 @@ from batchax.rules.masking import is_inexact, safe_lanes
 
 @dataclass
 class Row:
-    """A value of one row.
+    """A value of one row."""
 
-    Attributes:
-      value: an array whose shape has the bound of each size. A NumPy array where the value is
-        known while the program is staged.
-      shape: the shape of the row's own part, of which sizes may be symbolic.
-      fill: what all of the padding holds; None if it may hold anything.
-      partly: a value, and the axes along which the padding is known to hold it.
-    """
-
+    # An array whose shape has the bound of each size. A NumPy array where the value is known
+    # while the program is staged.
     value: Value
-    shape: tuple[Any, ...]
-    fill: Any = None
+    shape: tuple[Any, ...]  # the shape of the row's own part, of which sizes may be symbolic
+    fill: Any = None  # what all of the padding holds; None if it may hold anything
+    # A value, and the axes along which the padding is known to hold it.
     partly: tuple[Any, tuple[int, ...]] | None = None
 
     @property
@@ -139,7 +134,6 @@ class Operation:
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
     def refuse(self, why: str) -> CannotPad:
-        """The error for an operation that padding would make inexact."""
         return CannotPad(shown(self.eqn.primitive), why).within(self.eqn)
 
 
@@ -175,11 +169,7 @@ def _same(a: Any, b: Any) -> bool:
 def run_padded(
     sizes: Sizes, jaxpr: Jaxpr, consts: Sequence[Value], rows: Sequence[Row]
 ) -> list[Row]:
-    """The results of a program of one row, on padded rows.
-
-    Raises:
-      CannotPad: an operation has no exact padded form; names it and the user's line.
-    """
+    """The results of a program of one row, on padded rows."""
     with recording.run(jaxpr):
         return evaluate(
             jaxpr,

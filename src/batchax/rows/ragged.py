@@ -20,7 +20,6 @@ from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.options import translate_argument_names
 from batchax.jaxprs.spoken import brief, show
 from batchax.rows.building import (
-    Building,
     Selecting,
     as_bounds,
     as_data,
@@ -30,6 +29,7 @@ from batchax.rows.building import (
     checked_axes,
     elements_of,
     known_lengths,
+    part_along,
     same_lengths,
     shown_lengths,
 )
@@ -97,7 +97,7 @@ for _name, _operator in _OPERATORS.items():
 
 @_compat.api_boundary
 @jax.tree_util.register_pytree_with_keys_class
-class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
+class Ragged(Converters, Selecting, NoArray, BatchOfRows):
     """Holds variable-length rows: the elements of all rows in one array, and their lengths.
 
     Example:
@@ -259,9 +259,10 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
           >>> print(x.with_data(g.data)[1])
           [2. 4. 6.]
         """
-        return self._with_own_lengths(Ragged(data, self.lengths, self.max_length, axis=self.axis))
+        return self._other(data, self.max_length)
 
-    def _with_own_lengths(self, other: Ragged) -> Ragged:
+    def _other(self, data: Any, max_length: Any) -> Ragged:
+        other = Ragged(data, self.lengths, max_length, axis=self.axis)
         other.lengths = self.lengths  # the array itself, which tells that they are the same
         return other
 
@@ -307,14 +308,12 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             raise AxisError(
                 f"Ragged.with_capacity: the rows have {least} elements, and capacity is {capacity}."
             )
-        part = [slice(None)] * self.data.ndim
-        part[self.element_axis] = slice(0, capacity)
         room = list(self.data.shape)
         room[self.element_axis] = max(0, capacity - size)
         numpy, data = jnp, self.data
         if _on_host(data):  # a program of XLA would be compiled for each number of elements
             numpy, data = np, np.asarray(data)
-        parts = [data[tuple(part)], numpy.zeros(room, self.dtype)]
+        parts = [part_along(data, self.element_axis, 0, capacity), numpy.zeros(room, self.dtype)]
         padded = numpy.concatenate(parts, axis=self.element_axis)
         return self.with_data(jnp.asarray(padded) if isinstance(self.data, jax.Array) else padded)
 
@@ -332,7 +331,7 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
           >>> x.to_padded().shape
           (3, 16)
         """
-        return self._with_own_lengths(Ragged(self.data, self.lengths, max_length, axis=self.axis))
+        return self._other(self.data, max_length)
 
     def tree_flatten_with_keys(self) -> Any:
         leaves, static = self.tree_flatten()
@@ -372,6 +371,16 @@ class Ragged(Building, Converters, Selecting, NoArray, BatchOfRows):
             f"lengths={shown if isinstance(self.axis, int) else f'({shown})'}, "
             f"max_length={self.max_length})"
         )
+
+
+def rows_of_one_size(x: Any, axes: Sequence[int]) -> Ragged:
+    """An array with the rows in front as rows that are ragged along these axes."""
+    rows, at, count = x.shape[0], axes[0], len(axes)
+    sizes = [x.shape[k + 1] for k in axes]
+    x = jnp.moveaxis(x, [0, *(k + 1 for k in axes)], range(at, at + count + 1))
+    data = x.reshape(*x.shape[:at], rows * math.prod(sizes), *x.shape[at + count + 1 :])
+    lengths = [np.full(rows, size, np.int32) for size in sizes]
+    return Ragged(data, lengths, tuple(sizes), axis=tuple(axes))
 
 
 def _on_host(x: Any) -> bool:

@@ -23,10 +23,16 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function
 from batchax.memo import Memo
-from batchax.rows.arguments import SizesOf, capacity_of, with_room
-from batchax.rows.building import known_lengths
-from batchax.rows.call import RowCall, as_ragged, as_shorter
-from batchax.rows.fold_ragged_axes import names_of
+from batchax.rows.call import (
+    RowCall,
+    SizesOf,
+    all_known,
+    as_ragged,
+    as_shorter,
+    capacity_of,
+    with_room,
+)
+from batchax.rows.groups import of_one_row
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
     Constant,
@@ -39,12 +45,12 @@ from batchax.rows.layouts import (
     other_layout,
 )
 from batchax.rows.packed import Packed, PackedRows, Segments, run_and_note
+from batchax.rows.packed_forms import names_of
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.ragged import Ragged
 from batchax.rows.size_classes import (
     choose_classes,
     choose_groups,
-    exact_sizes,
     find_classes,
     obstacle,
     run_in_classes,
@@ -60,8 +66,6 @@ in front. Ragged results are packed, if rows hold such values packed, others pad
 
 @dataclass(frozen=True)
 class Region:
-    """Steps that run one after another in one layout."""
-
     layout: Layout
     steps: list[RowStep]
 
@@ -126,9 +130,13 @@ def run_regions(
     Padded rows run `in_groups`, each with the bound of its group; if None, all with one bound.
     """
     values = _Values(rows, bounds)
-    for number, value in [*enumerate(arguments), *_constants(program)]:
+    constants = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
+    for number, value in [*enumerate(arguments), *constants.items()]:
         values.put(number, value, Layout.PACKED if rows.holds(value.shape) else Layout.PADDED)
-    last_use = _last_uses(program, regions)
+    last_use = {
+        v: k for k, region in enumerate(regions) for step in region.steps for v in step.used
+    }
+    last_use.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}
         if region.layout == Layout.PACKED:
@@ -136,28 +144,14 @@ def run_regions(
         else:
             _run_padded(values, region, live, program, in_groups)
         values.keep_only(live)
-    return [
-        Packed(v.value, v.shape)
-        if isinstance(v, Constant)
-        else values.get(v, _layout_returned(values, v, program.shapes[v]))
-        for v in program.outputs
-    ]
-
-
-def _layout_returned(values: _Values, number: int, shape: Sequence[Any]) -> Layout:
-    """Packed, if rows of these sizes are; of rows that are shorter what there is."""
-    packed = values.rows.holds(shape) or values.has(number, Layout.PACKED)
-    return Layout.PACKED if packed else Layout.PADDED
-
-
-def _constants(program: RowProgram) -> list[tuple[int, Packed]]:
-    return [(i, Packed(x, program.shapes[i])) for i, x in program.consts.items()]
-
-
-def _last_uses(program: RowProgram, regions: Sequence[Region]) -> dict[int, int]:
-    last = {v: k for k, region in enumerate(regions) for step in region.steps for v in step.used}
-    last.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
-    return last
+    results = []
+    for v in program.outputs:
+        if isinstance(v, Constant):
+            results.append(Packed(v.value, v.shape))
+        else:  # packed, if rows of these sizes are; of rows that are shorter what there is
+            packed = rows.holds(program.shapes[v]) or values.has(v, Layout.PACKED)
+            results.append(values.get(v, Layout.PACKED if packed else Layout.PADDED))
+    return results
 
 
 class _Values:
@@ -185,7 +179,6 @@ class _Values:
         return (number, layout) in self._found
 
     def keep_only(self, numbers: set[int]) -> None:
-        """Forgets what will not be used, so that its memory is free."""
         self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
 
     def _moved(self, number: int, x: Packed, layout: Layout) -> Packed:
@@ -231,16 +224,10 @@ def _run_padded(
     made = {v for step in region.steps for v in step.outputs}
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
-    layouts: list[Layout] = [
-        Layout.PACKED if in_groups and values.rows.holds(program.shapes[v]) else Layout.PADDED
-        for v in needed
-    ]
-    operands = [values.get(v, layout) for v, layout in zip(needed, layouts, strict=True)]
-    constants = {
-        v: x for v, x in zip(needed, operands, strict=True) if isinstance(x.value, np.ndarray)
-    }
-    inputs = {v: x for v, x in zip(needed, operands, strict=True) if v not in constants}
-    packed = {v for v, layout in zip(needed, layouts, strict=True) if layout == Layout.PACKED}
+    packed = {v for v in needed if in_groups and values.rows.holds(program.shapes[v])}
+    operands = {v: values.get(v, Layout.PACKED if v in packed else Layout.PADDED) for v in needed}
+    constants = {v: x for v, x in operands.items() if isinstance(x.value, np.ndarray)}
+    inputs = {v: x for v, x in operands.items() if v not in constants}
 
     def one_row(sizes: Sizes, *args: Any) -> list[Any]:
         env = {v: Row(x.value, x.shape) for v, x in constants.items()}
@@ -259,26 +246,16 @@ def _run_padded(
         given = list(inputs.values())
         outs = in_groups(values.rows, one_row=one_row, arguments=given, shapes=shapes)
         for v, out in zip(results, outs, strict=True):
-            if has_symbols(out.shape) and out.axis is not None:
+            is_padded = has_symbols(out.shape) and out.axis is not None
+            if is_padded:
                 values.left_padded.add(v)
-            values.put(
-                v,
-                out,
-                Layout.PADDED if out.axis is not None and has_symbols(out.shape) else Layout.PACKED,
-            )
+            values.put(v, out, Layout.PADDED if is_padded else Layout.PACKED)
         return
     every = {name: values.rows.segments[name].index.lengths for name in values.bounds}
-    names, lengths = list(every), list(map(jnp.asarray, every.values()))
-    exact = exact_sizes(every, values.bounds)
-
-    def of_lengths(*args: Any) -> list[Any]:
-        own = dict(zip(names, args, strict=False))
-        own.update((name, np.int32(values.bounds[name])) for name in exact)
-        return one_row(Sizes(values.bounds, own, exact), *args[len(names) :])
-
-    axes: list[Position] = [*[0] * len(names), *(x.axis for x in inputs.values())]
-    arrays = [*lengths, *(x.value for x in inputs.values())]
-    outs, out_axes = batch_function(values.rows.axis, of_lengths, arrays, axes)
+    axes: list[Position] = [*[0] * len(every), *(x.axis for x in inputs.values())]
+    arrays = [*map(jnp.asarray, every.values()), *(x.value for x in inputs.values())]
+    padded_row = of_one_row(one_row, every, values.bounds)
+    outs, out_axes = batch_function(values.rows.axis, padded_row, arrays, axes)
     for v, x, axis in zip(results, outs, out_axes, strict=True):
         shape = program.shapes[v]
         if has_symbols(shape):
@@ -305,17 +282,12 @@ kept_in_regions = Memo("calls outside of jit, of rows, batched", most=64)
 
 @dataclass(frozen=True)
 class InRegions(Way):
-    """Region by region, each of which holds rows in one layout.
-
-    Attributes:
-      layout: that of all regions, or "auto".
-      classes: how many size buckets padded rows may be in.
-    """
+    """Region by region, each of which holds rows in one layout."""
 
     compiles: ClassVar[bool] = True
 
-    layout: str
-    classes: Classes = None
+    layout: Layout  # that of all regions that may have it, or `Layout.AUTO`
+    classes: Classes = None  # how many size buckets padded rows may be in
 
     @property
     def memo(self) -> Memo | None:
@@ -371,7 +343,7 @@ class InRegions(Way):
         room = {size.name: size.capacity for size in call.sizes}
         packed, padded = Sizes(room, {}), Sizes(call.bounds, {})
         costs = Costs(packed, padded, call.sizes[0].rows, rows.room)
-        only = self.layout if self.layout in (Layout.PACKED, Layout.PADDED) else None
+        only = None if self.layout == Layout.AUTO else self.layout
         layouts = choose_layouts(program, batched, costs, only)
         in_groups, called = self._in_groups(call, program, layouts, batched, costs)
         if in_groups is None:
@@ -386,21 +358,19 @@ class InRegions(Way):
         batched: Sequence[bool],
         costs: Costs,
     ) -> tuple[RunPadded | None, str]:
-        if self.classes is None:
-            return None, Layout.PADDED
-        lengths = {size.name: known_lengths(size.lengths) for size in call.sizes}
-        of_numpy = {name: x for name, x in lengths.items() if x is not None}
-        if self.classes == "auto" and len(of_numpy) == len(lengths):
-            groups = choose_groups(program, layouts, batched, costs, of_numpy)
-            return (None, Layout.PADDED) if groups is None else (groups.run, "in groups")
-        classes = (
-            choose_classes(program, layouts, batched, costs)
-            if self.classes == "auto"
-            else find_classes(program, batched, costs, self.classes)
-        )
-        if classes is None:
-            return None, Layout.PADDED
-        return functools.partial(run_in_classes, classes=classes), "in size buckets"
+        groups = classes = None
+        if self.classes == "auto" and all_known(call.mapped):
+            lengths = {size.name: np.asarray(size.lengths) for size in call.sizes}
+            groups = choose_groups(program, layouts, batched, costs, lengths)
+        elif self.classes == "auto":
+            classes = choose_classes(program, layouts, batched, costs)
+        elif self.classes is not None:
+            classes = find_classes(program, batched, costs, self.classes)
+        if groups is not None:
+            return groups.run, "in groups"
+        if classes is not None:
+            return functools.partial(run_in_classes, classes=classes), "in size buckets"
+        return None, Layout.PADDED
 
 
 def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
@@ -418,11 +388,7 @@ def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:
 
 
 def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes:
-    """How many size buckets rows may be in; None where they are in none.
-
-    Raises:
-      UnsupportedError: the program cannot run in size buckets, but was asked to.
-    """
+    """How many size buckets rows may be in; None where they are in none."""
     room = [size.capacity for size in call.sizes]
     if not (call.axis.size and max(call.bounds.values()) and all(room)):
         return None  # there is nothing to put anywhere
@@ -430,7 +396,7 @@ def most_classes(call: RowCall, options: RowOptions, in_chunks: bool) -> Classes
     if options.buckets is None:
         # Outside of `jit` the operations of each group would be compiled one by one.
         compiled = call.traced and _compat.compiled_later()
-        auto = options.layout == "auto" and compiled and why is None
+        auto = options.layout == Layout.AUTO and compiled and why is None
         return "auto" if auto else None
     if why is not None:
         raise UnsupportedError(

@@ -108,18 +108,10 @@ def run_packed_rule(
     closed: Sequence[Value],
     operands: Sequence[Value],
 ) -> tuple[list[Any], list[bool | None]]:
-    """What a rule for rows returns.
+    """What a rule for rows returns: results, and whether each is packed.
 
-    Args:
-      rule: the rule.
-      rows: where rows are.
-      said: for each operand whether it is packed (True), has the rows in front (False), or is the
-        same for all rows (None).
-      closed: the values of what the function closes over.
-      operands: those of the call.
-
-    Returns:
-      The results, and the same of them.
+    `said` is that of operands: whether it is packed (True), has the rows in front (False), or is
+    the same for all rows (None). `closed` are the values of what the function closes over.
     """
 
     def call(*xs: Any) -> tuple[list[Any], list[bool | None]]:
@@ -230,7 +222,6 @@ call_later_p = own_primitive(
 
 
 def call_later(function: Callable[..., list[Any]], types: Sequence[Any], *xs: Value) -> list[Any]:
-    """What `function` returns, of these `types`, which is not called before it is computed."""
     return call_later_p.bind(*xs, function=function, types=tuple(types))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.errors import AxisError, UnsupportedError
+from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Pass, Way, execute
 from batchax.execution.chunked import Chunking
 from batchax.execution.devices.placing import placed
@@ -28,173 +27,45 @@ from batchax.execution.devices.shards import (
     with_shared_in_parts,
     with_whole_axis,
 )
-from batchax.frontend.arguments import Mapped
-from batchax.frontend.outputs import FlatOutputs, OutputArray, place
-from batchax.frontend.rows import GroupsOfRows, Layout, RowOptions, runs_rows
+from batchax.frontend.outputs import place
+from batchax.frontend.rows import Layout, RowOptions, runs_rows
 from batchax.jaxprs.words import Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.memo import Memo
-from batchax.rows.arguments import (
+from batchax.rows.buckets import Buckets
+from batchax.rows.call import (
+    RowCall,
     SizesOf,
     all_known,
+    cannot_pad,
+    cannot_stage,
     capacity_of,
     check_meshes,
     find_sizes,
     index_in,
-)
-from batchax.rows.buckets import Buckets, Placed, bucket, in_front, run_in_groups
-from batchax.rows.building import as_tuple, elements_of
-from batchax.rows.call import (
-    RowCall,
-    cannot_pad,
-    cannot_stage,
-    place_ragged,
     refuse_calls,
     refuse_order,
     why_grouped,
     works_for_known,
 )
+from batchax.rows.groups import group_by_length, in_front, run_in_buckets
 from batchax.rows.index import RowIndex, moved, take_clipped
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import InRegions, most_classes
 from batchax.rows.sizes import ASKED_FOR_NUMBERS, asked_for_number, find_found
-from batchax.rows.specialize import (
-    MOST_LENGTHS,
-    are_few,
-    execute_padded,
-    group_by_length,
-    run_by_answer,
-    run_specialized,
-)
-
-
-def by_bucket(axis: Axis, mapped: Sequence[Mapped], buckets: int | GroupsOfRows) -> bool:
-    """Whether rows are put into buckets by what their lengths are; if not, while they run.
-
-    Raises:
-      UnsupportedError: the buckets are given, and lengths are traced; or the axis has a name.
-    """
-    lengths_known = all_known(mapped)
-    if not lengths_known and isinstance(buckets, Buckets):
-        raise UnsupportedError(
-            "buckets: the lengths of rows are traced here, and these buckets are for known "
-            "lengths. Call vmap outside of jit, or close over the Ragged. Or pass the number, "
-            f"buckets={max(1, len(buckets.sizes))}, which works for traced lengths."
-        )
-    if axis.name is not None:
-        raise UnsupportedError(
-            f"buckets does not support axis_name={axis.name!r}: its lanes are all rows, but the "
-            "rows of one bucket run at a time. Remove one of them. To reduce over all rows, use "
-            "out_axes=batchax.Reduce(...)."
-        )
-    return lengths_known
-
-
-def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> Outputs:
-    """The outputs of a function of one row, run for the rows of each bucket by itself.
-
-    Args:
-      call: of the function, in the way that rows of a bucket run. Buckets are for the lengths of
-        that `Ragged` with the most elements, and of those that have the same; others are as long
-        in each bucket as their longest row there.
-      buckets: which rows run together, or how many groups of them there may be.
-
-    Raises:
-      AxisError: the buckets are for other lengths.
-    """
-    axis, mapped = call.axis, call.mapped
-    sizes_of, _ = find_sizes(mapped)
-    rows = [(m, own) for m, own in zip(mapped, sizes_of, strict=True) if own]
-    x, leading = max(rows, key=lambda each: _count_elements(each[0].value))
-    if isinstance(buckets, int):
-        buckets = bucket(x.value, buckets)
-    assert isinstance(buckets, Buckets)
-    if not buckets.are_of(x.value):
-        raise AxisError(
-            f"buckets were made for other lengths than those of {x.path}, which is {x.value}. "
-            "Make them for these lengths: batchax.bucket(x)."
-        )
-    recording.fact("buckets", buckets=buckets)
-    if not axis.size:
-        return execute(call)
-
-    def one_row_in_bucket(*values: Any) -> tuple[list[Any], _InBucket]:
-        arrays, outputs = call.function(*values)
-        described = list(map(in_front, outputs.described))
-        ndims = list(map(jnp.ndim, arrays))
-        return arrays, _InBucket(described, outputs.rebuild, outputs.objects, outputs, ndims)
-
-    def run_group(g: int, group: Axis, part: list[Mapped]) -> tuple[list[Placed], _InBucket]:
-        bounds = dict(zip([s.name for s in leading], as_tuple(buckets.sizes[g]), strict=True))
-        bounded = [
-            replace(m, value=_bounded(m.value, own, bounds)) if own else m
-            for m, own in zip(part, sizes_of, strict=True)
-        ]
-        own = replace(call, axis=group, function=one_row_in_bucket, mapped=bounded)
-        outs, outputs = execute(own)
-        assert isinstance(outputs, _InBucket)
-        return [
-            (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)
-            for x, ndim in zip(outs, outputs.ndims, strict=True)
-        ], outputs
-
-    # In turn, for the case that the function calls a library (`rules/calls.py`): whether it does
-    # is known only once the first bucket has run. Buckets are few, so it costs little.
-    outs, in_bucket = run_in_groups(axis, mapped, buckets.rows, run_group, in_turn=True)
-    outputs = in_bucket.asked
-    described = outputs.described
-    return [
-        _placed_output(axis, output, *out) for output, out in zip(described, outs, strict=True)
-    ], outputs
-
-
-def _count_elements(x: Ragged) -> int:
-    return int(np.asarray(elements_of(x.lengths)).sum())
-
-
-def _bounded(x: Ragged, own: SizesOf, bounds: Mapping[str, int]) -> Ragged:
-    """Rows of these sizes with the bounds that sizes have in a bucket."""
-    most = [bounds.get(s.name, n) for s, n in zip(own, x.each_bound, strict=True)]
-    return Ragged(x.data, x.each_length, tuple(most), axis=x.axes)
-
-
-@dataclass(frozen=True)
-class _InBucket(FlatOutputs):
-    """The outputs of the rows of a bucket.
-
-    Attributes:
-      asked: where they are to be for all rows.
-      ndims: how many axes each has for one row.
-    """
-
-    asked: FlatOutputs
-    ndims: list[int]
-
-
-def _placed_output(axis: Axis, output: OutputArray, x: Value, position: int | None) -> Any:
-    if not isinstance(x, Ragged):
-        return place(axis, output, x, position)
-    (n,) = jax.export.symbolic_shape("n")
-    place_ragged(output, x.shape_of_row([n] * len(x.axes)))
-    return x
+from batchax.rows.specialize import MOST_LENGTHS, are_few, execute_padded, run_specialized
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """Which row is in which slot: each device has the same number of slots.
+    """Which row is in which slot: each device has the same number of slots."""
 
-    Attributes:
-      row: of each slot, shape (devices, slots).
-      slot: of each row among those of all devices.
-      real: of each slot, whether its row is not there twice.
-    """
-
-    row: Any
-    slot: Any
-    real: np.ndarray
+    row: Any  # of each slot, shape (devices, slots)
+    slot: Any  # of each row among those of all devices
+    real: np.ndarray  # of each slot, whether its row is not there twice
 
     @classmethod
     def of(cls, weights: Any, devices: int) -> Dealt:
@@ -202,9 +73,8 @@ class Dealt:
         count = weights.shape[0]
         slots = -(-count // devices)
         rounds, places = np.divmod(np.arange(devices * slots), devices)
-        of_device = np.where(
-            rounds % 2, devices - 1 - places, places
-        )  # every other round goes back
+        # Every other round goes back.
+        of_device = np.where(rounds % 2, devices - 1 - places, places)
         slot_of_turn = (of_device * slots + rounds).astype(np.int32)
         turn = np.argsort(slot_of_turn).astype(np.int32).reshape(devices, slots)
         order = jnp.argsort(-weights, stable=True).astype(np.int32)
@@ -213,7 +83,6 @@ class Dealt:
         return cls(row, jnp.asarray(slot_of_turn)[rank], turn < count)
 
     def dealt(self, x: Value) -> Any:
-        """An array with the rows in front as one with devices and slots in front."""
         return moved(x, 0, self.row.reshape(-1), self.slot).reshape(*self.row.shape, *x.shape[1:])
 
     def collected(self, x: Value) -> Any:
@@ -224,12 +93,8 @@ class Dealt:
 class _Elements:
     """Where the elements of rows are: packed in one array, and in an array for each device.
 
-    Args:
-      dealt: which row is in which slot.
-      packed: where rows are in an array with room for `capacity` elements.
-      capacity: that room.
-      lengths: how many elements the row of each slot has.
-      room: that of each device's array.
+    Of the row of each slot `lengths` says how many elements it has; each device's array has `room`
+    for so many, and the packed one `capacity`.
     """
 
     def __init__(
@@ -255,7 +120,6 @@ class _Elements:
         self._back = jnp.where(row < packed.starts.shape[0], place, -1)
 
     def spread(self, x: Value) -> Any:
-        """Packed rows along axis 0 as those of each device: device, element."""
         return moved(x, 0, self._there, self._back).reshape(*self._shape, *x.shape[1:])
 
     def packed(self, x: Value) -> Any:
@@ -264,18 +128,12 @@ class _Elements:
 
 @dataclass(frozen=True)
 class _Output:
-    """What a device returned: for a `Ragged` its axes and bounds, and the sizes that it has.
+    """What a device returned: for a `Ragged` its axes and bounds, and the sizes that it has."""
 
-    Attributes:
-      batched: whether it differs from row to row.
-      axes: along which it is ragged.
-      bounds: no row is longer along them.
-      sizes: which sizes of the arguments its rows have along them, None if it is none of those.
-    """
-
-    batched: bool
-    axes: tuple[int, ...] = ()
-    bounds: tuple[int, ...] = ()
+    batched: bool  # whether it differs from row to row
+    axes: tuple[int, ...] = ()  # along which it is ragged
+    bounds: tuple[int, ...] = ()  # no row is longer along them
+    # Which sizes of the arguments its rows have along them, None if it is none of those.
     sizes: tuple[int | None, ...] = ()
 
 
@@ -287,16 +145,12 @@ class RowsOnDevices(Way):
     """Rows dealt out to devices, each of which runs those that it has.
 
     One program serves all batches of arrays of the same size: lengths are arguments of it.
-
-    Attributes:
-      shards: the devices: each is a lane.
-      of_each: how a device runs its rows.
-      stages_again: whether types tell of a mesh, which on a device they do no more: there the
-        function is staged again.
     """
 
-    shards: Shards
-    of_each: Way
+    shards: Shards  # the devices: each is a lane
+    of_each: Way  # how a device runs its rows
+    # Whether types tell of a mesh, which on a device they do no more: there the function is
+    # staged again.
     stages_again: bool
 
     @property
@@ -341,7 +195,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
     """The outputs of a call, whose rows are dealt out to devices."""
     shards = way.shards
     shapes = {tuple(s.name for s in own): own for own in call.sizes_of if own}
-    weights = sum(_elements_of([jnp.asarray(s.index.lengths) for s in x]) for x in shapes.values())
+    weights = sum(math.prod([jnp.asarray(s.index.lengths) for s in x]) for x in shapes.values())
     dealt = Dealt.of(weights, shards.count)
     devices, slots = dealt.row.shape
     recording.fact("dealt", devices=devices)
@@ -353,7 +207,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         x = m.value
         if own:
             packed, capacity = _packed_in(x, own), capacity_of(x)
-            of_slots = _elements_of([length_of[size.name] for size in own])
+            of_slots = math.prod([length_of[size.name] for size in own])
             room = _room(own, capacity, len(shapes) == 1, (devices, slots, call.axis.size))
             elements = _Elements(dealt, packed, capacity, of_slots, room)
             x = elements.spread(jnp.moveaxis(x.data, x.element_axis, 0))
@@ -403,26 +257,19 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
     return results
 
 
-def _elements_of(lengths: Sequence[Any]) -> Any:
-    return functools.reduce(operator.mul, lengths)
-
-
 def _packed_in(x: Ragged, own: SizesOf) -> RowIndex:
     """Where whole rows of an argument of these sizes are."""
     if len(own) == 1:
         return index_in(x, own)
-    elements = _elements_of([s.index.lengths for s in own])
+    elements = math.prod([s.index.lengths for s in own])
     return RowIndex.of(elements, capacity_of(x), math.prod(s.bound for s in own))
 
 
 def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]) -> int:
-    """How many elements of an argument one device may have.
+    """How many elements of an argument, of rows of its `own` sizes, one device may have.
 
-    Args:
-      own: the sizes of its rows.
-      capacity: of the argument.
-      alone: whether rows of all arguments are of those sizes.
-      counts: how many devices there are, how many slots each has, and how many rows there are.
+    `alone` is whether rows of all arguments are of those sizes; `counts` are those of devices, of
+    slots of each, and of rows.
     """
     devices, slots, rows = counts
     room = own[0].capacity if len(own) == 1 else capacity
@@ -468,9 +315,9 @@ def _collected(
         packed = RowIndex.of(own[0], capacity, bound)
     else:
         clipped = [jnp.clip(n, 0, most) for n, most in zip(own, noted.bounds, strict=True)]
-        packed = RowIndex.of(_elements_of(clipped), capacity, bound)
+        packed = RowIndex.of(math.prod(clipped), capacity, bound)
         lengths = [jnp.clip(n, 0, most) for n, most in zip(lengths, noted.bounds, strict=True)]
-    data = _Elements(dealt, packed, capacity, _elements_of(lengths), room).packed(x)
+    data = _Elements(dealt, packed, capacity, math.prod(lengths), room).packed(x)
     data = jnp.moveaxis(data, 0, noted.axes[0])
     return Ragged(data, own, noted.bounds, axis=noted.axes)
 
@@ -492,21 +339,15 @@ def in_rows(options: RowOptions, shards: Shards | None, chunking: Chunking | Non
 
 @dataclass(frozen=True)
 class InRows(Way):
-    """Rows in whatever way is theirs: in buckets, by length, on devices, packed or padded.
-
-    Attributes:
-      options: what was asked for.
-      shards: the devices that rows are dealt out to, if the user said so.
-      chunking: how many rows run at a time where they are arrays; None for all.
-      of_bucket: whether there are other rows, in other buckets.
-    """
+    """Rows in whatever way is theirs: in buckets, by length, on devices, packed or padded."""
 
     makes_calls: ClassVar[bool] = True
 
-    options: RowOptions
-    shards: Shards | None = None
+    options: RowOptions  # what was asked for
+    shards: Shards | None = None  # the devices that rows are dealt out to, if the user said so
+    # How many rows run at a time where they are arrays; None for all.
     chunking: Chunking | None = None
-    of_bucket: bool = False
+    of_bucket: bool = False  # whether there are other rows, in other buckets
 
     @_compat.patched()
     def run(self, call: Call) -> Outputs:
@@ -518,10 +359,22 @@ class InRows(Way):
             )
         check_meshes(mapped)
         recording.fact("rows", axis=axis)
-        if buckets is not None and by_bucket(axis, mapped, buckets):
+        if buckets is not None and axis.name is not None:
+            raise UnsupportedError(
+                f"buckets does not support axis_name={axis.name!r}: its lanes are all rows, but "
+                "the rows of one bucket run at a time. Remove one of them. To reduce over all "
+                "rows, use out_axes=batchax.Reduce(...)."
+            )
+        if buckets is not None and all_known(mapped):  # else rows are put there while they run
             options = replace(self.options, buckets=None)
             each = replace(self, options=options, of_bucket=True)
             return run_in_buckets(replace(call, way=each), buckets)
+        if isinstance(buckets, Buckets):
+            raise UnsupportedError(
+                "buckets: the lengths of rows are traced here, and these buckets are for known "
+                "lengths. Call vmap outside of jit, or close over the Ragged. Or pass the number, "
+                f"buckets={max(1, len(buckets.sizes))}, which works for traced lengths."
+            )
         if self.options.layout == Layout.GROUPED:
             if self.shards is not None:
                 raise UnsupportedError(
@@ -533,7 +386,7 @@ class InRows(Way):
         outs = self._of_any_length(RowCall.of(call), lengths_known)
         if isinstance(outs, Exception):
             by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
-            parted = run_by_answer(call, self.chunking, outs) if by_answer else None
+            parted = run_specialized(call, self.chunking, outs) if by_answer else None
             return parted or group_by_length(call, self.chunking, why_grouped(outs))
         return outs
 
@@ -593,18 +446,13 @@ class InRows(Way):
 
 @dataclass(frozen=True)
 class AnyLength(Way):
-    """Rows of any length, all in one place: region by region, or all padded.
-
-    Attributes:
-      options: what was asked for.
-      chunking: how many padded rows run at a time; None for all.
-      of_bucket: whether these are rows of a bucket, as many of which there are as was asked for.
-    """
+    """Rows of any length, all in one place: region by region, or all padded."""
 
     makes_calls: ClassVar[bool] = True
 
-    options: RowOptions
-    chunking: Chunking | None
+    options: RowOptions  # what was asked for
+    chunking: Chunking | None  # how many padded rows run at a time; None for all
+    # Whether these are rows of a bucket, as many of which there are as was asked for.
     of_bucket: bool = False
 
     def run(self, call: Call) -> Outputs:

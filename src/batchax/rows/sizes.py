@@ -47,39 +47,28 @@ _MOST_COMBINATIONS = 1 << 22  # of lengths that are tried, to see what an expres
 
 @dataclass(frozen=True)
 class Limited:
-    """A size that a program finds, and how large it may be.
+    """A size that a program finds, and how large it may be."""
 
-    Attributes:
-      called: what found it.
-      limit: how large it may be.
-      count: how large it is.
-    """
-
-    called: str
-    limit: int
-    count: Any
+    called: str  # what found it
+    limit: int  # how large it may be
+    count: Any  # how large it is
 
 
 @dataclass
 class Sizes:
-    """What the symbols of a program stand for.
+    """What the symbols of a program stand for."""
 
-    Attributes:
-      bounds: the greatest value of each symbol.
-      values: its value in the row at hand: an int32 scalar, traced or known.
-      exact: symbols whose value is known to be the bound: nothing is padded along those.
-      found_of: for each symbol that the program finds, the size that it is at most.
-      limited: those of them for which a limit was given.
-      at_most: how large sizes that the program finds are, where that is known.
-      again: whether the program may be one that is recomputed, and finds what was found.
-    """
-
-    bounds: Mapping[str, int]
-    values: Mapping[str, Any]
+    bounds: Mapping[str, int]  # the greatest value of each symbol
+    values: Mapping[str, Any]  # its value in the row at hand: an int32 scalar, traced or known
+    # Symbols whose value is known to be the bound: nothing is padded along those.
     exact: frozenset[str] = frozenset()
+    # For each symbol that the program finds, the size that it is at most.
     found_of: Mapping[str, Any] = field(default_factory=dict)
+    # Those of them for which a limit was given.
     limited: list[Limited] = field(default_factory=list)
+    # Whether the program may be one that is recomputed, and finds what was found.
     again: bool = False
+    # How large sizes that the program finds are, where that is known.
     at_most: Mapping[str, int] = field(default_factory=dict)
     _bounds: dict[Any, int] = field(default_factory=dict)
     _sizes: dict[Any, Any] = field(default_factory=dict)
@@ -93,11 +82,7 @@ class Sizes:
         return self._bounds[dim]
 
     def find(self, name: str, most: Any, count: Any, limited: Limited | None) -> int:
-        """Enters a size that the program has found: `count`, and what it is at most.
-
-        Returns:
-          Its bound.
-        """
+        """Enters a size that the program has found, and what it is at most; returns its bound."""
         bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
         bound = min(bound, self.at_most.get(name, bound))
         self.bounds = {**self.bounds, name: bound}
@@ -186,11 +171,13 @@ class Sizes:
         for axis in axes:
             if self.is_exact(shape[axis]):
                 continue
-            places = lax.iota(np.int32, bounds[axis])
-            valid = lax.lt(places, jnp.asarray(self.size(shape[axis]), np.int32))
-            valid = lax.broadcast_in_dim(valid, bounds, (axis,))
+            valid = lax.broadcast_in_dim(self.belongs(shape[axis]), bounds, (axis,))
             mask = valid if mask is None else lax.bitwise_and(mask, valid)
         return mask
+
+    def belongs(self, dim: Any) -> Any:
+        """Which elements along a dimension of that size belong to the row."""
+        return lax.lt(lax.iota(np.int32, self.bound(dim)), jnp.asarray(self.size(dim), np.int32))
 
     def filled_in(self, params: Any) -> Any:
         """Parameters of an equation with each size replaced by its bound."""
@@ -307,16 +294,12 @@ class Asked:
     other: Any
 
     def answers(self) -> np.ndarray | None:
-        """The answer for each length that rows may have; None if they have several sizes."""
         sizes = [x for x in (self.size, self.other) if _compat.is_row_size(x)]
-        if len(sizes[0].scope.lengths.values) != 1 or any(map(_is_of_found, sizes)):
+        names = sizes[0].scope.lengths.values.keys()
+        if len(names) != 1 or not all(_compat.symbols(size) <= names for size in sizes):
             return None
         values = _in_every_row(self.size, self.other)
         return None if values is None else np.asarray(self.ask(*values))
-
-
-def _is_of_found(size: Any) -> bool:
-    return not _compat.symbols(size) <= size.scope.lengths.values.keys()
 
 
 def asked_by(error: BaseException | None) -> Asked | None:
@@ -367,7 +350,6 @@ ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 
 
 def asked_for_number(error: Exception) -> bool:
-    """Whether a function failed because a size is no number."""
     return isinstance(error, ASKED_FOR_NUMBERS) or (
         isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
     )
@@ -388,16 +370,12 @@ def question_of(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths that the rows of a call may have.
+    """The lengths that the rows of a call may have."""
 
-    Attributes:
-      values: for each size the lengths that occur, of row after row; or those that may occur.
-      aligned: whether entries of the same place are of the same row.
-      found: the greatest of each size that the function finds.
-    """
-
+    # For each size the lengths that occur, of row after row; or those that may occur.
     values: Mapping[str, np.ndarray]
-    aligned: bool
+    aligned: bool  # whether entries of the same place are of the same row
+    # The greatest of each size that the function finds.
     found: dict[str, int] = field(default_factory=dict)
 
     def of(self, names: frozenset[str]) -> dict[str, np.ndarray] | None:
@@ -414,28 +392,21 @@ class Lengths:
         return dict(zip(sorted(names), arrays, strict=True))
 
 
+def _comparison(ask: Any, sign: str) -> Any:
+    return lambda self, other: self._compared(ask, sign, other)
+
+
 class SizeOfRow(_compat.RowDimension):
     """A size of rows, which answers the user's questions by the lengths that rows may have."""
 
     __slots__ = ()
 
-    def __eq__(self, other: Any) -> Any:
-        return self._compared(operator.eq, "==", other)
-
-    def __ne__(self, other: Any) -> Any:
-        return self._compared(operator.ne, "!=", other)
-
-    def __lt__(self, other: Any) -> Any:
-        return self._compared(operator.lt, "<", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._compared(operator.le, "<=", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._compared(operator.gt, ">", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._compared(operator.ge, ">=", other)
+    __eq__ = _comparison(operator.eq, "==")
+    __ne__ = _comparison(operator.ne, "!=")
+    __lt__ = _comparison(operator.lt, "<")
+    __le__ = _comparison(operator.le, "<=")
+    __gt__ = _comparison(operator.gt, ">")
+    __ge__ = _comparison(operator.ge, ">=")
 
     def __bool__(self) -> bool:
         frame = sys._getframe(1)
@@ -617,7 +588,6 @@ there may be, or None for no limit; and `called`, what the user called.
 
 
 def finds_size(eqn: Eqn) -> bool:
-    """Whether an equation finds a size, which others may need that read no result of it."""
     return eqn.primitive is found_places_p and is_symbolic(eqn.params["size"])
 
 

@@ -47,9 +47,9 @@ from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record
 from batchax.kernel.registry import find_rule
 from batchax.programs.cost import FINDINGS, LAUNCH, STEP, STEPS
-from batchax.rows.arguments import NotedSize
 from batchax.rows.buckets import bucket
 from batchax.rows.building import elements_of
+from batchax.rows.call import NotedSize
 from batchax.rows.sizes import depends_on_sizes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -120,9 +121,12 @@ def staged(fun: Flat, values: Sequence[Value]) -> tuple[ClosedJaxpr, list[Any]]:
     return program, [*consts, *values]
 
 
-@padded_rule("composite", fact="is_plain_call")
+@padded_rule("composite", "custom_vmap_call", "remat_opt", fact="is_plain_call")
 def _call(op: Operation, *rows: Row, **params: Any) -> Any:
-    body = _compat.close(params.get("jaxpr") or params["call_jaxpr"])
+    # A batching rule is written for arrays of one size: with rows of many, what counts is the
+    # function of one example. Of the two programs of `remat_opt` this one returns residuals, too.
+    names = ("fwd_jaxpr", "call", "jaxpr", "call_jaxpr")
+    body = _compat.close(next(params[name] for name in names if params.get(name)))
     try:
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
     except CannotPad as error:
@@ -140,25 +144,11 @@ def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
     return bind_call(op.eqn.primitive, op.eqn.params, program, operands.values)
 
 
-@padded_rule("remat_opt")
-def _remat_opt(op: Operation, *rows: Row, fwd_jaxpr: Any, **params: Any) -> Any:
-    # It holds two programs that compute the same, one without residuals. This one returns all that
-    # is wanted, residuals included.
-    return run_padded(op.sizes, fwd_jaxpr.jaxpr, fwd_jaxpr.consts, rows)
-
-
-@padded_rule("custom_vmap_call")
-def _custom_vmap(op: Operation, *rows: Row, call: Any, **params: Any) -> Any:
-    # A batching rule is written for arrays of one size. With rows of many, what counts is the
-    # function of one example; where no operand is ragged the call is batched by its rule.
-    return run_padded(op.sizes, call.jaxpr, call.consts, rows)
-
-
 @padded_rule("custom_batched_call")
 def _custom_batched(
     op: Operation, *rows: Row, jaxpr: ClosedJaxpr, steps: Any, **params: Any
 ) -> Any:
-    """As `_custom_vmap`, for `batchax.custom_vmap` and its derivatives."""
+    """A call of a `batchax.custom_vmap` function, or of its derivatives."""
     name = size_of_rule(op.eqn)
     if name is not None:
         return in_padding(op, rows, name)
@@ -187,35 +177,6 @@ def _linear(
     return linear_with_transpose(ahead, back, values, linear)
 
 
-@padded_rule("linear_call")
-def _linear_call(
-    op: Operation,
-    *rows: Row,
-    callee: Any,
-    transpose_thunk: Any,
-    num_callee_consts: int,
-    num_res: int,
-) -> Any:
-    first = num_callee_consts + num_res
-    residuals, values = SizedCall.of(op, rows[:first])
-
-    def ahead(values: Any, linear: Any) -> list[Any]:
-        inner, own = residuals.opened(values)
-        given = [Row(x, v.aval.shape) for x, v in zip(linear, op.eqn.invars[first:], strict=True)]
-        outs = run_inside(inner.sizes, callee, [*own, *given])
-        return arrays(outs, callee.out_avals)
-
-    def back(values: Any, cotangents: Any) -> list[Any]:
-        body = _compat.close(*transpose_thunk())
-        inner, own = residuals.opened(values)
-        given = [Row(x, v.aval.shape) for x, v in zip(cotangents, op.eqn.outvars, strict=True)]
-        outs = run_inside(inner.sizes, body, [*own[num_callee_consts:], *given])
-        return arrays(outs, body.out_avals)
-
-    linear = arrays(rows[first:], [v.aval for v in op.eqn.invars[first:]])
-    return jax.custom_derivatives.linear_call(ahead, back, values, linear)
-
-
 @padded_rule("cond")
 def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -> Any:
     operands = Moving(rows)
@@ -231,13 +192,7 @@ def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -
 
 @padded_rule("scan")
 def _scan(
-    op: Operation,
-    *rows: Row,
-    jaxpr: Jaxpr,
-    length: Any,
-    reverse: bool,
-    unroll: int,
-    **params: Any,
+    op: Operation, *rows: Row, jaxpr: Jaxpr, length: Any, reverse: bool, unroll: int, **params: Any
 ) -> list[Any]:
     """The carry after the last step, and what steps give out, as many as the row takes."""
     n_consts, n_carry = _compat.scan_counts(params)
@@ -249,7 +204,7 @@ def _scan(
     steps, sizes, size = op.sizes.bound(length), op.sizes, None
     again: _Harmless | None = None
     if not op.sizes.is_exact(length):
-        _check(op, body, length)
+        _refuse_effects(op, body, length)
         size = op.sizes.size(length)
         first = _compat.varying_alike(first, like=[size])  # in a shard_map, of other rows elsewhere
         danger = hazards(body.jaxpr)
@@ -286,19 +241,12 @@ def _keep(active: Any, new: Any, old: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Harmless:
-    """Operands of steps, such that those a row does not take do no harm.
+    """Operands of steps, such that those a row does not take do no harm."""
 
-    Attributes:
-      sizes: the sizes of the row whose step it is.
-      consts: what is the same in each step.
-      carry: the carry of steps not taken.
-      parts: what has a part for each step.
-    """
-
-    sizes: Sizes
-    consts: Sequence[Row]
-    carry: list[Value]
-    parts: list[Any]
+    sizes: Sizes  # the sizes of the row whose step it is
+    consts: Sequence[Row]  # what is the same in each step
+    carry: list[Value]  # the carry of steps not taken
+    parts: list[Any]  # what has a part for each step
 
 
 def _first_again(
@@ -344,11 +292,10 @@ def _zeros(
 
 
 def _is_moderate(body: Any) -> bool:
-    """Whether a step of zeros does no harm: it cannot make infinity or a NaN.
+    """Whether a step of zeros cannot make infinity or a NaN.
 
-    Not where something is ragged within a step: an empty row has no element to take. Nor in
-    types of a smaller range than float32 (whose largest exponent is 128), such as float16, where
-    numbers that are not enormous may overflow.
+    Not where something is ragged within a step: an empty row has no element to take. Nor in types
+    of a smaller range than float32 (whose largest exponent is 128), where numbers may overflow.
     """
     ranges = [jnp.finfo(a.dtype).maxexp for a in body.in_avals if is_inexact(a)]
     danger = hazards(body.jaxpr)
@@ -361,8 +308,7 @@ def _without_derivative(x: Value) -> Any:
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 
-def _check(op: Operation, body: Any, length: Any) -> None:
-    """Refuses what has effects that a step not taken cannot be kept from."""
+def _refuse_effects(op: Operation, body: Any, length: Any) -> None:
     if hazards(body.jaxpr).collective:
         raise op.refuse(
             f"it takes {length} steps, as many as the row has, with a collective in each: rows "
@@ -422,21 +368,12 @@ def _while(
     return lax.while_loop(lambda state: jnp.any(state[0]), step, (going, first))[1]
 
 
-_by_name: dict[str, PaddedRule] = {}
+OF_FUNCTIONS: dict[str, PaddedRule] = {}
+"""By the name of a function of JAX with a jvp rule: how it acts on padded rows.
 
-
-def padded_function(name: str) -> Callable[[PaddedRule], PaddedRule]:
-    """Decorator: how a function of JAX by this name, with a jvp rule, acts on padded rows.
-
-    For a function whose rule asks whether a size is 1: JAX says no for any symbolic size, which
-    may be 1 in some row. It returns None where the rule of the function will do.
-    """
-
-    def decorate(rule: PaddedRule) -> PaddedRule:
-        _by_name[name] = rule
-        return rule
-
-    return decorate
+For a function whose rule asks whether a size is 1: JAX says no for any symbolic size, which may be
+1 in some row. It returns None where the rule of the function will do.
+"""
 
 
 class _Call(SizedCall):
@@ -499,7 +436,7 @@ def _custom_jvp(
     **params: Any,
 ) -> Any:
     body = _compat.close(call_jaxpr)
-    own = _by_name.get(_compat.name_within_jax(body.jaxpr))
+    own = OF_FUNCTIONS.get(_compat.name_within_jax(body.jaxpr))
     outs = None if own is None else own(op, *rows)
     if outs is not None:
         return outs
@@ -588,8 +525,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
 def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     """The derivative of an equation of one row with respect to some operands, and its transpose.
 
-    Operands of both are those of the equation, and then derivatives of those that move, or
-    cotangents of the results that are floats.
+    Operands of both are those of the equation, and then derivatives or cotangents.
     """
     avals = [v.aval for v in eqn.invars]
     dots = [avals[i].to_tangent_aval() for i in moving]
@@ -673,7 +609,9 @@ def _custom_vjp(
     return function(*values)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["sizes", "values"], meta_fields=["avals"]
+)
 @dataclass(frozen=True)
 class _Residuals:
     """What reverse mode needs of a call: sizes, and values with their types in the row."""
@@ -681,13 +619,6 @@ class _Residuals:
     sizes: list[Any]
     values: list[Value]
     avals: tuple[Aval, ...]
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], Any]:
-        return (self.sizes, self.values), self.avals
-
-    @classmethod
-    def tree_unflatten(cls, avals: Any, children: tuple[Any, Any]) -> _Residuals:
-        return cls(*children, avals)
 
 
 @_compat.patched()

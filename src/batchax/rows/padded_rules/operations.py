@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.neutral import NEUTRAL, highest, lowest
+from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
@@ -37,14 +38,12 @@ def _nary(op: Operation, *rows: Row, **params: Any) -> Any:
     return op.bind(*(spread(op, row) for row in rows))
 
 
-@padded_rule("device_put", "optimization_barrier")
-def _together(op: Operation, *rows: Row, **params: Any) -> Any:
+@padded_rule(
+    *"""bitcast_convert_type device_put empty empty2 iota optimization_barrier random_clone
+    random_fold_in random_seed random_unwrap random_wrap""".split()
+)
+def _as_they_are(op: Operation, *rows: Row, **params: Any) -> Any:
     return op.bind(*(row.value for row in rows))
-
-
-@padded_rule("bitcast_convert_type")
-def _bitcast(op: Operation, x: Row, **params: Any) -> Any:
-    return op.bind(x.value)
 
 
 def spread(op: Operation, row: Row) -> Any:
@@ -71,11 +70,14 @@ def spread(op: Operation, row: Row) -> Any:
 
 
 @padded_rule(
-    "reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor"
+    *"""reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin
+    cumsum cumprod cummax cummin cumlogsumexp""".split()
 )
-def _reduce(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
-    kind = op.eqn.primitive.name.removeprefix("reduce_")
-    return op.bind(op.filled(x, _neutral(op, kind), axes))
+def _reduce(op: Operation, x: Row, *, axes: Any = (), axis: int = -1, **params: Any) -> Any:
+    # Of equal elements the first counts for `argmax`, and padding is last. Running sums are not
+    # changed by what is behind, but with `reverse` padding comes first.
+    kind = re.sub("^(reduce_|arg|cum)", "", op.eqn.primitive.name)
+    return op.bind(op.filled(x, NEUTRAL[kind](op.eqn.invars[0].aval.dtype), axes or (axis,)))
 
 
 @padded_rule(fact="reduces")
@@ -94,193 +96,53 @@ def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> A
     return op.bind(*values)
 
 
-@padded_rule("argmax", "argmin")
-def _arg(op: Operation, x: Row, *, axes: Any, **params: Any) -> Any:
-    # Of equal elements the first counts, and padding is last.
-    return op.bind(op.filled(x, _neutral(op, op.eqn.primitive.name.removeprefix("arg")), axes))
-
-
-@padded_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def _cumulative(op: Operation, x: Row, *, axis: int, **params: Any) -> Any:
-    # Padding comes last, and changes nothing before it, but with `reverse` it comes first.
-    kind = op.eqn.primitive.name.removeprefix("cum")
-    return op.bind(op.filled(x, _neutral(op, kind), (axis,)))
-
-
-def _neutral(op: Operation, kind: str) -> Any:
-    return NEUTRAL[kind](op.eqn.invars[0].aval.dtype)
-
-
-@padded_rule("reduce")
-def _reduce_by_function(op: Operation, *rows: Row, dimensions: Any, **params: Any) -> Any:
-    # The initial value is neutral for the function: combined with it, a value stays what it is. So
-    # it is what the padding holds.
-    count = len(rows) // 2
-    operands, starts = rows[:count], [row.value for row in rows[count:]]
-    pairs = zip(operands, starts, strict=True)
-    filled = [op.masked(x, start, dimensions) for x, start in pairs]
-    return op.bind(*filled, *starts)
-
-
-@padded_rule("dot_general")
-def _dot_general(op: Operation, x: Row, y: Row, *, dimension_numbers: Any, **params: Any) -> Any:
+@padded_rule("dot_general", "ragged_dot_general")
+def _dot_general(op: Operation, *rows: Row, **params: Any) -> Any:
     # Zeros not only where it is contracted: the derivative with respect to one operand is
-    # contracted over the free axes of the other, where zero times NaN would be NaN.
-    return op.cut(op.bind(op.filled(x, 0), op.filled(y, 0)), op.out_shape)
-
-
-@padded_rule("ragged_dot_general")
-def _ragged_dot_general(op: Operation, x: Row, y: Row, sizes: Row, **params: Any) -> Any:
-    # Beyond the row are groups of no elements, and elements of no group.
-    filled = [op.filled(operand, 0) for operand in (x, y, sizes)]
-    return op.cut(op.bind(*filled), op.out_shape)
+    # contracted over the free axes of the other, where zero times NaN would be NaN. Groups beyond
+    # the row have no elements.
+    return op.cut(op.bind(*(op.filled(x, 0) for x in rows)), op.out_shape)
 
 
 @padded_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min")
-def _reduce_window(op: Operation, x: Row, **params: Any) -> Any:
-    kind = op.eqn.primitive.name.removeprefix("reduce_window_")
-    return _over_windows(op, [x], [NEUTRAL[kind](x.value.dtype)], **params)
-
-
-@padded_rule("reduce_window")
-def _general_reduce_window(op: Operation, *rows: Row, **params: Any) -> Any:
-    # Beyond the row a window sees the initial value, as it does where JAX pads the operand.
-    operands, starts = rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    return _over_windows(op, operands, [start.value for start in starts], starts, **params)
-
-
-def _over_windows(
+def _reduce_window(
     op: Operation,
-    operands: Sequence[Row],
-    neutral: Sequence[Any],
-    others: Sequence[Row] = (),
+    x: Row,
     *,
     window_dimensions: Any,
     window_strides: Any,
     window_dilation: Any,
     base_dilation: Any,
     padding: Any,
-    **params: Any,
 ) -> Any:
-    _refuse_ragged_windows(op, window_dimensions, op.out_shape)
-    extents = _extents(op, window_dimensions, window_dilation)
-    bounds = op.sizes.bounds_of(op.out_shape)
-    needed = [
-        (count - 1) * stride + extent if count else 0
-        for count, stride, extent in zip(bounds, window_strides, extents, strict=True)
-    ]
-    config = _config(padding, base_dilation)
-    arrays = [
-        padded(op, jnp.asarray(op.filled(row, value)), value, config, row.shape, needed)
-        for row, value in zip(operands, neutral, strict=True)
-    ]
-    if 0 in bounds:
-        outs = [jnp.zeros(bounds, x.dtype) for x in arrays]
-    else:
-        none = [0] * len(bounds)
-        changes = {
-            "padding": tuple(zip(none, none, strict=True)),
-            "base_dilation": (1,) * len(bounds),
-        }
-        outs = op.bind(*arrays, *(row.value for row in others), **changes)
-    outs = outs if isinstance(outs, (list, tuple)) else [outs]
-    return [op.cut(out, op.out_shape) for out in outs]
-
-
-@padded_rule("select_and_scatter_add")
-def _select_and_scatter_add(
-    op: Operation,
-    source: Row,
-    x: Row,
-    *,
-    select_prim: Any,
-    window_dimensions: Any,
-    window_strides: Any,
-    padding: Any,
-) -> Any:
-    array, config = _selected_from(
-        op, x, source.shape, select_prim, window_dimensions, window_strides, padding
-    )
-    cotangent = op.filled(source, 0)
-    bounds = op.sizes.bounds_of(x.shape)
-    if 0 in cotangent.shape:
-        return jnp.zeros(bounds, array.dtype)
-    out = op.bind(cotangent, array, padding=((0, 0),) * len(bounds))
-    back = [(-low, -high, 0) for low, high, _ in config]
-    return padded(op, out, 0, back, x.shape, bounds)
-
-
-@padded_rule("select_and_gather_add")
-def _select_and_gather_add(
-    op: Operation,
-    tangents: Row,
-    x: Row,
-    *,
-    select_prim: Any,
-    window_dimensions: Any,
-    window_strides: Any,
-    window_dilation: Any,
-    base_dilation: Any,
-    padding: Any,
-) -> Any:
-    if any(step != 1 for step in (*window_dilation, *base_dilation)):
-        raise op.refuse("its windows are dilated. Take every second element, x[::2], instead.")
-    array, config = _selected_from(
-        op, x, op.out_shape, select_prim, window_dimensions, window_strides, padding
-    )
-    if 0 in op.sizes.bounds_of(op.out_shape):
-        return jnp.zeros(op.sizes.bounds_of(op.out_shape), array.dtype)
-    moving = padded(op, jnp.asarray(op.filled(tangents, 0)), 0, config, tangents.shape, array.shape)
-    return op.cut(op.bind(moving, array, padding=((0, 0),) * array.ndim), op.out_shape)
-
-
-def _selected_from(
-    op: Operation,
-    x: Row,
-    windows: Sequence[Any],
-    select_prim: Any,
-    dimensions: Any,
-    strides: Any,
-    padding: Any,
-) -> tuple[Any, list[tuple[Any, Any, int]]]:
-    """What windows select from, with all that they reach beyond the row; and how it is padded."""
-    _refuse_ragged_windows(op, dimensions, windows)
-    value = (lowest if select_prim.name == "ge" else highest)(x.value.dtype)
-    config = _config(padding, (1,) * len(dimensions))
-    needed = [
-        (count - 1) * stride + extent if count else 0
-        for count, stride, extent in zip(
-            op.sizes.bounds_of(windows), strides, op.sizes.bounds_of(dimensions), strict=True
-        )
-    ]
-    array = padded(op, jnp.asarray(op.filled(x, value)), value, config, x.shape, needed)
-    return array, config
-
-
-def _config(padding: Any, dilation: Any) -> list[tuple[Any, Any, int]]:
-    return [(low, high, step - 1) for (low, high), step in zip(padding, dilation, strict=True)]
-
-
-def _extents(op: Operation, dimensions: Any, dilation: Any) -> list[int]:
-    """Over how many elements windows reach."""
-    return [
-        (op.sizes.bound(dim) - 1) * int(step) + 1
-        for dim, step in zip(dimensions, dilation, strict=True)
-    ]
-
-
-def _refuse_ragged_windows(op: Operation, dimensions: Any, windows: Any) -> None:
-    """Windows whose size depends on the row may only reach over all of it.
-
-    Raises:
-      CannotPad: there are others.
-    """
-    for dim, count in zip(dimensions, windows, strict=True):
+    for dim, count in zip(window_dimensions, op.out_shape, strict=True):
         if is_symbolic(dim) and (is_symbolic(count) or count != 1):
             raise op.refuse(
                 f"its windows have {dim} elements, which differs from row to row. Pass them a "
                 "fixed size."
             )
+    value = NEUTRAL[op.eqn.primitive.name.removeprefix("reduce_window_")](x.value.dtype)
+    bounds = op.sizes.bounds_of(op.out_shape)
+    extents = _extents(op, window_dimensions, window_dilation)
+    needed = [
+        (count - 1) * stride + extent if count else 0
+        for count, stride, extent in zip(bounds, window_strides, extents, strict=True)
+    ]
+    config = [
+        (low, high, step - 1) for (low, high), step in zip(padding, base_dilation, strict=True)
+    ]
+    array = padded(op, jnp.asarray(op.filled(x, value)), value, config, x.shape, needed)
+    if 0 in bounds:
+        return jnp.zeros(bounds, array.dtype)
+    none = ((0, 0),) * len(bounds)
+    return op.cut(op.bind(array, padding=none, base_dilation=(1,) * len(bounds)), op.out_shape)
+
+
+def _extents(op: Operation, dimensions: Any, dilation: Any) -> list[int]:
+    return [
+        (op.sizes.bound(dim) - 1) * int(step) + 1
+        for dim, step in zip(dimensions, dilation, strict=True)
+    ]
 
 
 @padded_rule("conv_general_dilated")
@@ -327,12 +189,9 @@ def _conv(
 def _refuse_ragged_groups(
     op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Any
 ) -> None:
-    """Groups of channels or of a batch may be as many as the row says, but not of as many.
+    """Refuses groups of channels or of a batch whose size differs from row to row.
 
     In padded arrays each group would begin elsewhere.
-
-    Raises:
-      CannotPad: the size of groups differs from row to row.
     """
     batch, features = (x[axis] for axis in dimension_numbers.lhs_spec[:2])
     outputs = kernel[dimension_numbers.rhs_spec[0]]
@@ -340,18 +199,11 @@ def _refuse_ragged_groups(
         count = params[name]
         if not is_symbolic(count) and count == 1:
             continue
-        for dim in (size, outputs):
-            if op.sizes.is_exact(dim) and op.sizes.is_exact(count):
-                continue
-            bounds, every = (
-                [op.sizes.bound(n) for n in (dim, count)],
-                op.sizes.in_every_row(dim, count),
+        if not all(map(op.sizes.is_exact, (size, outputs, count))):
+            raise op.refuse(
+                f"{name}={count} makes groups of {size}, and how many of these are in one "
+                "differs from row to row. Convolve each group by itself."
             )
-            if every is None or (every[0] * bounds[1] != every[1] * bounds[0]).any():
-                raise op.refuse(
-                    f"{name}={count} makes groups of {dim}, and how many of these are in one "
-                    "differs from row to row. Convolve each group by itself."
-                )
 
 
 _MOST = 1 << 16  # squares of less are exact in 32 bits
@@ -427,7 +279,6 @@ def _sums(x: Any, size: Any, room: int, sign: int) -> Any:
 
 
 def _convenient(least: int) -> int:
-    """The least number from there on that is a power of two, or 3, 5, 9 or 15 times one."""
     sizes = (
         part << power
         for part, power in itertools.product((1, 3, 5, 9, 15), range(least.bit_length() + 1))
@@ -435,17 +286,9 @@ def _convenient(least: int) -> int:
     return min((size for size in sizes if size >= least), default=1 << math.ceil(math.log2(least)))
 
 
-_COUNTED = {"threefry2x32"}
-
-
-@padded_rule("random_wrap", "random_unwrap", "random_clone", "random_seed", "random_fold_in")
-def _each(op: Operation, *rows: Row, **params: Any) -> Any:
-    return op.bind(*(row.value for row in rows))
-
-
 @padded_rule("random_bits", "random_split")
 def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
-    _check(op, keys)
+    _refuse_other_generators(op, keys)
     if not _padded_behind(op, shape):
         return op.bind(keys.value)
     count = functools.reduce(operator.mul, shape, 1)
@@ -459,7 +302,7 @@ def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
 
 @padded_rule("random_gamma")
 def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
-    _check(op, keys)
+    _refuse_other_generators(op, keys)
     if _padded_behind(op, a.shape[len(keys.shape) :]):
         raise op.refuse(
             f"it draws an array of shape ({', '.join(map(str, a.shape))}), ragged behind the first "
@@ -473,60 +316,34 @@ def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:
     return any(axis > 0 for axis in op.sizes.padded_axes(shape))
 
 
-def _check(op: Operation, keys: Row) -> None:
-    """Refuses generators of which it is not known that elements are counted through."""
-    impl = jax.random.key_impl(keys.value)
-    counted = getattr(jax.config, "jax_threefry_partitionable", True)
-    name = impl if isinstance(impl, str) else str(impl)
-    if name not in _COUNTED:
+def _refuse_other_generators(op: Operation, keys: Row) -> None:
+    name = str(jax.random.key_impl(keys.value))
+    if name != "threefry2x32":
         raise op.refuse(
             f"with keys of the implementation {name} what a row draws depends on how much it "
             "draws. Use keys of 'threefry2x32', the default of jax.random.key."
         )
-    if not counted:
+    if not getattr(jax.config, "jax_threefry_partitionable", True):
         raise op.refuse(
             "with jax_threefry_partitionable switched off what a row draws depends on how much it "
             "draws. Switch it on, as it is by default."
         )
 
 
-_CALLBACK = (
-    "what it hands to Python would be a row with padding. Hand over values whose shape is the same "
-    "for all rows, such as a sum, or call it on the Ragged outside vmap."
+@padded_rule("pure_callback", "io_callback", "debug_callback", "debug_print", "ffi_call")
+def _callback(op: Operation, *rows: Row, **params: Any) -> Any:
+    raise op.refuse(
+        "what it hands to Python would be a row with padding. Hand over values whose shape is the "
+        "same for all rows, such as a sum, or call it on the Ragged outside vmap."
+    )
+
+
+@padded_rule(
+    *"""all_gather all_gather_invariant all_to_all pbroadcast pgather pmax pmin ppermute psum psum2
+    psum_invariant psum_scatter ragged_all_to_all reduce_scatter""".split()
 )
-_COLLECTIVE = (
-    "rows of different lengths cannot be added up or exchanged. Reduce over the row first, so that "
-    "each row gives a value of the same shape."
-)
-
-_REFUSED = {
-    "pure_callback": _CALLBACK,
-    "io_callback": _CALLBACK,
-    "debug_callback": _CALLBACK,
-    "debug_print": _CALLBACK,
-    "ffi_call": _CALLBACK,
-    "all_gather": _COLLECTIVE,
-    "all_gather_invariant": _COLLECTIVE,
-    "all_to_all": _COLLECTIVE,
-    "pbroadcast": _COLLECTIVE,
-    "pgather": _COLLECTIVE,
-    "pmax": _COLLECTIVE,
-    "pmin": _COLLECTIVE,
-    "ppermute": _COLLECTIVE,
-    "psum": _COLLECTIVE,
-    "psum2": _COLLECTIVE,
-    "psum_invariant": _COLLECTIVE,
-    "psum_scatter": _COLLECTIVE,
-    "ragged_all_to_all": _COLLECTIVE,
-    "reduce_scatter": _COLLECTIVE,
-}
-
-
-def _refuse(name: str, why: str) -> None:
-    @padded_rule(name)
-    def rule(op: Operation, *rows: Row, **params: Any) -> Any:
-        raise op.refuse(why)
-
-
-for _name, _why in _REFUSED.items():
-    _refuse(_name, _why)
+def _collective(op: Operation, *rows: Row, **params: Any) -> Any:
+    raise op.refuse(
+        "rows of different lengths cannot be added up or exchanged. Reduce over the row first, so "
+        "that each row gives a value of the same shape."
+    )
