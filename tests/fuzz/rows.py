@@ -333,7 +333,7 @@ def batched(case, args, tangents, cotangents, engine=None):
         if isinstance(error, bx.UnsupportedError):
             raise Discarded(f"refused: {' '.join(str(error).split(': ')[1:])[:90]}") from error
 
-    def run(fun, data, lengths, tangents):
+    def run(fun, data, lengths, tangents, cotangents):
         def of_floats(*points):
             full = list(data)
             for k, x in zip(inexact, points, strict=True):
@@ -370,11 +370,13 @@ def batched(case, args, tangents, cotangents, engine=None):
     data = [data_of(x) for x in args]
     lengths = [x.lengths if is_rows(x) else 0 for x in args]
     fun = eval(case.batched(), names)
-    closed = lambda data, tangents: run(fun, data, lengths, tangents)
-    operands = (data, tangents) if case.known else (data, lengths, tangents)
-    body = closed if case.known else lambda *xs: run(fun, *xs)
-    if case.known and engine == "eager":
-        body = closed
+    # Cotangents are arguments: XLA's constant folding mixes up elements of constants that
+    # `jnp.ldexp` pulls back, on JAX 0.12, without batchax as well.
+    operands = (data, lengths, tangents, cotangents)
+    body = functools.partial(run, fun)
+    if case.known:
+        operands = (data, tangents, cotangents)
+        body = lambda data, *others: run(fun, data, lengths, *others)
 
     def call():
         if engine == "eager":
@@ -421,11 +423,11 @@ def _apart(outs, marked, case):
 def _arranged(y, mark, parts):
     """Cotangents of the rows, as the result has them; what is no row's must not matter."""
     if mark is None:
-        return np.stack(parts)
-    packed = np.concatenate(parts, mark[0])
+        return jnp.stack(parts)
+    packed = jnp.concatenate(parts, mark[0])
     room = [(0, 0)] * packed.ndim
     room[mark[0]] = (0, y.shape[mark[0]] - packed.shape[mark[0]])
-    return np.pad(packed, room, constant_values=np.nan)
+    return jnp.pad(packed, room, constant_values=np.nan)
 
 
 def _rounding(case, f, args, tangents, expected, problem):
