@@ -39,6 +39,7 @@ class Body:
     same: int  # inputs that are the same whenever the program runs
     carried: int = 0  # inputs that a loop carries; it returns the next ones first
     times: Any = 1  # how often it runs; None if that depends on values
+    reverse: bool = False  # whether a loop takes slices from the last to the first
 
     @property
     def jaxpr(self) -> Any:
@@ -144,8 +145,8 @@ def _linear_solve(eqn: Eqn) -> tuple[Body, ...]:
 def _scan(eqn: Eqn) -> tuple[Body, ...]:
     same, carried = _compat.scan_counts(eqn.params)
     operands, results = tuple(range(len(eqn.invars))), tuple(range(len(eqn.outvars)))
-    program, times = eqn.params["jaxpr"], eqn.params["length"]
-    return (Body("body", program, operands, results, same, carried, times),)
+    program, times, reverse = (eqn.params[k] for k in ("jaxpr", "length", "reverse"))
+    return (Body("body", program, operands, results, same, carried, times, reverse),)
 
 
 def _while(eqn: Eqn) -> tuple[Body, ...]:

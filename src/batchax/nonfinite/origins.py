@@ -458,7 +458,7 @@ class Evaluator:
     ) -> Sequence[Marked]:
         (body,) = bodies_of(eqn)
         program, n = _compat.close(body.program), body.carried
-        length, reverse = eqn.params["length"], eqn.params["reverse"]
+        length, reverse = body.times, body.reverse
         carry = [operands[i] for i in body.carry_operands]
         sliced = [operands[i] for i in body.sliced_operands]
         self.whole(operands)  # once, for all that the loop is given

@@ -309,9 +309,8 @@ class Counted:
             outs, counts = self._run(program.jaxpr, program.consts, [*consts, *carry, *x], counts)
             return (outs[: body.carried], counts), outs[body.carried :]
 
-        how = {k: eqn.params[k] for k in ("length", "reverse")}
         with named_as_marked(program):
-            (carry, counts), ys = lax.scan(step, (carry, counts), xs, **how)
+            (carry, counts), ys = lax.scan(step, (carry, counts), xs, body.times, body.reverse)
         return [*carry, *ys], counts
 
     def _cond(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
