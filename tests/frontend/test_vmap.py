@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import re
 import weakref
 
 import jax
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 import batchax as bx
+from batchax.frontend.rows import Layout
+from batchax.vmap import MoreOptions
 
 from support.oracle import example, same, same_type
 
@@ -446,3 +449,16 @@ def test_entries_of_a_tuple_for_arguments_given_by_keyword():
 def test_entries_of_a_tuple_that_nothing_was_given_for(in_axes, kwargs, message):
     with pytest.raises(bx.AxisError, match=message):
         bx.vmap(lambda x, w, y=0.0, *, z=0.0: x, in_axes)(np.ones(3), **kwargs)
+
+
+def test_types_list_the_values_of_options():
+    """An editor completes what the checks accept."""
+    hints = MoreOptions.__annotations__
+    values = lambda name: re.findall(r"'(\w+)'", hints[name].__forward_arg__)
+    assert values("layout") == [*Layout]
+    for name in ("layout", "divergence", "residuals", "small_matrices"):
+        with pytest.raises(bx.ArgumentTypeError) as raised:
+            bx.vmap(jnp.sin, **{name: "other"})(jnp.ones(3))
+        assert set(re.findall(r'"(\w+)"', str(raised.value))) >= set(values(name))
+        for value in values(name):
+            bx.vmap(jnp.sin, **{name: value})

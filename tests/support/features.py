@@ -117,8 +117,7 @@ def on_rows(fun, **options):
         f = bx.vmap(fun, **options)
         total = lambda data, lengths: jnp.sum(f(bx.Ragged(data, lengths, 6)))
         whole = rows()
-        lengths = whole.lengths if options.get("layout") == "length" else jnp.asarray(whole.lengths)
-        return f(whole), jax.value_and_grad(total)(whole.data, lengths)
+        return f(whole), jax.value_and_grad(total)(whole.data, jnp.asarray(whole.lengths))
 
     return run
 

@@ -13,6 +13,7 @@ import numpy as np
 from batchax.commands.words import Mistake, add_ways, batch_size, function, literal
 from batchax.explain.explain import explain
 from batchax.explain.text import for_terminal
+from batchax.frontend.rows import Layout
 
 _SHORT = {
     "bool": "bool",
@@ -73,7 +74,7 @@ def add_to(commands: Any) -> None:
     add_ways(command, "lanes", default=None)
     command.add_argument(
         "--layout",
-        choices=["auto", "packed", "padded", "grouped"],
+        choices=[*Layout],
         help="the layout of variable-length rows: packed, padded to one size, grouped by length, "
         "or the one with the least estimated cost (auto, the default)",
     )

@@ -101,7 +101,8 @@ class Runner(Asked):
     def may_diverge(self, axis: Axis, loop: AnyLoop) -> bool:
         """Whether lanes may run apart in a loop, or in what is inside it.
 
-        An estimate, before anything is batched: it is never below what is decided later.
+        An estimate, before anything is batched: where it is too low, `decide` is not asked, and
+        lanes are masked.
         """
         if self.explicit:  # and what cannot be done is refused
             return True
@@ -116,8 +117,8 @@ class Runner(Asked):
         """The results of a nested loop, in which each lane is at a step of its own."""
         if self.thresholds is None:
             return None
-        cheap = 2 * price_at_most(loop).of(axis.size) < self.thresholds.min_work
-        if cheap and not recording.is_on():  # a listing shows what it would cost
+        # The second guard of `run_flat` would reject these, too, but only after it has cut them.
+        if 2 * price_at_most(loop).of(axis.size) < self.thresholds.min_work:
             return None
         return run_flat(axis, loop, self.thresholds.min_work)
 

@@ -28,10 +28,10 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.sections import Section, variables
 from batchax.jaxprs.bodies import (
-    LOOPS_AND_BRANCHES,
     bind_with,
     bodies_of,
     control_flow,
+    is_rebuilt,
     program_called,
 )
 from batchax.jaxprs.evaluate import bind_equation, evaluate
@@ -233,7 +233,7 @@ def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Seque
         return _evaluate(axis, body.jaxpr, body.consts, xs, lane, caller)
     if exposed and find_meeting(axis, [eqn]) is not None:
         return bind_equation(eqn, xs)  # at the top level, where all lanes can be had
-    if name in LOOPS_AND_BRANCHES or name in CALLS:
+    if is_rebuilt(eqn.primitive) or name in CALLS:
         more = [lane] if caller is None else [lane, caller]
         bodies = [_compat.close(body.program) for body in bodies_of(eqn)]
         return bind_with(eqn, xs, [index_as_input(axis, b, len(more) > 1) for b in bodies], more)
@@ -250,7 +250,7 @@ def find_meeting(axis: Axis, eqns: Iterable[Eqn]) -> Any:
             continue
         if _is_opened(eqn):
             bodies = [program_called(eqn).jaxpr]
-        elif eqn.primitive.name in LOOPS_AND_BRANCHES:
+        elif is_rebuilt(eqn.primitive):
             bodies = [body.jaxpr for body in bodies_of(eqn)]
         else:
             return eqn

@@ -83,7 +83,9 @@ class ControlFlow:
     branches: str = ""  # the parameter with the branches; the first operand selects one
     # from an equation to the jaxprs that it runs
     bodies: Bodies | None = field(default=None, repr=False)
-    # see `bind_with`; None for primitives of batchax
+    # Applies an equation to other operands, with other jaxprs; see `bind_with`. Whatever evaluates a
+    # jaxpr in another way, such as the search for NaN, goes into the bodies of a primitive that has
+    # it. None for primitives of batchax, which become operations first.
     rebuild: Rebuild | None = field(default=None, repr=False)
 
     @property
@@ -95,6 +97,11 @@ class ControlFlow:
 def control_flow(primitive: _compat.Primitive) -> ControlFlow:
     """Returns the entry of a loop or branches; one without parameters for any other primitive."""
     return _entries.get(primitive, _NONE)
+
+
+def is_rebuilt(primitive: _compat.Primitive) -> bool:
+    """Whether `bind_with` applies loops or branches of this primitive to other jaxprs."""
+    return control_flow(primitive).rebuild is not None
 
 
 def register_control_flow(primitive: _compat.Primitive, entry: ControlFlow) -> None:
@@ -271,6 +278,3 @@ register_control_flow(
 register_control_flow(cond_p, ControlFlow(branches="branches", bodies=_cond, rebuild=_cond_with))
 # The other programs in it are for derivatives.
 register_control_flow(linear_solve_p, ControlFlow(bodies=_linear_solve))
-
-LOOPS_AND_BRANCHES = frozenset(p.name for p, entry in _entries.items() if entry.rebuild)
-"""The primitives of JAX whose equations `bind_with` makes again, besides calls."""

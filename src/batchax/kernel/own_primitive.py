@@ -21,11 +21,11 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import (
-    LOOPS_AND_BRANCHES,
     bind_with,
     bodies_of,
     describe_bodies,
     held_programs,
+    is_rebuilt,
 )
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
@@ -242,10 +242,8 @@ def _without_checks(program: Any) -> Any:
     def run_equation(eqn: Eqn, xs: Any) -> Sequence[Any]:
         if eqn.primitive.name == "check":
             return []
-        if not _compat.checks(eqn.effects) or eqn.primitive.name not in {
-            *LOOPS_AND_BRANCHES,
-            "jit",
-        }:
+        opened = is_rebuilt(eqn.primitive) or eqn.primitive.name == "jit"
+        if not (_compat.checks(eqn.effects) and opened):
             return bind_equation(eqn, xs)
         inner = [_without_checks(_compat.close(body.program)) for body in bodies_of(eqn)]
         if eqn.primitive.name == "jit":

@@ -275,6 +275,13 @@ def note(**facts: Any) -> None:
         place.record.notes.update(facts)
 
 
+def note_new(**facts: Any) -> None:
+    """Adds those notes to the record that it does not have."""
+    place = _active()
+    if place is not None and place.record is not None:
+        place.record.notes = facts | place.record.notes
+
+
 def fact(about: str, **details: Any) -> None:
     """Notes a fact on the call as a whole, unless that is inside another equation."""
     place = _active()

@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.jaxprs.bodies import bodies_of, control_flow
+from batchax.jaxprs.bodies import bodies_of, control_flow, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value
@@ -406,8 +406,8 @@ class Evaluator:
     ) -> Sequence[Marked]:
         name = eqn.primitive.name
         flow = control_flow(eqn.primitive)
-        if flow.rebuild:
-            run = self._cond if flow.branches else self._while if flow.test else self._scan
+        if is_rebuilt(eqn.primitive):
+            run = self._cond if flow.branches else self._while if flow.test else self._counted_loop
             return run(eqn, operands, iterations)
         if facts_of(eqn.primitive).body or name in _WITH_RULES:
             (body,) = bodies_of(eqn)
@@ -453,7 +453,7 @@ class Evaluator:
             now &= self._watch.iterations[k] == index
         self.seen = [jnp.where(now, x, old) for x, old in zip(views, self.seen, strict=True)]
 
-    def _scan(
+    def _counted_loop(
         self, eqn: Eqn, operands: list[Marked], iterations: tuple[Any, ...]
     ) -> Sequence[Marked]:
         (body,) = bodies_of(eqn)

@@ -261,7 +261,7 @@ class Counted:
             return self._run(own.jaxpr, own.consts, operands, counts)
         flow, bodies = control_flow(eqn.primitive), bodies_of(eqn)
         if flow.repeated:
-            run = self._cond if flow.branches else self._while if flow.test else self._scan
+            run = self._cond if flow.branches else self._while if flow.test else self._counted_loop
             return run(eqn, operands, counts)
         follows = facts_of(eqn.primitive).body or eqn.primitive.name in _CALLS
         if len(bodies) != 1 or not follows:
@@ -299,7 +299,9 @@ class Counted:
             _, carry, counts = lax.while_loop(goes_on, once, (jnp.asarray(active), carry, counts))
         return carry, counts
 
-    def _scan(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
+    def _counted_loop(
+        self, eqn: Eqn, operands: list[Value], counts: Any
+    ) -> tuple[Sequence[Any], Any]:
         (body,) = bodies_of(eqn)
         program, first = _compat.close(body.program), body.same + body.carried
         consts, carry, xs = operands[: body.same], operands[body.same : first], operands[first:]

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, bind_with, bodies_of
+from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
@@ -88,7 +88,7 @@ def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[
         return bind_equation(eqn, [*(lax.bitwise_and(x, active) for x in xs[:count]), *xs[count:]])
     if name == "jit":
         return _evaluate(axis, eqn.params["jaxpr"], xs, active)
-    if name in LOOPS_AND_BRANCHES or name in CALLS:
+    if is_rebuilt(eqn.primitive) or name in CALLS:
         programs = [with_active(axis, _compat.close(b.program)) for b in bodies_of(eqn)]
         return bind_with(eqn, xs, programs, [active])
     if eqn.primitive is lane_calls_p:

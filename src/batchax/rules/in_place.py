@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.jaxprs.bodies import LOOPS_AND_BRANCHES, Body, bind_with, bodies_of
+from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
@@ -129,7 +129,7 @@ def aliases_of(eqn: Eqn) -> list[Alias]:
         return [Alias(0, 0, False)] if same_type and in_order and not facts.cast else []
     if name in SCATTERS or eqn.primitive is lax.dynamic_update_slice_p:
         return [Alias(0, 0, True)] if _is_small_update(eqn) else []
-    return _through_bodies(bodies_of(eqn)) if facts.body or name in LOOPS_AND_BRANCHES else []
+    return _through_bodies(bodies_of(eqn)) if facts.body or is_rebuilt(eqn.primitive) else []
 
 
 def _is_small_update(eqn: Eqn) -> bool:
@@ -261,8 +261,9 @@ def _run_equation(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Seq
     """Evaluates one equation; `mine` are operands that were not replaced (see `masked`)."""
     name, aliases = eqn.primitive.name, aliases_of(eqn)
     endless = is_endless(eqn)
-    if name in _PROGRAMS and (endless or mine or any(alias.updated for alias in aliases)):
-        outs = _PROGRAMS[name](lane, eqn, xs, mine)
+    holds_programs = is_rebuilt(eqn.primitive) or name in CALLS or name == "jit"
+    if holds_programs and (endless or mine or any(alias.updated for alias in aliases)):
+        outs = (_jit if name == "jit" else _inside)(lane, eqn, xs, mine)
         aliased = {alias.result for alias in aliases}
         return [x if k in aliased or not mine else lane.safe(x) for k, x in enumerate(outs)]
     # A loop without a bound ends in a masked lane if it gets the operands of an active one.
@@ -407,12 +408,6 @@ _UPDATES: dict[str, Callable[..., Sequence[Any]]] = {
 # Of these the result is what was read, and has no more derivative than that: to make it harmless
 # is enough, and leaves the whole operand alone.
 _READS = frozenset("dynamic_slice gather slice".split())
-
-_PROGRAMS: dict[str, Callable[..., Sequence[Any]]] = {
-    **dict.fromkeys((*LOOPS_AND_BRANCHES, *CALLS), _inside),
-    "jit": _jit,
-}
-
 
 # Whether a loop in a program goes on.
 

@@ -50,8 +50,9 @@ Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
 def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
     """Removes the divergence policy from `axis` if lanes cannot diverge in a loop."""
     # With a policy, programs are batched twice: once to find what differs between lanes.
-    if axis.divergence is None or recording.is_on() or axis.divergence.may_diverge(axis, loop):
+    if axis.divergence is None or axis.divergence.may_diverge(axis, loop):
         return axis
+    recording.note(why=_CHEAP)
     return replace(axis, divergence=None)
 
 
@@ -74,7 +75,7 @@ def run_parting(
     if any(_compat.in_order(program.effects) for program in programs):
         _refuse_order(programs)
     if axis.divergence is None:
-        recording.note(why=_NONE_LEAVES)
+        recording.note_new(why=_NONE_LEAVES)
     placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
     if placed is None:
         recording.note(divergence="masked")
@@ -82,6 +83,7 @@ def run_parting(
     return placed
 
 
+_CHEAP = "a step of all lanes costs too little for lanes to run apart"
 _NONE_LEAVES = (
     'nothing may part them here: divergence="predicate", several devices, or what is around it'
 )
