@@ -428,9 +428,11 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
     for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
         if eqn.primitive is not custom_call_p:
             continue
-        rule, steps = id(eqn.params["rule"]), eqn.params["steps"]
+        rule = id(eqn.params["rule"])
         # Calls match if rule, steps, and operands do.
-        steps, operands = without_values(steps, tuple(map(_identity, eqn.invars)))
+        named = tuple(map(_identity, eqn.invars))
+        kept: tuple[Any, Any] = without_values(eqn.params["steps"], named)
+        steps, operands = kept
         key = (rule, steps, operands)
         if key in tangents:
             pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
