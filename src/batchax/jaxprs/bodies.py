@@ -83,7 +83,7 @@ class ControlFlow:
     branches: str = ""  # the parameter with the branches; the first operand selects one
     # from an equation to the jaxprs that it runs
     bodies: Bodies | None = field(default=None, repr=False)
-    # Applies an equation to other operands, with other jaxprs; see `bind_with`. Whatever evaluates a
+    # Applies an equation to other operands, with other jaxprs; see `bind_with`. What evaluates a
     # jaxpr in another way, such as the search for NaN, goes into the bodies of a primitive that has
     # it. None for primitives of batchax, which become operations first.
     rebuild: Rebuild | None = field(default=None, repr=False)
