@@ -155,7 +155,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if test is not None and at.count is None:
         with recording.part("condition"):
             tested, (decided_at,) = batch_inner(axis, test, (*at.test, *carry))
-    if decided_at is not None:
+    if decided_at is not None and form.steps.most != 0:
         params = {"test": test, "body": body, "guarded": guarded, "form": form}
         equation = bounded_loop_p, loop.args, loop.axes, params
         return run_parting(axis, *equation, loop, every_step)
