@@ -1,4 +1,4 @@
-// Weights of the search: Sphinx's own, and what is said below of parameters.
+// Weights of the search: Sphinx's own, except for parameters and kinds of pages.
 var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
@@ -9,9 +9,12 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 
-  // Parameters are objects named `batchax.vmap.batch_size`. Whoever looks for `vmap` wants the function
-  // first: those whose own name has nothing of the words come last.
-  score: ([, name, , description, score]) => {
+  // Parameters are objects named `batchax.vmap.batch_size`. A search for `vmap` lists the function
+  // first: parameters whose own name has nothing of the words come last.
+  // Pages for users come before those for contributors.
+  score: ([page, name, , description, score]) => {
+    if (/^(guides|tutorials)\//.test(page)) return score + 3;
+    if (/^(benchmarks|decisions|architecture|changes|contributing)/.test(page)) return score - 3;
     if (!description?.startsWith("parameter of a function")) return score;
     const words = new URLSearchParams(location.search).get("q").toLowerCase();
     const own = name.toLowerCase().split(".").at(-1);

@@ -91,6 +91,43 @@ def test_the_search_knows_parameters_and_puts_vmap_first(site, chromium, query, 
     assert links[0][1] == "reference/batching.html#batchax.vmap"
 
 
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("out of memory", "guides/large_batches"),
+        ("OOM", "guides/large_batches"),
+        ("variable length", "guides/ragged"),
+        ("padding", "guides/ragged"),
+        ("DP-SGD", "guides/private_gradients"),
+        ("NUTS", "guides/samplers_and_solvers"),
+        ("S3", "guides/dataset_formats"),
+        ("resume", "guides/datasets"),
+        ("recompute", "tutorials/out_of_memory"),
+        ("object storage", "guides/dataset_formats"),
+        ("nested loop", "guides/divergence"),
+        ("early exit", "guides/early_exit"),
+        ("compile time", "guides/ragged"),
+        ("divergent", "guides/divergence"),
+        ("several hosts", "guides/several_hosts"),
+        ("small matrices", "guides/small_matrices"),
+        ("progress", "guides/progress"),
+    ],
+)
+def test_the_search_finds_the_page_for_a_problem(site, chromium, query, page):
+    chromium.get(f"{(site / 'search.html').as_uri()}?q={query.replace(' ', '+')}")
+    links = chromium.execute_async_script("""
+        const done = arguments[0];
+        const look = () => {
+          const links = [...document.querySelectorAll("#search-results li a")];
+          const told = document.querySelector("#search-results p.search-summary")?.textContent;
+          if (!told?.includes("found")) return setTimeout(look, 20);
+          done(links.slice(0, 8).map((link) => link.getAttribute("href")));
+        };
+        look();
+    """)
+    assert f"{page}.html" in [link.partition("#")[0] for link in links]
+
+
 def _copied(chromium, block):
     """What the button of the first such block copies."""
     return chromium.execute_async_script(

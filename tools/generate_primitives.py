@@ -8,6 +8,7 @@ not have been imported.
 
 import importlib
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -18,14 +19,8 @@ from batchax.kernel.registry import find_rule, rule_origin
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "primitives.md"
 
-# Without operands that could be batched there is nothing for a rule to do.
-NEVER_BATCHED = {
-    "after_all": "takes tokens only",
-    "create_token": "no operands",
-    "empty": "no operands",
-    "empty2": "no operands",
-    "iota": "no operands, unless a size is dynamic",
-}
+# These have no operands that could be batched: tokens only, none, or sizes.
+NEVER_BATCHED = {"after_all", "create_token", "empty", "empty2", "iota"}
 
 
 def of_jax():
@@ -35,14 +30,14 @@ def of_jax():
 
 
 def served_by(primitive):
-    """Who batches a primitive: ("batchax", module), ("JAX", ""), ("nobody", why)."""
+    """How a primitive is batched: "batchax" with its module, "JAX", "nothing", "sequentially"."""
     if find_rule(primitive) is not None:
         return "batchax", rule_origin(primitive)
     if primitive.name in NEVER_BATCHED:
-        return "nobody", NEVER_BATCHED[primitive.name]
+        return "nothing", ""
     if _compat.jax_has_rule(primitive):
         return "JAX", ""
-    return "one lane after another", ""
+    return "sequentially", ""
 
 
 def families():
@@ -61,25 +56,26 @@ def page():
     lines = [
         "# Primitives",
         "",
-        f"Every primitive that JAX {jax.__version__} exports, and which batching rule serves it",
-        f"under `bx.vmap`: {counts['batchax']} have a rule of batchax's own, {counts['JAX']} go to "
-        "JAX's. Made by `make docs`.",
-        "",
-        "## By family",
-        "",
+        f"The batching rule of each primitive that JAX {jax.__version__} exports, under `bx.vmap`:",
+        f"{counts['batchax']} have a rule of batchax, {counts['JAX']} use JAX's.",
+        "`make docs` writes this page.",
     ]
     for module, names in sorted(families().items()):
         about = (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
-        lines += [f"- **{module.rpartition('.')[2]}** ({len(names)}). {about}"]
-    lines += ["", "## By name", "", "| primitive | rule |", "|---|---|"]
-    for name, (who, detail) in served.items():
-        rule = {
-            "batchax": f"`{detail}`",
-            "JAX": "JAX's, for this equation alone",
-            "nobody": f"none needed: {detail}",
-        }.get(who, who)
-        lines.append(f"| `{name}` | {rule} |")
+        lines += ["", f"## `{module}`", "", about, "", *_listed(names)]
+    for title, who in [
+        ("JAX's rule", "JAX"),
+        ("Sequentially", "sequentially"),
+        ("No rule needed", "nothing"),
+    ]:
+        if names := [name for name, (other, _) in served.items() if other == who]:
+            lines += ["", f"## {title}", "", *_listed(names)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(names):
+    """The names in lines of a page."""
+    return textwrap.wrap(", ".join(f"`{name}`" for name in names), 120, break_on_hyphens=False)
 
 
 if __name__ == "__main__":
