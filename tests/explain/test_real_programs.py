@@ -20,7 +20,9 @@ def told(explanation, fun, lines, page):
       lines: no text may have more.
       page: bytes that the page may have.
     """
-    text = str(explanation)
+    assert len(str(explanation).splitlines()) <= 60
+    assert str(explanation).splitlines()[2].startswith("Findings")
+    text = explanation.details()
     assert len(text.splitlines()) <= lines
     assert len(as_page(explanation)) <= page
     assert text.splitlines()[2].startswith("Findings")
@@ -70,7 +72,10 @@ def test_a_step_of_a_transformer():
     args = params, optimiser.init(params), jnp.ones((3, 4, 8))
     explanation = bx.explain(step, (None, None, 0), compile=False)(*args)
     assert sum(1 for _ in explanation.walk()) > 1500
-    text = str(explanation)
+    brief = str(explanation).splitlines()
+    assert len(brief) <= 60
+    assert sum("optimiser.update(" in line for line in brief) > 1
+    text = explanation.details()
     assert len(text.splitlines()) < 600  # and 2,100 without folds
     assert "4 more times what " in text  # the other layers
     assert "(5 of these)" in text

@@ -85,6 +85,9 @@ def add_to(commands: Any) -> None:
         help="the number of groups of rows of similar length that run together",
     )
     command.add_argument(
+        "--details", action="store_true", help="show all equations, not only the most expensive"
+    )
+    command.add_argument(
         "--html", metavar="FILE", help="also write the explanation to this file, as a page"
     )
     command.add_argument(
@@ -128,7 +131,7 @@ def _run(options: argparse.Namespace) -> int:
     explanation = explained(*args)
     if options.html:
         explanation.to_html(options.html)
-    _show(for_terminal(explanation))
+    _show(for_terminal(explanation, options.details))
     if options.html:
         print(f"\nwritten to {options.html}")
     return 0

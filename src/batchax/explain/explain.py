@@ -38,8 +38,8 @@ from batchax.vmap import MoreOptions, find_vmap, vmap
 class Explanation(Account):
     """Describes how a function was batched and what that costs: the result of `explain`.
 
-    ``str()`` is a listing, which ``rich.print`` colors. `to_html` writes a page, which a notebook
-    displays.
+    ``str()`` has the most expensive findings and operations, in about 60 lines, and ``rich.print``
+    colors it. `details` returns all of them. `to_html` writes a page, which a notebook displays.
 
     Attributes:
       name: The name of the function.
@@ -90,6 +90,18 @@ class Explanation(Account):
 
     def _repr_html_(self) -> str:
         return as_embedded_page(self)
+
+    def details(self) -> str:
+        """Returns the whole explanation as text: all findings, equations, and counted steps.
+
+        `print(explanation)` shows the most expensive ones, in about 60 lines.
+
+        Example:
+          >>> print(bx.explain(jnp.sin)(jnp.ones(8)).details())
+          sin, batched over 8 lanes
+          ...
+        """
+        return as_text(self, details=True)
 
     def to_html(self, path: Any) -> None:
         """Writes an HTML page of the explanation, which opens offline.
@@ -207,9 +219,9 @@ def _of_batched(
         around = _compat.named_axes(staged.traced.jaxpr.effects)
         if around and time_limit is not None:
             raise UnsupportedError(
-                "measure=True runs the function, but it meets other lanes, or devices, over the "
-                f"axis {min(map(repr, around))} of a vmap or shard_map around the call of explain. "
-                "Leave measure out, or explain the whole function, with that axis."
+                "measure=True runs the function, but it communicates over the axis "
+                f"{min(map(repr, around))} of a vmap or shard_map around the call of explain. "
+                "Remove measure, or explain the whole function with that axis."
             )
         # What meets over an axis around this can only be compiled as a part of what maps that.
         compiles = not around and (compile or time_limit is not None)

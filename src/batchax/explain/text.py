@@ -95,24 +95,38 @@ _WIDTH = 100  # of a line of prose
 _MOST_HELD = 5  # values in memory that are named; the page has more
 _MOST_VALUES = 12  # arguments, or outputs, that are listed one by one
 
+# Of an explanation of more lines than these, the text has what costs most.
+_MOST_LINES = 60
+_MOST_FINDINGS = 6
+_MOST_EQUATIONS = 8
+_MOST_STEPS = 8
 
-def as_text(explanation: Account) -> str:
-    """An explanation in plain characters, without line endings at the end."""
-    return "\n".join(line.rstrip() for line in _lines(explanation))
+
+def as_text(explanation: Account, details: bool = False) -> str:
+    """An explanation in plain characters, without line endings at the end.
+
+    Args:
+      explanation: of which function.
+      details: whether it is all there, however long that is.
+    """
+    lines = [line.rstrip() for line in _lines(explanation)]
+    if not details and len(lines) > _MOST_LINES:
+        lines = [line.rstrip() for line in _lines(explanation, brief=True)]
+    return "\n".join(lines)
 
 
-def _lines(explanation: Account) -> Iterator[str]:
+def _lines(explanation: Account, brief: bool = False) -> Iterator[str]:
     lanes = count(explanation.lanes, "lane")
     yield f"{explanation.name}, batched over {lanes}{_options(explanation)}"
     yield ""
-    yield from _findings(explanation)
+    yield from _findings(explanation, _MOST_FINDINGS if brief else None)
     yield ""
     yield from _summary(explanation)
     yield ""
-    yield from _program(explanation)
+    yield from _costliest(explanation) if brief else _program(explanation)
     if explanation.steps:
         yield ""
-        yield from _steps(explanation)
+        yield from _steps(explanation, _MOST_STEPS if brief else None)
     if explanation.timings:
         yield ""
         yield from _timings(explanation)
@@ -155,18 +169,20 @@ def _memory(memory: Memory) -> Iterator[str]:
         yield f"             {size}  {held.type} {held.what} ({held.kind}{where})"
 
 
-def _findings(explanation: Account) -> Iterator[str]:
+def _findings(explanation: Account, most: int | None) -> Iterator[str]:
     if not explanation.findings:
         yield "Findings: none."
         return
     sources = {eqn.number: eqn.source for eqn in explanation.walk()}
     yield "Findings, most expensive first:"
-    for i, finding in enumerate(explanation.findings, 1):
+    for i, finding in enumerate(explanation.findings[:most], 1):
         at = f" (equation {finding.equation})" if finding.equation else ""
         yield from _wrapped(f"{i}. {finding.message}{at}", "  ", "     ")
         if finding.equation in sources and sources[finding.equation].line:
             yield f"     at {_place(sources[finding.equation])}"
         yield from _wrapped(finding.remedy, "     -> ", "        ")
+    if left := len(explanation.findings[most:]) if most else 0:
+        yield f"  ... and {left} more that cost less: explanation.findings"
 
 
 def _place(source: Source) -> str:
@@ -184,6 +200,38 @@ def _wrapped(text: str, first: str, others: str) -> Iterator[str]:
     yield from textwrap.wrap(
         text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False
     )
+
+
+def _costliest(explanation: Account) -> Iterator[str]:
+    """The operations that cost most, those of one line and kind taken together."""
+    kinds: dict[Any, list[Equation]] = {}
+    for eqn in explanation.walk():
+        types = tuple(v.example for v in eqn.outputs)
+        kinds.setdefault((eqn.source, eqn.primitive, types), []).append(eqn)
+    prices = [(sum(price(_alone(eqn)) for eqn in same), same) for same in kinds.values()]
+    prices.sort(key=lambda pair: -pair[0])
+    whole = sum(cost for cost, _ in prices) or 1.0
+    shown = prices[:_MOST_EQUATIONS]
+    equations = sum(len(same) for same in kinds.values())
+    yield f"The operations that cost most, of {equations:,}. explanation.details() lists all:"
+    rows = []
+    for cost, same in shown:
+        eqn, often = same[0], f" ({len(same):,} of these)" * (len(same) > 1)
+        cells = [f"{cost / whole:.0%}", eqn.number, _statement(eqn), _result_types(eqn)]
+        rows.append([*map(_cut, cells, _WIDTHS), f"{_rule(eqn)}{often}"])
+    widths = [max(len(row[k]) for row in rows) for k in range(len(_WIDTHS))] if rows else []
+    for row, (_, same) in zip(rows, shown, strict=True):
+        yield "  " + "  ".join(f"{cell:<{w}}" for cell, w in zip(row, [*widths, 0], strict=True))
+        if same[0].source.line:
+            yield f"        {_place(same[0].source)}"
+        yield from _wrapped(_remarks(same[0]), "        ", "        ")
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 3]}..."
+
+
+_WIDTHS = 4, 12, 40, 36
 
 
 def _program(explanation: Account) -> Iterator[str]:
@@ -349,11 +397,12 @@ _COLUMNS: tuple[tuple[Callable[[Equation], str], int], ...] = (
 """The cells of a line of the listing, and how wide they are at most."""
 
 
-def _steps(explanation: Account) -> Iterator[str]:
+def _steps(explanation: Account, most: int | None) -> Iterator[str]:
     yield "Lane-steps of loops and branches, needed of those done:"
     listed = {eqn.number: eqn for eqn in explanation.walk()}
     rows, line = [], None
-    for counted in explanation.steps:
+    kept = sorted(explanation.steps, key=lambda counted: -counted.in_vain)[:most]
+    for counted in [counted for counted in explanation.steps if counted in kept]:
         eqn = listed[counted.equation]
         name = eqn.primitive if counted.branch is None else f"branch {counted.branch}"
         rows.append((eqn, [eqn.number, name, show_lanes_run(eqn, counted), _use(counted)]))
@@ -364,6 +413,8 @@ def _steps(explanation: Account) -> Iterator[str]:
             yield f"  {_place(line)}"
         padded = [f"{cell:<{w}}" for cell, w in zip(cells, widths, strict=True)]
         yield f"    {'  '.join(padded)}  {use}"
+    if left := len(explanation.steps) - len(rows):
+        yield f"  ... and {left} more with fewer steps in vain: explanation.steps"
     yield from _wrapped(STEPS_NOTE, "  ", "  ")
 
 
@@ -392,13 +443,13 @@ def _timings(explanation: Account) -> Iterator[str]:
     yield from _wrapped(show_unmeasured(explanation), "  ", "  ")
 
 
-def for_terminal(explanation: Account) -> Any:
+def for_terminal(explanation: Account, details: bool = False) -> Any:
     """Renders an explanation for a terminal, with `rich`; as plain text without it."""
     try:
         from rich.text import Text
     except ImportError:
-        return as_text(explanation)
-    text = Text(as_text(explanation), no_wrap=True)
+        return as_text(explanation, details)
+    text = Text(as_text(explanation, details), no_wrap=True)
     for pattern, style in _STYLES:
         text.highlight_regex(pattern, style)
     return text
