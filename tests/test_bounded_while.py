@@ -560,12 +560,12 @@ MISTAKES = {
     "max_steps": (
         lambda: bx.bounded_while(bool, abs, 0, 2.0),
         bx.ArgumentTypeError,
-        "max_steps must be an int, zero or more, got 2.0 of type float",
+        "max_steps must be a non-negative int, got 2.0 of type float",
     ),
     "fewer than none": (
         lambda: bx.bounded_while(bool, abs, 0, -1),
-        bx.AxisError,
-        "zero or more, got -1",
+        bx.OptionError,
+        "non-negative int, got -1",
     ),
     "no array": (
         lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),

@@ -171,10 +171,14 @@ def test_the_largest_difference_is_named():
     [
         (lambda x: bx.check(3)(x), bx.ArgumentTypeError, "check expects a function"),
         (lambda x: bx.check(jnp.sin, x), bx.ArgumentTypeError, r"batchax.check\(sin\)\(\.\.\.\)"),
-        (lambda x: bx.check(jnp.sin, axis_name="i")(x), bx.UnsupportedError, "no others to meet"),
+        (
+            lambda x: bx.check(jnp.sin, axis_name="i")(x),
+            bx.UnsupportedError,
+            "function of one lane alone",
+        ),
         (lambda x: jax.jit(lambda x: bx.check(jnp.sin)(x))(x), bx.ArgumentTypeError, "traced"),
         (lambda x: bx.check(jnp.sin, (0, 0))(x), bx.AxisError, "in_axes has 2 entries"),
-        (lambda x: bx.check(jnp.sin, lanes=0)(x), bx.ArgumentTypeError, "positive int, got 0"),
+        (lambda x: bx.check(jnp.sin, lanes=0)(x), bx.OptionError, "positive int, got 0"),
         (lambda x: bx.check(jnp.sin, lanes="all")(x), bx.ArgumentTypeError, "positive int, got"),
     ],
 )

@@ -127,11 +127,11 @@ def test_no_gradient_of_an_example_is_in_memory():
         ),
         (lambda: bx.clipped_grad(loss, 1.0)(PARAMS, XS, YS[:2]), ValueError, "y: shape"),
         (lambda: bx.clipped_grad(loss, 1.0, argnums=()), TypeError, "must name an argument"),
-        (lambda: bx.clipped_grad(loss, 1.0, out_axes=0), TypeError, "leave out_axes out"),
+        (lambda: bx.clipped_grad(loss, 1.0, out_axes=0), TypeError, "Remove out_axes"),
         (
             lambda: bx.clipped_grad(loss, 1.0)(params=PARAMS, x=XS, y=YS),
             TypeError,
-            "argnums is 0, and 0 arguments were given by position",
+            "argnums is 0, and 0 arguments were passed by position",
         ),
         (
             lambda: bx.clipped_grad(loss, 1.0, argnums=(0, -3))(PARAMS, XS, YS),

@@ -106,12 +106,12 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     if ranks and callable(ranks[0]) and jax.tree_util.all_leaves(ranks[:1]):  # no tree of ranks
         name = name_of(ranks[0])
         raise ArgumentTypeError(
-            f"auto_vmap takes ranks and options, then the function, and was given {name} with "
-            f"them. A batch is given to what comes of both: batchax.auto_vmap(ranks)({name})(...)."
+            f"auto_vmap got {name} and its ranks or options in one call. Pass ranks and "
+            f"options first, and then the function: batchax.auto_vmap(ranks)({name})(...)."
         )
 
     if not ranks and not named:
-        raise ArgumentTypeError(f"auto_vmap() was given no rank. {_GIVE_RANKS}")
+        raise ArgumentTypeError(f"auto_vmap() got no rank. {_GIVE_RANKS}")
 
     @_compat.api_boundary
     def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,8 +162,7 @@ def _declared(fun: Callable[..., Any], ranks: Sequence[Any], named: Mapping[str,
     specs |= _by_name(name_of(fun), signature, rest, specs)
     if not specs and not extra:
         raise ArgumentTypeError(
-            f"auto_vmap was given options, and no rank of a parameter of {name_of(fun)}. "
-            + _GIVE_RANKS
+            f"auto_vmap got options, but no rank of a parameter of {name_of(fun)}. " + _GIVE_RANKS
         )
     return _Declared(specs, extra, outputs, options)
 
@@ -234,8 +233,8 @@ def _by_parameter(
     kinds = [p.kind for p in signature.parameters.values()]
     if extra and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ArgumentTypeError(
-            f"auto_vmap was given {len(ranks)} ranks by position, but {name} has "
-            f"{len(names)} positional parameters: {', '.join(names) or 'none'}{own}."
+            f"auto_vmap got {len(ranks)} ranks by position, but {name} has {len(names)} "
+            f"positional parameters: {', '.join(names) or 'none'}{own}."
         )
     specs = {p: as_cores(p, spec) for p, spec in zip(names, ranks, strict=False)}
     return specs, [as_cores(f"args[{len(names) + i}]", spec) for i, spec in enumerate(extra)]
@@ -250,14 +249,14 @@ def _by_name(
     theirs = [n for n in unknown if n in OF_RANKS]
     if unknown and not any_name:
         raise ArgumentTypeError(
-            f"auto_vmap was given ranks for {', '.join(unknown)}, but {name} has the parameters "
+            f"auto_vmap got ranks for {', '.join(unknown)}, but {name} has the parameters "
             f"{', '.join(parameters) or '(none)'}."
             + "".join(f" For {n} of jnp.vectorize, pass {OF_RANKS[n]}." for n in theirs)
         )
     twice = [n for n in named if n in given]
     if twice:
         raise ArgumentTypeError(
-            f"auto_vmap was given two ranks for {', '.join(twice)}: one by position, one by name."
+            f"auto_vmap got two ranks for {', '.join(twice)}: one by position, one by name."
         )
     return {n: as_cores(n, spec) for n, spec in named.items()}
 

@@ -10,11 +10,11 @@ from jax.extend.core.primitives import while_p
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError
 from batchax.execution.progress import Steps, find_progress
 from batchax.execution.steps import run_until
 from batchax.frontend.advice import carry_in_errors
-from batchax.frontend.in_axes import is_position
+from batchax.frontend.options import check_count
 from batchax.frontend.outputs import (
     carry_keys,
     check_predicate,
@@ -96,7 +96,7 @@ def bounded_while(
       The carry after the last step.
 
     Raises:
-      AxisError: (a ValueError) `max_steps` is negative.
+      OptionError: (a ValueError) `max_steps` is negative.
       ArgumentTypeError: (a TypeError) `cond_fun` or `body_fun` is not callable, `max_steps` is not
         an int, `cond_fun` does not return a truth value, or `body_fun` changes the structure,
         shapes, or dtypes of the carry.
@@ -110,7 +110,7 @@ def bounded_while(
     for name, fun in (("cond_fun", cond_fun), ("body_fun", body_fun)):
         if not callable(fun):
             raise ArgumentTypeError(f"bounded_while expects functions, got {show(fun)} as {name}.")
-    _check_max_steps(max_steps)
+    check_count("max_steps", max_steps)
     callback = find_progress(progress, body_fun, "steps")
     advice = "let cond_fun and body_fun close over other objects"
     carry, structure = flatten_carry(init_val, "init_val", "bounded_while", advice)
@@ -138,13 +138,6 @@ def bounded_while(
         check_types(body_fun, keys, carry, staged.out_avals)
         outs = run_until(tested, staged, carry, [], (), (), Steps(int(max_steps), callback))
     return jax.tree.unflatten(structure, outs)
-
-
-def _check_max_steps(max_steps: Any) -> None:
-    if not is_position(max_steps):
-        raise ArgumentTypeError(f"max_steps must be an int, zero or more, got {show(max_steps)}.")
-    if max_steps < 0:
-        raise AxisError(f"max_steps must be zero or more, got {max_steps}.")
 
 
 # JAX says of its own loop that it has no reverse mode, and what else to use: this, too.

@@ -13,13 +13,19 @@ import numpy as np
 
 from batchax import _compat
 from batchax.comparing import difference_of_trees, directions
-from batchax.errors import ArgumentTypeError, MismatchError, UnsupportedError
+from batchax.errors import MismatchError, UnsupportedError
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes, without_objects
-from batchax.frontend.options import check_callable, check_flags, check_tolerances, wraps
+from batchax.frontend.options import (
+    check_callable,
+    check_count,
+    check_flags,
+    check_tolerances,
+    wraps,
+)
 from batchax.frontend.outputs import lanes_first
-from batchax.jaxprs.spoken import brief, name_of
+from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.own_primitive import with_values
@@ -112,19 +118,18 @@ def check(
     Raises:
       MismatchError: (an AssertionError) A result differs. The message names the lane, the entry,
         and both values.
-      ArgumentTypeError: `fun` is not callable, `lanes` is not a positive int, or the arguments are
-        traced.
+      ArgumentTypeError: `fun` is not callable, `lanes` is not an int, or the arguments are traced.
+      OptionError: `lanes` is less than one.
       UnsupportedError: `axis_name` is passed: one lane alone has no others to communicate with.
     """
     check_callable("check", "a function of one example", fun)
     check_in_axes(fun, in_axes, "check")
     if options.get("axis_name") is not None:
         raise UnsupportedError(
-            "check compares with the function of one lane by itself, which has no others to meet: "
-            "axis_name has no meaning there. Compare with jax.vmap instead."
+            "check compares with the function of one lane alone, so axis_name has no meaning "
+            "there. Remove axis_name, or compare with jax.vmap."
         )
-    if not (is_position(lanes) and lanes > 0):
-        raise ArgumentTypeError(f"lanes must be a positive int, got {brief(lanes)}.")
+    check_count("lanes", lanes, 1)
     check_flags(derivatives=derivatives)
     tolerance = {"rtol": rtol, "atol": atol}
     check_tolerances(**tolerance)

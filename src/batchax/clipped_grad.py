@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError, AxisError, OptionError
 from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_array, is_position
 from batchax.frontend.options import check_callable, check_options, wraps
@@ -89,7 +89,8 @@ def clipped_grad(
         positional arguments; `max_norm` is not a number; `in_axes` is not a tuple or list;
         `out_axes` or an unknown option is passed; `grad` returns a value or aux; or an argument has
         a leaf without a gradient.
-      AxisError: `max_norm` is not positive; or `in_axes` maps an argument in `argnums`.
+      AxisError: `in_axes` maps an argument in `argnums`.
+      OptionError: `max_norm` is not positive.
 
     References:
       M. Abadi et al., Deep learning with differential privacy, CCS 2016, arXiv:1607.00133. X. Li et
@@ -111,7 +112,7 @@ def clipped_grad(
     if not numbers:
         raise ArgumentTypeError("argnums must name an argument, got none.")
     if "out_axes" in options:
-        raise ArgumentTypeError("clipped_grad returns one sum for all lanes: leave out_axes out.")
+        raise ArgumentTypeError("clipped_grad returns one sum for all lanes. Remove out_axes.")
     _check_norm(max_norm)
     ours = ("loss", "max_norm", "in_axes", "argnums", "grad", *MoreOptions.__annotations__)
     check_options("clipped_grad", ours, options)
@@ -144,7 +145,7 @@ def clipped_grad(
         positions = [operator.index(n) for n in numbers]
         if not all(-len(args) <= n < len(args) for n in positions):
             raise ArgumentTypeError(
-                f"clipped_grad: argnums is {brief(argnums)}, and {len(args)} arguments were given "
+                f"clipped_grad: argnums is {brief(argnums)}, and {len(args)} arguments were passed "
                 "by position. Pass those that gradients are with respect to by position."
             )
         shared = {n % len(args) for n in positions}
@@ -221,4 +222,4 @@ def _check_norm(max_norm: Any) -> None:
     ):
         raise ArgumentTypeError(f"max_norm must be a number, got {show(max_norm)}.")
     if not max_norm > 0:
-        raise AxisError(f"max_norm must be positive, got {max_norm}.")
+        raise OptionError(f"max_norm must be positive, got {max_norm}.")

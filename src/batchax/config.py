@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, OptionError
 
 
 class _Switch(NamedTuple):
@@ -59,7 +59,7 @@ class Config:
         for name, (variable, values) in _SWITCHES.items():
             given = os.environ.get(variable) or next(iter(values))
             if given not in values:
-                raise ArgumentTypeError(
+                raise OptionError(
                     f"The environment variable {variable} is {given!r}. Set it to "
                     f"{' or '.join(map(repr, values))}, or unset it."
                 )
@@ -79,7 +79,8 @@ class Config:
           value: The new value.
 
         Raises:
-          ArgumentTypeError: (a TypeError) there is no such switch, or it cannot have this value.
+          ArgumentTypeError: (a TypeError) there is no such switch, or the value is of another type.
+          OptionError: (a ValueError) the switch does not take this word.
         """
         switch = _SWITCHES.get(name) if isinstance(name, str) else None
         if switch is None:
@@ -88,9 +89,8 @@ class Config:
             )
         allowed = switch.values.values()
         if not any(type(value) is type(each) and value == each for each in allowed):
-            raise ArgumentTypeError(
-                f"batchax.config: {name} is {value!r}. Pass {_listed(allowed)}."
-            )
+            error = OptionError if isinstance(value, str) else ArgumentTypeError
+            raise error(f"batchax.config: {name} is {value!r}. Pass {_listed(allowed)}.")
         if value != getattr(self, name):
             vars(self)[name] = value
             jax.clear_caches()  # programs that exist were made with the old value

@@ -42,6 +42,16 @@ class ArgumentTypeError(BatchaxError, TypeError):
     """
 
 
+class OptionError(BatchaxError, ValueError):
+    """Reports an option with an unknown word or a number out of range; a ``ValueError``.
+
+    Example:
+      >>> bx.Reduce("avg")
+      Traceback (most recent call last):
+      batchax.errors.OptionError: Reduce: kind must be "sum", ... Did you mean "mean"?
+    """
+
+
 class UnsupportedError(BatchaxError, NotImplementedError):
     """Reports a program that batchax does not support; a ``NotImplementedError``.
 

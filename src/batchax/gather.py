@@ -11,11 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import OptionError, UnsupportedError
 from batchax.execution.devices.meetings import of_this_process
 from batchax.execution.devices.processes import from_all
-from batchax.frontend.options import is_word
-from batchax.jaxprs.spoken import brief
+from batchax.frontend.options import is_word, not_one_of
 
 _BLOCK = 64 * 2**20  # bytes that all processes together send at a time
 
@@ -42,18 +41,16 @@ def gather(tree: Any, to: Literal["all"] | int = "all") -> Any:
 
     Raises:
       ArgumentTypeError: `to` is neither.
-      AxisError: There is no process of that index.
+      OptionError: `to` is another word, or not the index of a process.
       ProcessesError: The processes do not all make the same call.
       UnsupportedError: An array is traced.
     """
     count = jax.process_count()
     if not is_word(to, "all"):
         if isinstance(to, bool) or not isinstance(to, (int, np.integer)):
-            raise ArgumentTypeError(
-                f'gather: to must be "all" or the index of a process, got {brief(to)}.'
-            )
+            raise not_one_of("gather: to", to, "all", other="the index of a process")
         if not 0 <= to < count:
-            raise AxisError(f"gather: to={to}, but the processes are 0 to {count - 1}.")
+            raise OptionError(f"gather: to={to}, but the processes are 0 to {count - 1}.")
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, Tracer) for x in leaves):
         raise UnsupportedError(

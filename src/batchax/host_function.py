@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import AxisError
 from batchax.frontend.batched import Batched
-from batchax.frontend.options import check_callable, wraps
-from batchax.jaxprs.spoken import brief
+from batchax.frontend.options import check_callable, check_count, wraps
 from batchax.jaxprs.words import Value
 
 P = ParamSpec("P")
@@ -49,17 +48,15 @@ def host_function(
 
     Raises:
       ArgumentTypeError: (a TypeError) `fun` is not callable or `threads` is not an int.
-      AxisError: (a ValueError) `threads` is less than one; or a result does not have the structure
-        or shape of `out_type`, which JAX reports with its own type.
+      AxisError: (a ValueError) a result does not have the structure or shape of `out_type`, which
+        JAX reports with its own type.
+      OptionError: (a ValueError) `threads` is less than one.
 
     References:
       JAX issue 24756.
     """
     check_callable("host_function", "a function of one example", fun)
-    if isinstance(threads, bool) or not isinstance(threads, int):
-        raise ArgumentTypeError(f"threads must be a positive int, got {brief(threads)}.")
-    if threads < 1:
-        raise AxisError(f"threads is {threads}, but at least one lane must run at a time.")
+    check_count("threads", threads, 1)
 
     @wraps(fun)
     @_compat.api_boundary

@@ -21,10 +21,10 @@ from batchax.datasets.store import kind_of
 from batchax.datasets.units import Policy, Streak
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import resolved
-from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
-from batchax.frontend.in_axes import is_position
+from batchax.errors import ArgumentTypeError, StorageError, UnsupportedError
 from batchax.frontend.options import (
     check_callable,
+    check_count,
     check_flags,
     check_one_of,
     check_progress,
@@ -159,6 +159,7 @@ def map(
     Raises:
       ArgumentTypeError: An argument has the wrong type.
       AxisError: An axis is out of range, or numbers of rows differ.
+      OptionError: An option is an unknown word or a number out of range.
       RowError: The function fails for a row, or for more than `max_errors`.
       StorageError: A file or object cannot be read or written.
       JobError: `out` belongs to another job, or is in use.
@@ -171,9 +172,9 @@ def map(
     named = None if out is None else address(out, "out")
     place = _from_anywhere(named)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, resume)
-    _check_count("max_errors", max_errors, or_none=True)
-    _check_count("max_consecutive_errors", max_consecutive_errors, or_none=True)
-    _check_count("retries", retries)
+    check_count("max_errors", max_errors, or_none=True)
+    check_count("max_consecutive_errors", max_consecutive_errors, or_none=True)
+    check_count("retries", retries)
     check_one_of("inputs_by", inputs_by, "file", "content")
     _check_version_and_progress(version, progress)
     check_flags(batched=batched, retry_quarantined=retry_quarantined, overwrite=overwrite)
@@ -222,8 +223,8 @@ def _from_anywhere(named: Address | None) -> Address | None:
         return named.absolute() if isinstance(named, Path) and named.name else named
     except OSError as error:
         raise StorageError(
-            f"out={str(named)!r} is a path from the folder of this process, which is gone. Pass "
-            "the path in full."
+            f"out={str(named)!r} is a path from the folder of this process, which no longer "
+            "exists. Pass the full path."
         ) from error
 
 
@@ -233,8 +234,8 @@ def _check_streams(function: RowFunction, executor: Any, stream_id: Any) -> None
         raise ArgumentTypeError(f"stream_id must be a string or None, and is {brief(stream_id)}.")
     if stream_id is not None and not streams:
         raise ArgumentTypeError(
-            f"stream_id={brief(stream_id)} names the rows of a stream, and no argument is one: "
-            "leave it out."
+            f"stream_id={brief(stream_id)} names the rows of a stream, but no argument is a "
+            "stream. Remove stream_id."
         )
     if streams and executor is not None:
         raise UnsupportedError(
@@ -253,7 +254,7 @@ def _check_apart(out: Any, place: Address | None, function: RowFunction) -> None
         if source.would_hold(place):
             raise ArgumentTypeError(
                 f"out={str(out)!r} lies in {source.name}, which would change while it is read. "
-                "Pass an out= beside it."
+                "Pass an out= outside of it."
             )
 
 
@@ -298,8 +299,7 @@ def _check_options(
     resume: Any,
 ) -> None:
     check_batch_size(batch_size)
-    if commit_rows is not None and not (is_position(commit_rows) and commit_rows > 0):
-        raise AxisError(f"commit_rows must be a positive int or None, got {brief(commit_rows)}.")
+    check_count("commit_rows", commit_rows, 1, or_none=True)
     check_one_of("on_error", on_error, *_ON_ERROR)
     check_one_of("on_nonfinite", on_nonfinite, *_ON_ERROR, None)
     check_one_of("resume", resume, "auto", "never", "extend")
@@ -318,11 +318,6 @@ def _json_of(options: Any) -> dict[str, Any]:
             "store_options must hold numbers, strings, lists and dicts, as JSON has them, since "
             f"the job keeps them; got {brief(options)}."
         ) from None
-
-
-def _check_count(name: str, value: Any, or_none: bool = False) -> None:
-    if not (is_position(value) and value >= 0) and not (or_none and value is None):
-        raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
 
 
 def _check_version_and_progress(version: Any, progress: Any) -> None:

@@ -14,17 +14,17 @@ from batchax.datasets.row_function import RowFunction, fitting, program_of
 from batchax.datasets.run import check_batch_size, check_key, of_this_process
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import resolved
-from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.frontend.in_axes import check_in_axes, is_position
+from batchax.errors import UnsupportedError
+from batchax.frontend.in_axes import check_in_axes
 from batchax.frontend.options import (
     check_callable,
+    check_count,
     check_flags,
     check_one_of,
     check_small_matrices,
     translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.spoken import brief
 
 
 @_compat.api_boundary
@@ -90,6 +90,7 @@ def map_batches(
     Raises:
       ArgumentTypeError: An argument has the wrong type, or items of a stream differ in type.
       AxisError: An axis is out of range, or numbers of rows differ.
+      OptionError: An option is an unknown word or a number out of range.
       UnsupportedError: An output is to be reduced, or streams and arrays are mapped together.
       RowError: The function fails for a row; raised at its batch.
       StorageError: A source cannot be read; raised at its batch, as are exceptions of a stream.
@@ -98,9 +99,8 @@ def map_batches(
     check_out_axes(out_axes)
     check_batch_size(batch_size)
     check_one_of("last", last, "short", "drop")
-    for name, value, least in (("start", start, 0), ("ahead", ahead, 0), ("retries", retries, 0)):
-        if not (is_position(value) and value >= least):
-            raise ArgumentTypeError(f"{name} must be a non-negative int, got {brief(value)}.")
+    for name, value in (("start", start), ("ahead", ahead), ("retries", retries)):
+        check_count(name, value)
     check_flags(batched=batched)
     check_key(fun, key, len(sources))
     check_small_matrices(small_matrices)

@@ -142,8 +142,8 @@ def scan(
         steps = find_axis_size(flat.mapped, length, STEPS)
         if callback is not None and not isinstance(steps, int):
             raise UnsupportedError(
-                f"progress was given, but the number of steps is {steps}, a symbolic size. Export "
-                "the function for a known size, or leave progress out."
+                f"progress does not support a symbolic size: the number of steps is {steps}. "
+                "Export the function for a known size, or remove progress."
             )
         axis, watched = Axis(steps), Steps(steps, callback)
         flat = replace(flat, mapped=with_lane_indices(flat.mapped, axis))
@@ -316,6 +316,6 @@ def _check_until(until: Any, unroll: Any) -> None:
         raise ArgumentTypeError(f"until must be a function of the carry, got {show(until)}.")
     if unroll is not False and unroll != 1:
         raise UnsupportedError(
-            f"unroll is {brief(unroll)}, but a scan that may end early (until) runs its steps one "
-            "by one. Leave unroll out."
+            f"unroll is {brief(unroll)}, but a scan that may end early (until) runs its steps "
+            "one by one. Remove unroll."
         )

@@ -134,8 +134,8 @@ def _check_alike(first: Sequence[Any], others: Sequence[Any], i: int) -> None:
         if path == jax.tree_util.keystr(there) and not _alike(leaf, other):
             raise AxisError(
                 f"stack: trees[{i}]{path} is {_described(other)}, but trees[0]{path} is "
-                f"{_described(leaf)}. Trees must have the same shapes and dtypes, and the same "
-                "of what is no array."
+                f"{_described(leaf)}. Trees must have the same shapes and dtypes, and equal leaves "
+                "that are not arrays."
             )
 
 
@@ -158,7 +158,7 @@ def structures_differ(name: str, trees: Sequence[Any], i: int) -> str:
     """Where the structures of the first of some trees and of tree `i` part.
 
     Args:
-      name: what a message calls the trees: where they were given, and as what.
+      name: what a message calls the trees: the function and the argument.
       trees: all of them.
       i: the one that differs.
     """

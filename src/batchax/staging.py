@@ -46,7 +46,7 @@ class Staged:
         if not self.recorder.facts:
             raise ArgumentTypeError(
                 f"{called} found no vmap: the function was called before, and jax.jit or "
-                "jax.checkpoint inside of it remembers what it did. Leave jit out, or pass "
+                "jax.checkpoint inside of it remembers what it did. Remove jit, or pass "
                 f"{called} what vmap returned."
             )
 

@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.options import check_one_of
+from batchax.frontend.options import check_count, check_one_of
 from batchax.jaxprs.spoken import brief
 from batchax.jaxprs.words import Value
 from batchax.rows.ragged import Ragged
@@ -127,10 +127,11 @@ def tiles(
 
     Raises:
       ArgumentTypeError: An argument has the wrong type, or both `size` and `count` are passed.
+      OptionError: `last` is an unknown word, or `size` or `count` is less than one.
     """
     for name, n in (("size", size), ("count", count)):
-        if n is not None and not (is_position(n) and n > 0):
-            raise ArgumentTypeError(f"tiles(): {name} must be a positive int, got {brief(n)}.")
+        if n is not None:
+            check_count(f"tiles(): {name}", n, 1)
     if not is_position(axis):
         raise ArgumentTypeError(f"tiles(): axis must be an int, got {brief(axis)}.")
     check_one_of("tiles(): last", last, "error", "short")

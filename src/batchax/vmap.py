@@ -217,6 +217,7 @@ def vmap(
       ArgumentTypeError: (a TypeError) `fun` is not callable, a mapped argument or an output is not
         an array, or an option has the wrong type or no effect.
       MemoryLimitError: (a ValueError) `memory_limit` is too small for one lane.
+      OptionError: (a ValueError) An option is an unknown word or a number out of range.
       ProcessesError: (a RuntimeError) With `mesh`, outside of `jit`, the processes do not all make
         the same call.
       UnsupportedError: (a NotImplementedError) The function cannot be batched, or not in chunks.
@@ -244,7 +245,7 @@ def vmap(
     spread = on_mesh is not None
     if on_mesh is not None and spmd_axis_name is not None:
         raise ArgumentTypeError(
-            "mesh and spmd_axis_name both say which devices lanes are spread over. Pass mesh alone."
+            "mesh and spmd_axis_name both set the devices of lanes. Remove spmd_axis_name."
         )
 
     said = dict(

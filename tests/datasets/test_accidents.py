@@ -102,7 +102,7 @@ def test_an_output_goes_on_elsewhere_with_its_folder_and_not_without(x, half_don
     with pytest.raises(bx.JobError, match=f"without-{out}{partial} is there already"):
         doubled(f"far/without-{out}")
     copy(f"{out}.job", f"far/gone-{out}.job")
-    with pytest.raises(bx.JobError, match=f"gone-{out} is gone"):
+    with pytest.raises(bx.JobError, match=f"gone-{out} is missing"):
         doubled(f"far/gone-{out}")
     assert 0 < doubled(out).reused < ROWS
     check(out, x)

@@ -250,9 +250,9 @@ def test_errors_that_cannot_be_pickled(x, processes):
 
 def test_what_is_no_executor_or_cannot_be_one(x, processes):
     wrong = [
-        ("threads", bx.ArgumentTypeError, "got 'threads' of type str"),
-        ("processes:0", bx.ArgumentTypeError, "got 'processes:0' of type str"),
-        ("shard:4/3", bx.ArgumentTypeError, "numbers go from 0 to 2"),
+        ("threads", bx.OptionError, "got 'threads' of type str"),
+        ("processes:0", bx.OptionError, "got 'processes:0' of type str"),
+        ("shard:4/3", bx.OptionError, "numbers go from 0 to 2"),
         (3, bx.ArgumentTypeError, "got 3 of type int"),
         (ProcessPoolExecutor(1), bx.UnsupportedError, "forks its processes"),
     ]
@@ -386,7 +386,7 @@ def test_attempts(tmp_path):
     attempts.check()
     other = Attempts.of_new_call(tmp_path, b"")
     attempts.end_all()
-    with pytest.raises(bx.JobError, match="the call is over"):
+    with pytest.raises(bx.JobError, match="the call has ended"):
         attempts.check()
     with attempts.running(4, 0):
         pass
@@ -505,7 +505,7 @@ def test_the_scheduler_is_killed(x, scheduler):
     killer.start()
     with (
         dask.config.set({"distributed.comm.timeouts.connect": "2s"}),
-        pytest.raises(bx.JobError, match="the scheduler of Dask is gone"),
+        pytest.raises(bx.JobError, match="the scheduler of Dask has stopped"),
     ):
         call(engine_calls.slowly, f"dask:{address}")
     killer.join()

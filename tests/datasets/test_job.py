@@ -106,7 +106,7 @@ def test_an_output_of_something_else_is_refused(out):
 def test_an_output_that_is_gone(out):
     completed(out)
     out.rename(out.with_name("away"))
-    with pytest.raises(JobError, match=r"is gone, and .* Put it back, or delete that folder"):
+    with pytest.raises(JobError, match=r"is missing, but .* Restore it, or delete that folder"):
         opened(out)
     out.with_name("away").rename(out)
     (out / "meta").unlink()

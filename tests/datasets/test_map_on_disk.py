@@ -209,7 +209,7 @@ def test_an_input_may_be_known_by_what_it_holds(x):
     np.save("elsewhere/x.npy", x + 1)
     with pytest.raises(bx.JobError, match=r"x has other values"):
         bx.map(double, "elsewhere/x.npy", **options)
-    with pytest.raises(bx.ArgumentTypeError, match="inputs_by must be"):
+    with pytest.raises(bx.OptionError, match="inputs_by must be"):
         bx.map(double, "elsewhere/x.npy", **{**options, "inputs_by": "name"})
 
 
@@ -319,7 +319,7 @@ def test_control_c_keeps_what_was_computed(x, capsys):
     assert signal.getsignal(signal.SIGINT) is handler
     told = capsys.readouterr().err
     assert "Interrupted: what is being computed is finished and kept" in told
-    assert "the same call goes on from there" in told
+    assert "the same call resumes" in told
     report = bx.map(slowly, "x.npy", **options)
     assert 0 < report.reused < ROWS
     assert f"{report.reused} of {ROWS} rows are done already" in capsys.readouterr().err

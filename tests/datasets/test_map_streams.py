@@ -182,8 +182,8 @@ class Fixed(Store):
 REFUSED = [
     (lambda: bx.map(jnp.sum, iter([])), bx.ArgumentTypeError, "has no rows, so the shapes"),
     (lambda: bx.map(jnp.sum, iter(X), X), bx.UnsupportedError, "some are arrays"),
-    (lambda: bx.map(jnp.sum, X, batched=True), bx.ArgumentTypeError, "no argument is one"),
-    (lambda: bx.map(jnp.sum, X, stream_id="x"), bx.ArgumentTypeError, "no argument is one"),
+    (lambda: bx.map(jnp.sum, X, batched=True), bx.ArgumentTypeError, "no argument is a stream"),
+    (lambda: bx.map(jnp.sum, X, stream_id="x"), bx.ArgumentTypeError, "no argument is a stream"),
     (lambda: bx.map(jnp.sum, iter(X), stream_id=3), bx.ArgumentTypeError, "stream_id must be"),
     (lambda: bx.map(jnp.sum, iter(X), batched=1), bx.ArgumentTypeError, "batched must be"),
     (lambda: bx.map(jnp.sum, iter(X), out="y.npy", executor="processes:1"), bx.UnsupportedError,

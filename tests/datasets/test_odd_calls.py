@@ -83,7 +83,9 @@ def test_an_output_within_that_of_another_call(x, folder):
     kept = lambda row: {"r": row}
     quiet(kept, x, out=f"{folder}y.zarr")
     for within in ("y.zarr/z.zarr", "y.zarr/r/z.parquet", "y.zarr.job/z.zarr"):
-        with pytest.raises(bx.JobError, match=r"is of another call of map.* beside it"):
+        with pytest.raises(
+            bx.JobError, match=r"is of another call of map.* outside of that folder"
+        ):
             quiet(lambda row: called.append(row) or row, x, out=f"{folder}{within}", batch_size=2)
     assert all(isinstance(row, jax.core.Tracer) for row in called)
     assert quiet(kept, x, out=f"{folder}y.zarr").reused == 10
@@ -197,7 +199,7 @@ def test_what_is_masked_is_no_number(x):
 
 @pytest.mark.parametrize("fun", [same, lambda *, x: x, jax.jit(same)])
 def test_a_key_and_nobody_who_takes_it(x, fun):
-    with pytest.raises(bx.ArgumentTypeError, match=r"key is given, and .* has no parameter for"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"key was passed, but .* has no parameter for"):
         quiet(fun, x, key=jax.random.key(0))
 
 

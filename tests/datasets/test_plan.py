@@ -127,7 +127,7 @@ def test_folders(tmp_path):
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (errno.ENOSPC, "no space is left for it .*and the job goes on from there"),
+        (errno.ENOSPC, "no space is left for it .*it resumes from the committed units"),
         (errno.EROFS, "Choose an output that this process may write to"),
         (errno.EIO, "could not be written: Input/output error"),
     ],

@@ -107,7 +107,8 @@ def test_rows_that_are_bad_in_succession_may_be_many():
         quiet(service, out="z.npy", max_consecutive_errors=3)
     assert quiet(service, max_consecutive_errors=None).quarantined == 30
     for wrong in (-1, 1.5, "x"):
-        with pytest.raises(bx.ArgumentTypeError, match="max_consecutive_errors must be"):
+        error = bx.OptionError if wrong == -1 else bx.ArgumentTypeError
+        with pytest.raises(error, match="max_consecutive_errors must be"):
             quiet(service, max_consecutive_errors=wrong)
 
 

@@ -240,7 +240,7 @@ REFUSED = {
     "[1, 2]": ("list", lambda: [1, 2]),
     "None": ("NoneType", lambda: None),
     "objects": ("object", lambda: np.array([None, "a"])),
-    "text": ("no numbers", lambda: np.array(["a", "b"])),
+    "text": ("not numbers", lambda: np.array(["a", "b"])),
     "dates": ("datetime64", lambda: np.array(["2020-01-01"], "M8[D]")),
     "keys": ("key_data", lambda: jax.random.split(jax.random.key(0), 3)),
     "ragged keys": (
@@ -288,7 +288,7 @@ def test_object_arrays_in_files_are_refused(tmp_path):
         ("x.h5:g", "there is no 'g'"),
         ("group.zarr", "group of Zarr arrays.*group.zarr/a/b, .*group.zarr/c"),
         ("x.npy:y", "no arrays with names"),
-        ("x.csv", "of what kind"),
+        ("x.csv", "the format is unknown"),
         ("empty.zarr", "no Zarr array"),
         ("broken.npy", "cannot be read"),
         ("broken.h5:x", "cannot be read"),

@@ -182,7 +182,7 @@ def test_random_keys_are_refused():
 def test_what_cannot_fit_the_disk_is_refused_before_work(place):
     for kind in ("x.zarr", "x.npy"):
         store = open_store(place(kind), [leaf(shape=(2**50, 3))], Plan(2**50, 2, 2**40))
-        with pytest.raises(bx.StorageError, match="Make room"):
+        with pytest.raises(bx.StorageError, match="Free some space"):
             store.prepare()
         assert not os.path.lexists(place(kind))
 

@@ -335,8 +335,8 @@ def test_collectives_are_refused():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: bx.vmap(power, divergence="pack"), TypeError, "divergence must be .auto."),
-        (lambda: bx.Compact(width=0), ValueError, "width is 0"),
+        (lambda: bx.vmap(power, divergence="pack"), ValueError, "divergence must be .auto."),
+        (lambda: bx.Compact(width=0), ValueError, "width must be a positive int"),
         (lambda: bx.Compact(width=2.5), TypeError, "width must be a positive int"),
         (lambda: bx.Compact(threshold=2), ValueError, "threshold is 2"),
         (lambda: bx.Compact(threshold="x"), TypeError, "threshold must be a number"),

@@ -298,7 +298,7 @@ def gathering():
     last = jax.process_count() - 1
     found = bx.gather((spread, spread), to=last)
     assert (found is None) == (jax.process_index() != last)
-    for wrong, error in ((last + 1, bx.AxisError), (-1, bx.AxisError), ("some", TypeError)):
+    for wrong, error in ((last + 1, bx.OptionError), (-1, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="gather: to"):
             bx.gather(spread, to=wrong)
 

@@ -92,7 +92,7 @@ def test_measured(here, capsys):
         (["model:affine", "--args", "f32["], "is not understood"),
         (["model:affine", "--in-axes", "first"], "--in-axes: 'first' is not understood"),
         (["model:affine", "--batch-size", "few"], "--batch-size: 'few' is neither"),
-        (["model:affine", "--batch-size", "0"], "at least one lane must run"),
+        (["model:affine", "--batch-size", "0"], "Pass None to run all lanes"),
         (
             ["model:affine", "--args", "f32[5,3]", "f32[8,3]", "f32[5]", "--in-axes", "None", "0"],
             "in_axes",

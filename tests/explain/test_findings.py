@@ -494,7 +494,7 @@ def test_what_was_measured_says_which_chunks_are_best():
         "Pass batch_size=64.",
     )
     (found,) = measured(slow, loop, all_at_once)
-    assert found[1] == "Leave batch_size out."
+    assert found[1] == "Remove batch_size."
     (found,) = measured(all_at_once, loop, slow, fast)
     assert found[0].startswith("All lanes at once took 1 ms, 64 lanes at a time 500 us")
     assert not measured(fast, loop, all_at_once, slow)
@@ -570,7 +570,7 @@ def test_who_turned_it_off_is_told_of_the_default_where_that_surely_pays():
     args = i32(B), f32(B, 512), f32(512, 512)
     options = {"in_axes": (0, 0, None), "divergence": "predicate", "compile": False}
     (finding,) = found(expensive, *args, **options)
-    assert finding.remedy.startswith('Leave divergence="predicate" out')
+    assert finding.remedy.startswith('Remove divergence="predicate"')
     assert finding.advice == {"divergence": "auto"}
 
 

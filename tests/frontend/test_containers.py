@@ -171,7 +171,7 @@ def test_registration_that_does_not_fit():
         to_batch=lambda x, spec, arrays: x,
     )
     for spec_type in (tuple, list, dict, type(None), bool):
-        with pytest.raises(bx.ArgumentTypeError, match="meaning of its own"):
+        with pytest.raises(bx.ArgumentTypeError, match="another meaning"):
             bx.register_container(Wrong, spec_type=spec_type, **ways)
     bx.register_container(Wrong, **ways)
     with pytest.raises(bx.ArgumentTypeError, match=r"`to_arrays`.*1 axes for the 2 arrays"):

@@ -328,7 +328,7 @@ def test_of_no_lanes_there_is_no_extreme(options):
 
 
 def test_unknown_reduction():
-    with pytest.raises(bx.AxisError, match=r"Reduce\('median'\).*'sum', 'mean'"):
+    with pytest.raises(bx.OptionError, match=r'"sum", "mean".* or a batchax.Reduction.*median'):
         bx.Reduce("median")
 
 
@@ -502,10 +502,71 @@ def test_what_is_batched_already(name, transform):
         call()
 
 
+NEAR_WORDS = {
+    "a reduction": (lambda: bx.Reduce("avg"), "mean"),
+    "unmapped": (lambda: bx.Reduce("sum", unmapped="Keep"), "keep"),
+    "divergence": (lambda: bx.vmap(jnp.sin, divergence="sequential"), "serial"),
+    "another case": (lambda: bx.vmap(jnp.sin, divergence="Compact"), "compact"),
+    "layout": (lambda: bx.vmap(jnp.sin, layout="pad"), "padded"),
+    "residuals": (lambda: bx.vmap(jnp.sin, batch_size=2, residuals="remat"), "recompute"),
+    "small matrices": (lambda: bx.vmap(jnp.sin, small_matrices="lapack"), "library"),
+    "batch_size": (lambda: bx.vmap(jnp.sin, batch_size="Auto"), "auto"),
+    "rows that fail": (lambda: bx.map(jnp.sin, np.ones(3), on_error="skip"), "quarantine"),
+    "resume": (lambda: bx.map(jnp.sin, np.ones(3), resume="append"), "extend"),
+    "a short batch": (lambda: bx.map_batches(jnp.sin, np.ones(3), last="discard"), "drop"),
+    "tiles": (lambda: bx.tiles(2, last="shorter"), "short"),
+    "a process": (lambda: bx.gather(jnp.ones(2), to="every"), "all"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_WORDS)
+def test_a_word_that_an_option_does_not_take(name):
+    make, meant = NEAR_WORDS[name]
+    with pytest.raises(bx.OptionError, match=rf'got .*\. Did you mean "{meant}"\?'):
+        make()
+
+
+@pytest.mark.parametrize("word", ["", "none", "x" * 40])
+def test_a_word_that_is_like_no_other(word):
+    with pytest.raises(bx.OptionError, match=f"got '{word}'") as error:
+        bx.vmap(jnp.sin, divergence=word)
+    assert "Did you mean" not in str(error.value)
+
+
+OUT_OF_RANGE = {
+    "batch_size": lambda: bx.vmap(jnp.sin, batch_size=0),
+    "a negative batch_size": lambda: bx.vmap(jnp.sin, batch_size=-3),
+    "buckets": lambda: bx.vmap(jnp.sum, buckets=0),
+    "width": lambda: bx.Compact(width=0),
+    "threshold": lambda: bx.Compact(threshold=1.5),
+    "max_norm": lambda: bx.clipped_grad(jnp.sin, -1),
+    "max_steps": lambda: bx.bounded_while(lambda x: x > 0, lambda x: x, 1.0, max_steps=-1),
+    "threads": lambda: bx.host_function(abs, 1.0, threads=0),
+    "lanes": lambda: bx.check(jnp.sin, lanes=0),
+    "rtol": lambda: bx.check(jnp.sin, rtol=-1.0),
+    "commit_rows": lambda: bx.map(jnp.sin, np.ones(3), commit_rows=0),
+    "retries": lambda: bx.map(jnp.sin, np.ones(3), retries=-1),
+    "ahead": lambda: bx.map_batches(jnp.sin, np.ones(3), ahead=-1),
+    "executor": lambda: bx.map(jnp.sin, np.ones(3), out="y.npy", executor="threads:2"),
+    "memory_limit": lambda: bx.vmap(jnp.sin, batch_size="auto", memory_limit="much"),
+    "tiles": lambda: bx.tiles(0),
+    "gather": lambda: bx.gather(jnp.ones(2), to=7),
+    "config": lambda: bx.config.update("divergence", "never"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_a_value_that_an_option_does_not_take_is_a_value_error(name):
+    with pytest.raises(bx.OptionError) as error:
+        OUT_OF_RANGE[name]()
+    assert isinstance(error.value, ValueError)
+    assert not isinstance(error.value, TypeError)
+
+
 def test_options_without_effect():
     with pytest.raises(bx.ArgumentTypeError, match="residuals is 'keep', but batch_size is None"):
         bx.vmap(jnp.sin, residuals="keep")
-    with pytest.raises(bx.ArgumentTypeError, match=r"layout was given.*no mapped argument is a"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"layout needs rows.*no mapped argument is a"):
         bx.vmap(jnp.sin, layout="packed")(jnp.ones(3))
 
 
@@ -679,7 +740,7 @@ def test_options_of_what_else_takes_some():
     ]:
         with pytest.raises(bx.ArgumentTypeError, match=f"Did you mean '{near}'"):
             call()
-    with pytest.raises(bx.AxisError, match=r"made by batchax.vmap\(f, batch_size=...\)"):
+    with pytest.raises(bx.AxisError, match=r"use batchax.vmap\(f, batch_size=...\)"):
         bx.map(jnp.sum, batch_size=2)  # as functools.partial(bx.map, batch_size=2)(f) calls it
 
 

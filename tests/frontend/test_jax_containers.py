@@ -94,12 +94,12 @@ REFUSED = {
     "no batch axis": (
         lambda m: bx.vmap(lambda m: m, 2)(m),
         bx.AxisError,
-        r"in_axes gives 2 for m, which it refuses: Cannot map in_axis=2",
+        r"in_axes gives 2 for m, which rejects it: Cannot map in_axis=2",
     ),
     "no such place": (
         lambda m: bx.vmap(lambda m: m, 0, 1)(m),
         bx.AxisError,
-        "out_axes gives 1 for out, which it refuses",
+        "out_axes gives 1 for out, which rejects it",
     ),
     "another kind of axis": (
         lambda m: bx.vmap(lambda m: m, 0, bx.AUTO)(m),

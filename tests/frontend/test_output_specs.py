@@ -182,5 +182,5 @@ def test_sum_match_of_rows(options):
 def test_without_it_what_depends_on_the_batch_is_refused():
     with pytest.raises(bx.AxisError, match=r"out\['sum'\] depends on the batch"):
         bx.vmap(some, (0, None), AXES)(X, W)
-    with pytest.raises(bx.AxisError, match='pass "reduce" or "keep"'):
+    with pytest.raises(bx.OptionError, match='must be "reduce" or "keep"'):
         bx.Reduce("sum", unmapped="drop")

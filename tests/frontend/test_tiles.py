@@ -212,5 +212,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, message = REFUSED[name]
-    with pytest.raises((bx.AxisError, bx.ArgumentTypeError), match=re.escape(message)):
+    with pytest.raises(
+        (bx.AxisError, bx.ArgumentTypeError, bx.OptionError), match=re.escape(message)
+    ):
         call()

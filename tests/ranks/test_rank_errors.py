@@ -105,7 +105,7 @@ def test_outputs_that_are_not_as_declared(fun, signature, message):
 
 
 def test_no_rank():
-    with pytest.raises(bx.ArgumentTypeError, match=r"auto_vmap\(\) was given no rank\. Pass ranks"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"auto_vmap\(\) got no rank\. Pass ranks"):
         bx.auto_vmap()
     with pytest.raises(bx.ArgumentTypeError, match="no rank of a parameter of foo"):
         bx.auto_vmap(batch_size=2)(foo)

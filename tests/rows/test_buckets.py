@@ -315,7 +315,7 @@ MISTAKES = {
         bx.ArgumentTypeError,
         "no mapped argument is a batchax.Ragged",
     ),
-    "the option zero": (lambda: bx.vmap(jnp.sum, buckets=0), bx.AxisError, "positive int, got 0"),
+    "the option zero": (lambda: bx.vmap(jnp.sum, buckets=0), bx.OptionError, "or None, got 0"),
     "a call with buckets and traced lengths": (
         lambda: jax.jit(bx.vmap(lambda x: x.sum(), buckets=BUCKETS))(X),
         bx.UnsupportedError,

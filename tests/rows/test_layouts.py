@@ -148,7 +148,7 @@ def test_moving_between_layouts_must_pay():
 
 
 def test_a_layout_that_there_is_not():
-    with pytest.raises(bx.ArgumentTypeError, match='must be "auto", "packed"'):
+    with pytest.raises(bx.OptionError, match=r'must be "auto", "packed".*mean "padded"'):
         bx.vmap(attend, layout="dense")
     with pytest.raises(bx.ArgumentTypeError, match="does not go with batch_size"):
         bx.vmap(attend, layout="packed", batch_size=2)

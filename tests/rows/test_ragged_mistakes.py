@@ -371,6 +371,16 @@ def test_a_gradient_with_respect_to_a_ragged_says_what_to_differentiate(derivati
     np.testing.assert_allclose(g.data, 2 * x.data)
 
 
+@pytest.mark.parametrize("in_axes", [0, (0, None), (0, 0)])
+def test_jax_vmap_of_a_ragged_names_bx_vmap(in_axes):
+    x = bx.Ragged(jnp.arange(6.0), [1, 3, 2])
+    with pytest.raises(bx.ArgumentTypeError, match=r"jax\.vmap: a Ragged.*Use batchax\.vmap"):
+        jax.vmap(lambda x, y: y, in_axes)(x, jnp.ones(3))
+    # One that all lanes share is a pytree like any other.
+    sums = jax.vmap(lambda x, y: bx.vmap(lambda row: y * row.sum())(x), (None, 0))
+    np.testing.assert_array_equal(sums(x, jnp.arange(2.0)), [[0, 0, 0], [0, 6, 9]])
+
+
 def test_rows_of_other_lengths_have_other_names_in_errors():
     x = bx.Ragged(jnp.ones((6, 2)), np.array([1, 3, 2]))
     y = bx.Ragged(jnp.ones(6), np.array([3, 1, 2]))

@@ -122,5 +122,5 @@ def test_a_reshape_to_another_number_of_elements_is_told_by_jax():
 
 
 def test_a_batch_of_rows_for_each_lane_is_refused_by_name():
-    with pytest.raises(bx.ArgumentTypeError, match=r"a batch of rows of its own .*to_padded"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"a batch of rows for each lane.*to_padded"):
         bx.vmap(lambda x: bx.vmap(lambda y: bx.compress(y > 0, y))(x))(np.ones((2, 3, 4)))

@@ -179,7 +179,7 @@ REFUSED = {
         "collective over axis_name='rows'",
     ),
     "rows of one length": (attend, {"layout": "grouped"}, 'layout="grouped"'),
-    "what needs a number": (lambda x: jnp.linalg.svd(x)[1], {}, "leave mesh out"),
+    "what needs a number": (lambda x: jnp.linalg.svd(x)[1], {}, "remove mesh"),
 }
 
 

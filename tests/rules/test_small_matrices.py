@@ -322,7 +322,7 @@ def test_explain_says_which_ran():
     assert "a call of the library for each lane" in str(library)
     slow = slow_factorisation(library)
     assert (slow.remedy, slow.advice) == (
-        'Leave small_matrices="library" out.',
+        'Remove small_matrices="library".',
         {"small_matrices": "auto"},
     )
     assert "factorisation of small matrices" not in [x.kind for x in bx.explain(f)(xs).findings]

@@ -130,7 +130,11 @@ def test_results_that_do_not_fit(wrong, message):
     ("make", "error", "message"),
     [
         (lambda: bx.host_function(3, None), bx.ArgumentTypeError, "expects a function"),
-        (lambda: bx.host_function(abs, 1.0, threads=0), bx.AxisError, "at least one lane"),
+        (
+            lambda: bx.host_function(abs, 1.0, threads=0),
+            bx.OptionError,
+            "threads must be a positive int",
+        ),
         (lambda: bx.host_function(abs, 1.0, threads=2.0), bx.ArgumentTypeError, "positive int"),
         (lambda: bx.host_function(abs, 1.0, threads=True), bx.ArgumentTypeError, "positive int"),
     ],

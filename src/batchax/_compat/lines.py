@@ -168,3 +168,19 @@ def looks_for_integers() -> bool:
     if leaves.f_code.co_name != "tree_leaves" or asks is None:
         return False
     return asks.f_code.co_name == "value_and_grad_f" and asks.f_locals.get("allow_int") is False
+
+
+def maps_axis_of(x: Any) -> bool:
+    """Whether `jax.vmap` flattens its arguments to map the argument `x` along one array axis.
+
+    JAX flattens a pytree before it looks at it, and a pytree has no public way to object.
+    """
+    flattens = sys._getframe(2)
+    asks = flattens.f_back
+    if flattens.f_code.co_name != "tree_flatten" or asks is None:
+        return False
+    if asks.f_code.co_name != "vmap_f" or "in_axes" not in asks.f_locals:
+        return False
+    in_axes, args = asks.f_locals["in_axes"], asks.f_locals["args"]
+    each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    return any(arg is x and axis is not None for arg, axis in zip(args, each, strict=False))

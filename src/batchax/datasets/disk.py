@@ -39,8 +39,8 @@ def writing(path: Path) -> Iterator[None]:
         why = f"{error.strerror or error}."
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             why = (
-                f"no space is left for it ({error.strerror}). Free some, and call again: what was "
-                "committed is kept, and the job goes on from there."
+                f"no space is left for it ({error.strerror}). Free some, and make the same call "
+                "again: it resumes from the committed units."
             )
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             why = f"{error.strerror}. Choose an output that this process may write to."
@@ -137,8 +137,8 @@ def own_folder(path: Path) -> Path:
 
 def _not_ours(path: Path) -> StorageError:
     return StorageError(
-        f"{path} is a link, or is not a file or folder, so batchax did not make it and does not "
-        "read or write through it. Look who put it there, and delete it."
+        f"{path} is a link, or is not a file or folder, so batchax did not make it and "
+        "does not read or write through it. Check who put it there, and delete it."
     )
 
 

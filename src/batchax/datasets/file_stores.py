@@ -85,7 +85,7 @@ class NpyStore(Store):
     def _write_header(self, shape: tuple[int, ...]) -> None:
         header, offset, at = self._header(shape), self._layout().offset, self.at
         if len(header) != offset:
-            raise StorageError(f"{at} has no room in its header for the shape {shape}.")
+            raise StorageError(f"{at} has a header too short for the shape {shape}.")
         with writing(at), open(at, "r+b", buffering=0) as file:
             os.ftruncate(file.fileno(), Layout(shape, self._leaf.dtype, offset).size)
             os.fsync(file.fileno())
@@ -380,8 +380,8 @@ class ZarrStore(Store):
             )
             if (strange and names != [""]) or any(name in names for name in above):
                 raise ArgumentTypeError(
-                    f"{called(leaf)}: this cannot be the name of an array in a Zarr group, beside "
-                    f"{', '.join(map(repr, names))}. Pass it another name."
+                    f"{called(leaf)}: this cannot be the name of an array in a Zarr group, next to "
+                    f"{', '.join(map(repr, names))}. Choose another name."
                 )
 
 

@@ -315,7 +315,7 @@ def _plain_type(arrow: Any, kind: Any, name: str) -> Any:
     if kind.num_fields or types.is_null(kind):
         raise ArgumentTypeError(
             f"{name} is of Arrow's type {kind}, and a column that is passed through has strings, "
-            "numbers, dates or times. Leave it out of keep=, or cast it."
+            "numbers, dates or times. Remove it from keep=, or cast it."
         )
     views = {"string_view": arrow.large_string(), "binary_view": arrow.large_binary()}
     return views.get(str(kind), kind)

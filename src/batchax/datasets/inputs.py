@@ -138,7 +138,7 @@ def find_inputs(
     if streams and keep != ():
         raise UnsupportedError(
             f"keep passes columns of files and arrays through, and {streams[0].name} is a stream. "
-            "Leave it out, or pass arrays."
+            "Remove it, or pass arrays."
         )
     if keep != ():
         arguments = [(leaf.path, leaf.value) for leaf in leaves if leaf.spec is not None]
@@ -186,7 +186,8 @@ def _rows(first: int, structure: Any, rows: Sequence[Any], _: Sequence[Any]) -> 
 def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: bool) -> None:
     if batched and not streams:
         raise ArgumentTypeError(
-            "batched=True says what each item of a stream is, and no argument is one: leave it out."
+            "batched=True describes the items of a stream, but no argument is a stream. "
+            "Remove batched."
         )
     if streams and all(stream.argument is None for stream in streams):
         raise NoRowsError(
@@ -267,8 +268,8 @@ def _axis(path: str, source: Source, axis: int) -> int:
 def _count(mapped: Sequence[Input]) -> int:
     if not mapped:
         raise AxisError(
-            "nothing is mapped: map is called with its rows, map(f, xs), at least one argument of "
-            "which in_axes gives the axis. A function of a batch is made by "
+            "nothing is mapped. Call map with the rows, map(f, xs), and with an axis in "
+            "in_axes for at least one argument. For a function of a batch, use "
             "batchax.vmap(f, batch_size=...)."
         )
     counts = {m.rows for m in mapped}

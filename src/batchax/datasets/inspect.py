@@ -215,7 +215,7 @@ def _description(files: JobFiles) -> Description:
     description = files.read()
     if description is None:
         raise JobError(
-            f"There is no job of {files.out}: {files.folder} does not exist. Check the path that "
-            "batchax.map was given as out."
+            f"There is no job of {files.out}: {files.folder} does not exist. Check the path "
+            "that you passed to batchax.map as out."
         )
     return description

@@ -28,7 +28,7 @@ from batchax.errors import JobError, StorageError
 
 
 class Job:
-    kept = "are done and kept; the same call goes on from there."
+    kept = "are done and kept; the same call resumes."
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Job:
             raise JobError(
                 f"{self._files.lock} was deleted while this process was at work, or taken: others "
                 f"may write to {self._files.out}, and so nothing more is written to it. If you "
-                "deleted the folder of the job to begin again, end this process first."
+                "deleted the folder of the job to start over, end this process first."
             )
         self.store.verify_unchanged()
 
@@ -377,8 +377,8 @@ class _Opening:
         assert description is not None
         if resume == "never":
             raise JobError(
-                f'{files.folder} holds a job already, and resume="never" says not to go on with '
-                f"one. Use another out=, or delete {files.here} and {files.folder} to begin again."
+                f'{files.folder} holds a job already, and resume="never" does not resume one. Use '
+                f"another out=, or delete {files.here} and {files.folder} to start over."
             )
         changed = differences(description.call, self.fingerprint(description.plan))
         if changed:
@@ -506,8 +506,8 @@ class _Opening:
         # In object storage there is no folder, so until something is written there is nothing.
         if (ended or isinstance(files.out, Path)) and not files.place.exists(files.here):
             raise JobError(
-                f"{files.out} is gone, and {files.folder} says what was in it. Put it back, or "
-                "delete that folder, too, to compute it again."
+                f"{files.out} is missing, but {files.folder} has its journal. Restore it, or "
+                "delete that folder to start over."
             )
         (kept.check_ended if ended else kept.check)()
         return kept
@@ -530,7 +530,7 @@ class _Opening:
             if name and JobFiles(folder.with_name(name)).is_described:
                 raise JobError(
                     f"{files.out} lies in {folder}, which is of another call of map, and holds "
-                    "what that one writes alone. Pass an out= beside it."
+                    "what that one writes alone. Pass an out= outside of that folder."
                 )
 
     def _prepare(self, store: Store) -> None:

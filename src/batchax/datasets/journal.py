@@ -223,9 +223,9 @@ def _entries(name: str, text: bytes) -> list[dict[str, Any]]:
     if damaged:
         warnings.warn(
             f"{name} is damaged in {'line' if len(damaged) == 1 else 'lines'} "
-            f"{', '.join(map(str, damaged[:5]))}{', ...' if len(damaged) > 5 else ''}. Units that "
-            "only these lines say are done are recomputed. Run `batchax verify` on the output: "
-            "the disk may have damaged that, too.",
+            f"{', '.join(map(str, damaged[:5]))}{', ...' if len(damaged) > 5 else ''}. Units "
+            "that only these lines record as done are recomputed. Run `batchax verify` on the "
+            "output: the disk may have damaged that, too.",
             stacklevel=2,
         )
     with foreign(name):
@@ -261,8 +261,7 @@ class JobFiles:
     def __init__(self, out: Address) -> None:
         if out.name in ("", ".."):
             raise ArgumentTypeError(
-                f"{str(out)!r} cannot be an output, which has a name of its own: results go to a "
-                "new file or folder."
+                f"{str(out)!r} cannot be an output. Pass the path of a new file or folder."
             )
         # In object storage, files that change while a job runs are in a folder named by the job. A
         # process that continues a deleted job then does not write into the next one.

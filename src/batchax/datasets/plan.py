@@ -198,8 +198,8 @@ def foreign(path: object) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise StorageError(
-            f"{path} holds what batchax did not write: {type(error).__name__}: {error}. Look who "
-            "put it there, and delete it, or the folder that it is in, to compute that again."
+            f"{path} holds what batchax did not write: {type(error).__name__}: {error}. Check "
+            "who put it there, and delete it, or its folder, to recompute that."
         ) from error
 
 

@@ -186,8 +186,8 @@ def find_outputs(
     names = [o.leaf.name for o in outputs]
     if len(set(names)) < len(names) or ("" in names and len(names) > 1):
         raise ArgumentTypeError(
-            "the outputs need names of their own, which are their paths, but they are "
-            f"{', '.join(map(repr, names))}. Return a dict with a name for each."
+            f"each output needs a name, its path, but they are {', '.join(map(repr, names))}. "
+            "Return a dict with a name for each."
         )
     return outputs
 

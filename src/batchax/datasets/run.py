@@ -38,23 +38,24 @@ from batchax.datasets.store import open_store
 from batchax.datasets.units import OutageError, Policy
 from batchax.errors import (
     ArgumentTypeError,
-    AxisError,
     BatchaxError,
     JobError,
     RowError,
     StorageError,
     UnsupportedError,
 )
-from batchax.frontend.in_axes import is_position
-from batchax.frontend.options import is_word
+from batchax.frontend.options import check_count, is_word, not_one_of
 from batchax.jaxprs.spoken import brief, name_of
 from batchax.progress import Progress, duration
 from batchax.rows.ragged import Ragged
 
 
 def check_batch_size(batch_size: Any) -> None:
-    if not is_word(batch_size, "auto") and not (is_position(batch_size) and batch_size > 0):
-        raise AxisError(f'batch_size must be a positive int or "auto", got {brief(batch_size)}.')
+    if is_word(batch_size, "auto"):
+        return
+    if isinstance(batch_size, str):
+        raise not_one_of("batch_size", batch_size, "auto", other="a positive int")
+    check_count("batch_size", batch_size, 1, other='"auto"')
 
 
 def of_this_process(mesh: Any) -> Any:
@@ -86,8 +87,8 @@ def check_key(fun: Callable[..., Any], key: Any, count: int) -> None:
         if len(kinds) <= count and inspect.Parameter.VAR_POSITIONAL not in kinds:
             name = name_of(fun)
             raise ArgumentTypeError(
-                f"key is given, and {name} has no parameter for the key of a row beside those for "
-                f"its {count} arrays: it comes first, or is called key."
+                f"key was passed, but {name} has no parameter for the key of a row besides those "
+                f"for its {count} arrays: it comes first, or is called key."
             )
 
 
@@ -260,9 +261,9 @@ def _check_quarantined(function: RowFunction, how: How, job: AnyJob) -> None:
     if how.policy.on_nonfinite == "raise" and nonfinite is not None:
         names = ", ".join(m.source.name for m in function.inputs.mapped)
         raise RowError(
-            f"row {nonfinite.row} of {names} fails: {nonfinite.error}. An earlier call quarantined "
-            'it. Pass on_nonfinite="quarantine" to go on without it, or retry_quarantined=True to '
-            "compute it again."
+            f"row {nonfinite.row} of {names} fails: {nonfinite.error}. An earlier call "
+            'quarantined it. Pass on_nonfinite="quarantine" to continue without it, or '
+            "retry_quarantined=True to recompute it."
         )
 
 
@@ -270,8 +271,8 @@ def _check_how_many(how: How, quarantined: int) -> None:
     if how.max_errors is not None and quarantined > how.max_errors:
         raise RowError(
             f"{quarantined} rows have no result, and max_errors is {how.max_errors}. The file "
-            "quarantine.jsonl in the folder of the job says what went wrong. Pass "
-            "retry_quarantined=True to compute them again."
+            "quarantine.jsonl in the folder of the job has the errors. Pass "
+            "retry_quarantined=True to recompute them."
         )
 
 
@@ -321,7 +322,7 @@ def _kept_leaves(function: RowFunction, how: How) -> list[Leaf]:
         else:
             raise ArgumentTypeError(
                 f"{source.name} is of type {kind}, and Zarr as batchax writes it has numbers only. "
-                'Use out="y.parquet", or leave it out of keep=.'
+                'Use out="y.parquet", or remove it from keep=.'
             )
     return leaves
 

@@ -153,9 +153,9 @@ def refuse_unfinished(address: Address, name: str) -> None:
         end, description = job.read_end(), job.read()
         if end is None or description is None:
             raise StorageError(
-                f"{name}: {path} is the output of a job that is not finished, and rows "
-                f"that are still to come would count as zeros. `batchax status {path}` says "
-                "how far it is; the call that began it continues with it."
+                f"{name}: {path} is the output of a job that is not finished, so missing rows "
+                f"would count as zeros. `batchax status {path}` shows its progress. Make the call "
+                "again that began it."
             )
         units = description.plan_at_end(end).units
         for file in reopen_store(path, description.store).missing(units).values():
@@ -417,7 +417,7 @@ def native(dtype: Any, name: str) -> np.dtype:
         )
     if own.kind not in "biufc" and own.isbuiltin != 2:  # 2: added to NumPy, such as bfloat16
         raise ArgumentTypeError(
-            f"{name}: elements of dtype {own} are no numbers. Convert them, or leave them out."
+            f"{name}: elements of dtype {own} are not numbers. Convert or remove them."
         )
     return own
 

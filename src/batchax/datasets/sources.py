@@ -319,9 +319,7 @@ def open_path(path: str, name: str, of_any_type: bool = False) -> Source:
         raise StorageError(masked(full))
     kind = _kind_of(file)
     if kind is None:
-        raise ArgumentTypeError(
-            f"{name}: of what kind this is is not known. Rows are read of {listed(SOURCES)}."
-        )
+        raise ArgumentTypeError(f"{name}: the format is unknown. Supported are {listed(SOURCES)}.")
     if member and kind == "npy":
         raise StorageError(f"{name}: {file} has no arrays with names, such as {member!r}.")
     if of_any_type and kind == "parquet":
@@ -333,8 +331,8 @@ def _open_objects(path: ObjectPath, member: str, name: str, of_any_type: bool) -
     kind = "" if ".zarr/" in path.key else path.suffix[1:]
     if kind in ("npz", "h5", "hdf5", "he5"):
         raise UnsupportedError(
-            f"{name}: in a store of objects, .npy, .zarr and .parquet are read. Copy it to a local "
-            "disk, or write it again as one of these."
+            f"{name}: object storage supports .npy, .zarr, and .parquet. Copy it to a local "
+            "disk, or convert it to one of these."
         )
     if kind == "npy":
         return NpyFile(path, member, name)
@@ -373,8 +371,9 @@ def _column_of(name: str, arguments: Iterable[tuple[str, Any]], labels: Labels |
         return f"{next(iter(tables))}:{name}"
     which = "are columns of several files" if tables else "is a column of a Parquet file"
     raise ArgumentTypeError(
-        f"keep: {name!r} names a column beside the arguments, and {'they' if tables else 'none'} "
-        f'{which}. Pass the column itself: keep={{{name!r}: "table.parquet:{name}"}}, or an array.'
+        f"keep: {name!r} names a column besides the arguments, and "
+        f"{'they' if tables else 'none'} {which}. Pass the column itself: keep={{{name!r}: "
+        f'"table.parquet:{name}"}}, or an array.'
     )
 
 

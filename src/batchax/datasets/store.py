@@ -124,7 +124,7 @@ class ConditionalPuts:
             # next attempt replaces it.
             with contextlib.suppress(FileNotFoundError):
                 self._there[path] = objects.meta(path).version
-            raise OvertakenError(f"{path} was written by somebody else.") from None
+            raise OvertakenError(f"{path} was written by another process.") from None
         with self._lock:
             self._put[hash(path)] = hash(version.name)
 
@@ -356,8 +356,8 @@ def make_place(out: Path, leaves: Sequence[Leaf] = ()) -> None:
     free = shutil.disk_usage(out.parent).free
     if needs > free:
         raise StorageError(
-            f"{out} needs {needs:,} bytes, and the disk has {free:,} left. Make room, or choose an "
-            "out= on another disk."
+            f"{out} needs {needs:,} bytes, and the disk has {free:,} left. Free some space, or "
+            "choose an out= on another disk."
         )
 
 
@@ -488,9 +488,9 @@ def kind_of(out: Any) -> str:
             return FOLDER
         if kind not in _PUT_WHOLE:
             raise UnsupportedError(
-                f"out={name!r}: in a store of objects, results are written to .zarr, or to "
-                "Parquet files (.parquet, no suffix, or a slash at the end). Other files are "
-                "written into, and an object is put whole: write to a disk, and copy it there."
+                f"out={name!r}: object storage supports outputs in .zarr and in Parquet files "
+                "(.parquet, no suffix, or a slash at the end). Other formats change files in "
+                "place, which objects do not support. Write to a disk, and copy the output."
             )
         return kind
     if kind in STORES:

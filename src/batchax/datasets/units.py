@@ -351,14 +351,14 @@ def row_error(
     names = _sources(batch)
     if not bad:
         return RowError(
-            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, and "
-            f"none of them by itself: {error}"
+            f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, "
+            f"but each succeeds alone: {error}"
         )
     told = f"row {bad[0].row} of {names} fails: {bad[0].error}"
     if option is None:
         return RowError(told)
     return RowError(
-        f"{told}\nWhat was done is kept, and the same call goes on from there; with "
+        f"{told}\nFinished units are kept, and the same call resumes; with "
         f'{option}="quarantine" without such rows.'
     )
 

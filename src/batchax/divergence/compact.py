@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError
-from batchax.frontend.in_axes import is_position
+from batchax.errors import ArgumentTypeError, OptionError
+from batchax.frontend.options import check_count
 from batchax.jaxprs.spoken import brief, show
 
 _lock = threading.Lock()
@@ -102,7 +102,7 @@ class Compact:
 
     Raises:
       ArgumentTypeError: (a TypeError) An attribute has the wrong type.
-      AxisError: (a ValueError) `width` is less than one, or `threshold` is not between 0 and 1.
+      OptionError: (a ValueError) `width` is less than one, or `threshold` is not between 0 and 1.
 
     Example:
       >>> def steps_to_one(n):
@@ -118,12 +118,7 @@ class Compact:
     steps: LaneSteps | None = None
 
     def __post_init__(self) -> None:
-        if self.width is not None and not is_position(self.width):
-            raise ArgumentTypeError(
-                f"width must be a positive int or None, got {show(self.width)}."
-            )
-        if self.width is not None and self.width < 1:
-            raise AxisError(f"width is {self.width}, but a loop must hold at least one lane.")
+        check_count("width", self.width, 1, or_none=True)
         if isinstance(self.threshold, bool) or not isinstance(
             self.threshold, (int, float, type(None))
         ):
@@ -131,7 +126,7 @@ class Compact:
                 f"threshold must be a number between 0 and 1, or None, got {show(self.threshold)}."
             )
         if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise AxisError(
+            raise OptionError(
                 f"threshold is {brief(self.threshold)}, but it is a share of lanes. Pass a number "
                 "between 0 and 1."
             )

@@ -61,8 +61,7 @@ def refuse_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
         eqn = find_collective(program.jaxpr)
         if eqn is not None:
             raise UnsupportedError(
-                f"{line_of(eqn)}: {spoken(eqn)} over a named axis "
-                f'is inside {where}, and divergence="compact" runs lanes at different times there: '
-                "a collective would meet some of them only. Move it out, or use "
-                'divergence="predicate".'
+                f"{line_of(eqn)}: {spoken(eqn)} over a named axis is inside {where}, and "
+                'divergence="compact" runs lanes at different times there: a collective would '
+                'reach only some of them. Move the collective out, or use divergence="predicate".'
             )

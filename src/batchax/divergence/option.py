@@ -11,8 +11,8 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.runner import Runner
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
-from batchax.frontend.options import is_word
-from batchax.jaxprs.spoken import brief, show
+from batchax.frontend.options import is_word, not_one_of
+from batchax.jaxprs.spoken import show
 from batchax.jaxprs.words import Value
 
 
@@ -51,13 +51,11 @@ def check_divergence(option: Any) -> None:
     """Refuses what the option `divergence` cannot be.
 
     Raises:
-      ArgumentTypeError: it is none of what it may be.
+      ArgumentTypeError: it is neither a word nor a `Compact`.
+      OptionError: it is another word.
     """
     if not (isinstance(option, Compact | Runner) or is_word(option, *_WORDS)):
-        raise ArgumentTypeError(
-            'divergence must be "auto", "predicate", "compact", "serial", or batchax.Compact(...). '
-            f"It is {brief(option)}."
-        )
+        raise not_one_of("divergence", option, *_WORDS, other="batchax.Compact(...)")
 
 
 def is_asked(option: Any) -> bool:

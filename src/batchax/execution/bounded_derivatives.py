@@ -274,10 +274,10 @@ def _refuse_closures(body: Any, consts: Values) -> None:
         if ruled and any(map(closes_over_tracers, rules_of(eqn))):
             function = _compat.name_and_place(eqn.params["call_jaxpr"].jaxpr)
             raise UnsupportedError(
-                f"a rule of the {kind} function {function} closes over a value that is "
-                "traced, and a step of a bounded loop (batchax.bounded_while, or a scan with "
-                "until) calls the function. Pass it the value as an argument: its rules are then "
-                "given it, too, and say its derivative (zeros if there is none)."
+                f"a rule of the {kind} function {function} closes over a value that is traced, and "
+                "a step of a bounded loop (batchax.bounded_while, or a scan with until) calls the "
+                "function. Pass it the value as an argument: its rules then receive it, and "
+                "return its derivative (zeros if there is none)."
             )
 
 

@@ -300,8 +300,8 @@ def _refuse_effects(program: Any) -> None:
     if _compat.ordered_by_lane(program.effects):
         raise UnsupportedError(
             "a function that does input or output (io_callback, ordered debug callbacks) is "
-            "differentiated and runs in chunks: computing each chunk again in its derivative "
-            'would do it twice. Pass residuals="keep" to vmap, or leave batch_size out.'
+            "differentiated and runs in chunks: its derivative recomputes each chunk, which "
+            'would do it twice. Pass residuals="keep" to vmap, or remove batch_size.'
         )
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.errors import ArgumentTypeError, OptionError, UnsupportedError
 from batchax.execution.call import Call, Way, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
 from batchax.execution.chunk_loop import (
@@ -50,10 +50,10 @@ from batchax.execution.sections import (
 )
 from batchax.execution.slices import scan_slices
 from batchax.frontend.in_axes import is_position
-from batchax.frontend.options import check_one_of, is_word
+from batchax.frontend.options import check_count, check_one_of, is_word, not_one_of
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.spoken import brief, line_of, name_of, show, spoken
+from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Divergence, Position
 from batchax.kernel.captured import closed_over
@@ -286,8 +286,8 @@ def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> 
     if calls is not None:
         raise UnsupportedError(
             f"{line_of(calls)}: {spoken(calls)} holds both a callback with effects and a "
-            f"collective over the batch axis {axis.name!r}: each device would run it for "
-            "all lanes, and make all calls. Move one of the two out of it, or leave mesh out."
+            f"collective over the batch axis {axis.name!r}: each device would run it for all "
+            "lanes, and make all calls. Move one of the two out of it, or remove mesh."
         )
     of_all: Env = {}
     for v in {v for eqn in eqns for v in variables(eqn)}:
@@ -426,9 +426,9 @@ def _host_calls(
     for call in calls:
         if _compat.in_order(call.effects):
             raise UnsupportedError(
-                f"{_compat.user_line(call.source_info)}: a callback is to be called in order "
-                "(ordered=True), and lanes are spread over devices (mesh was given, or the "
-                "arguments are sharded), which run at the same time. Leave out ordered or mesh."
+                f"{_compat.user_line(call.source_info)}: a callback has ordered=True, but lanes "
+                "are sharded over devices (by mesh or by the arguments), which run at the same "
+                "time. Remove ordered or mesh."
             )
     own = shards.own_lanes() if shards.most_repeated else None
     return HostCalls.of(axis, jaxpr, positions, devices=shards.names, own=own)
@@ -481,9 +481,9 @@ class Chunking:
         """Returns whether a batch of that size has several chunks, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
-                f"batch_size was given, but the number of lanes is {size}, a symbolic size. Leave "
-                "batch_size out; or have the size known: export the function for one, or, if it "
-                "is the length of a row whose lengths are traced, call it outside of jit."
+                f"batch_size does not support a symbolic size: the number of lanes is {size}. "
+                "Remove batch_size, or export the function for a known size. If it is the length "
+                "of a row, call the function outside of jit."
             )
         if self.progress is not None:  # of one chunk, too
             return size > 0
@@ -504,7 +504,7 @@ def find_chunking(
 ) -> Chunking | None:
     """Validates the options of `vmap`; None if all lanes run at once.
 
-    Raises ArgumentTypeError for a wrong type, and AxisError for `batch_size` below one.
+    Raises ArgumentTypeError for a wrong type, OptionError for another word or too low a number.
     """
     check_one_of("residuals", residuals, "recompute", "keep")
     if memory_limit is not None and not is_word(batch_size, "auto"):
@@ -516,26 +516,24 @@ def find_chunking(
         if residuals != "recompute":
             raise ArgumentTypeError(
                 f"residuals is {residuals!r}, but batch_size is None: all lanes run at once, and "
-                "what they computed is kept. Pass batch_size, or leave residuals out."
+                "their residuals are stored. Pass batch_size, or remove residuals."
             )
         if callback is not None:
             raise ArgumentTypeError(
                 f"progress is {brief(progress)}, but batch_size is None: all lanes run at once, "
-                "and there are no chunks to count. Pass batch_size, or leave progress out."
+                "and there are no chunks to count. Pass batch_size, or remove progress."
             )
         return None
     if is_word(batch_size, "auto"):
         name = name_of(fun)
         return Chunking(Auto(parse_limit(memory_limit), name), residuals == "keep", callback)
-    if not is_position(batch_size):
-        raise ArgumentTypeError(
-            f'batch_size must be a positive int, "auto" or None, got {show(batch_size)}.'
+    if isinstance(batch_size, str):
+        raise not_one_of("batch_size", batch_size, "auto", None, other="a positive int")
+    if is_position(batch_size) and batch_size == 0:
+        raise OptionError(
+            "batch_size is 0. Pass None to run all lanes at once, as 0 does in jax.lax.map."
         )
-    if batch_size < 1:
-        raise AxisError(
-            f"batch_size is {batch_size}, but at least one lane must run at a time. Pass a "
-            "positive int; None runs all lanes at once, as 0 does in jax.lax.map."
-        )
+    check_count("batch_size", batch_size, 1, or_none=True, other='"auto"')
     return Chunking(int(batch_size), residuals == "keep", callback)
 
 

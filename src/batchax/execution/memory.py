@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from batchax.errors import ArgumentTypeError, MemoryLimitError
+from batchax.errors import ArgumentTypeError, MemoryLimitError, OptionError
 from batchax.execution.devices import meetings
 from batchax.jaxprs.spoken import brief
 from batchax.memo import Memo
@@ -115,7 +115,9 @@ def parse_limit(limit: Any) -> int | None:
     else:
         number = limit if isinstance(limit, (int, float)) and not isinstance(limit, bool) else 0
     if number < 1:
-        raise ArgumentTypeError(
+        is_typed = isinstance(limit, (str, int, float)) and not isinstance(limit, bool)
+        error = OptionError if is_typed else ArgumentTypeError
+        raise error(
             'memory_limit must be a number of bytes or a string such as "2GiB" or "500MB", '
             f"got {brief(limit)}."
         )
@@ -260,10 +262,9 @@ def _search(
         low, high = (guess, high) if fits(guess) else (low, guess)
         if high == 1:
             raise MemoryLimitError(
-                f"memory_limit is {show_bytes(limit)}, but {program} needs "
-                f"{show_bytes(tried[1])} for one lane at a time, by the compiler's account of "
-                "temporaries, arguments and outputs. Allow at least that, or make the arguments "
-                "smaller."
+                f"memory_limit is {show_bytes(limit)}, but {program} needs {show_bytes(tried[1])} "
+                "for one lane at a time, by XLA's memory analysis of temporaries, arguments and "
+                "outputs. Allow at least that, or make the arguments smaller."
             )
         if not low:
             guess = _SMALL if high > _SMALL else 1

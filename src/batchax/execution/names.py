@@ -134,9 +134,9 @@ def _on_one_device(
     """Evaluates an equation whose callbacks only the first device makes."""
     for call in (call for call in calls_in(eqn) if call.outvars):
         raise UnsupportedError(
-            f"{_compat.user_line(call.source_info)}: a callback with effects returns a value that "
-            "is the same for all lanes, and lanes are spread over devices (mesh was given, or the "
-            "arguments are sharded): each would make the call. Make it before, and pass what it "
+            f"{_compat.user_line(call.source_info)}: a callback with effects returns an "
+            "unbatched value, and lanes are sharded over devices (by mesh or by the "
+            "arguments), each of which would call it. Call it before, and pass what it "
             "returns with None in in_axes."
         )
     return bind_if(axis, eqn, xs, lax.eq(lax.axis_index(names), np.int32(0)))

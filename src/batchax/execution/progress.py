@@ -79,8 +79,7 @@ class LoopProgress:
             place = traceback.extract_tb(error.__traceback__)[-1]
             warnings.warn(
                 f"progress={brief(self.how)} raised {brief(error)} at "
-                f"{place.filename}:{place.lineno}. The "
-                "loop goes on, and does not say any more how far it is.",
+                f"{place.filename}:{place.lineno}. The loop continues without progress.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -154,7 +154,7 @@ def check_values(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             which = name + jax.tree_util.keystr(keys)
             raise ArgumentTypeError(
                 f"measure=True runs the function, but {which} has no values: it is a "
-                f"{type(x).__name__}. Pass arrays, or leave measure out."
+                f"{type(x).__name__}. Pass arrays, or remove measure."
             )
 
 

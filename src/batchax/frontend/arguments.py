@@ -138,8 +138,8 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, 
     mesh_axis = next(iter(mesh_axes), None)
     if None not in (mesh_axis, spmd_axis_name) and spmd_axis_name not in (mesh_axis, (mesh_axis,)):
         raise AxisError(
-            f"spmd_axis_name {spmd_axis_name} was given, but the mapped axes are sharded over "
-            f"{mesh_axis!r} by their types. Leave spmd_axis_name out."
+            f"spmd_axis_name {spmd_axis_name} does not fit: the mapped axes are sharded over "
+            f"{mesh_axis!r} by their types. Remove spmd_axis_name."
         )
     if mesh_axis is None:
         return None, None
@@ -238,9 +238,9 @@ def _local(path: str, x: Value) -> LocalRows:
         )
     if isinstance(x, BatchOfRows):
         raise ArgumentTypeError(
-            f"local: {path} is of type {type(x).__name__}. Rows of different lengths are dealt out "
-            "to devices by lengths that all processes must know. Pass all rows on all processes, "
-            "without local, or pad a process's own: local(x.to_padded())."
+            f"local: {path} is of type {type(x).__name__}. Rows of different lengths are "
+            "distributed by lengths that all processes must know. Pass all rows on all "
+            "processes, without local, or pad the rows: local(x.to_padded())."
         )
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentTypeError(

@@ -186,7 +186,7 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
         yield
     except (ValueError, TypeError, IndexError) as error:
         raise AxisError(
-            f"{what} gives {brief(spec)} for {path}, which it refuses: {error}"
+            f"{what} gives {brief(spec)} for {path}, which rejects it: {error}"
         ) from None
 
 
@@ -335,8 +335,8 @@ def register_container(
             )
     if issubclass(spec_type, (tuple, list, dict, NoneType, bool)):
         raise ArgumentTypeError(
-            f"register_container: `spec_type` is {spec_type.__name__}, which has a meaning of its "
-            "own in in_axes and out_axes. Make a class for your specifications."
+            f"register_container: `spec_type` is {spec_type.__name__}, which has another "
+            "meaning in in_axes and out_axes. Make a class for your specifications."
         )
     _containers[type] = Container(
         type, spec_type, to_arrays, to_example, from_example, to_batch, batch_axes

@@ -274,8 +274,8 @@ def check_same(
             raise ArgumentTypeError(
                 f"the function returned {path} of type {type(x).__name__}, which is not an array, "
                 "and is another object each time that the function is traced. Every output of a "
-                "batched function must be an array or a number, or the same for all lanes, as a "
-                "function is that is defined outside of it."
+                "batched function must be an array or a number, or an object from outside the "
+                "function."
             )
 
 

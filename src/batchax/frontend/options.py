@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from batchax.errors import ArgumentTypeError
+from batchax.errors import ArgumentTypeError, BatchaxError, OptionError
 from batchax.jaxprs.spoken import brief, show
 
 
@@ -20,12 +20,83 @@ def is_word(given: Any, *words: str) -> bool:
 
 
 def check_one_of(name: str, given: Any, *choices: str | None) -> None:
-    """Refuses an option that is none of some words, or None where that is a choice."""
+    """Raises for an option that is none of some words, or None where that is a choice."""
     if not (is_word(given, *filter(None, choices)) or (given is None and None in choices)):
-        *others, last = ["None" if choice is None else f'"{choice}"' for choice in choices]
-        raise ArgumentTypeError(
-            f"{name} must be {', '.join(others)} or {last}, got {brief(given)}."
-        )
+        raise not_one_of(name, given, *choices)
+
+
+def not_one_of(name: str, given: Any, *choices: str | None, other: str = "") -> BatchaxError:
+    """The error about an option that is none of some words; it names the word that was meant.
+
+    Args:
+      name: the option.
+      given: its value.
+      choices: the words.
+      other: what it may be besides, such as an object of a class.
+    """
+    words = ["None" if choice is None else f'"{choice}"' for choice in choices]
+    *others, last = [*words, other] if other else words
+    error = OptionError if isinstance(given, str) else ArgumentTypeError
+    near = near_word(given, *filter(None, choices))
+    hint = f' Did you mean "{near}"?' if near else ""
+    return error(f"{name} must be {', '.join(others)} or {last}, got {brief(given)}.{hint}")
+
+
+def near_word(given: Any, *words: str) -> str:
+    """The one of some words that was meant: a synonym, or spelled much the same; or ""."""
+    if not isinstance(given, str):
+        return ""
+    spelled = given.strip().lower().replace("_", "-")
+    meant = [word for word in words if spelled in _SYNONYMS.get(word, "").split()]
+    return next(iter(meant or difflib.get_close_matches(spelled, words, 1)), "")
+
+
+# What other libraries call the words of options.
+_SYNONYMS = {
+    "all": "every and",
+    "any": "some or",
+    "compact": "compaction active dynamic refill",
+    "content": "hash checksum bytes",
+    "drop": "discard skip ignore",
+    "extend": "append add",
+    "file": "path name mtime",
+    "grouped": "bucketed buckets by-length",
+    "keep": "save store residuals",
+    "library": "lapack loop vmap",
+    "logsumexp": "lse log-sum-exp",
+    "max": "maximum amax",
+    "mean": "avg average pmean",
+    "min": "minimum amin",
+    "never": "no off fresh new",
+    "packed": "flat ragged jagged concatenated",
+    "padded": "dense masked",
+    "predicate": "mask masked lockstep vmap",
+    "prod": "product mul multiply",
+    "quarantine": "skip ignore continue warn",
+    "raise": "error fail stop",
+    "recompute": "remat checkpoint rematerialize",
+    "serial": "sequential sequentially loop scan map",
+    "short": "partial keep remainder",
+    "sum": "add total psum",
+    "var": "variance",
+    "vectorized": "batched together",
+}
+
+
+def check_count(
+    name: str, given: Any, least: int = 0, or_none: bool = False, other: str = ""
+) -> None:
+    """Raises for an option that is not an int of at least `least`, 0 or 1.
+
+    `other` is what else it may be, for the message.
+    """
+    is_int = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+    if not (is_int and given >= least) and not (or_none and given is None):
+        kinds = ["a positive int" if least else "a non-negative int", other, "None" * or_none]
+        *others, last = filter(None, kinds)
+        told = f"{', '.join(others)} or {last}" if others else last
+        error = OptionError if is_int else ArgumentTypeError
+        raise error(f"{name} must be {told}, got {show(given)}.")
 
 
 def check_callable(where: str, what: str, fun: Any) -> None:
@@ -51,7 +122,8 @@ def check_tolerances(**tolerances: Any) -> None:
     for name, given in tolerances.items():
         number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
         if not (given is None or (number and given >= 0)):
-            raise ArgumentTypeError(f"{name} must be a number, zero or more, got {brief(given)}.")
+            error = OptionError if number else ArgumentTypeError
+            raise error(f"{name} must be a number, zero or more, got {brief(given)}.")
 
 
 def check_small_matrices(option: Any) -> None:

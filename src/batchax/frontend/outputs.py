@@ -31,7 +31,7 @@ from batchax.frontend.in_axes import (
     is_position,
     spread_specs,
 )
-from batchax.frontend.options import is_word
+from batchax.frontend.options import check_one_of, not_one_of
 from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, has_reduction
 from batchax.jaxprs.spoken import brief, name_of, show
 from batchax.jaxprs.words import ClosedJaxpr, Value
@@ -75,7 +75,8 @@ class Reduce:
         of a copy for each lane. "keep": the output itself.
 
     Raises:
-      AxisError: `kind` or `unmapped` is not one of these.
+      ArgumentTypeError: `kind` or `unmapped` is neither a word nor a `Reduction`.
+      OptionError: `kind` or `unmapped` is another word.
 
     References:
       T. F. Chan, G. H. Golub and R. J. LeVeque, "Algorithms for computing the sample variance:
@@ -94,15 +95,10 @@ class Reduce:
         if not isinstance(self.kind, Reduction) and (
             not isinstance(self.kind, str) or self.kind not in REDUCTIONS
         ):
-            raise AxisError(
-                f"Reduce({brief(self.kind)}): the reductions are "
-                f"{', '.join(map(repr, REDUCTIONS))}, "
-                "and a batchax.Reduction of your own."
+            raise not_one_of(
+                "Reduce: kind", self.kind, *REDUCTIONS, other="a batchax.Reduction of your own"
             )
-        if not is_word(self.unmapped, "reduce", "keep"):
-            raise AxisError(
-                f'Reduce({self.kind!r}, unmapped={brief(self.unmapped)}): pass "reduce" or "keep".'
-            )
+        check_one_of("Reduce: unmapped", self.unmapped, "reduce", "keep")
 
     def __repr__(self) -> str:
         unmapped = "" if self.unmapped == "reduce" else f", unmapped={self.unmapped!r}"
@@ -281,8 +277,8 @@ def check_array(value: Value, path: str) -> None:
     """
     if isinstance(value, BatchOfRows):
         raise ArgumentTypeError(
-            f"the function returned {path}, a batch of rows of its own for each lane, as a vmap in "
-            "it makes: batches of such batches there are none. Return them padded, x.to_padded(), "
+            f"the function returned {path}, a batch of rows for each lane, from an inner vmap. "
+            "A batch of such batches is not supported. Return them padded, x.to_padded(), "
             "with x.lengths; or pass all rows to one vmap."
         )
     if not is_array(value):
@@ -300,9 +296,9 @@ def _is_extended(value: Value) -> bool:
 def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
     if not (spec is None or is_output_spec(spec)):
         raise ArgumentTypeError(
-            f"out_axes gives {brief(spec)} for {path}, which is an array: that kind of axis is for "
-            "another type. Pass an int, None, batchax.AUTO or batchax.Reduce(...). An output whose "
-            "size depends on the row comes back as a Ragged by itself."
+            f"out_axes gives {brief(spec)} for {path}, which is an array: that kind of axis is "
+            "for another type. Pass an int, None, batchax.AUTO or batchax.Reduce(...). An "
+            "output whose size depends on the row is returned as a Ragged without it."
         )
     if isinstance(spec, Reduce):
         if _is_extended(value):

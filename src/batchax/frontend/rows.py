@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from batchax.errors import ArgumentTypeError, AxisError
+from batchax.errors import ArgumentTypeError
 from batchax.frontend.arguments import Mapped, MappedRows
-from batchax.frontend.in_axes import is_position
-from batchax.frontend.options import check_one_of
+from batchax.frontend.options import check_count, check_one_of
 from batchax.frontend.outputs import Described
-from batchax.jaxprs.spoken import show
 
 
 class Layout(StrEnum):
@@ -50,8 +48,8 @@ class RowOptions:
         for option, there in given.items():
             if there:
                 raise ArgumentTypeError(
-                    f"{option} was given, which is for rows of different lengths, but no mapped "
-                    "argument is a batchax.Ragged."
+                    f"{option} needs rows of different lengths, but no mapped argument is a "
+                    f"batchax.Ragged. Pass one, or remove {option}."
                 )
 
 
@@ -60,14 +58,14 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
 
     Raises:
       ArgumentTypeError: one is of the wrong type, or they do not go together.
-      AxisError: there are to be fewer than one bucket.
+      OptionError: `layout` is another word, or `buckets` is less than one.
     """
     buckets = _checked_buckets(buckets)
     check_one_of("layout", layout, *map(str, Layout))
     if layout == Layout.PACKED and batch_size is not None:
         raise ArgumentTypeError(
-            'layout="packed" does not go with batch_size: chunks hold padded rows. Leave one of '
-            "them out; buckets= helps where padding takes too much memory."
+            'layout="packed" does not go with batch_size: chunks hold padded rows. Remove one of '
+            "them; buckets= helps where padding takes too much memory."
         )
     if layout == Layout.GROUPED and buckets is not None:
         raise ArgumentTypeError(
@@ -80,13 +78,7 @@ def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
 def _checked_buckets(buckets: Any) -> int | GroupsOfRows | None:
     if buckets is None or isinstance(buckets, GroupsOfRows):
         return buckets
-    if not is_position(buckets):
-        raise ArgumentTypeError(
-            "buckets must be a positive int, the result of batchax.bucket(...), or None; got "
-            f"{show(buckets)}."
-        )
-    if buckets < 1:
-        raise AxisError(f"buckets must be a positive int, got {buckets}.")
+    check_count("buckets", buckets, 1, or_none=True, other="the result of batchax.bucket(...)")
     return int(buckets)
 
 

@@ -286,8 +286,8 @@ def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
         if name in manual and not casts and not holds_programs(eqn) and uses_name(eqn, name):
             raise AxisError(
                 f"spmd_axis_name {axis.spmd_name} shards the batch, but inside shard_map "
-                f"{spoken(eqn)} is over {name!r}: different examples would meet in it. Shard "
-                "the batch over another axis of the mesh."
+                f"{spoken(eqn)} is over {name!r}: it would communicate between examples. Shard the "
+                "batch over another axis of the mesh."
             )
 
 

@@ -357,7 +357,7 @@ def unregister_rule(primitive: _compat.Primitive | str) -> None:
         if not users:
             raise ArgumentTypeError(
                 f"unregister_rule: no rule was registered for {show(primitive)}. Pass the "
-                "primitive, or the name, that register_rule was given."
+                "primitive, or the name, that you passed to register_rule."
             )
         for key, entry in users.items():
             if entry.own is None:

@@ -135,8 +135,8 @@ def find_groups(
         if repeated:
             raise AxisError(
                 f"batch dimension {d} of {repeated[0].path} has one element, where others have "
-                f"{size}: a {type(repeated[0].value).__name__} is not repeated. Leave its batch "
-                "dimensions out from there on, or give it as many elements as the others have."
+                f"{size}: a {type(repeated[0].value).__name__} is not repeated. Remove its batch "
+                f"dimensions from there on, or repeat it to {size} elements."
             )
         if groups and groups[-1].has == has and mergeable:
             groups[-1] = Group(groups[-1].size * size, has)

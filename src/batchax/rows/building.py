@@ -614,7 +614,7 @@ def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
         if x.shared is None or not _are_arrays(x):
             return x
         each = x.each_length
-        if x.rebuilt:  # and not one that a function was given, which has its lengths still
+        if x.rebuilt:  # an argument of a function has its lengths still
             each = tuple(map(_one_of, map(first.setdefault, x.shared, each), each))
         return _part_of(x, each if isinstance(x.lengths, tuple) else each[0])
 

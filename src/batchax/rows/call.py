@@ -775,7 +775,7 @@ def refuse_calls(program: ClosedJaxpr) -> None:
         raise UnsupportedError(
             f"{_compat.user_line(call.source_info)}: a callback with effects is called for rows "
             "that are dealt out to devices (mesh was given): some have a row that is there twice, "
-            "and would make its calls twice. Return values instead, or leave mesh out."
+            "and would make its calls twice. Return values instead, or remove mesh."
         )
 
 
@@ -835,7 +835,7 @@ def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exc
     return UnsupportedError(
         f"{error}\n{row.capitalize()}s of one {length} could run together, but the {length}s are "
         f"traced here: call it outside of jit, or close over the {batch}, so that they are known"
-        + (", and leave mesh out." if on_mesh else ".")
+        + (", and remove mesh." if on_mesh else ".")
     )
 
 

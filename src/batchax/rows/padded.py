@@ -197,7 +197,7 @@ _OWN = {
     ),
     "bounded_loop": "loops of `bounded_while` and `scan(until=)` run over rows of one length only.",
 }
-"""Why batchax's own primitives, which users have not heard of, are refused."""
+"""Why primitives of batchax, which users have not heard of, are not supported."""
 
 
 def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:

@@ -346,6 +346,11 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
                 "jax.grad(lambda data: loss(x.with_data(data)))(x.data). Or pass allow_int=True: "
                 "of the result g, x.with_data(g.data) are the rows."
             )
+        if getattr(self.lengths, "ndim", 0) == 1 and _compat.maps_axis_of(self):
+            raise ArgumentTypeError(
+                "jax.vmap: a Ragged has rows of different lengths, which lie along no array axis. "
+                "Use batchax.vmap."
+            )
         return (self.data, self.lengths), (self.max_length, self.axis, self.shared)
 
     @classmethod

@@ -113,9 +113,10 @@ def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) 
     program = _compat.stage(lambda *xs: bind_equation(eqn, xs), [v.aval for v in eqn.invars])
     if hazards(program.jaxpr).collective:
         raise UnsupportedError(
-            f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive.name}` holds both a callback "
-            "with effects and a collective over a named axis, where not every lane counts: lanes "
-            "would have to run one after another, and together. Move one of the two out of it."
+            f"{_compat.user_line(eqn.source_info)}: `{eqn.primitive.name}` holds both a "
+            "callback with effects and a collective over a named axis, where not every lane "
+            "counts: lanes would have to run both sequentially and together. Move one of the "
+            "two out of it."
         )
     places = [] if lane is None else [lane]
     shared = (True,) * len(operands)
@@ -195,10 +196,10 @@ def _for_the_first(
     if program.out_avals:
         eqn = program.jaxpr.eqns[-1]
         raise UnsupportedError(
-            f"{_compat.user_line(eqn.source_info)}: a callback with effects returns a value that "
-            "is the same for all lanes, inside a loop or branch, and batch_size or mesh was given: "
-            "each part of the lanes would make the call. Pass it something of the lane, or call "
-            "it before and pass what it returns with None in in_axes."
+            f"{_compat.user_line(eqn.source_info)}: a callback with effects returns an "
+            "unbatched value inside a loop or branch. With batch_size or mesh, each part of "
+            "the batch would call it. Pass it a batched value, or call it before and pass the "
+            "result with None in in_axes."
         )
     active, lane, *xs = args
     first = lax.eq(move_axis(lane, axes[1], 0), np.int32(0))
@@ -304,10 +305,9 @@ def _by_method(primitive: _compat.Primitive) -> None:
             return outs, [0] * len(outs)
         if vmap_method not in _AT_ONCE:
             raise UnsupportedError(
-                f"{_callee(params)} was called on batched values through {primitive}, without a "
-                "vmap_method that says how it takes a batch. Pass vmap_method='sequential' to "
-                "call it once for each lane, or 'broadcast_all' or 'expand_dims' if it accepts "
-                "arrays with a leading batch axis."
+                f"{_callee(params)} was called on batched values through {primitive}, without "
+                "vmap_method. Pass vmap_method='sequential' to call it once for each lane, or "
+                "'broadcast_all' or 'expand_dims' if it accepts arrays with a leading batch axis."
             )
         outs = primitive.bind(
             *_with_lanes(axis, args, axes, vmap_method, params.get("input_output_aliases", ())),

@@ -339,8 +339,8 @@ def _remat_opt(
         if tuple(got) != tuple(out_axes[num_res:]):
             raise UnsupportedError(
                 "the forward rule of a custom_vjp function (optimize_remat=True) returns an "
-                "output that is the same for all lanes, where the function itself returns one "
-                "that is not."
+                "unbatched output, but the function returns a batched one. Return a value for "
+                "each example."
             )
         return _compat.opened(body)
 

@@ -428,7 +428,7 @@ def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Position]:
     return lax.bitwise_and(more, expand_like(active, 0, more)), 0
 
 
-_NO_NUMBERS = NoDerivative("whether a loop goes on is no number: it has no derivative.")
+_NO_NUMBERS = NoDerivative("whether a loop continues has no derivative.")
 
 some_active_p = own_primitive(
     "some_active",

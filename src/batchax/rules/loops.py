@@ -95,14 +95,14 @@ def _refuse_order(programs: Sequence[Any]) -> None:
     where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"
     if any(hazards(program).collective for program in programs):
         raise UnsupportedError(
-            f"{where} holds both a callback in order (ordered=True) and a collective over a named "
-            "axis: its lanes would have to run one after another, for the order, and together, for "
-            "the collective. Move one of the two out of it."
+            f"{where} holds both a callback in order (ordered=True) and a collective over a "
+            "named axis: its lanes would have to run sequentially for the order, and together "
+            "for the collective. Move one of the two out of it."
         )
     raise UnsupportedError(
-        f"{where} holds both a callback in order (ordered=True) and a reference (jax.new_ref): its "
-        "lanes run one after another, and a reference cannot be taken apart into lanes. Read the "
-        "reference before and write it after."
+        f"{where} holds both a callback in order (ordered=True) and a reference "
+        "(jax.new_ref): its lanes run sequentially, and a reference cannot be split into "
+        "lanes. Read the reference before and write it after."
     )
 
 

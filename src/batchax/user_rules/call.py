@@ -354,10 +354,10 @@ def _count_linear(steps: Sequence[DerivativeStep]) -> int:
 def _refuse_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
     if of and _compat.ordered_by_lane(jaxpr.effects):
         raise UnsupportedError(
-            "a function with a batching rule is differentiated whose results depend on input or "
-            "output (io_callback, or ordered callbacks in a loop or branch): its derivative "
-            "computes the results again, which would do that twice. Do it outside of the "
-            "function, or give the function a derivative with def_jvp or def_vjp."
+            "a function with a batching rule is differentiated whose results depend on input "
+            "or output (io_callback, or ordered callbacks in a loop or branch): its "
+            "derivative recomputes the results, which would do that twice. Do it outside of "
+            "the function, or define a derivative with def_jvp or def_vjp."
         )
 
 

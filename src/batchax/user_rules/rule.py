@@ -330,7 +330,7 @@ class UserRule:
         if self.rule is None:
             raise UnsupportedError(
                 f"{self.name} is a custom_vmap function without a batching rule, and is batched. "
-                f"Pass it one: @{self.name}.def_vmap, or leave @custom_vmap out."
+                f"Define one with @{self.name}.def_vmap, or remove @custom_vmap."
             )
         args, kwargs = self.arguments.rebuild(operands)
         in_batched = self.arguments.said(flags, False)

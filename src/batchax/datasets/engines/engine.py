@@ -30,7 +30,7 @@ from batchax.datasets.engines.worker import (
 from batchax.datasets.journal import JobFiles
 from batchax.datasets.pipeline import LOOK, Stop, Work, drained, run_units
 from batchax.datasets.plan import Plan, Record, Unit
-from batchax.errors import ArgumentTypeError, JobError, RowError, UnsupportedError
+from batchax.errors import ArgumentTypeError, JobError, OptionError, RowError, UnsupportedError
 from batchax.jaxprs.spoken import brief, show
 
 _KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster has
@@ -69,8 +69,8 @@ class Pool:
         """Starts a new pool, since a process that ends breaks its pool."""
         if not isinstance(self._executor, ProcessPoolExecutor):
             raise JobError(
-                f"the workers of {brief(self._executor)} ended. What was done is kept: the same "
-                "call, with another executor, goes on from there."
+                f"the workers of {brief(self._executor)} ended. Finished units are kept. To "
+                "resume, make the same call with another executor."
             )
         workers = self.workers
         self.generation += 1
@@ -132,8 +132,8 @@ class DaskPool(Pool):
             time.sleep(0.1)
         if self._client.status != "running":
             raise JobError(
-                "the scheduler of Dask is gone. What was done is kept: the same call, with another "
-                "executor, goes on from there."
+                "the scheduler of Dask has stopped. Finished units are kept. To resume, make the "
+                "same call with another executor."
             )
 
     def close(self, hurry: bool = False) -> None:
@@ -152,7 +152,8 @@ def find_pool(executor: Any) -> Callable[[], Pool]:
     if type(executor).__module__.split(".")[0] == "distributed":
         return functools.partial(DaskPool, executor)
     if not isinstance(executor, Executor):
-        raise ArgumentTypeError(
+        error = OptionError if isinstance(executor, str) else ArgumentTypeError
+        raise error(
             "executor must be None, an executor of concurrent.futures, a client of Dask, or one of "
             f'"processes:4", "dask:tcp://host:8786", "shard:3/16"; got {masked(show(executor))}.'
         )
@@ -196,8 +197,9 @@ def _end_with_parent() -> None:
 _IN_VAIN = 4  # times that all workers may end one after the other, and nothing is done
 _PAUSE = 0.1  # seconds before workers that ended in vain are started again, and twice that later
 _ENDING = (
-    "the workers end, again and again, before they have begun a unit. What was done is kept. If "
-    "the system ends them, memory may be short: take fewer workers. What they print may say more."
+    "the workers end, again and again, before they begin a unit. Finished units are "
+    "kept. If the system ends them, memory may be short: use fewer workers. Their "
+    "output may have the cause."
 )
 
 _IN_WORKERS, _ALONE, _GIVEN_UP = range(3)  # how carefully a unit is run
@@ -333,10 +335,10 @@ class Submitting:
         elif care > _GIVEN_UP or (care == _GIVEN_UP and not self._quarantine):
             self._stop.because(
                 RowError(
-                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS} ({how}). What was "
-                    "done is kept. Its rows may need more memory than there is: pass a smaller "
-                    'batch_size and another out=. Or pass on_error="quarantine" to go on without '
-                    "them."
+                    f"{_rows(tried.unit)} of {self._name}: the unit {_ENDS} ({how}). Finished "
+                    "units are kept. Its rows may need more memory than is available: pass a "
+                    'smaller batch_size and another out=. Or pass on_error="quarantine" to '
+                    "continue without them."
                 )
             )
         else:
@@ -450,9 +452,9 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())
     if not count:
-        raise ArgumentTypeError(f"executor={brief(executor)}: there is one shard at least.")
+        raise OptionError(f"executor={brief(executor)}: there is one shard at least.")
     if index > count:
-        raise ArgumentTypeError(
+        raise OptionError(
             f"executor={brief(executor)}: of {count} shards, numbers go from 0 to {count - 1}, or "
             f"from 1 to {count}."
         )

@@ -80,14 +80,14 @@ class Attempts:
         call = place_of(self.folder).read(self.folder / _CALL)
         if hashlib.sha256(call).hexdigest() != self.digest:
             raise JobError(
-                f"{self.folder / _CALL} was changed after the call was made, and so is not loaded: "
-                "look who else may write to that folder."
+                f"{self.folder / _CALL} was changed after the call was made, so it is not loaded. "
+                "Check who else may write to that folder."
             )
         return call
 
     def check(self) -> None:
         if not self.has(_CALL):
-            raise JobError(f"the call is over: {self.folder} is gone.")
+            raise JobError(f"the call has ended: {self.folder} no longer exists.")
 
     def has(self, name: str) -> bool:
         return place_of(self.folder).exists(self.folder / name)
@@ -151,10 +151,10 @@ class Call:
         others = differences(*both)
         if others:
             raise JobError(
-                f"a worker finds something else than what was asked for: {'; '.join(others)}. Each "
-                "worker imports the function and opens the files by itself. Let nothing change "
-                "them while a job runs, draw no random numbers where a module is imported, and "
-                "make the call again."
+                f"a worker found something else than the caller: {'; '.join(others)}. Each worker "
+                "imports the function and opens the files itself. Let nothing change them while a "
+                "job runs, draw no random numbers where a module is imported, and make the call "
+                "again."
             )
         store = reopen_store(self.out, self.store)
         return Work(function, plan, store, policy, retries, check=check, keeps_sums=keeps_sums)

@@ -202,8 +202,8 @@ def of_this_process() -> Meetings:
     store = _compat.shared_store()
     if store is None:
         raise UnsupportedError(
-            f"JAX sees devices of {jax.process_count()} processes, and these have no way to meet. "
-            "Call jax.distributed.initialize() first, on all of them."
+            f"JAX sees devices of {jax.process_count()} processes, which cannot communicate "
+            "yet. Call jax.distributed.initialize() first, on all of them."
         )
     with _lock:
         if _current is None or _current.store is not store:

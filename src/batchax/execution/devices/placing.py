@@ -300,17 +300,17 @@ class OnMesh:
         """
         if not isinstance(lanes, int):
             raise UnsupportedError(
-                f"mesh was given, but the number of lanes is {lanes}, a symbolic size. Export the "
-                "function for a known size, or leave mesh out."
+                f"mesh does not support a symbolic size: the number of lanes is {lanes}. Export "
+                "the function for a known size, or remove mesh."
             )
         if lanes == 0:
             return None
         taken = mesh_around()
         if AxisType.Manual in taken.axis_types:
             raise UnsupportedError(
-                "mesh was given inside a jax.shard_map over "
+                "mesh is not supported inside a jax.shard_map over "
                 f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
-                "device runs a program of its own. Leave mesh out of the inner one."
+                "device runs a program of its own. Remove mesh from the inner one."
             )
         mesh, names = self._as_types_tell(values)
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())

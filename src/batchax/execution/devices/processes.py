@@ -90,8 +90,8 @@ def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
         )
     if any(isinstance(m, MappedRows) for m in mapped):
         raise UnsupportedError(
-            f"{own[0][0].path} is batchax.local(x), beside rows of different lengths: those are "
-            "dealt out to devices by lengths that all processes must know. Pass all rows on all "
+            f"{own[0][0].path} is batchax.local(x), next to rows of different lengths, which "
+            "are distributed by lengths that all processes must know. Pass all rows on all "
             "processes, or pad the others: x.to_padded()."
         )
     counts = {x.shape[axis] for _, x, axis in own}

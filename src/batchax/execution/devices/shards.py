@@ -334,16 +334,16 @@ def check_shared(args: Sequence[Value], consts: Sequence[Value]) -> None:
         sharding: Any = getattr(jax.typeof(x), "sharding", None)
         if any(entry is not None for entry in getattr(sharding, "spec", ())):
             raise UnsupportedError(
-                "each device of a mesh is to run its lanes (batch_size or mesh was given), and the "
-                f"function uses an array of shape {x.shape} that is the same for every lane but "
-                f"sharded by its type, as {sharding.spec}. Put it on every device before, with "
-                "jax.sharding.reshard(array, jax.P()), or leave them out."
+                "with batch_size or mesh, each device runs its own lanes, but the function uses a "
+                f"shared array of shape {x.shape} that is sharded by its type, as {sharding.spec}. "
+                "Put it on every device with jax.sharding.reshard(array, jax.P()), or remove "
+                "batch_size and mesh."
             )
     for x in consts:
         mesh: Any = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
         if mesh is not None and AxisType.Explicit in mesh.axis_types:
             raise UnsupportedError(
-                "each device of a mesh is to run its lanes (batch_size or mesh was given), and the "
-                f"function closes over an array of shape {x.shape} whose type tells of that mesh. "
-                "Pass it as an argument, with None in in_axes."
+                "with batch_size or mesh, each device runs its own lanes, but the function closes "
+                f"over an array of shape {x.shape} whose type carries that mesh. Pass it as an "
+                "argument, with None in in_axes."
             )

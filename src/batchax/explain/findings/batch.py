@@ -114,7 +114,7 @@ def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, An
         and config.divergence == "auto"
         and _ask(record, for_any_machine("auto")) is True
     ):
-        return {"remedy": f'Leave divergence="predicate" out: {brings}', "advice": _AUTO}
+        return {"remedy": f'Remove divergence="predicate": {brings}', "advice": _AUTO}
     if _COMPACT in context.tried:
         return {"remedy": f'Pass divergence="compact": {brings}', "advice": _COMPACT}
     remedy = (
@@ -336,7 +336,7 @@ def _remedy(
 ) -> dict[str, Any]:
     """Returns the remedy of a finding, and what it advises."""
     if context.options.get("layout") == "padded":
-        remedy = 'Leave layout="padded" out: what can run packed does so where it costs less.'
+        remedy = 'Remove layout="padded": what can run packed does so where it costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
     if not exact:
         least = "Make the Ragged with the least max_length that holds (x.with_max_length)"
@@ -383,7 +383,7 @@ def groups(context: FindingContext) -> Iterator[Finding]:
             if details["branches"]
             else f"{each} run in {count(len(lengths), 'group')} of equal length, one after "
             "another, each a program of its own to compile.",
-            'Leave layout="grouped" out, if the function can be computed padded.'
+            'Remove layout="grouped" if the function can be computed padded.'
             if asked
             else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
             "cut or pad rows to a multiple of some number beforehand, where that does no harm.",
@@ -479,7 +479,7 @@ def _measured(context: FindingContext) -> Iterator[Finding]:
     yield Finding(
         "chunk size far from the best",
         f"{what} took {show_seconds(now.seconds)}, {lanes} {show_seconds(best.seconds)}{peaks}.",
-        "Leave batch_size out." if size is None else f"Pass batch_size={size}.",
+        "Remove batch_size." if size is None else f"Pass batch_size={size}.",
         "",
         (now.seconds - best.seconds) * 1e9,
     )
@@ -494,7 +494,7 @@ def _started_operations(context: FindingContext) -> int:
 def _remedy_of_small(context: FindingContext, best: int) -> str:
     if best < context.each:
         return f"Pass batch_size={best}."
-    return "Leave batch_size out: all lanes together do little."
+    return "Remove batch_size: all lanes together do little."
 
 
 def _power_of_two(least: float, most: int) -> int:

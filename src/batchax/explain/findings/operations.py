@@ -418,7 +418,7 @@ def factorisations(context: FindingContext) -> Iterator[Finding]:
 
 # What makes it faster, by why the library runs: the option, or results that are read.
 _FASTER = {
-    "option": ("auto", 'Leave small_matrices="library" out.'),
+    "option": ("auto", 'Remove small_matrices="library".'),
     "choice": (
         "vectorized",
         'If any signs and bases of vectors are right, pass small_matrices="vectorized".',
