@@ -61,7 +61,9 @@ def host_function(
     @wraps(fun)
     @_compat.api_boundary
     def on_host(*args: Any) -> Any:
-        out_types = out_type(*args) if callable(out_type) else out_type
+        # A model is a pytree of types that may be called.
+        called = callable(out_type) and jax.tree_util.all_leaves([out_type])
+        out_types = out_type(*args) if called else out_type
         out_types = jax.tree.map(_type, out_types)
         ranks = [np.ndim(x) for x in jax.tree.leaves(args)]
         on_batch = functools.partial(_on_lanes, fun, threads, ranks, out_types)

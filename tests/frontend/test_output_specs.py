@@ -29,6 +29,36 @@ class Fields:
     state: Any
 
 
+class Model(Fields):
+    """A pytree that may be called, as distributions of NumPyro and modules of Equinox."""
+
+    def __call__(self, leaf):
+        raise AssertionError("this is not a rule for leaves")
+
+
+jax.tree_util.register_dataclass(Model, ["loss", "state"], [])
+
+
+@pytest.mark.parametrize("axes", [Model(1, None), Model(None, {"a": 0}), {"m": Model(1, None)}])
+def test_axes_in_a_pytree_that_may_be_called(axes):
+    nested = isinstance(axes, dict)
+    out = axes["m"] if nested else axes
+
+    def fun(x, w):
+        loss, state = (x * 2, w) if out.state is None else (w, {"a": x[0]})
+        model = Model(loss, state)
+        return {"m": model} if nested else model
+
+    ours, theirs = (
+        vmap(fun, in_axes=(0, None), out_axes=axes)(X, W) for vmap in (bx.vmap, jax.vmap)
+    )
+    same(ours, theirs)
+    read = lambda model: model["m"].loss if nested else model.loss
+    same(bx.vmap(read, (axes,), axis_size=6)(ours), jax.vmap(read, (axes,), axis_size=6)(theirs))
+    chunked = bx.vmap(fun, in_axes=(0, None), out_axes=axes, batch_size=4)
+    same(chunked(X, W), theirs)
+
+
 def outputs(kind):
     return lambda x, w: kind(loss=(x @ w) ** 2, state={"x": jnp.sin(x), "w": w * 2})
 

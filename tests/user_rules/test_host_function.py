@@ -142,3 +142,24 @@ def test_results_that_do_not_fit(wrong, message):
 def test_wrong_options(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_types_in_a_pytree_that_may_be_called():
+    @jax.tree_util.register_pytree_node_class
+    class Model:
+        def __init__(self, weight):
+            self.weight = weight
+
+        def __call__(self, x):
+            raise AssertionError("this is not a function of the arguments")
+
+        def tree_flatten(self):
+            return (self.weight,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    f = bx.host_function(lambda x: Model(x * 2), Model(jax.ShapeDtypeStruct((3,), jnp.float32)))
+    xs = example((4, 3), dtype=jnp.float32)
+    same(bx.vmap(f)(xs).weight, xs * 2)

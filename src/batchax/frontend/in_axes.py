@@ -344,11 +344,11 @@ def as_a_call(called: str, fun: Any, given: Any) -> str:
 
 def is_input_spec(spec: Any) -> bool:
     """Whether `spec` gives an axis by itself: an int, a kind of axis, or a rule for leaves."""
-    return is_position(spec) or isinstance(spec, AxisSpec) or _is_rule(spec)
+    return is_position(spec) or isinstance(spec, AxisSpec) or is_rule(spec)
 
 
-def _is_rule(spec: Any) -> bool:
-    """Whether `spec` is a function from leaves to what is to be done with them."""
+def is_rule(spec: Any) -> bool:
+    """Whether `spec` is a function from leaves to their axes, not a tree of axes that has calls."""
     return (
         callable(spec)
         and not isinstance(spec, AxisSpec)
@@ -401,7 +401,7 @@ def spread_in_axes(
     for leaf in leaves:
         if objects and _is_shared(leaf):
             leaf.spec = None
-        elif _is_rule(leaf.spec):
+        elif is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
 
     def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -417,7 +417,7 @@ def _is_shared(leaf: SpecifiedLeaf) -> bool:
     value, path = leaf.value, leaf.path
     if is_container(value):
         return False
-    if _is_rule(leaf.spec):  # a rule is for arrays, so a string in a list is not meant as a batch
+    if is_rule(leaf.spec):  # a rule is for arrays, so a string in a list is not meant as a batch
         return not looks_like_array(value) or (leaf.inside and is_flag(value, path))
     if not (leaf.inside and is_position(leaf.spec)):
         return False
@@ -570,7 +570,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
 
 def _from_callable(leaf: SpecifiedLeaf) -> Any:
     axis = leaf.spec(leaf.value)
-    if axis is None or (is_input_spec(axis) and not _is_rule(axis)) or is_container_spec(axis):
+    if axis is None or (is_input_spec(axis) and not is_rule(axis)) or is_container_spec(axis):
         return axis
     raise ArgumentTypeError(
         f"the callable given in in_axes must return an int or None, except for {leaf.path} it "

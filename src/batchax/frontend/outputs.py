@@ -29,6 +29,7 @@ from batchax.frontend.in_axes import (
     is_array,
     is_object,
     is_position,
+    is_rule,
     spread_specs,
 )
 from batchax.frontend.options import check_one_of, not_one_of
@@ -166,11 +167,7 @@ def is_output_spec(spec: Any) -> bool:
 
 def _is_rule(spec: Any) -> bool:
     """Whether `spec` is a function from the outputs of one example to where they go."""
-    return (
-        callable(spec)
-        and not isinstance(spec, (_Auto, Reduce, AxisSpec, type))
-        and not is_container_spec(spec)
-    )
+    return is_rule(spec) and not isinstance(spec, (_Auto, Reduce, type))
 
 
 def _from_rule(leaf: SpecifiedLeaf) -> Any:
