@@ -7,6 +7,7 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
@@ -23,13 +24,19 @@ def solved(x):
     return optx.root_find(residual, optx.Newton(1e-6, 1e-6), x, max_steps=3, throw=True).value
 
 
+def inverted(x):
+    """A program without callbacks: the primitive of the solver has one when it is lowered."""
+    operator = lx.MatrixLinearOperator(jnp.diag(jnp.stack([x, x])))
+    return lx.linear_solve(operator, jnp.ones(2), lx.LU()).value
+
+
 def error_of(vmap, fun, xs):
     with pytest.raises(RuntimeError) as caught:
         jax.block_until_ready(vmap(fun)(xs))
     return caught.value
 
 
-@pytest.mark.parametrize("fun", [checked, solved])
+@pytest.mark.parametrize("fun", [checked, solved, inverted])
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"divergence": "compact"}])
 def test_errors_are_those_of_the_library(fun, options, monkeypatch):
     monkeypatch.setenv("EQX_ON_ERROR", "raise")

@@ -22,6 +22,7 @@ from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.kernel.registry import is_foreign
 from batchax.memo import Memo
 
 # A call outside `jit` stages its function again, and JAX would compile again what was staged
@@ -74,7 +75,9 @@ def _is_python(eqn: Eqn) -> bool:
     if eqn.primitive.name == "call_hi_primitive":
         types = [v.aval for v in eqn.invars]
         return calls_python.in_program(expanded(eqn.params["_prim"], types))
-    return eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
+    # The primitive of a library may be lowered to a callback: `linear_solve` of lineax is.
+    by_name = eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
+    return by_name or is_foreign(eqn.primitive)
 
 
 calls_python = Anywhere(_is_python)
