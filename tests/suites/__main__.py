@@ -83,9 +83,12 @@ def prepare(name: str, suite: Suite) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
-    install = [folder / "env/bin/python", "-m", "pip", "install", "--quiet", "--no-compile"]
-    install += ["pytest", f"{name}=={suite.version}", f"jax=={jax.__version__}"]
-    subprocess.run([*install, *suite.needs], check=True)
+    python, uv = str(folder / "env/bin/python"), str(Path(sys.executable).with_name("uv"))
+    packages = ["pytest", f"{name}=={suite.version}", f"jax=={jax.__version__}", *suite.needs]
+    install = ["pip", "install", "--quiet"]  # by uv in a tenth of the time, where it can
+    by_uv = [uv, *install, "--python", python, *packages]
+    if not Path(uv).exists() or subprocess.run(by_uv).returncode:
+        subprocess.run([python, "-m", *install, "--no-compile", *packages], check=True)
     source = folder / "source"
     if suite.git:
         clone = ["git", "clone", "--quiet", "--depth", "1", "--filter=blob:none", "--sparse"]
