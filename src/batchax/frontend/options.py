@@ -186,7 +186,7 @@ def wraps(fun: Callable[..., Any]) -> Callable[[F], F]:
 
     def wrapper(made: F) -> F:
         try:
-            return functools.update_wrapper(made, fun)
+            return cast("F", functools.update_wrapper(made, fun))
         except Exception:  # as in JAX: names are for messages alone
             vars(made)["__wrapped__"] = fun
             return made
