@@ -44,49 +44,36 @@ def serves(lane: Sequence[Aval], params: Any) -> bool:
 
 
 def eigh(a: Value, *, lower: bool, **_: Any) -> list[Any]:
-    """The eigenvectors and the eigenvalues, in ascending order.
+    """Returns eigenvectors and eigenvalues, in ascending order, of `a`, ``[n, n, lanes]``.
 
-    A rotation is left out where the element that it would remove is negligible beside the diagonal
-    elements of its row and column, so that the small eigenvalues of a graded definite matrix are as
-    accurate as the large ones. A lane all of whose rotations are left out stays as it is, whatever
-    its neighbors do. Matrices with a NaN or an infinity have NaN for all results.
-
-    Args:
-      a: ``[n, n, lanes]``, real or complex.
-      lower: whether the lower triangles are given, or the upper ones.
+    A lane does not depend on its neighbors. Matrices with a NaN or an infinity have NaN for all
+    results.
     """
     if jnp.iscomplexobj(a):
         # The upper triangle, of what is the conjugate of the lower one.
         a = jnp.conj(jnp.swapaxes(a, 0, 1)) if lower else a
     elif lower:
         a = jnp.swapaxes(a, 0, 1)
+    # A rotation is left out where the element that it would remove is negligible beside the
+    # diagonal elements of its row and column: so small eigenvalues of a graded definite matrix are
+    # as accurate as the large ones.
     planes = parts(a)
     values, *vectors = _decomposed(planes)
     return [whole(vectors), values]
 
 
 class _Tables(NamedTuple):
-    """Which rows each row is made of, after a round.
+    """Says which rows each row is made of, after a round."""
 
-    Rows are the elements above the diagonal, those of the diagonal, and a row of zeros. Each is
-    ``a * (b * x0 + t * x1) + s * (b * x2 + t * x3)``; the factors are rows, too.
-
-    Attributes:
-      above: the places of the elements above the diagonal, ``[2, elements]``.
-      sources: of each row, the rows x0 to x3.
-      conjugate: of each source, -1 if it is the conjugate of the element.
-      factors: of each row, the factors a, b, s, t.
-      signs: of the factors s and t.
-      imaginary: the sign of the imaginary part of the factors s and t.
-      first, second, between: of each pair, the rows of its elements on and above the diagonal.
-    """
-
+    # Rows are the elements above the diagonal, those of the diagonal, and a row of zeros. Each is
+    # ``a * (b * x0 + t * x1) + s * (b * x2 + t * x3)``; the factors are rows, too.
     above: np.ndarray
-    sources: np.ndarray
-    conjugate: np.ndarray
-    factors: np.ndarray
-    signs: np.ndarray
-    imaginary: np.ndarray
+    sources: np.ndarray  # of each row, the rows x0 to x3
+    conjugate: np.ndarray  # of each source, -1 if it is the conjugate of the element
+    factors: np.ndarray  # of each row, the factors a, b, s, t
+    signs: np.ndarray  # of the factors s and t
+    imaginary: np.ndarray  # the sign of the imaginary part of s and t
+    # Of each pair, the rows of its elements on (first, second) and above (between) the diagonal.
     first: np.ndarray
     second: np.ndarray
     between: np.ndarray
@@ -113,6 +100,7 @@ def _tables(n: int) -> _Tables:
     for i, j in above.T:
         a, b = (int(order.comes_from[x]) for x in (i, j))
         c, d = (int(order.partner[x]) for x in (a, b))
+        # Both rows come from one pair: the element between them is what the rotation removes.
         if c == b:
             kept = factor(_KEPT, order.pair[a])
             made.append(
@@ -199,7 +187,7 @@ def _large(square: Any, first: Any, second: Any) -> Any:
 
 
 def _left(table: _Tables, state: Sequence[Any]) -> Any:
-    """Which lanes have elements left that are not negligible."""
+    """Returns which lanes have elements left that are not negligible."""
     number = table.above.shape[1]
     if number == 0:
         return jnp.zeros(state[0].shape[1:], bool)
@@ -210,7 +198,7 @@ def _left(table: _Tables, state: Sequence[Any]) -> Any:
 
 
 def _round(table: _Tables, order: Rounds, state: Any, vectors: Any, active: Any) -> Any:
-    """The elements and eigenvectors once all pairs of a round are rotated."""
+    """Returns the elements and eigenvectors once all pairs of a round are rotated."""
     factors = _factors(table, state, active)
     x = [[rows(p, at) for p in state] for at in table.sources]
     a, b = (rows(factors[0], at) for at in table.factors[:2])
@@ -240,13 +228,14 @@ def _round(table: _Tables, order: Rounds, state: Any, vectors: Any, active: Any)
 
 
 def _factors(table: _Tables, state: Sequence[Any], active: Any) -> list[Any]:
-    """Of each kind a factor for each pair, and of the pair that nobody is in."""
+    """Returns of each kind a factor for each pair, and of the pair that no row is in."""
     info = jnp.finfo(state[0].dtype)
     between = [rows(x, table.between) for x in state]
     first, second = rows(state[0], table.first), rows(state[0], table.second)
     apart = second - first
     square = squares(between)
     turns = active & _large(square, first, second)
+    # The smaller root of the two: the tangent of the angle that is at most 45 degrees.
     length = jnp.abs(apart) + jnp.sqrt(apart * apart + 4 * square)
     twice = jnp.where(apart < 0, -2, 2) / jnp.maximum(length, info.tiny)
     # No more than 1 but where squares vanish.

@@ -14,7 +14,7 @@ from batchax.jaxprs.words import Value
 
 
 def rows(x: Value, places: Any) -> Any:
-    """The rows of `x` at `places`, which are in it."""
+    """Gathers the rows of `x` at `places`, which are in it."""
     places = np.asarray(places, np.int32)
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, x.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -25,82 +25,78 @@ def rows(x: Value, places: Any) -> Any:
 
 
 def column(numbers: Any, like: Value) -> Any:
-    """A number for each row of `like`."""
+    """Returns a number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def parts(x: Value) -> list[Any]:
-    """The real part and, of complex numbers, the imaginary one."""
+    """Returns the real part and, of complex numbers, the imaginary one."""
     return [jnp.real(x), jnp.imag(x)] if jnp.iscomplexobj(x) else [x]
 
 
 def whole(planes: Sequence[Value]) -> Any:
-    """The opposite of `parts`."""
     return planes[0] if len(planes) == 1 else lax.complex(planes[0], planes[1])
 
 
 def conjugate(planes: Sequence[Value]) -> list[Any]:
-    """The conjugates."""
     return [planes[0], *(-x for x in planes[1:])]
 
 
 def squares(planes: Sequence[Value]) -> Any:
-    """The squares of the sizes."""
     return functools.reduce(jnp.add, [x * x for x in planes])
 
 
 def times(x: Sequence[Value], y: Sequence[Value]) -> list[Any]:
-    """The products."""
     if len(x) == 1:
         return [x[0] * y[0]]
     return [x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]]
 
 
 def repeat(start: Any, stop: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """``state = body(i, state)`` for each number `i` from `start` on, below `stop`."""
+    """Computes ``state = body(i, state)`` for each number `i` from `start` on, below `stop`."""
     start = np.int32(start) if isinstance(start, int) else start
     step = lambda carry: (carry[0] + np.int32(1), body(*carry))
     return lax.while_loop(lambda carry: carry[0] < stop, step, (start, state))[1]
 
 
 def each_pair(number: int, body: Callable[[Any, Any, Any], Any], state: Any) -> Any:
-    """``state = body(i, j, state)`` for all `i` and `j` below `number`, `i` below `j`."""
+    """Computes ``state = body(i, j, state)`` for all `i` and `j` below `number`, `i` below `j`."""
     after = lambda i, state: repeat(i + 1, number, lambda j, x: body(i, j, x), state)
     return repeat(0, number - 1, after, state)
 
 
 def row(x: Value, *at: Any) -> Any:
-    """``x[at]``, of numbers that are in it."""
+    """Returns ``x[at]``, of numbers that are in it."""
     for i in at:
         x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
     return x
 
 
 def put(x: Value, new: Value, *at: Any) -> Any:
-    """`x` with `new` at ``x[at]``."""
+    """Returns `x` with `new` at ``x[at]``."""
     rest = [np.int32(0)] * (x.ndim - len(at))
     new = lax.reshape(new, (1,) * len(at) + new.shape)
     return lax.dynamic_update_slice(x, new, [*at, *rest], allow_negative_indices=False)
 
 
 def fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
-    """All rows combined."""
     return repeat(1, x.shape[0], lambda i, so_far: combine(so_far, row(x, i)), x[0])
 
 
 def sums(
     number: int, terms: Callable[[Any], Sequence[Value]], blank: Value, count: int
 ) -> list[Any]:
-    """The sums of `count` terms over all numbers below `number`, each like `blank`, of zeros."""
+    """Sums `count` terms over all numbers below `number`, each like `blank`, of zeros."""
     add = lambda k, so_far: [x + y for x, y in zip(so_far, terms(k), strict=True)]
     return repeat(0, number, add, [blank] * count)
 
 
 def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
-    """The same in ascending order: each is put where as many are less as there are."""
+    """Sorts in ascending order."""
     n = values.shape[0]
     places = np.arange(n)[:, None]
 
+    # Each is put where as many are less as there are: with few rows that takes no sort.
     def count(i: Any, rank: Any) -> Any:
         less = (values[i] < values) | ((values[i] == values) & (i < places))
         return rank + less.astype(rank.dtype)
@@ -119,31 +115,31 @@ def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
 
 
 def scaled(x: Value, by: Value) -> Any:
-    """`x` times real `by`: infinity in one part of a complex number makes no NaN in the other."""
+    """Multiplies `x` by a real number."""
     if not jnp.iscomplexobj(x):
         return x * by
+    # Part by part: infinity in one part makes no NaN in the other.
     return lax.complex(jnp.real(x) * by, jnp.imag(x) * by)
 
 
 def largest(planes: Sequence[Value]) -> Any:
-    """The largest of the sizes of all parts, for each lane, NaN where there is one."""
+    """Returns the largest of the sizes of all parts, for each lane, NaN where there is one."""
     sizes = functools.reduce(jnp.maximum, map(jnp.abs, planes))
     return fold(jnp.maximum, sizes.reshape(-1, sizes.shape[-1]))
 
 
 def power_of_two(size: Value) -> Any:
-    """The largest power of two that is no larger, 0 for numbers that are not normal."""
+    """Returns the largest power of two that is no larger, 0 for numbers that are not normal."""
+    # The bits of infinity are those of the exponent: what they leave of a number is a power of two.
     exponent = np.asarray(np.inf, size.dtype).view(f"i{size.dtype.itemsize}")
     bits = lax.bitcast_convert_type(size, exponent.dtype) & exponent
     return lax.bitcast_convert_type(bits, size.dtype)
 
 
 def scale(size: Value, below: int = 4) -> Any:
-    """Powers of two that bring numbers of this size to where squares are safe, 1 for 0.
-
-    As far up as that allows, so that the least numbers of a graded matrix stay normal: to `below`
-    powers of two below the square root of what is too large.
-    """
+    """Returns powers of two that bring numbers of this size to where squares are safe, 1 for 0."""
+    # As far up as that allows, so that the least numbers of a graded matrix stay normal: to `below`
+    # powers of two below the square root of what is too large.
     info = jnp.finfo(size.dtype)
     power = power_of_two(size)
     top = 2.0 ** (info.maxexp // 2 - below)
@@ -152,32 +148,21 @@ def scale(size: Value, below: int = 4) -> Any:
 
 
 class Rounds(NamedTuple):
-    """Rounds of pairs of neighbors, after each of which the places of all are changed.
+    """Holds rounds of pairs of neighbors, after each of which the places of all change."""
 
-    After `number` rounds each has met each other once and all are at their places again, as in a
-    round-robin tournament (Brent and Luk 1985, "The solution of singular-value and symmetric
-    eigenvalue problems on multiprocessor arrays").
-
-    Attributes:
-      number: of rounds.
-      pairs: of places, ``[pairs, 2]``.
-      partner: with which place each is paired; with itself where one is left over.
-      pair: which pair each place is in; the number of pairs where it is in none.
-      side: -1 at the first place of a pair, 1 at the second, 0 where one is left over.
-      comes_from: the place at which each was before.
-    """
-
+    # After `number` rounds each has met each other once and all are at their places again, as in a
+    # round-robin tournament (Brent and Luk 1985, "The solution of singular-value and symmetric
+    # eigenvalue problems on multiprocessor arrays").
     number: int
-    pairs: np.ndarray
-    partner: np.ndarray
-    pair: np.ndarray
-    side: np.ndarray
-    comes_from: np.ndarray
+    pairs: np.ndarray  # of places, ``[pairs, 2]``
+    partner: np.ndarray  # with which place each is paired; with itself where one is left over
+    pair: np.ndarray  # which pair each place is in; the number of pairs where it is in none
+    side: np.ndarray  # -1 at the first place of a pair, 1 at the second, 0 where one is left over
+    comes_from: np.ndarray  # the place at which each was before
 
 
 @functools.cache
 def rounds(n: int) -> Rounds:
-    """The rounds in which `n` meet."""
     odd = n % 2
     half = (n + odd) // 2
     comes_from = np.zeros(2 * half, np.int32)  # those at even places go up, at odd ones down
@@ -198,13 +183,9 @@ def rounds(n: int) -> Rounds:
 
 
 def turned(order: Rounds, cosine: Any, sine: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
-    """Vectors whose pairs are rotated, at their places of the next round.
-
-    Args:
-      order: the rounds.
-      cosine: of each pair, ``[pairs + 1, lanes]``, 1 for the last one, that nobody is in.
-      sine: its real part and, of complex numbers, the imaginary one; 0 for the last one.
-      vectors: the parts of the vectors, ``[places, elements, lanes]``.
+    """Returns vectors, ``[places, elements, lanes]``, whose pairs are rotated, at their next
+    places. Of `cosine` and `sine`, ``[pairs + 1, lanes]``, the last is 1 and 0, for places in no
+    pair.
     """
     before = order.comes_from
     mine, other = ([rows(x, at) for x in vectors] for at in (before, order.partner[before]))

@@ -13,18 +13,15 @@ LOOP_STEPS = 80  # of a loop of unknown length
 
 
 def runs(steps: int) -> int:
-    """How often something runs in `CALLS` calls; `steps` are those of loops, as `Axis.in_loop`."""
+    """Returns how often something runs in `CALLS` calls; `steps` are those of loops, as
+    `Axis.in_loop`.
+    """
     return CALLS * max(1, steps)
 
 
 def pays_back(gain: float, seconds: float, lanes: int, in_loop: int) -> bool:
-    """Whether `CALLS` calls gain what compiling takes longer.
-
-    Args:
-      gain: microseconds for each lane.
-      seconds: what compiling takes longer.
-      lanes: how many there are.
-      in_loop: as `Axis.in_loop`.
+    """Whether `CALLS` calls gain (microseconds for each lane) what compiling takes longer
+    (seconds).
     """
     return runs(in_loop) * lanes * gain * 1e-6 >= seconds
 

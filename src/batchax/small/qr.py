@@ -18,17 +18,11 @@ from batchax.small.elements import conjugate, parts, power_of_two, rows, squares
 
 
 def serves(lane: Sequence[Aval], params: Any) -> bool:
-    """Whether columns stay in their order."""
     return not params["pivoting"] and 0 not in lane[0].shape
 
 
 def qr(a: Value, *, full_matrices: bool, **_: Any) -> list[Any]:
-    """The factors, as `lax.linalg.qr` has them.
-
-    Args:
-      a: ``[m, n, lanes]``, real or complex.
-      full_matrices: whether the first factor is square.
-    """
+    """Returns the factors, as `lax.linalg.qr` has them, of `a`, ``[m, n, lanes]``."""
     m, n, _ = a.shape
     planes = parts(a)
     both = _decomposed(planes)
@@ -40,26 +34,20 @@ def qr(a: Value, *, full_matrices: bool, **_: Any) -> list[Any]:
 
 
 class _Reflection(NamedTuple):
-    """What takes all that is below the first row away from the first column.
+    """Takes all that is below the first row away from the first column."""
 
-    Attributes:
-      vector: what is taken off each column is a multiple of it, ``[m]``.
-      multiples: for each column, ``[m + n]``.
-      corner: what is left in the first row of the first column.
-    """
-
-    vector: list[Any]
-    multiples: list[Any]
-    corner: list[Any]
+    vector: list[Any]  # what comes off each column is a multiple of it, ``[m]``
+    multiples: list[Any]  # for each column, ``[m + n]``
+    corner: list[Any]  # what is left in the first row of the first column
 
 
 def _decomposed(planes: Sequence[Any]) -> list[Any]:
-    """The second factor and next to it the conjugate transpose of the first, a square matrix.
-
-    After each reflection the first row is finished. It goes last, as nothing but zeros, and the
-    first column goes last, so that it is always the first that are reflected: of places that are
-    known when it is compiled, a loop is vectorised.
+    """Returns the second factor and next to it the conjugate transpose of the first, a square
+    matrix.
     """
+    # After each reflection the first row is finished. It goes last, as nothing but zeros, and the
+    # first column goes last, so that it is always the first that are reflected: a loop with places
+    # known when it is compiled is vectorized.
     m, n, lanes = planes[0].shape
     count, width = min(m, n), m + n
     identity = jnp.broadcast_to(np.eye(m, dtype=planes[0].dtype)[..., None], (m, m, lanes))
@@ -106,7 +94,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
 
 
 def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
-    """The reflection for the first column of matrices of `width`, of which some rows are done."""
+    """Returns the reflection for the first column of matrices of `width`; some rows are done."""
     state = [x.reshape(-1, width, x.shape[-1]) for x in state]
     column = [x[:, 0] for x in state]
     # Numbers are brought near 1 before they are squared.
@@ -140,5 +128,5 @@ def _reflection(state: Sequence[Any], width: int, done: Any) -> _Reflection:
 
 
 def _fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
-    """All rows combined. Written out, as they are few and a loop of loops would take longer."""
+    # Written out: there are few rows, and a loop of loops would take longer.
     return functools.reduce(combine, [x[i] for i in range(x.shape[0])])

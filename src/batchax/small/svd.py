@@ -44,15 +44,10 @@ def serves(lane: Sequence[Aval], params: Any) -> bool:
 
 
 def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[Any]:
-    """The singular values, in descending order, and the vectors, as `lax.linalg.svd_p` has them.
+    """Returns singular values, in descending order, and vectors, as `lax.linalg.svd_p` has them.
 
-    A lane all of whose columns are orthogonal stays as it is, whatever its neighbors do. Matrices
-    with a NaN or an infinity have NaN for all results.
-
-    Args:
-      a: ``[m, n, lanes]``, real or complex.
-      full_matrices: whether the matrices of vectors are square.
-      compute_uv: whether there are to be vectors.
+    A lane does not depend on its neighbors. Matrices with a NaN or an infinity have NaN for all
+    results.
     """
     m, n, _ = a.shape
     if m < n:  # of the conjugate transpose, whose left vectors are the right ones of this
@@ -70,7 +65,7 @@ def svd(a: Value, *, full_matrices: bool, compute_uv: bool, **_: Any) -> list[An
 
 
 def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
-    """The values, the left vectors and the right ones, each vector a row."""
+    """Returns the values, the left vectors and the right ones, each vector a row."""
     m, n, lanes = planes[0].shape
     size = largest(planes)
     finite = size < jnp.inf
@@ -112,10 +107,10 @@ def _decomposed(left: int, planes: Sequence[Any]) -> list[Any]:
 
 
 def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> Any:
-    """Which lanes have columns `i` and `j` far from orthogonal, and all columns once they are not.
-
-    A column is a row of `state`, with what makes it of the columns of the matrix behind it.
+    """Returns which lanes have columns `i` and `j` far from orthogonal, and all columns once
+    rotated.
     """
+    # A column is a row of `state`, with what makes it of the columns of the matrix behind it.
     info = jnp.finfo(state[0].dtype)
     first, second = ([row(x, k) for x in state] for k in (i, j))
 
@@ -130,6 +125,7 @@ def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> An
     apart = (two - one) / more
     between = [x / more for x in between]
     size = functools.reduce(jnp.maximum, map(jnp.abs, between))
+    # Relative to both lengths, so that small singular values of a graded matrix are accurate, too.
     turns = active & (size > float(info.eps) * jnp.sqrt(less))
 
     def rotated(state: Any) -> Any:
@@ -148,12 +144,10 @@ def _orthogonal(i: Any, j: Any, m: int, state: Sequence[Any], active: Any) -> An
 
 
 def _completed(there: Any, u: Sequence[Any]) -> list[Any]:
-    """Vectors that are orthogonal to the others, for those that are not there, which are 0.
-
-    One after another is what is left of the unit vector that is farthest from all that are there,
-    made orthogonal twice, as in "twice is enough" (Parlett 1980, "The symmetric eigenvalue
-    problem", 6.9).
-    """
+    """Returns vectors with those that are not there, which are 0, orthogonal to the others."""
+    # One after another is what is left of the unit vector that is farthest from all that are there,
+    # made orthogonal twice, as in "twice is enough" (Parlett 1980, "The symmetric eigenvalue
+    # problem", 6.9).
     left, m, lanes = u[0].shape
     nothing = jnp.zeros((lanes,), u[0].dtype)
 

@@ -25,16 +25,11 @@ from batchax.small.elements import (
 
 
 def cholesky(a: Value) -> list[Any]:
-    """The lower triangular factors of matrices of which the lower triangles are given.
-
-    Each element is what is left of that of the matrix once the products of those in front of it are
-    taken off (Golub and Van Loan 2013, "Matrix Computations", 4.2.5), in the order in which the
-    unblocked routine of LAPACK does so. Where a pivot is not positive the whole matrix is NaN, as
-    JAX has it.
-
-    Args:
-      a: ``[n, n, lanes]``, real or complex.
-    """
+    """Returns the lower triangular factors of `a`, ``[n, n, lanes]``, given as lower triangles."""
+    # Each element is what is left of that of the matrix once the products of those in front of it
+    # are subtracted (Golub and Van Loan 2013, "Matrix Computations", 4.2.5), in the order of the
+    # unblocked routine of LAPACK. Where a pivot is not positive the whole matrix is NaN, as JAX has
+    # it.
     n, _, lanes = a.shape
 
     def element(i: Any, j: Any, factor: Any) -> Any:
@@ -55,15 +50,10 @@ def cholesky(a: Value) -> list[Any]:
 
 
 def lu(a: Value) -> list[Any]:
-    """Both factors of matrices in one array, the row each step swaps with, and the permutation.
-
-    Elimination by outer products (Golub and Van Loan 2013, "Matrix Computations", 3.4.1). As in
-    LAPACK a pivot is the first of the largest in its column, by the sum of the moduli of both parts
-    where numbers are complex; a column of zeros stays.
-
-    Args:
-      a: ``[rows, columns, lanes]``, real or complex.
-    """
+    """Returns both factors in one array, the row each step swaps with, and the permutation."""
+    # Elimination by outer products (Golub and Van Loan 2013, "Matrix Computations", 3.4.1). As in
+    # LAPACK a pivot is the first of the largest in its column, by the sum of the moduli of both
+    # parts where numbers are complex; a column of zeros stays.
     m, n, lanes = a.shape
     steps = min(m, n)
     columns = np.arange(n, dtype=np.int32)[:, None]
@@ -100,10 +90,8 @@ def lu(a: Value) -> list[Any]:
 
 
 def with_permutation(factors: Value, pivots: Value, *_: Value) -> list[Any]:
-    """What `lu` returns, of its first results.
-
-    JAX's own permutation takes longer to compile than all else in the library's call.
-    """
+    """Returns what `lu` returns, from its first results."""
+    # JAX's own permutation takes longer to compile than all else in the library's call.
     m, _, lanes = factors.shape
     order = jnp.asarray(np.broadcast_to(np.arange(m, dtype=np.int32)[:, None], (m, lanes)))
     for j in reversed(range(len(pivots))):  # where what ends in a row was before each step
@@ -116,14 +104,12 @@ def _size(planes: Sequence[Value]) -> Any:
 
 
 def _quotients(column: Sequence[Value], head: Sequence[Value]) -> list[Any]:
-    """The elements over that in front of them, or as they are where that is 0.
-
-    Of complex numbers in parts, which are vectorised where quotients are not. The divisor is
-    brought near 1 before it is squared.
-    """
+    """Divides elements by the one in front of them, except where that is 0."""
     idle = functools.reduce(jnp.logical_and, [x == 0 for x in head])
     if len(head) == 1:
         return [jnp.where(idle, column[0], column[0] / head[0])]
+    # Complex numbers in parts, which are vectorized where quotients are not. The divisor is brought
+    # near 1 before it is squared.
     size = functools.reduce(jnp.maximum, map(jnp.abs, head))
     info = jnp.finfo(size.dtype)
     by = jnp.where(size < jnp.inf, jnp.clip(power_of_two(size), info.tiny, 1 / info.tiny), 1)
@@ -143,15 +129,9 @@ def triangular_solve(
     conjugate_a: bool,
     unit_diagonal: bool,
 ) -> list[Any]:
-    """What `jax.lax.linalg.triangular_solve` returns, for the matrices of each lane.
-
-    All unknowns that are known are taken off an equation, then it is solved (Golub and Van Loan
-    2013, "Matrix Computations", 3.1.1).
-
-    Args:
-      a: ``[n, n, lanes]``.
-      b: ``[n, columns, lanes]``, or ``[rows, n, lanes]`` where the matrix is on the right.
-    """
+    """Returns what `jax.lax.linalg.triangular_solve` returns, for the matrices of each lane."""
+    # All known unknowns are subtracted from an equation, then it is solved (Golub and Van Loan
+    # 2013, "Matrix Computations", 3.1.1).
     n = a.shape[0]
     if conjugate_a:
         a = jnp.conj(a)

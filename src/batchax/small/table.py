@@ -26,13 +26,9 @@ _SIZE = 112  # an odd multiple of a vector's: rows that lie powers of two apart 
 def in_blocks(
     run: Callable[..., Sequence[Any]], first: bool, types: Sequence[Aval], *arrays: Value
 ) -> list[Any]:
-    """`run`, which has lanes last, of some lanes of `arrays` at a time.
+    """Computes `run`, which has lanes last, of a block of lanes of `arrays` at a time.
 
-    Args:
-      run: what is computed of a block.
-      first: whether lanes come first in arrays and results; else they come last.
-      types: those of all results.
-      *arrays: of all lanes.
+    With `first`, lanes come first in arrays and results; `types` are those of the results.
     """
     at = lambda x: 0 if first else x.ndim - 1
     lanes = arrays[0].shape[at(arrays[0])]
@@ -55,38 +51,34 @@ def in_blocks(
 def as_blocks_are(
     run: Callable[..., Sequence[Any]], first: bool, arrays: Sequence[Value]
 ) -> list[Any]:
-    """`run`, which has lanes last, of arrays that have them first or last, as the results do."""
+    """Computes `run`, which has lanes last, of arrays that have them first or last, as the results
+    do.
+    """
     if not first:
         return list(run(*arrays))
     return [jnp.moveaxis(x, -1, 0) for x in run(*(jnp.moveaxis(x, 0, -1) for x in arrays))]
 
 
 class Decomposition(NamedTuple):
-    """A decomposition, or a product.
+    """Describes how a decomposition, or a product, is computed."""
 
-    Attributes:
-      run: computes it, of operands with lanes last and the parameters of the primitive. Its results
-        are those of the primitive, in a list, with lanes last.
-      ranks: how many dimensions of each operand are of one matrix, or of one vector; None: all.
-      serves: whether it does what the primitive does for these operands of one matrix and
-        parameters.
-      pays: whether it takes less time, for so many lanes, in a loop or not.
-      alone: whether its results are seldom operands of others. Where lanes are first they stay so,
-        then, outside of it: a block is transposed sooner than all.
-      choices: which results are a choice among equally right ones, such as the signs of vectors.
-        The library may choose others.
-      finite: whether it does what the library does for finite matrices only. Of a NaN or an
-        infinity the library makes pivots, signs and numbers that follow no rule.
-      of_library: makes all results of those of the library.
-    """
-
+    # Of operands with lanes last and the parameters of the primitive; its results are those of the
+    # primitive, in a list, with lanes last.
     run: Callable[..., list[Any]]
-    ranks: tuple[int, ...] | None
+    ranks: tuple[int, ...] | None  # dimensions of one matrix, or vector, of each operand; None: all
+    # whether it does what the primitive does for these operands of one matrix
     serves: Callable[[Sequence[Aval], Any], bool] = lambda lane, params: True
+    # whether it takes less time, for so many lanes, in a loop or not
     pays: Callable[[Sequence[Aval], int, Any, int], bool] | None = None
+    # Whether its results are seldom operands of others. Lanes that are first stay so, then, outside
+    # of it: a block is transposed sooner than all.
     alone: bool = False
+    # results that are a choice among right ones, such as signs of vectors
     choices: tuple[int, ...] = ()
+    # Whether it does what the library does for finite matrices only. Of a NaN or an infinity the
+    # library makes pivots, signs and numbers that follow no rule.
     finite: bool = False
+    # makes all results from those of the library
     of_library: Callable[..., list[Any]] = lambda *outs: list(outs)
 
 
@@ -118,16 +110,10 @@ def with_lanes_last(
     first: bool,
     library: Callable[..., list[Any]],
 ) -> list[Any]:
-    """What a primitive of JAX computes on a CPU, with lanes last, or as if so.
+    """Computes what a primitive of JAX computes on a CPU, with lanes last, or as if so.
 
-    Args:
-      primitive: its name.
-      operands: what it takes; lanes come last in all, and in the results, or first.
-      types: those of the results.
-      params: its parameters.
-      first: whether lanes come first.
-      library: the same of all lanes, computed by the library. It is called only where there are
-        lanes that this does not serve.
+    `library` computes the same of all lanes; it runs only where there are lanes that this does not
+    serve.
     """
     decomposition = DECOMPOSITIONS[primitive]
     run = functools.partial(decomposition.run, **params)
@@ -143,6 +129,7 @@ def with_lanes_last(
         own = lambda x: lax.broadcast_in_dim(finite, x.shape, [at % x.ndim])
         return [jnp.where(own(x), x, y) for x, y in zip(outs, others, strict=True)]
 
+    # Nearly always all lanes are finite, and the library is not called.
     return lax.cond(finite.all(), lambda outs, _: outs, repaired, outs, operands)
 
 
@@ -166,12 +153,7 @@ def lanes_last_pays(
 ) -> bool:
     """Whether a primitive of JAX is to be computed with lanes last on a CPU.
 
-    Args:
-      primitive: its name.
-      lane: the types of the operands for one matrix.
-      lanes: how many matrices there are.
-      params: the parameters of the primitive.
-      in_loop: as `Axis.in_loop`.
+    `lane` has the types of the operands for one matrix; `in_loop` is as `Axis.in_loop`.
     """
     decomposition = DECOMPOSITIONS.get(primitive)
     if decomposition is None or not decomposition.serves(lane, params):
