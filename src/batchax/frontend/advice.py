@@ -35,12 +35,9 @@ _TYPE = re.compile(r"with type (\S+)")
 
 
 def escaped(name: str, message: str, place: str | None) -> str:
-    """What a function uses that another one left behind, by JAX's message; "" if it says nothing.
+    """Says what a function uses that another one left behind, by JAX's message.
 
-    Args:
-      name: of the function that uses it.
-      message: of JAX's ``UnexpectedTracerError``.
-      place: where it is used, if that is known.
+    Empty if that says nothing.
     """
     traced, made, type_of = (x.search(message) for x in (_TRACED, _MADE, _TYPE))
     if type_of and _DERIVED.search(message):
@@ -56,11 +53,8 @@ def escaped(name: str, message: str, place: str | None) -> str:
 
 
 def leaked(name: str, message: str) -> str:
-    """What a function called `name` left behind, by JAX's message; "" if that is of other things.
-
-    Args:
-      name: of the function.
-      message: what JAX raised.
+    """Says what a function called `name` left behind, by JAX's message; "" if that is of other
+    things.
     """
     if not message.startswith("Leaked trace "):
         return ""
@@ -69,6 +63,7 @@ def leaked(name: str, message: str) -> str:
         type_of, alive = _FIRST.match(told), _ALIVE.findall(told)
         if type_of is None or not alive or "TracingEqn" in told:
             continue
+        # JAX names the objects that hold a leaked tracer by their ``id``, the nearest first.
         at = _compat.made_at(_object(int(alive[0][1])))
         holders = [held for _, _, held in alive]
         holder = next((held for held in holders if not _NAMELESS.match(held)), holders[-1])
@@ -86,15 +81,13 @@ def leaked(name: str, message: str) -> str:
 
 
 def _object(number: int) -> object:
-    """The object with that ``id``, as JAX names it; it is alive, for that is what is wrong."""
+    """Returns the object with that ``id``, which is alive: that is what is wrong."""
     return next((x for x in gc.get_objects() if id(x) == number), None)
 
 
 def by_name(paths: Sequence[Any]) -> str:
-    """Of keyword arguments among `paths`: how to give them None. Empty if there are none.
-
-    An int, a tuple or a list in ``in_axes`` says nothing of keyword arguments.
-    """
+    """Says how to give None for the keyword arguments among `paths`; empty if there are none."""
+    # An int, a tuple or a list in ``in_axes`` says nothing of keyword arguments.
     names = dict.fromkeys(p.argument for p in paths if getattr(p, "by_keyword", False))
     if not names:
         return ""
@@ -106,7 +99,7 @@ def by_name(paths: Sequence[Any]) -> str:
 
 
 def advise_split_key(path: str, lanes: Any, each: str, sure: bool = True) -> str:
-    """What to do with one random key where there should be one for each lane."""
+    """Says what to do with one random key where there should be one for each lane."""
     return (
         f"\n{'' if sure else 'If '}{path} is one random key: jax.random.split(key, {lanes}) makes "
         f"one for each; with None it is the same {each}, and so are the numbers drawn."
@@ -118,7 +111,6 @@ def is_key(x: Value) -> bool:
 
 
 def may_be_key(x: Value) -> bool:
-    """Whether `x` may be one random key of the old kind, an array of numbers."""
     return x.dtype == np.uint32 and x.shape in ((2,), (4,))
 
 
@@ -126,13 +118,10 @@ def may_be_key(x: Value) -> bool:
 def named_in_errors(
     fun: Any, mapped: Sequence[Any], shared: Sequence[SpecifiedLeaf], each: str
 ) -> Iterator[None]:
-    """While a function of one example is run: puts on top of errors what to do about them.
+    """Puts advice on top of errors of a function of one example, while that runs.
 
-    Args:
-      fun: the function.
-      mapped: what is mapped, each with a path, a value and an axis.
-      shared: what is not, each a tree with a path.
-      each: when an argument is the same for each of the lanes.
+    Of what is `mapped` each has a path, a value and an axis; `shared` is not; `each` says for whom
+    it is the same.
     """
     try:
         yield
@@ -162,6 +151,7 @@ def named_in_errors(
             or _key_in_parts(error, mapped, each)
             or _shapes_of_one_example(fun, error, mapped, shared, each)
         )
+        # Advice is given once: an inner function of one example may have put its own on top.
         if top and error.args and _SAYS not in str(error.args[0]):
             says = _SAYS if not isinstance(error, (AttributeError, AxisError)) else "\n"
             error.args = (f"{top}{says}{error.args[0]}", *error.args[1:])
@@ -175,7 +165,7 @@ def named_in_errors(
 
 @contextmanager
 def carry_in_errors() -> Iterator[None]:
-    """While a step of a `bounded_while` is staged: as `named_in_errors`, of what it carries."""
+    """Puts advice on top of errors of a step of a `bounded_while`, of what it carries."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -245,7 +235,7 @@ _FINDS_SIZES = {
 
 
 def _found_sizes(error: Exception) -> str:
-    """Of what has as many elements as its values say: what finds so many for each lane."""
+    """Says what finds a size for each lane, of an error about sizes that depend on values."""
     called = next((names for says, names in _FINDS_SIZES.items() if says in str(error)), None)
     if called is None and isinstance(error, jax.errors.TracerBoolConversionError):
         # Before JAX 0.12 it asks, by an `if`, whether all is in bounds.
@@ -301,14 +291,14 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
 
 
 def _kind(error: Exception) -> tuple[str, str] | None:
-    """What of Python's needs a value that is known, and what to use instead; None: nothing does."""
+    """Returns what of Python's needs a known value, and what to use instead; None: nothing does."""
     if str(error).startswith("Shapes must be 1D sequences of concrete values"):
         return _INSTEAD[jax.errors.ConcretizationTypeError]
     return next((text for type, text in _INSTEAD.items() if isinstance(error, type)), None)
 
 
 def _what_is_traced_around(error: Exception, shared: Sequence[SpecifiedLeaf], each: str) -> str:
-    """Of arguments that are not mapped, and not known either: ``jax.jit`` around traces them."""
+    """Says which arguments ``jax.jit`` around traces, though they are not mapped."""
     kind = _kind(error)
     traced = [(path, x) for path, x in _arrays_of(shared) if isinstance(x, Tracer)]
     named = [(path, x) for path, x in traced if _names(str(error), path)]
@@ -355,7 +345,7 @@ def _shapes_of_one_example(
     shared: Sequence[SpecifiedLeaf],
     each: str,
 ) -> str:
-    """Of an error about shapes that the function itself made: which shapes it was given."""
+    """Says which shapes the function was given, of an error about shapes that it made itself."""
     arrays = [m for m in mapped if m.axis is not None and hasattr(m.value, "dtype")]
     elsewhere = isinstance(error, (BatchaxError, *_INSTEAD)) or SIZES_DIFFER in str(error)
     if elsewhere or not arrays or not ABOUT_SHAPES.search(str(error)):
@@ -380,7 +370,7 @@ def _listed(arrays: Sequence[tuple[str, Any]], each: str) -> str:
 
 
 def _arrays_of(shared: Sequence[SpecifiedLeaf]) -> list[tuple[str, Any]]:
-    """The arrays in arguments that are not mapped, with what messages call them."""
+    """Lists the arrays in arguments that are not mapped, with what messages call them."""
     return [
         (leaf.path if not keys else _below(leaf.path, keys), x)
         for leaf in shared
@@ -390,7 +380,7 @@ def _arrays_of(shared: Sequence[SpecifiedLeaf]) -> list[tuple[str, Any]]:
 
 
 def _below(path: Any, keys: Any) -> str:
-    """The path of a leaf, which knows what `path` does of the argument that it is of."""
+    """Extends the path of an argument by the keys of a leaf."""
     return type(path)(path + jax.tree_util.keystr(keys), path.argument, path.by_keyword)
 
 
@@ -399,7 +389,7 @@ _whences: ContextVar[Mapping[str, str]] = ContextVar("whences", default={})  # n
 
 @contextmanager
 def come_from(whence: Mapping[str, str]) -> Iterator[None]:
-    """While this lasts, messages about shapes call arguments what `whence` says, files and all."""
+    """Lets messages about shapes call arguments what `whence` says, files and all."""
     token = _whences.set(whence)
     try:
         yield

@@ -49,32 +49,23 @@ Self = TypeVar("Self", bound="Mapped")
 
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """An argument of a batched function: an array, where it came from, and its batch axis.
+    """Holds an argument of a batched function: an array, where it came from, and its batch axis."""
 
-    Attributes:
-      path: what messages call it.
-      value: an array of JAX, or of NumPy's where lanes go to devices; a reference.
-      axis: its batch axis; None if all lanes have it alike.
-      spec: what `in_axes` says of a batch of rows.
-      given: the user's own, if `value` stands for it.
-      typed: whether the type of its value may tell where lanes are.
-    """
+    typed: ClassVar[bool] = True  # whether the type of its value may tell where lanes are
 
-    typed: ClassVar[bool] = True
-
-    path: str
-    value: Value
-    axis: Position
-    spec: Any = None
-    given: Any = None
+    path: str  # what messages call it
+    value: Value  # an array of JAX, or of NumPy's where lanes go to devices; a reference
+    axis: Position  # None if all lanes have it alike
+    spec: Any = None  # what `in_axes` says of a batch of rows
+    given: Any = None  # the user's own, if `value` stands for it
 
     @property
     def lanes(self) -> Any:
-        """How many lanes there are, if it says so."""
+        """Returns how many lanes there are, if it says so."""
         return None if self.axis is None else self.value.shape[self.axis]
 
     def with_own_axis(self: Self) -> Self | None:
-        """The same with an axis that is not negative; None if the array has no such axis."""
+        """Returns the same with a non-negative axis; None if the array has no such axis."""
         if self.axis is None:
             return self
         ndim = len(self.value.shape)
@@ -83,21 +74,24 @@ class Mapped:
         return replace(self, axis=self.axis % ndim) if -ndim <= self.axis < 0 else None
 
     def sharded_over(self) -> tuple[Any, ...]:
-        """The mesh axis that its type says lanes are sharded over, or None; if it says anything."""
+        """Returns the mesh axis, or None, that its type shards lanes over, in a tuple; () if it
+        says nothing.
+        """
         if self.axis is None or not self.typed:
             return ()
         spec = getattr(getattr(jax.typeof(self.value), "sharding", None), "spec", ())
+        # A spec may be shorter than the shape: the rest is not sharded.
         return (spec[self.axis] if self.axis < len(spec) else None,)
 
     def put(self: Self, value: Value) -> Self:
-        """The same argument, whose value is now elsewhere, or in another form."""
+        """Returns the same argument, whose value is now elsewhere, or in another form."""
         if value is self.value:
             return self
         return replace(self, value=value, given=self.value if self.given is None else self.given)
 
 
 class LaneIndices(Mapped):
-    """The index of each lane, once it is known how many there are."""
+    """Is the index of each lane, once it is known how many there are."""
 
     typed: ClassVar[bool] = False
 
@@ -110,22 +104,20 @@ class LaneIndices(Mapped):
 
 
 class MappedRows(Mapped):
-    """A batch of rows of different lengths, which no type describes."""
+    """Is a batch of rows of different lengths, which no type describes."""
 
     typed: ClassVar[bool] = False
 
 
 class OwnRows(Mapped):
-    """Rows that this process has by itself: not where other processes have theirs."""
+    """Is the rows that this process has by itself, without those of other processes."""
 
     typed: ClassVar[bool] = False
 
 
 def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, Any]:
-    """The mesh axis that types of arguments say the mapped axis is sharded over, and its mesh.
-
-    Raises:
-      AxisError: the arguments say different things, or not what `spmd_axis_name` says.
+    """Returns the mesh axis that types of arguments say the mapped axis is sharded over, and its
+    mesh. Raises AxisError if they say different things, or not what `spmd_axis_name` says.
     """
     entries = {m.path: entry for m in mapped for entry in m.sharded_over()}
     mesh_axes = set(entries.values())
@@ -149,11 +141,7 @@ def find_mesh_axis(mapped: Sequence[Mapped], spmd_axis_name: Any) -> tuple[Any, 
 
 
 def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:
-    """The arguments with the indices of all lanes where they want that of a lane.
-
-    Raises:
-      UnsupportedError: lanes are sharded by their types over a mesh that is not set.
-    """
+    """Puts the indices of all lanes in place of arguments that want that of a lane."""
     of_indices = [m for m in mapped if isinstance(m, LaneIndices)]
     if not of_indices:
         return list(mapped)
@@ -173,16 +161,11 @@ def with_lane_indices(mapped: Sequence[Mapped], axis: Axis) -> list[Mapped]:
 
 
 class LocalRows:
-    """An array with this process's own rows of a batch.
-
-    Attributes:
-      array: the rows.
-      shape: that of `array`, and once all processes have said how many rows they have, that of the
-        rows of all.
-      first: the index of the first of them among those of all.
-    """
+    """Holds this process's own rows of a batch."""
 
     def __init__(self, array: Value, shape: tuple[int, ...], first: int = 0) -> None:
+        # `shape` and `first` are those among the rows of all processes, once these have said how
+        # many they have.
         self.array, self.shape, self.first = array, shape, first
 
     @property
@@ -250,7 +233,7 @@ def _local(path: str, x: Value) -> LocalRows:
 
 
 def only_mapped(what: str) -> ArgumentTypeError:
-    """The error for rows that are no argument that lanes of a mesh are taken from."""
+    """Makes the error for rows that are no argument that lanes of a mesh are taken from."""
     return ArgumentTypeError(
         f"batchax.local(x) is for an argument that vmap maps, with mesh=, but {what}."
     )
@@ -258,7 +241,7 @@ def only_mapped(what: str) -> ArgumentTypeError:
 
 @dataclass(frozen=True)
 class FlatArguments:
-    """A call's mapped arrays, what it has beside them, and how to rebuild what one example sees."""
+    """Holds a call's mapped arrays, its other arguments, and how to rebuild one example."""
 
     mapped: list[Mapped]
     shared: list[SpecifiedLeaf]
@@ -277,16 +260,13 @@ def flatten_arguments(
     """Spreads `in_axes` over the arguments of one call.
 
     Arguments that are not mapped are closed over, as they are. With `on_mesh`, arrays among them
-    whose types tell of a mesh are passed as mapped ones are, but without an axis: the call may go
-    on inside a ``shard_map``, and there their types are others. With `spread`, lanes go to several
+    whose types tell of a mesh are passed without an axis. With `spread`, lanes go to several
     devices: arrays of NumPy stay on the host, and rows may be those of one process.
-
-    Raises:
-      AxisError: `in_axes` does not fit the arguments, or an axis is out of range.
-      ArgumentTypeError: a leaf that is to be mapped is not an array.
     """
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs, terms)
     mapped: list[Mapped] = []
+    # Inside a ``shard_map`` the types of such arrays are others, and closed over they would keep
+    # their old ones.
     parts = [_leaf_parts(leaf, mapped, on_mesh, spread) for leaf in leaves]
     mapped = _in_range(mapped, terms)
     _check_references(mapped)
@@ -297,12 +277,7 @@ def flatten_arguments(
 
 
 def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
-    """The one size that all mapped axes have.
-
-    Raises:
-      AxisError: sizes disagree, with each other or with `axis_size`, or there
-        is no mapped argument and no `axis_size`.
-    """
+    """Returns the one size that all mapped axes have, or raises AxisError."""
     sized = [m for m in mapped if m.lanes is not None]
     if not sized:
         if axis_size is None:
@@ -315,6 +290,7 @@ def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANE
     sizes = [m.lanes for m in sized]
     if all(s == sizes[0] for s in sizes) and axis_size in (None, sizes[0]):
         return sizes[0]
+    # The size that most axes have is taken to be right, and the others are marked, except in a tie.
     usual = axis_size if axis_size is not None else Counter(sizes).most_common(1)[0][0]
     tie = axis_size is None and list(Counter(sizes).values()).count(sizes.count(usual)) > 1
     lines = [
@@ -350,7 +326,9 @@ def _few_sizes(sizes: Sequence[Any]) -> str:
 
 
 def _few_lines(lines: Sequence[str], odd: Sequence[bool] = ()) -> str:
-    """The first lines, and how many more there are: one of each kind, odd or not, is among them."""
+    """Joins the first lines, and says how many more there are: one of each kind, odd or not, is
+    listed.
+    """
     if len(lines) <= _MOST_LINES:
         return "\n".join(lines)
     chosen = {*range(_MOST_LINES), *(odd.index(x) for x in set(odd))}
@@ -360,16 +338,14 @@ def _few_lines(lines: Sequence[str], odd: Sequence[bool] = ()) -> str:
 
 
 def _hint_for_trees(sized: Sequence[Mapped]) -> str:
-    """What to do with a list of trees that are alike, such as models, which may be one of a lane.
-
-    In each the same places hold arrays of the same types.
-    """
+    """Says what to do with a list of trees that are alike, such as models, one of each lane."""
     trees: dict[str, dict[str, list[Any]]] = {}
     for m in sized:
         whole = getattr(m.path, "argument", m.path)
         match = _TREE_IN_LIST.match(m.path, len(whole))
         if match:
             of_one = trees.setdefault(whole, {}).setdefault(match[1], [])
+            # They are alike if the same places hold arrays of the same types.
             of_one.append((match[2], m.value.shape, m.value.dtype))
     for path, listed_trees in trees.items():
         first, *others = listed_trees.values()
@@ -379,7 +355,7 @@ def _hint_for_trees(sized: Sequence[Mapped]) -> str:
 
 
 def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
-    """What to do with a list of numbers, or of lists of them, that may be an array."""
+    """Says what to do with a list of numbers, or of lists of them, that may be an array."""
     for m in wrong:
         whole = getattr(m.path, "argument", m.path)
         match = _IN_LIST.match(m.path, len(whole))
@@ -398,7 +374,7 @@ _TREE = "\nA list or tuple is a tree of batches."
 
 
 def _hint_for_rows(sized: Sequence[Mapped]) -> str:
-    """What to do with a list of arrays that may be rows of different lengths."""
+    """Says what to do with a list of arrays that may be rows of different lengths."""
     lists: dict[str, list[Mapped]] = {}
     for m in sized:
         parent, _, index = m.path.rpartition("[")
@@ -417,7 +393,7 @@ def _hint_for_rows(sized: Sequence[Mapped]) -> str:
 
 
 def check_untraced(purpose: str, arguments: Any) -> None:
-    """Refuses arguments without values, for what has a purpose that needs some."""
+    """Raises an error for arguments without values, for what has a purpose that needs some."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         raise ArgumentTypeError(f"{purpose}, and an argument is traced. Call it outside of jit.")
 
@@ -437,11 +413,7 @@ def _is_size(x: Value) -> bool:
 
 
 def mesh_axis_names(spmd_axis_name: Any) -> tuple[Hashable, ...] | None:
-    """The names in an `spmd_axis_name`, which may be one or a tuple of them.
-
-    Raises:
-      ArgumentTypeError: one is not hashable.
-    """
+    """Returns the names in an `spmd_axis_name`, which may be one or a tuple of them."""
     check_axis_name(spmd_axis_name, "spmd_axis_name")
     if spmd_axis_name is None or isinstance(spmd_axis_name, tuple):
         return spmd_axis_name
@@ -449,7 +421,7 @@ def mesh_axis_names(spmd_axis_name: Any) -> tuple[Hashable, ...] | None:
 
 
 def check_axis_name(axis_name: Any, option: str = "axis_name") -> None:
-    """Refuses, when `vmap` is called, an axis name that nothing could look up."""
+    """Raises an error, when `vmap` is called, for an axis name that nothing could look up."""
     try:
         hash(axis_name)
     except TypeError:
@@ -500,7 +472,7 @@ def _leaf_parts(
 
 
 def _check_rows_spec(path: str, spec: Any) -> None:
-    """Refuses what cannot be said of a batch of rows."""
+    """Raises an error for what cannot be said of a batch of rows."""
     if is_position(spec) and spec != 0:
         raise AxisError(
             f"in_axes gives {spec} for {path}, whose rows are along axis 0. Pass 0, or a "
@@ -529,7 +501,7 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
 
 
 def array_inside(value: Value, path: str) -> str:
-    """Of tables of pandas and arrays of xarray: how to give what is in them."""
+    """Says how to give what is in tables of pandas and arrays of xarray."""
     inside = getattr(value, "values", None)
     return (
         f"{path}.values is an array of NumPy. Pass that. " if isinstance(inside, np.ndarray) else ""
@@ -537,7 +509,7 @@ def array_inside(value: Value, path: str) -> str:
 
 
 def _as_array(value: Value, path: str, on_host: bool) -> Any:
-    """An argument as an array; one of NumPy may stay `on_host`."""
+    """Returns an argument as an array; one of NumPy may stay `on_host`."""
     if isinstance(value, (jax.Array, Tracer)):  # a reference is no jax.Array
         return value
     try:
@@ -563,11 +535,7 @@ def _as_array(value: Value, path: str, on_host: bool) -> Any:
 
 
 def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
-    """The arguments with axes that are not negative; lists every axis that its array does not have.
-
-    Raises:
-      AxisError: there is one.
-    """
+    """Makes axes non-negative; raises AxisError with every axis that its array does not have."""
     pairs = [(m, m.with_own_axis()) for m in mapped]
     wrong = [m for m, own in pairs if own is None]
     checked = [own for _, own in pairs if own is not None]
@@ -586,7 +554,7 @@ def _in_range(mapped: Sequence[Mapped], terms: Terms) -> list[Mapped]:
 
 
 def _check_references(mapped: list[Mapped]) -> None:
-    """Refuses one reference at two places: what is written at one would be read at the other."""
+    """Raises an error for one reference at two places: one would read what the other wrote."""
     first: dict[int, Mapped] = {}
     for m in mapped:
         same = first.setdefault(id(m.value), m)

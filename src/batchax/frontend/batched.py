@@ -11,16 +11,12 @@ Else = TypeVar("Else", covariant=True)
 
 
 class Batched(Protocol[P, Out, Else]):
-    """A function of a batch, made of a function of one example whose parameters are `P`.
+    """Is a function of a batch, made of a function of one example whose parameters are `P`."""
 
-    What a batch of a type is, types cannot say: of a float it is an array, and an array for one
-    example may be a `Ragged`. So there are several signatures. The first, of the function of one
-    example, has the names that editors show, and returns `Out` for what it says of arrays. The
-    others take as many arguments by position as that function does, of any types, and return
-    `Else`. So an argument that is missing or misspelled is reported by type checkers; what is
-    given by name has to be of the type that is declared, as for ``jax.vmap``.
-    """
-
+    # What a batch of a type is, types cannot say: of a float it is an array, and an array for one
+    # example may be a `Ragged`. So the first signature has the names that editors show, and returns
+    # `Out`. The others take as many arguments by position, of any types, and return `Else`: type
+    # checkers report an argument that is missing or misspelled.
     __name__: str
 
     @property

@@ -35,24 +35,17 @@ from batchax.jaxprs.words import Value
 
 @dataclass(frozen=True)
 class Parts:
-    """What a value is made of.
+    """Says what a value is made of."""
 
-    Attributes:
-      values: its parts: those of an argument are of all lanes, those of an output of one lane.
-      specs: what `in_axes`, or `out_axes`, says of each.
-      join: makes the whole again, of what the parts have become meanwhile: an argument of those
-        of one lane, an output of those of all lanes.
-      names: what messages call each part; by default as the whole, and numbered if there are
-        several.
-    """
-
-    values: Sequence[Value]
-    specs: Sequence[Any]
+    values: Sequence[Value]  # of all lanes, or of an output those of one lane
+    specs: Sequence[Any]  # what `in_axes`, or `out_axes`, says of each
+    # Makes the whole again of what the parts have become: an argument of those of one lane, an
+    # output of those of all lanes.
     join: Callable[[Sequence[Any]], Any]
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # what messages call each part; by default as the whole, numbered
 
     def named(self, path: str) -> list[tuple[str, Any, Any]]:
-        """Of each part its name in messages, where `path` is that of the whole; value; spec."""
+        """Lists name, value and spec of each part, where `path` names the whole."""
         many = len(self.values) > 1
         numbered = [f"{path} (array {i})" if many else path for i in range(len(self.values))]
         return list(zip(self.names or numbered, self.values, self.specs, strict=True))
@@ -107,16 +100,13 @@ LANE_INDEX = _LaneIndex()
 
 
 def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
-    """What an argument of such a type is made of.
-
-    Raises:
-      ArgumentTypeError: `spec` is not of the type that the registration takes.
-      AxisError: the registration refuses it.
-    """
+    """Takes an argument of a type that is registered with JAX apart."""
     spec = _position(value, spec, np.ndim(value), path, "in_axes")
     to_example, _ = _compat.own_batches(value)
     arrays, axes = [], []
 
+    # The registration asks for each array of one example. The first time it is asked what it wants,
+    # the second time (`join`) it gets that.
     def note(x: Value, axis: Any) -> Any:
         arrays.append(x)
         axes.append(axis)
@@ -133,12 +123,7 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
 
 
 def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts:
-    """What an output of such a type is made of, for one of `size` lanes.
-
-    Raises:
-      ArgumentTypeError: `spec` is not of the type that the registration takes.
-      AxisError: the registration refuses it.
-    """
+    """Takes an output of a type that is registered with JAX apart, for one of `size` lanes."""
     if spec is None:  # it depends on no lane, or is refused with the arrays it is made of
         made_of, structure = jax.tree.flatten(value)
         return Parts(
@@ -168,7 +153,7 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
 
 
 def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
-    """`spec` as the registration takes it: an int from the end is none for it."""
+    """Returns `spec` as the registration takes it, which knows no int from the end."""
     kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
     if not isinstance(spec, kind) or isinstance(spec, bool):
@@ -181,7 +166,7 @@ def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
 
 @contextmanager
 def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
-    """Says which axis it was that a registration refuses."""
+    """Says which axis it was that a registration raises an error for."""
     try:
         yield
     except (ValueError, TypeError, IndexError) as error:
@@ -191,7 +176,7 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
 
 
 def _example_of(x: Value, axis: Any) -> Any:
-    """What stands for one lane of `x`: of its type, for which nothing is computed."""
+    """Returns what stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
     if axis is None or _compat.has_own_batches(x):
@@ -202,7 +187,7 @@ def _example_of(x: Value, axis: Any) -> Any:
 
 
 def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
-    """`value` with stand-ins for what was traced, in a trace that has ended by now."""
+    """Returns `value` with stand-ins for what was traced, in a trace that has ended by now."""
 
     def known(x: Value) -> Any:
         return stand_in(x) if isinstance(x, Tracer) else x
@@ -216,7 +201,7 @@ def without_tracers(value: Value, stand_in: Callable[[Any], Any]) -> Any:
 
 
 def _nothing(shape: Sequence[Any], like: Any) -> Any:
-    """An array of zeros, of that shape and the dtype of `like`, for which no memory is taken."""
+    """Returns zeros of that shape and the dtype of `like`, for which no memory is taken."""
     dtype = jax.typeof(like).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(jax.random.key_data, like)
@@ -227,7 +212,7 @@ def _nothing(shape: Sequence[Any], like: Any) -> Any:
 
 @dataclass(frozen=True)
 class Container:
-    """How batches of one type are taken apart and put together (see `register_container`)."""
+    """Says how batches of one type are taken apart and put together (see `register_container`)."""
 
     type: type
     spec_type: type
@@ -258,7 +243,7 @@ class BatchOfRows:
 
 
 class DictOfBatches(dict[Any, Any]):
-    """Base of a dict that is more than one to JAX, and a plain one to `vmap`."""
+    """Is a base of dicts that are more than one to JAX, and a plain one to `vmap`."""
 
 
 _containers: dict[type, Container] = {}
@@ -380,13 +365,7 @@ _type = type  # where a parameter of that name hides it
 
 
 def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
-    """What an argument is made of that is a container; None for any other.
-
-    Raises:
-      ArgumentTypeError: `spec` is not of the type that the container takes, or
-        what the registration returned has not one axis for each array.
-      AxisError: JAX's registration refuses `spec`.
-    """
+    """Takes an argument apart that is a container; returns None for any other."""
     container = _containers.get(_type(value))
     if container is None:
         if not _compat.has_own_batches(value):
@@ -404,19 +383,7 @@ def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
 
 
 def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | None:
-    """What an output of one lane is made of that is a container; None for any other.
-
-    Args:
-      value: the output.
-      spec: what `out_axes` says of it.
-      path: what messages call it.
-      size: the number of lanes.
-
-    Raises:
-      ArgumentTypeError: `spec` is neither None nor of the type the container takes, or what the
-        registration returned has not one axis for each array.
-      AxisError: JAX's registration refuses `spec`.
-    """
+    """Takes a container apart that is an output of one of `size` lanes; returns None for others."""
     container = _containers.get(_type(value))
     if container is None:
         if not _compat.has_own_batches(value):
@@ -444,7 +411,6 @@ def _check_one_each(
 
 
 def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
-    """`spec` of the type that the container takes."""
     spec = int(spec) if isinstance(spec, np.integer) else spec
     if not isinstance(spec, container.spec_type) or isinstance(spec, bool):
         name = container.type.__name__
@@ -456,10 +422,8 @@ def _checked(container: Container, spec: Any, path: str, what: str) -> Any:
 
 
 def _lend_to_jax(container: Container) -> None:
-    """Makes ``jax.vmap`` take batches of the type apart in the same way, if it is no pytree.
-
-    Of a pytree JAX has always mapped the leaves, and programs may count on that.
-    """
+    """Makes ``jax.vmap`` take batches of the type apart in the same way, if it is no pytree."""
+    # Of a pytree JAX has always mapped the leaves, and programs may count on that.
     try:
         empty = object.__new__(container.type)
         if not jax.tree_util.all_leaves([empty]):
@@ -492,7 +456,7 @@ def arrays_inside(tree: Any) -> list[Any]:
 
 
 def is_container(value: Value) -> bool:
-    """Whether `value` is an instance of a type that is registered, with batchax or with JAX."""
+    """Whether `value` is of a type that is registered, with batchax or with JAX."""
     return (
         _type(value) in _containers
         or isinstance(value, BatchOfRows)
@@ -506,11 +470,7 @@ def is_container_spec(spec: Any) -> bool:
 
 
 def check_by_position(value: Value, path: str) -> None:
-    """Refuses a container of which it is not known how many batch dimensions it has, and where.
-
-    Raises:
-      ArgumentTypeError: it has no shape, or its batch axis is not given by an int.
-    """
+    """Raises an error for a container whose batch dimensions have no number or place."""
     container = _containers.get(_type(value))
     spec_type = _compat.type_of_batch_axis(value) if container is None else container.spec_type
     if spec_type is int and hasattr(value, "shape"):

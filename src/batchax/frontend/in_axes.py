@@ -32,19 +32,12 @@ from batchax.jaxprs.words import Value
 
 @dataclass
 class SpecifiedLeaf:
-    """One leaf and what the specification says of it.
-
-    Attributes:
-      path: what messages call it.
-      value: the leaf.
-      spec: what the specification says of it.
-      inside: whether that is said of a tree which it is a leaf of, not of itself.
-    """
+    """Holds one leaf and what the specification says of it."""
 
     path: str
     value: Value
     spec: Any
-    inside: bool = False
+    inside: bool = False  # whether it is said of a tree which this is a leaf of, not of itself
 
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -62,26 +55,11 @@ def spread_specs(
     is_leaf: Callable[[Any], bool] = is_container,
     by_name: bool = False,
 ) -> tuple[list[SpecifiedLeaf], Rebuild]:
-    """Spreads the prefix `spec` over the leaves of `tree`.
+    """Spreads the prefix `spec` over the leaves of `tree`; also returns how to rebuild the tree.
 
-    Args:
-      spec: an axis specification, or a tree of them that is a prefix of `tree`.
-      tree: the arguments or outputs.
-      path: how the user would write `tree`, for messages.
-      what: "in_axes" or "out_axes", for messages.
-      is_spec: tells a specification from a tree of them.
-      opaque_none: whether a part with specification None is one leaf, whatever
-        it is, instead of being taken apart into leaves.
-      unit: what a single specification is, for messages.
-      is_leaf: tells what is one leaf wherever it is under a single specification.
-      by_name: whether a dict in `spec` may name some of the keys of a dict, or of the fields of a
-        NamedTuple or dataclass. For the others 0 is specified.
-
-    Returns:
-      The leaves with their specifications, and how to rebuild the tree.
-
-    Raises:
-      AxisError: `spec` is not a prefix of `tree`.
+    `path`, `what` and `unit` are for messages. With `opaque_none`, a part with specification None
+    is one leaf, whatever it is. With `by_name`, a dict in `spec` may name some keys or fields, and
+    the others have 0.
     """
     if spec is None and opaque_none:
         return [SpecifiedLeaf(path, tree, None)], lambda values: anew(next(values))
@@ -128,7 +106,9 @@ def spread_specs(
 def _specs_by_name(
     spec: Any, tree: Any, children: Sequence[Any], path: str, what: str
 ) -> list[Any] | None:
-    """What `spec` says of each part of `tree`, if it is a dict and they have names; else None."""
+    """Returns what `spec` says of each part of `tree`, if it is a dict and they have names; else
+    None.
+    """
     names = [_name_of(keys) for keys, _ in children]
     if type(spec) is not dict or not names or None in names:
         return None
@@ -143,7 +123,7 @@ def _specs_by_name(
 
 
 def _name_of(keys: Sequence[Any]) -> Any:
-    """The key of a dict, or the name of a field; None for what is found by its place."""
+    """Returns the key of a dict, or the name of a field; None for what is found by its place."""
     match keys[:1]:
         case (jax.tree_util.DictKey(key=name),) | (jax.tree_util.GetAttrKey(name=name),):
             return name
@@ -152,14 +132,11 @@ def _name_of(keys: Sequence[Any]) -> Any:
 
 
 def anew(tree: Any) -> Any:
-    """`tree` with the same leaves in new containers, as a function under vmap sees it.
-
-    It is put together where the function is traced. So what the function does to a list or dict
-    stays inside, and a tree that knows the trace it was made in, as a module of Flax does, was made
-    in that of the function; its leaves are no part of the trace, and a number among them stays
-    known. Something that cannot be taken apart, such as a dict without an order, is passed as it
-    is.
-    """
+    """Returns `tree` with the same leaves in new containers, as a function under vmap sees it."""
+    # Put together where the function is traced: what the function does to a list or dict stays
+    # inside, and a tree that knows the trace it was made in, as a module of Flax does, was made in
+    # that of the function. What cannot be flattened, such as a dict without an order, is passed as
+    # it is.
     try:
         return jax.tree.map(lambda leaf: leaf, tree, is_leaf=is_container)
     except (TypeError, ValueError):
@@ -191,13 +168,10 @@ def _describe(tree: Any) -> str:
 
 
 def is_object(value: Value, path: str = "") -> bool:
-    """Whether a leaf is an object that is not an array, and was not meant as one.
-
-    In a list, tuple or dict, `path` ends with an index or key. There a collection, a path, or a
-    number of a type that JAX does not know, may be meant as a batch, and so may a string in a
-    list: these are not objects, and an axis for them raises. A field of a module, and what is
-    below one, is what the module says it is, as in ``equinox.filter_vmap``.
-    """
+    """Whether a leaf is an object that is not an array, and was not meant as one."""
+    # In a list, tuple or dict, a collection, a path, or a number of a type that JAX does not know
+    # may be meant as a batch, and so may a string in a list: an axis for them raises. A field of a
+    # module is what the module says it is, as in ``equinox.filter_vmap``.
     if looks_like_array(value):
         return False
     if callable(value) or isinstance(value, np.dtype) or _FIELD.match(path):
@@ -227,10 +201,8 @@ def is_array(value: Value) -> bool:
 
 
 def is_flag(value: Value, path: str) -> bool:
-    """Whether a leaf of a tree is a bool of Python's, by which a model says how it is to run.
-
-    One in a list or tuple may be meant as an entry of an array.
-    """
+    """Whether a leaf of a tree is a bool of Python's, by which a model says how it is to run."""
+    # One in a list or tuple may be meant as an entry of an array.
     return isinstance(value, bool) and _ENTRY.search(path) is None
 
 
@@ -238,7 +210,7 @@ _ENTRY = re.compile(r"\[\d+\]$")
 
 
 def without_objects(tree: Any) -> Any:
-    """`tree` with None in place of its objects, for who looks at arrays."""
+    """Returns `tree` with None in place of its objects, for who looks at arrays."""
     # Of leaves alone: a model may be called, and holds arrays.
     return jax.tree_util.tree_map_with_path(
         lambda keys, x: None if is_object(x, jax.tree_util.keystr(keys)) else x, tree
@@ -253,20 +225,11 @@ def is_same(x: Value, y: Value) -> bool:
 def check_same(
     objects: Sequence[tuple[str, Any]], again: Callable[[], Sequence[tuple[str, Any]]]
 ) -> None:
-    """Refuses objects in outputs that are others when the function is traced once more.
-
-    Another object may hold values of a trace, or of a lane.
-
-    Args:
-      objects: those of the first time, with what messages call them.
-      again: traces the function, and returns those of that time.
-
-    Raises:
-      ArgumentTypeError: names the first that is another.
-    """
+    """Raises an error for objects in outputs that differ when the function is traced once more."""
     if not objects:
         return
     second: list[tuple[str, Any]] = []
+    # Another object each time may hold values of a trace, or of a lane.
     jax.eval_shape(lambda: second.extend(again()))
     same = dict(second)
     for path, x in objects:
@@ -281,23 +244,14 @@ def check_same(
 
 @dataclass(frozen=True)
 class Terms:
-    """How messages speak of what is mapped.
+    """Holds how messages speak of what is mapped."""
 
-    Attributes:
-      lanes: what the mapped axes count.
-      size: the option that gives their number.
-      each: when an argument is the same for each of them.
-      axis: what the new axis of an output is called.
-      outputs: what the mapped outputs are called.
-      first: number of the first positional argument that `in_axes` covers.
-    """
-
-    lanes: str
-    size: str
-    each: str
-    axis: str
-    outputs: str
-    first: int
+    lanes: str  # what the mapped axes count
+    size: str  # the option that gives their number
+    each: str  # when an argument is the same for each of them
+    axis: str  # what the new axis of an output is called
+    outputs: str  # what the mapped outputs are called
+    first: int  # number of the first positional argument that `in_axes` covers
 
 
 LANES = Terms("lanes", "axis_size", "for all lanes", "batch axis", "out", 0)
@@ -307,10 +261,7 @@ STEPS = Terms("steps", "length", "at every step", "axis of the steps", "ys", 1)
 
 
 def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -> None:
-    """Refuses, before any call, an `in_axes` that no call could satisfy.
-
-    Messages say what a call looks like, of the transformation that is `called` so.
-    """
+    """Raises an error, before any call, for an `in_axes` that no call could satisfy."""
     if in_axes is None or is_position(in_axes):
         return
     if isinstance(in_axes, dict):
@@ -332,7 +283,7 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -
 
 
 def as_a_call(called: str, fun: Any, given: Any) -> str:
-    """How to give values that stand where axes belong; empty if `given` is none."""
+    """Says how to give values that stand where axes belong; empty if `given` is none."""
     name, array = name_of(fun), hasattr(given, "shape") and hasattr(given, "dtype")
     if called == "scan" and (array or isinstance(given, (float, complex))):
         return (
@@ -370,14 +321,10 @@ def spread_in_axes(
     objects: bool = True,
     is_leaf: Callable[[Any], bool] = is_container,
 ) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
-    """The leaves of the arguments, each with what `in_axes` says of it.
+    """Lists the leaves of the arguments, each with what `in_axes` says of it.
 
-    Also how to make arguments of what stands for the leaves, in their order. An axis for a tree is
-    not said of `objects` in it, which are no arrays, if there may be some. `is_leaf` tells what is
-    none of JAX's trees, though it may look like one.
-
-    Raises:
-      AxisError: `in_axes` does not fit the arguments.
+    Also returns how to make arguments of what stands for the leaves. With `objects`, an axis for a
+    tree is not said of what is no array in it.
     """
     specs, keyword_specs = _by_argument(fun, in_axes, args, kwargs, terms)
     leaves: list[SpecifiedLeaf] = []
@@ -425,15 +372,10 @@ def _is_shared(leaf: SpecifiedLeaf) -> bool:
 
 
 class ArgumentPath(str):
-    """What messages call a leaf of the arguments; it knows which argument that is of.
+    """Is what messages call a leaf of the arguments; knows which argument that is of."""
 
-    Attributes:
-      argument: what they call the argument.
-      by_keyword: whether it was given by its name, and `in_axes` says nothing of it but by name.
-    """
-
-    argument: str
-    by_keyword: bool
+    argument: str  # what messages call the argument
+    by_keyword: bool  # given by its name: `in_axes` says nothing of it but by name
 
     def __new__(cls, path: str, argument: str, by_keyword: bool) -> ArgumentPath:
         self = super().__new__(cls, path)
@@ -445,13 +387,7 @@ class ArgumentPath(str):
 
 
 def argument_names(fun: Callable[..., Any], count: int, first: int = 0) -> list[str]:
-    """What messages call the positional arguments of a call: by the parameters of `fun`.
-
-    Args:
-      fun: the function; of parameters that cannot be read there are numbers instead.
-      count: how many arguments there are.
-      first: the number of the first of them.
-    """
+    """Returns what messages call the positional arguments: the parameters of `fun`, or numbers."""
     names: list[str] = []
     for name, kind in _positional(fun):
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -463,14 +399,14 @@ def argument_names(fun: Callable[..., Any], count: int, first: int = 0) -> list[
 
 
 class _Parameter(NamedTuple):
-    """The name of a parameter, and its kind by ``inspect``."""
+    """Is the name of a parameter, and its kind by ``inspect``."""
 
     name: str
     kind: Any
 
 
 def _positional(fun: Callable[..., Any]) -> list[_Parameter]:
-    """The parameters of `fun` that positional arguments are for, as far as can be known."""
+    """Lists the parameters of `fun` that positional arguments are for, as far as can be known."""
     kinds = inspect.Parameter
     if type(fun) is types.FunctionType and not fun.__dict__:
         # Its code has them, in a twentieth of the time that a signature takes, which is a tenth
@@ -499,7 +435,7 @@ def _by_argument(
     kwargs: dict[str, Any],
     terms: Terms,
 ) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What is specified of each positional argument, and of keywords."""
+    """Returns what is specified of each positional argument, and of keywords."""
     if isinstance(in_axes, dict):
         return _by_name(fun, in_axes, args), in_axes
     if isinstance(in_axes, (tuple, list)):
@@ -579,5 +515,5 @@ def _from_callable(leaf: SpecifiedLeaf) -> Any:
 
 
 def count(n: int, one: str, several: str | None = None) -> str:
-    """`n` and what is counted, for messages: "1 entry", "2 values"."""
+    """Writes `n` and what is counted: "1 entry", "2 values"."""
     return f"{n} {one if n == 1 else several or one + 's'}"

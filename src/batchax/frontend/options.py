@@ -111,14 +111,14 @@ def checked_list(where: str, what: str, given: Any) -> list[Any]:
 
 
 def check_flags(**flags: Any) -> None:
-    """Refuses what is neither True nor False, such as a word: it would count as True."""
+    """Raises an error for what is neither True nor False: a word would count as True."""
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
             raise ArgumentTypeError(f"{name} must be True or False, got {show(flag)}.")
 
 
 def check_tolerances(**tolerances: Any) -> None:
-    """Refuses what is neither a number, zero or more, nor None."""
+    """Raises an error for what is neither a number, zero or more, nor None."""
     for name, given in tolerances.items():
         number = isinstance(given, (int, float, np.number)) and not isinstance(given, bool)
         if not (given is None or (number and given >= 0)):
@@ -127,12 +127,10 @@ def check_tolerances(**tolerances: Any) -> None:
 
 
 def check_small_matrices(option: Any) -> None:
-    """Refuses, when `vmap` is called, what the option `small_matrices` cannot be."""
     check_one_of("small_matrices", option, "auto", "library", "vectorized")
 
 
 def check_progress(progress: Any, unit: str) -> None:
-    """Refuses what the option `progress` cannot be: it is neither a bool nor callable."""
     if not (isinstance(progress, bool) or callable(progress)):
         raise ArgumentTypeError(
             f"progress must be True, False, or a function of the {unit} done and of those there "
@@ -141,10 +139,8 @@ def check_progress(progress: Any, unit: str) -> None:
 
 
 def converted(x: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in the dtype that JAX computes with, which may have fewer bits than its own.
-
-    Raises:
-      OverflowError: a number does not fit.
+    """Converts an array to the dtype that JAX computes with; raises OverflowError if a number does
+    not fit.
     """
     converted = np.asarray(x, dtype)
     narrower = np.issubdtype(x.dtype, np.integer) and converted.dtype != x.dtype
@@ -198,12 +194,9 @@ _OF_FUNCTIONS = ("vmap", "scan")  # which a decorator may be meant to be
 
 
 def translate_argument_names(fun: F) -> F:
-    """Decorator of what users call: options that it does not have are refused with what to give.
+    """Makes what users call raise an error for unknown options, which says what to give instead.
 
-    So are options of `vmap` and `scan` without a function.
-
-    Raises:
-      ArgumentTypeError: (a TypeError) names the option, and what it is here.
+    Options of `vmap` and `scan` without a function raise one, too.
     """
     parameters = inspect.signature(fun).parameters.values()
     names = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL]
@@ -219,10 +212,8 @@ def translate_argument_names(fun: F) -> F:
 
 
 def check_options(called: str, names: Sequence[str], options: Iterable[str]) -> None:
-    """Refuses options of what is `called` so that are not among `names`, its parameters in order.
-
-    Raises:
-      ArgumentTypeError: as `translate_argument_names` says.
+    """Raises an error for options of what is `called` so that are not among `names`, its
+    parameters.
     """
     for option in options:
         if option not in names:

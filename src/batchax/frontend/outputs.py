@@ -126,16 +126,11 @@ class OutputArray:
 
 @dataclass(frozen=True)
 class FlatOutputs:
-    """How to rebuild batched what the per-example function returned flat.
+    """Says how to rebuild batched what the per-example function returned flat."""
 
-    Attributes:
-      described: of each array what is known of it.
-      rebuild: makes the outputs of the arrays, batched.
-      objects: what is no array among the outputs, with what messages call it.
-    """
-
-    described: Sequence[OutputArray]
-    rebuild: Callable[[Sequence[Any]], Any]
+    described: Sequence[OutputArray]  # what is known of each array
+    rebuild: Callable[[Sequence[Any]], Any]  # makes the outputs of the arrays, batched
+    # what is no array among the outputs, with what messages call it
     objects: Sequence[tuple[str, Any]]
 
 
@@ -144,7 +139,7 @@ Described = Callable[..., tuple[list[Any], FlatOutputs]]
 
 
 def check_out_axes(out_axes: Any) -> None:
-    """Refuses, when `vmap` is called, an `out_axes` that no output could satisfy."""
+    """Raises an error, when `vmap` is called, for an `out_axes` that no output could satisfy."""
     if is_output_spec(out_axes):
         return
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
@@ -181,7 +176,7 @@ def _from_rule(leaf: SpecifiedLeaf) -> Any:
 
 
 def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of `vmap` except for those that say where results go: for who looks at each lane."""
+    """Returns options of `vmap` except for those that say where results go."""
     return {k: v for k, v in options.items() if k not in ("out_axes", "sum_match")}
 
 
@@ -190,19 +185,7 @@ def flatten_outputs(
 ) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 
-    Args:
-      out: what it returned.
-      out_axes: as for `vmap`.
-      size: the number of lanes.
-      terms: how messages speak of lanes.
-      sum_match: as for `vmap`.
-
-    Returns:
-      The arrays it is made of, and what to do with them once batched.
-
-    Raises:
-      AxisError: `out_axes` does not fit the outputs.
-      ArgumentTypeError: an output is not an array.
+    Returns the arrays it is made of, and what to do with them once batched.
     """
     leaves, rebuild_tree = spread_specs(
         out_axes, out, terms.outputs, "out_axes", is_output_spec, by_name=True
@@ -217,6 +200,8 @@ def flatten_outputs(
         if _is_rule(spec):
             spec = _from_rule(leaf)
         shared = is_object(value, leaf.path) and not is_container(value)
+        # Objects are no results of a program: the lanes have the same one, which comes back as it
+        # is.
         if shared and (leaf.inside or spec is None):
             objects.append((leaf.path, value))
             return lambda _: value
@@ -248,16 +233,7 @@ def flatten_outputs(
 
 
 def flatten_arrays(out: Any, containers: bool = False, name: str = "out") -> tuple[list[Any], Any]:
-    """The arrays that a function returned, and their structure.
-
-    Args:
-      out: what it returned.
-      containers: whether containers are returned whole, among the arrays.
-      name: what messages call it.
-
-    Raises:
-      ArgumentTypeError: an output is not an array.
-    """
+    """Returns the arrays that a function returned, and their structure; `containers` stay whole."""
     is_whole = is_container if containers else None
     leaves, structure = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_whole)
     for keys, leaf in leaves:
@@ -267,11 +243,7 @@ def flatten_arrays(out: Any, containers: bool = False, name: str = "out") -> tup
 
 
 def check_array(value: Value, path: str) -> None:
-    """Refuses an output that is not an array.
-
-    Raises:
-      ArgumentTypeError: it is not.
-    """
+    """Raises an error for an output that is not an array."""
     if isinstance(value, BatchOfRows):
         raise ArgumentTypeError(
             f"the function returned {path}, a batch of rows for each lane, from an inner vmap. "
@@ -315,11 +287,7 @@ def _check_position(value: Value, path: str, spec: Any, terms: Terms) -> None:
 
 
 def check_reduces(spec: Reduce, output: Any, path: str) -> None:
-    """Refuses an output of one example that has no such reduction, going by its type.
-
-    Raises:
-      ArgumentTypeError: it has none.
-    """
+    """Raises an error for an output of one example that has no such reduction, by its type."""
     if not all(isinstance(n, int) for n in output.shape):
         return  # of rows of different lengths, for which there is another message
     if isinstance(spec.kind, Reduction):
@@ -332,11 +300,7 @@ def check_reduces(spec: Reduce, output: Any, path: str) -> None:
 
 
 def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
-    """Refuses to reduce no lanes if there is no result of nothing.
-
-    Raises:
-      AxisError: there is none.
-    """
+    """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(
             f"out_axes gives {spec!r} for {path}, and {nothing}: of nothing there is no "
@@ -347,11 +311,7 @@ def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
 def check_unbatched(
     axis: Axis, described: Sequence[OutputArray], positions: Sequence[Position]
 ) -> None:
-    """Refuses outputs that depend on the batch where `out_axes` says None.
-
-    Raises:
-      AxisError: names each of them.
-    """
+    """Raises an error for outputs that depend on the batch where `out_axes` says None."""
     wrong = [
         output.path
         for output, position in zip(described, positions, strict=True)
@@ -369,13 +329,13 @@ def check_unbatched(
 
 
 def as_array(x: Value) -> Any:
-    """A result as an array: a constant of a staged program is of a type that is JAX's own."""
+    """Returns a result as an array: a constant of a staged program has a type of JAX's own."""
     constant = isinstance(x, (np.ndarray, bool, int, float, complex))
     return jnp.asarray(x) if constant and jax.typeof(x).dtype != jax.dtypes.float0 else x
 
 
 def place(axis: Axis, output: OutputArray, value: Value, position: Position) -> Any:
-    """One batched output, where `out_axes` wants it."""
+    """Puts one batched output where `out_axes` wants it."""
     spec = output.spec
     if isinstance(spec, Reduce):
         if position is None:
@@ -397,16 +357,9 @@ T = TypeVar("T")
 
 
 def flatten_carry(init: Any, name: str, loop: str, advice: str) -> tuple[list[Any], Any]:
-    """The arrays of the first carry, and its structure.
+    """Returns the arrays of the first carry, and its structure.
 
-    Args:
-      init: the first carry.
-      name: what messages call it.
-      loop: what they call the loop.
-      advice: what they say to do with other objects.
-
-    Raises:
-      ArgumentTypeError: a leaf is not an array.
+    `advice` says what to do with other objects.
     """
     leaves, structure = jax.tree.flatten(init)
     for keys, leaf in zip(carry_keys(init), leaves, strict=True):
@@ -428,11 +381,10 @@ def settle(
     stage: Callable[[Sequence[Any]], tuple[ClosedJaxpr | None, ClosedJaxpr, T]],
     carry: Sequence[Value],
 ) -> tuple[ClosedJaxpr | None, ClosedJaxpr, T, Sequence[Any]]:
-    """What `stage` returns for the carry (predicate, if any; step; description), and the carry.
-
-    Python scalars in the carry have got the types that steps return. Inside ``shard_map`` a
-    carry varies over the axes of the mesh that a step, or the predicate, makes it vary over.
-    """
+    """Stages a step until the types of the carry stay; returns the last result, and the carry."""
+    # Python scalars in the carry get the types that steps return. Inside ``shard_map`` a carry
+    # varies over the axes of the mesh that a step, or the predicate, makes it vary over. This ends,
+    # because types only move up: from weak to strong, and to more axes.
     while True:
         tested, staged, description = stage(carry)
         promoted = list(map(_promoted, carry, staged.out_avals))
@@ -444,7 +396,7 @@ def settle(
 
 
 def _promoted(x: Value, new: Any) -> Any:
-    """As in ``lax.scan``: a weakly typed `x` takes part in promotion with its next value."""
+    """Promotes a weakly typed `x` with its next value, as ``lax.scan`` does."""
     x = _compat.varying_as(x, new)
     old = jax.typeof(x)
     if not getattr(old, "weak_type", False) or _same_type(old, new):
@@ -454,7 +406,7 @@ def _promoted(x: Value, new: Any) -> Any:
 
 
 def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
-    """Refuses a step that changes the structure of the carry."""
+    """Raises an error for a step that changes the structure of the carry."""
     first, then = jax.tree.structure(old), jax.tree.structure(new)
     if first != then:
         shown = [str(tree).removeprefix("PyTreeDef(").removesuffix(")") for tree in (first, then)]
@@ -467,7 +419,7 @@ def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
 def check_types(
     fun: Callable[..., Any], keys: Sequence[str], carry: Sequence[Value], outs: Sequence[Value]
 ) -> None:
-    """Refuses a step that changes the shapes or dtypes of the carry."""
+    """Raises an error for a step that changes the shapes or dtypes of the carry."""
     wrong = [
         f"  carry{path}: {old.str_short()} became {new.str_short()}"
         for path, old, new in zip(keys, map(jax.typeof, carry), outs, strict=False)
@@ -482,7 +434,7 @@ def check_types(
 
 
 def check_predicate(fun: Callable[..., Any], out: Any) -> Any:
-    """`out`, which `fun` returned, if it is one truth value."""
+    """Returns `out`, which `fun` returned, if it is one truth value."""
     try:
         aval = jax.typeof(out)
     except TypeError:

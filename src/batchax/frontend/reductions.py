@@ -127,7 +127,7 @@ def _is_number(x: Value) -> bool:
 
 
 def operation_of(reduction: Reduction) -> Operation | None:
-    """What JAX and NumPy know of `combine`, if they do."""
+    """Returns what JAX and NumPy know of `combine`, if they do."""
     try:
         return _OPERATIONS.get(reduction.combine)
     except TypeError:  # an object of the user that cannot be hashed
@@ -137,13 +137,9 @@ def operation_of(reduction: Reduction) -> Operation | None:
 def states_of(
     reduction: Reduction, x: Value, axis: int, index: Any, real: Any = None
 ) -> tuple[Any, int]:
-    """The states of lanes, and the axis along which they are.
+    """Returns the states of lanes, and the axis along which they are.
 
-    Args:
-      x: outputs of lanes.
-      axis: along which.
-      index: of each lane; used if `reduction.index`.
-      real: which of them count; None: all.
+    Of lanes that do not count in `real` the state is neutral.
     """
     states, at = x, axis
     if reduction.lane is not None:
@@ -181,7 +177,7 @@ def neutral_like(reduction: Reduction, state: Any) -> Any:
 
 
 def folded(reduction: Reduction, states: Any, axis: int = 0) -> Any:
-    """The state of all lanes whose states are along an axis, or that of all parts."""
+    """Returns the state of all lanes whose states are along an axis, or that of all parts."""
     operation = operation_of(reduction)
     if operation is not None:
         return jax.tree.map(lambda s: operation.fold(s, axis).astype(s.dtype), states)
@@ -190,7 +186,7 @@ def folded(reduction: Reduction, states: Any, axis: int = 0) -> Any:
 
 
 def _in_pairs(reduction: Reduction, states: Any) -> Any:
-    """Neighbors first, then neighbors of these, and so on."""
+    """Combines neighbors first, then neighbors of these, and so on."""
     size = jax.tree.leaves(states)[0].shape[0]
     if not isinstance(size, int):
         raise UnsupportedError(
@@ -204,6 +200,7 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
             neutral_like(reduction, states),
         )
     part = lambda states, *cut: jax.tree.map(lambda s: s[slice(*cut)], states)
+    # With an odd number the last state waits for the next round.
     while size > 1:
         rest = part(states, size - size % 2, size)
         states = jax.vmap(reduction.combine)(part(states, 0, size - 1, 2), part(states, 1, size, 2))
@@ -238,17 +235,10 @@ def state_type(reduction: Reduction, output: Any) -> Any:
 
 
 def check(reduction: Reduction, output: Any, path: str) -> None:
-    """Refuses functions that do not fit each other, or an output.
-
-    Args:
-      output: the type of the output of one example.
-      path: how messages call it.
-
-    Raises:
-      ArgumentTypeError: see `Reduction`.
-    """
+    """Raises an error for functions that do not fit each other, or an output of this type."""
     state = state_type(reduction, output)
     both = jax.eval_shape(lambda s: combined(reduction, s, s), state)
+    # Types alone tell: nothing is computed.
     _check_same(reduction, "combine", both, state, path)
     if reduction.fold is not None and operation_of(reduction) is None:
         several = jax.tree.map(lambda s: jax.ShapeDtypeStruct((2, *s.shape), s.dtype), state)
@@ -286,7 +276,7 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
 
 
 def in_two_parts(reduction: Reduction, one: Any, other: Any) -> Any:
-    """What it makes of two lanes, and of none: all that its functions compute."""
+    """Returns what it makes of two lanes, and of none: all that its functions compute."""
     lanes = (jnp.stack([one, other]), 0, np.arange(2, dtype=np.int32))
     states, at = states_of(reduction, *lanes, real=np.array([True, False]))
     parts = (jax.tree.map(lambda s, k=k: jnp.take(s, k, at), states) for k in (0, 1))
@@ -310,9 +300,9 @@ def _check_same(reduction: Reduction, name: str, returned: Any, state: Any, path
 
 
 def on_host(reduction: Reduction, parts: list[Any]) -> Any:
-    """The state of parts, arrays of NumPy: neighbors first, then neighbors of those.
+    """Returns the state of parts, arrays of NumPy, combined in pairs.
 
-    That order depends on nothing but how many there are.
+    The order depends on nothing but how many there are.
     """
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=False)
@@ -336,16 +326,11 @@ def finished_on_host(reduction: Reduction, state: Any, lanes: int, dtype: Any) -
 
 
 class Operation(NamedTuple):
-    """What is known of a function that combines.
+    """Holds what is known of a function that combines."""
 
-    Attributes:
-      fold: the same of many, ``fold(x, axis)``.
-      of_numpy: the same in NumPy.
-      held: what a chunk loop calls it, if it holds one result for all chunks.
-    """
-
-    fold: Callable[..., Any]
-    of_numpy: Callable[[Any, Any], Any]
+    fold: Callable[..., Any]  # the same of many, ``fold(x, axis)``
+    of_numpy: Callable[[Any, Any], Any]  # the same in NumPy
+    # what a chunk loop calls it, if it holds one result for all chunks
     held: Literal["sum", "max", "min"] | None = None
 
 
@@ -359,7 +344,7 @@ _OPERATIONS: dict[Any, Operation] = {
 
 @contextlib.contextmanager
 def in_double_precision() -> Iterator[None]:
-    """What JAX computes is computed here and in double precision, as NumPy does."""
+    """Computes what JAX computes on this host's CPU and in double precision, as NumPy does."""
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
 
@@ -383,7 +368,7 @@ Kind = Literal[
 
 
 def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """A reduction of JAX that does not know how integers of less than a byte add up."""
+    """Wraps a reduction of JAX that does not know how integers of less than a byte add up."""
 
     def over_batch(x: Value, axis: int) -> Any:
         if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8:
@@ -398,7 +383,7 @@ _sum, _prod = map(_whole_bytes, (jnp.sum, jnp.prod))
 
 @memoized("dtypes of reductions", most=256)
 def _dtype(reduce: Callable[..., Any], dtype: Any) -> Any:
-    """The dtype in which `reduce` is computed in parts: at least float32, if it has floats."""
+    """Returns the dtype in which `reduce` is computed in parts: for floats at least float32."""
     one = jax.ShapeDtypeStruct((1,), dtype)
     return accumulator(jax.eval_shape(lambda x: reduce(x, axis=0), one).dtype)
 
@@ -408,7 +393,7 @@ def _wide(reduce: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def _of_one(reduce: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Of copies of a value what `reduce` makes of one."""
+    """Returns what makes of copies of a value what `reduce` makes of one."""
     return lambda x, n: reduce(x[None], axis=0)
 
 
@@ -417,7 +402,7 @@ def _itself(x: Value, n: Any) -> Any:
 
 
 def _of_two(fold: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
-    """What combines two states, from what combines those along axis 0."""
+    """Returns what combines two states, from what combines those along axis 0."""
     return lambda *states: fold(jax.tree.map(lambda *parts: jnp.stack(parts), *states))
 
 
@@ -436,13 +421,13 @@ def _exponential(x: Value) -> Any:
 
 
 def _if_finite(x: Value) -> Any:
-    """`x`; zero where it is not finite, so that no two infinities are subtracted."""
+    """Returns `x`; zero where it is not finite, so that no two infinities are subtracted."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 def _sum_exponentials(states: Any) -> Any:
-    """As ``jax.nn.logsumexp``: only the exponentials have a derivative, not what they are over."""
     exponents, sums = states
+    # As in ``jax.nn.logsumexp`` only the exponentials have a derivative, not what they are over.
     most = lax.stop_gradient(jnp.max(exponents, 0, initial=-np.inf))
     scaled = jnp.exp(exponents - _if_finite(most)[None]).astype(sums.dtype) * sums
     return most, jnp.sum(scaled, 0)
@@ -467,12 +452,11 @@ def _moments(x: Value) -> Any:
 
 
 def _add_moments(states: Any) -> Any:
-    """Moments of all parts from those of each, by Chan, Golub and LeVeque, 1979.
-
-    Deviations are from the mean of all: squares do not cancel. The mean is rounded, and what that
-    leaves is a part of the state, as in their corrected two-pass algorithm (1983). Without it, a
-    mean that is much larger than the deviation would drift by more than that, chunk by chunk.
-    """
+    """Returns moments of all parts from those of each, by Chan, Golub and LeVeque, 1979."""
+    # Deviations are from the mean of all, so that squares do not cancel. The mean is rounded, and
+    # what that leaves is a part of the state, as in their corrected two-pass algorithm (1983).
+    # Without it, a mean that is much larger than the deviation would drift by more than that, chunk
+    # by chunk.
     counts, means, rests, deviations = states
     count = jnp.sum(counts, 0, counts.dtype)
     weights = counts.reshape((-1, *[1] * (means.ndim - 1))).astype(means.dtype)
@@ -495,7 +479,7 @@ _NONE = np.iinfo(np.int32).max  # later than every lane; -1 if no row of a datas
 
 
 def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
-    """The states of lanes along axis 0 as one; a lane that is NaN is more extreme than others."""
+    """Returns what makes one of the states of lanes along axis 0; NaN is the most extreme."""
 
     def fold(states: Any) -> Any:
         values, lanes = states
@@ -588,7 +572,6 @@ def adds_up(reduction: Reduction) -> bool:
 
 @memoized("dtypes that have a reduction", most=256)
 def has_reduction(kind: str, dtype: Any) -> bool:
-    """Whether lanes of such a dtype have the reduction of that name."""
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return True
     one = jax.ShapeDtypeStruct((1,), dtype)

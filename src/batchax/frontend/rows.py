@@ -14,7 +14,7 @@ from batchax.frontend.outputs import Described
 
 
 class Layout(StrEnum):
-    """How rows are held while they are computed: chosen by batchax, or by the user."""
+    """Names the ways to hold rows while they are computed."""
 
     AUTO = "auto"
     PACKED = "packed"
@@ -28,22 +28,13 @@ class GroupsOfRows:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What `vmap` was asked for where rows are concerned.
-
-    Attributes:
-      layout: how rows are held while they are computed.
-      buckets: which rows run together, or how many groups of them there may be.
-    """
+    """Holds what `vmap` was asked for where rows are concerned."""
 
     layout: Layout = Layout.AUTO
     buckets: int | GroupsOfRows | None = None
 
     def check_used(self) -> None:
-        """Refuses options that no argument has rows for.
-
-        Raises:
-          ArgumentTypeError: one was given.
-        """
+        """Raises an error for options of rows if no argument has rows."""
         given = {"buckets": self.buckets is not None, "layout": self.layout != Layout.AUTO}
         for option, there in given.items():
             if there:
@@ -88,13 +79,13 @@ _found_by: list[Callable[[Described], Described]] = []
 def finds_sizes(
     change: Callable[[Described], Described],
 ) -> Callable[[Described], Described]:
-    """Decorator: from a function of one example to one that may find sizes."""
+    """Registers what makes of a function of one example one that may find sizes."""
     _found_by[:] = [change]
     return change
 
 
 def finding_sizes(function: Described) -> Described:
-    """`function`, of one example, where it may find sizes, as `batchax.compress` does."""
+    """Returns `function`, of one example, where it may find sizes, as `batchax.compress` does."""
     (change,) = _found_by
     return change(function)
 
@@ -108,19 +99,15 @@ _run_by: list[MakePass] = []
 
 
 def runs_rows(make: MakePass) -> MakePass:
-    """Decorator: from what was asked for rows, the shards, and the chunks of lanes to their pass.
-
-    Who runs rows lives above those who only need to know that there are rows.
-    """
+    """Registers what makes a pass of options for rows, the shards, and the chunks of lanes."""
+    # Who runs rows lives above those who only need to know that there are rows.
     _run_by[:] = [make]
     return make
 
 
 def pass_of_rows(options: RowOptions, mapped: Sequence[Mapped], shards: Any, chunking: Any) -> Pass:
-    """The pass for a call some of whose arguments are rows, which leaves any other as it is.
-
-    Raises:
-      ArgumentTypeError: an option is for rows, and there are none.
+    """Returns the pass for a call some of whose arguments are rows, which leaves any other as it
+    is.
     """
     if any(isinstance(m, MappedRows) for m in mapped):
         (make,) = _run_by
