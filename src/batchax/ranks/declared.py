@@ -19,32 +19,21 @@ from batchax.jaxprs.spoken import brief
 
 @dataclass(frozen=True)
 class Dim:
-    """One core dimension.
+    """Holds one core dimension."""
 
-    Attributes:
-      text: how it was written; empty if only its being there was declared.
-      size: its size, if that was declared.
-      name: a name: dimensions of one name have one size.
-      or_one: whether its size may also be 1.
-      formula: whether `text` is to be computed from other names, such as ``n+1``.
-    """
-
-    text: str = ""
-    size: int | None = None
-    name: str | None = None
-    or_one: bool = False
-    formula: bool = False
+    text: str = ""  # as it was written; empty if only its being there was declared
+    size: int | None = None  # if that was declared
+    name: str | None = None  # dimensions of one name have one size
+    or_one: bool = False  # whether its size may also be 1
+    formula: bool = False  # whether `text` is computed from other names, such as ``n+1``
 
 
 @dataclass(frozen=True)
 class Core:
-    """The core dimensions of an array."""
-
     dims: tuple[Dim, ...]
 
     @property
     def rank(self) -> int:
-        """How many there are."""
         return len(self.dims)
 
     def __str__(self) -> str:
@@ -58,11 +47,7 @@ def is_rank(spec: Any) -> bool:
 
 
 def as_cores(where: str, spec: Any) -> Any:
-    """A rank, None, or a tree of them, with a `Core` for each rank.
-
-    Raises:
-      ArgumentTypeError: something in it is neither a rank nor None.
-    """
+    """Returns a rank, None, or a tree of them, with a `Core` for each rank."""
 
     def one(keys: Any, leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, Core):
@@ -78,14 +63,14 @@ def as_cores(where: str, spec: Any) -> Any:
 
 
 class CoreSizes:
-    """The sizes of the named dimensions of one call, as they are found."""
+    """Holds the sizes of the named dimensions of one call, as they are found."""
 
     def __init__(self) -> None:
         self.known: dict[str, int] = {}
         self._found_at: dict[str, str] = {}
 
     def problem(self, path: str, core: Core, shape: Sequence[Any]) -> str:
-        """What is wrong with the core `shape` of the array at `path`; empty if nothing is."""
+        """Says what is wrong with the core `shape` of the array at `path`; empty if nothing is."""
         for position, (dim, size) in enumerate(zip(core.dims, shape, strict=True)):
             expected = self._expected(dim)
             if size is None or (dim.or_one and size == 1):  # None: each row has its own
@@ -108,6 +93,7 @@ class CoreSizes:
     def _expected(self, dim: Dim) -> int | None:
         if dim.formula:
             try:
+                # The text is that of an annotation in the user's own code, without builtins.
                 return eval(dim.text, {"__builtins__": {}}, dict(self.known))
             except Exception:  # of names that no argument has had so far
                 return None
@@ -115,11 +101,7 @@ class CoreSizes:
 
 
 def annotated_ranks(fun: Callable[..., Any]) -> dict[str, Any]:
-    """A `Core` for each parameter of `fun` that is annotated with a shape.
-
-    Raises:
-      ArgumentTypeError: there is none, or one has no fixed rank.
-    """
+    """Returns a `Core` for each parameter of `fun` that is annotated with a shape."""
     name = getattr(fun, "__name__", "the function")
     parameters = inspect.signature(fun).parameters
     try:
@@ -140,7 +122,7 @@ def annotated_ranks(fun: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _annotated_core(where: str, annotation: Any) -> Core | None:
-    """The core an annotation declares; None if it declares none."""
+    """Returns the core an annotation declares; None if it declares none."""
     text = getattr(annotation, "dim_str", None)
     if isinstance(text, str):
         return Core(tuple(_annotated_dim(where, part) for part in text.split()))
@@ -164,6 +146,8 @@ def _annotated_dim(where: str, text: str) -> Dim:
             f"the annotation of {where} has any number of dimensions ({text}), and so no rank. "
             "Annotate what one example has, or declare ranks: batchax.auto_vmap(1, 2)."
         )
+    # The notation of jaxtyping: ``name=size`` documents a size, # allows broadcasting, ? is for
+    # trees.
     bare = text.split("=")[-1].lstrip("#?")
     or_one = "#" in text
     if bare.startswith("_"):
@@ -182,11 +166,7 @@ _SIGNATURE = re.compile(rf"({_LIST})->({_LIST})")
 
 
 def parse_signature(text: str) -> tuple[list[Core], list[Core]]:
-    """The cores of the inputs and of the outputs.
-
-    Raises:
-      ArgumentTypeError: `text` is not a signature.
-    """
+    """Returns the cores of the inputs and of the outputs."""
     match = _SIGNATURE.fullmatch(text)
     if match is None:
         raise ArgumentTypeError(

@@ -26,15 +26,13 @@ from batchax.vmap import vmap
 
 @dataclass(frozen=True)
 class Argument:
-    """An array with a declared core."""
-
     path: str
     value: Any
     core: Core
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of all of it; None where the rows of a `Ragged` have their own size."""
+        """Returns the shape of all of it; None where the rows of a `Ragged` have their own size."""
         return self.value.shape if isinstance(self.value, Ragged) else np.shape(self.value)
 
     @functools.cached_property
@@ -44,29 +42,23 @@ class Argument:
 
     @functools.cached_property
     def batch(self) -> tuple[int, ...]:
-        """Its batch dimensions."""
         return self.shape[: len(self.shape) - self.core.rank]
 
     @functools.cached_property
     def core_shape(self) -> tuple[int, ...]:
-        """Its core dimensions."""
         return self.shape[len(self.shape) - self.core.rank :]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Batch dimensions that are mapped by one vmap: how many lanes, and which arrays have it."""
+    """Holds batch dimensions that one vmap maps: how many lanes, and which arrays have it."""
 
     size: int
     has: tuple[bool, ...]
 
 
 def check_cores(arguments: Sequence[Argument], sizes: CoreSizes) -> None:
-    """Refuses arrays whose core is not what was declared.
-
-    Raises:
-      AxisError: one has too few dimensions, or sizes disagree.
-    """
+    """Raises AxisError for arrays whose core is not what was declared."""
     short = [a for a in arguments if len(a.shape) - isinstance(a.value, Ragged) < a.core.rank]
     if short:
         raise AxisError(
@@ -80,11 +72,7 @@ def check_cores(arguments: Sequence[Argument], sizes: CoreSizes) -> None:
 
 
 def broadcast_batch(arguments: Sequence[Argument]) -> tuple[int, ...]:
-    """The batch shape of all arguments together, by NumPy's rules.
-
-    Raises:
-      AxisError: they do not broadcast.
-    """
+    """Returns the batch shape of all arguments together, by NumPy's rules."""
     ndim = max((len(a.batch) for a in arguments), default=0)
     shape = []
     for d in range(-ndim, 0):
@@ -115,11 +103,7 @@ def _split(a: Argument) -> str:
 def find_groups(
     arguments: Sequence[Argument], batch: Sequence[int], apart: bool = False
 ) -> list[Group]:
-    """The vmaps that are needed, outermost first; if `apart`, one for each batch dimension.
-
-    Raises:
-      AxisError: a container has one element along a dimension in which others have more.
-    """
+    """Lists the vmaps that are needed, outermost first; if `apart`, one a batch dimension."""
     groups: list[Group] = []
     mergeable = not (apart or any(map(_is_sharded, arguments)))
     for d in range(-len(batch), 0):
@@ -138,6 +122,7 @@ def find_groups(
                 f"{size}: a {type(repeated[0].value).__name__} is not repeated. Remove its batch "
                 f"dimensions from there on, or repeat it to {size} elements."
             )
+        # Adjacent dimensions that the same arrays have become one, with the lanes of both.
         if groups and groups[-1].has == has and mergeable:
             groups[-1] = Group(groups[-1].size * size, has)
         else:
@@ -159,13 +144,9 @@ def run(
     options: Mapping[str, Any],
     apart: bool = False,
 ) -> list[Any]:
-    """The outputs of `one_example`, a function of arrays, for all batch dimensions.
+    """Runs `one_example`, which takes and returns arrays, for all batch dimensions.
 
-    Args:
-      one_example: takes an array for each argument, returns a list of arrays.
-      arguments: its arguments.
-      options: those of `vmap` that apply to the batch.
-      apart: whether each batch dimension is to have a vmap of its own, as containers need it.
+    With `apart`, each has its own vmap, as containers need it.
     """
     if any(isinstance(a.value, Ragged) for a in arguments):
         return _run_rows(one_example, arguments, options, apart)
@@ -195,11 +176,7 @@ def _run_rows(
     options: Mapping[str, Any],
     apart: bool,
 ) -> list[Any]:
-    """As `run`, where the outermost batch dimension is that of the rows of a `Ragged`.
-
-    Raises:
-      AxisError: it is not the outermost one for all arguments, or they do not broadcast.
-    """
+    """Does the same, where the outermost batch dimension is that of the rows of a `Ragged`."""
     first = next(a for a in arguments if isinstance(a.value, Ragged))
     ndim, rows = len(first.batch), len(first.value)
     axes, values, lines = [], [], []
@@ -229,16 +206,17 @@ def _run_rows(
 
 
 def _for_all(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that each of several nested vmaps has."""
+    """Returns the options that each of several nested vmaps has."""
     return {k: v for k, v in options.items() if k in ("divergence", "small_matrices")}
 
 
 def _by_group(groups: Sequence[Group], options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The options of each vmap, so that together they run at most so many lanes."""
+    """Returns the options of each vmap, so that together they run at most so many lanes."""
     lanes = options.get("batch_size")
     if not isinstance(lanes, int):  # "auto" is for the outermost
         return [options, *[_for_all(options) for _ in groups[1:]]]
     own = []
+    # The innermost vmap has as many lanes at a time as fit, and those outside share what is left.
     for group in reversed(groups):
         own.append({**options, "batch_size": lanes})
         lanes = max(lanes // max(group.size, 1), 1)
