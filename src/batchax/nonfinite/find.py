@@ -84,7 +84,7 @@ class Fault:
 
 
 def _told(faults: Sequence[Fault]) -> str:
-    """The faults of lanes with one cause, and the operands of one of them."""
+    """Tells the faults of lanes with one cause, and the operands of one of them."""
     one = next((f for f in faults if f.operands is not None), faults[0])
     line = one.line.rpartition(os.sep)[2]
     several = len(faults) > 1
@@ -164,7 +164,7 @@ class NonFinite:
 
 
 def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[Any, np.ndarray]]:
-    """The lanes, with their origins, of which operands are shown: the first of each cause."""
+    """Returns the lanes, with their origins, whose operands are shown: the first of each cause."""
     made = [
         (lane, (i, *row[[PLACE, KIND, TURNED]]), row) for lane, i, row in faults if row[PLACE] > 0
     ]
@@ -177,7 +177,7 @@ def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[An
 def check_fits(
     fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
 ) -> None:
-    """Stages a call, so that what does not fit is refused by `vmap`, in terms of the user."""
+    """Stages a call, so that `vmap` raises its errors for what does not fit."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     jax.eval_shape(lambda: without_objects(vmap(fun, in_axes, **options)(*args, **kwargs)))
 
@@ -190,13 +190,7 @@ def find(
     kwargs: Any,
     lengths_known: bool = True,
 ) -> NonFinite:
-    """Runs the batched function, and says what of it is not finite.
-
-    Args:
-      fun, in_axes, options: The function, and how it is batched.
-      args, kwargs: The call's arguments.
-      lengths_known: Whether lengths of rows are known, as `vmap` knows them outside of `jit`.
-    """
+    """Runs the batched function, and says what of it is not finite."""
     options = lanes_first(options)
     leaves, rebuild = spread_in_axes(fun, in_axes, args, kwargs)
     program = _Marking(fun, [leaf.path for leaf in leaves], rebuild)
@@ -214,9 +208,11 @@ def find(
     lanes = np.flatnonzero(first[:, KIND])
     operands: dict[int, Sequence[str]] = {}
     made = lanes[first[lanes, PLACE] > 0]
+    # One lane of each cause first; then others, up to as many as are shown.
     causes = np.stack([worst[made], *first[made][:, [PLACE, KIND, TURNED]].T], 1)
     firsts = made[np.sort(np.unique(causes, axis=0, return_index=True)[1])]
     shown = np.concatenate([firsts, np.setdiff1d(made, firsts)])[:_WITH_VALUES]
+    # Operands take a second run: to keep those of all equations would take far more memory.
     for place in dict.fromkeys(first[shown, PLACE].tolist()):
         of_place = vmap(program.operands(place), (0, specs), **options)
         seen = compiled(functools.partial(of_place, first[:, FIRST_LOOP:]))
@@ -232,10 +228,8 @@ def find(
 def _compiled(
     values: Sequence[Value], specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
 ) -> Any:
-    """What a function makes of the leaves, compiled.
-
-    What is no array it sees as it is; lengths of rows, too, where they are known.
-    """
+    """Compiles and runs a function of the leaves."""
+    # It sees what is no array as it is; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)
     rows = filter(is_rows, jax.tree.leaves(list(values), is_leaf=is_rows))
     lengths = {id(n) for x in rows for n in x.each_length if lengths_known}
@@ -259,22 +253,16 @@ def _compiled(
 
 @dataclass
 class Program:
-    """A program, and what the numbers in origins stand for.
+    """Holds a program, and what the numbers in origins stand for."""
 
-    Attributes:
-      places: Its equations.
-      inputs: The names of its arguments.
-      outputs: The names of its results, which are numbered from 1.
-    """
-
-    places: Places
-    inputs: Sequence[str]
-    outputs: Sequence[str]
+    places: Places  # its equations
+    inputs: Sequence[str]  # names of its arguments
+    outputs: Sequence[str]  # names of its results, which are numbered from 1
 
     def fault(
         self, lane: int | None, output: int, origin: np.ndarray, operands: Sequence[str] | None
     ) -> Fault:
-        """What an origin says."""
+        """Makes a fault of what an origin says."""
         place, kind = int(origin[PLACE]), "nan" if origin[KIND] == NAN else "inf"
         of = self.places.place(place).eqn if place > 0 else None
         return Fault(
@@ -298,12 +286,12 @@ class Program:
     def shown(
         self, place: int, views: Sequence[np.ndarray], watch: Watch | None = None
     ) -> list[str]:
-        """The operands of an equation, for people."""
+        """Returns the operands of an equation, for people."""
         types = operand_types(self.places.place(place).eqn, watch)
         return [_shown(t, x) for t, x in zip(types, views, strict=True)]
 
     def _where(self, place: int) -> str:
-        """The line of an equation, or an argument."""
+        """Returns the line of an equation, or an argument."""
         if place > 0:
             return self.places.place(place).line
         if place < -len(self.inputs):
@@ -312,20 +300,14 @@ class Program:
 
 
 class _Marking(Program):
-    """A function of one example that returns origins, of the leaves of its arguments.
-
-    Args:
-      fun: the function.
-      paths: of the leaves.
-      rebuild: makes its arguments of the leaves.
-    """
+    """Is a function of one example that returns origins, of the leaves of its arguments."""
 
     def __init__(self, fun: Callable[..., Any], paths: Sequence[str], rebuild: Any) -> None:
         super().__init__(Places(), [], [])
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
 
     def origins(self, values: Sequence[Value]) -> list[Any]:
-        """Where the results come from, those that may be bad."""
+        """Returns where the results come from, those that may be bad."""
         self.places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self.places)
         closed_over = -len(self.inputs) - 1
@@ -336,13 +318,13 @@ class _Marking(Program):
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 
     def kinds(self, values: Sequence[Value]) -> list[Any]:
-        """Whether results are finite, those that may be bad: as `origins` has them."""
+        """Says whether results are finite, those that may be bad: as `origins` has them."""
         args, kwargs = self._rebuild(values)
         outs = map(jnp.asarray, jax.tree.leaves(without_objects(self._fun(*args, **kwargs))))
         return [jnp.int32(0), *(kind_of(x) for x in outs if jnp.issubdtype(x.dtype, jnp.inexact))]
 
     def operands(self, place: int) -> Callable[..., list[Any]]:
-        """From iterations, and the leaves, to what an equation was given in these."""
+        """Returns a function from iterations, and the leaves, to what an equation got in these."""
 
         blank = blank_view(self.places.place(place).eqn)
 
@@ -382,7 +364,7 @@ class _Marking(Program):
 
 
 def _may_be_bad(x: Value) -> bool:
-    """Whether a leaf is an array of floats; what is not, the function may want to look at."""
+    """Whether a leaf is an array of floats; at others the function may want to look."""
     is_array = isinstance(x, (jax.Array, np.ndarray, np.generic))
     return is_array and jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -400,17 +382,7 @@ def _shown(aval: Aval, x: np.ndarray) -> str:
 def find_whole(
     fun: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str], lengths_known: bool
 ) -> NonFinite:
-    """Runs a function that contains a `vmap`, and says what of its results is not finite.
-
-    Args:
-      fun: The function.
-      args, kwargs: The call's arguments.
-      names: The names of its positional parameters.
-      lengths_known: Whether lengths of rows are known.
-
-    Raises:
-      ArgumentTypeError: There is no `vmap` in it, or one that `jax.jit` remembers.
-    """
+    """Runs a function that contains a `vmap`, and says what of its results is not finite."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
     staged = stage(fun, args, kwargs, names, lengths_known=lengths_known)
     staged.check_vmap("find_nonfinite")
@@ -426,6 +398,7 @@ def find_whole(
         lanes = [k for k, row in enumerate(rows) if row[PLACE] in program.places.of_lanes]
         for lane in lanes or [None]:
             first.setdefault(lane, (i, rows[lane or 0]))
+    # Where lanes can be named, results that all lanes make together are left out.
     if any(lane is not None for lane in first):
         first.pop(None, None)
     lanes = sorted(lane for lane in first if lane is not None)
@@ -437,7 +410,7 @@ def find_whole(
 
 
 class _Batched:
-    """A batched program, and where its values have the axis of lanes."""
+    """Holds a batched program, and where its values have the axis of lanes."""
 
     def __init__(self, staged: Staged) -> None:
         self._staged, self._recorder = staged, staged.recorder
@@ -454,7 +427,9 @@ class _Batched:
         return jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
 
     def _axis_of(self, eqn: Eqn | None, aval: Aval) -> int | None:
-        """Where a value has the axis of lanes: as its record says, or the only one of that size."""
+        """Returns where a value has the axis of lanes: as its record says, or the only one of that
+        size.
+        """
         size, shape = self.lanes.size, aval.shape
         record = None if eqn is None else self._recorder.record_of(eqn.source_info.name_stack)
         if record is not None and record.axis.size == size:
@@ -493,7 +468,7 @@ class _Batched:
         return evaluator, outs
 
     def origins(self) -> list[Any]:
-        """For each result where it comes from, for each lane."""
+        """Returns where each result comes from, for each lane."""
 
         def run(*arrays: Any) -> list[Any]:
             evaluator, outs = self._evaluated(arrays)
@@ -502,7 +477,7 @@ class _Batched:
         return jax.jit(run)(*self._staged.arrays)
 
     def operands(self, row: np.ndarray, lane: int | None) -> list[str]:
-        """What an equation was given in a lane, or in all together, for people."""
+        """Returns what an equation got in a lane, or in all together, for people."""
         place = int(row[PLACE])
         eqn = self.places.place(place).eqn
         axes = [None if lane is None else self._axis_of(eqn, v.aval) for v in eqn.invars]
@@ -513,5 +488,4 @@ class _Batched:
         return self.described().shown(place, views, watch)
 
     def described(self) -> Program:
-        """The names of what origins number."""
         return Program(self.places, self._staged.paths, self._staged.results)

@@ -35,35 +35,24 @@ _MOST_PARENTS = 4  # of a link: the table of them is as wide as the widest
 
 @dataclass(eq=False)
 class Link:
-    """A value on the way to a result.
+    """Holds a value on the way to a result."""
 
-    Attributes:
-      worst: the bits of the greatest magnitude in it, NaN if there is one. None if its origin is
-        known, or if it stands for several operands, of which it is the worst.
-      parents: the values that it was made of.
-      number: of the place that made it.
-      iterations: of the loops around that, outermost first.
-      origin: where it came from, once that has been asked.
-    """
-
+    # The bits of the greatest magnitude in it, NaN if there is one. None if its origin is known, or
+    # if it stands for several operands, of which it is the worst.
     worst: Any
-    parents: tuple[Link, ...] = ()
-    number: int = 0
-    iterations: tuple[Any, ...] = ()
-    origin: Any = None
+    parents: tuple[Link, ...] = ()  # the values that it was made of
+    number: int = 0  # the place that made it
+    iterations: tuple[Any, ...] = ()  # of the loops around that, outermost first
+    origin: Any = None  # where it came from, once `find_origins` found that
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The lanes of a program that was batched, in which each value has a mark for each lane.
-
-    Attributes:
-      size: The number of lanes.
-      axis_of: Says where a result of an equation, or a value of a type, has the batch axis; None
-        if it has none, or if that is not known.
-    """
+    """Holds the lanes of a batched program, in which each value has a mark for each lane."""
 
     size: int
+    # Where a result of an equation, or a value of a type, has the batch axis; None if it has none,
+    # or if that is not known.
     axis_of: Callable[[Any, Any], int | None]
 
 
@@ -75,7 +64,8 @@ def link(
     axis: int | None = None,
     lanes: Lanes | None = None,
 ) -> Link:
-    """The link of a value that was made at a place, of others."""
+    """Makes the link of a value that was made at a place, of others."""
+    # Of many parents a tree of links without values, so that the table of parents stays narrow.
     while len(parents) > _MOST_PARENTS:
         groups = range(0, len(parents), _MOST_PARENTS)
         parents = [Link(None, tuple(parents[k : k + _MOST_PARENTS])) for k in groups]
@@ -88,11 +78,9 @@ def link(
 
 
 def _worst(x: Value) -> Value:
-    """The greatest magnitude in a value, as bits.
-
-    Bits without the sign are in the order of magnitudes, infinity and NaN last. Of floats a maximum
-    would be lost: that of XLA for CPUs (0.10.2, 0.12) passes over NaN in large arrays.
-    """
+    """Returns the greatest magnitude in a value, as bits."""
+    # Bits without the sign are in the order of magnitudes, infinity and NaN last. A maximum of
+    # floats would lose them: that of XLA for CPUs (0.10.2, 0.12) passes over NaN in large arrays.
     if jnp.iscomplexobj(x):
         x = jnp.maximum(_magnitude(x.real), _magnitude(x.imag))
     else:
@@ -103,7 +91,7 @@ def _worst(x: Value) -> Value:
 
 
 def _magnitude(x: Value) -> Value:
-    """The bits of floats without the sign; those of small floats as of float32."""
+    """Returns the bits of floats without the sign; those of small floats as of float32."""
     x = x.astype(np.float32) if x.dtype.itemsize < 4 else x
     return lax.bitcast_convert_type(x, _bits(x.dtype)) << 1
 
@@ -113,23 +101,23 @@ def _bits(dtype: Any) -> Any:
 
 
 def kind_of(x: Value) -> Any:
-    """Whether a value has a NaN, else an infinity, or all of it is finite."""
+    """Says whether a value has a NaN, else an infinity, or all of it is finite."""
     return _kinds(_worst(x))
 
 
 def has_elements(x: Any) -> bool:
-    """Whether a value, or a variable's type, has elements for certain: its sizes may be symbols."""
+    """Whether a value, or a type, has elements for certain: its sizes may be symbols."""
     return all(isinstance(n, int) and n > 0 for n in x.shape)
 
 
 def nowhere(depth: int, lanes: Lanes | None = None) -> Any:
-    """The origin of what is finite, in a program with loops nested so deep."""
+    """Returns the origin of what is finite, in a program with loops nested so deep."""
     shape = () if lanes is None else (lanes.size,)
     return jnp.zeros((*shape, FIRST_LOOP + depth), np.int32)
 
 
 def find_origins(links: Iterable[Link], depth: int, lanes: Lanes | None = None) -> None:
-    """Finds the origins of some values, for each of the lanes if there are any: they have them."""
+    """Finds the origins of links, and stores them there; for each of the lanes if there are any."""
     asked = [x for x in dict.fromkeys(links) if x.origin is None]
     if not asked:
         return
@@ -161,7 +149,7 @@ def _found(
     worsts: list[list[Any]],
     origins: list[Any],
 ) -> Any:
-    """The origins of the links that are asked for."""
+    """Returns the origins of the links that are asked for."""
     made, roots, joints, asked = every
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
     kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
@@ -172,6 +160,8 @@ def _found(
     blamed, has_parent = _blamed([*made, *roots, *joints], at, kind)
     numbers = jnp.asarray([x.number for x in at], np.int32)
     turned = jnp.where(has_parent & (kind == NAN) & (kind[blamed] < NAN), numbers, 0)
+    # Pointer jumping: each step doubles how far back a link points, so that logarithmically many
+    # steps reach the first bad value.
     for _ in range(max(lengths.values()).bit_length()):
         turned = jnp.where(turned > 0, turned, turned[blamed])
         blamed = blamed[blamed]
@@ -186,7 +176,7 @@ def _found(
 
 
 def _on_the_way(links: Iterable[Link]) -> list[Link]:
-    """The links that lead to some, parents first, up to those whose origin is known."""
+    """Lists the links that lead to some, parents first, up to those whose origin is known."""
     order: dict[Link, None] = {}
     stack = [(x, False) for x in links]
     while stack:  # not by recursion: programs are long
@@ -202,7 +192,7 @@ def _on_the_way(links: Iterable[Link]) -> list[Link]:
 
 
 def _lengths(order: Iterable[Link]) -> dict[Link, int]:
-    """For each link, of the longest way to it."""
+    """Returns the length of the longest way to each link."""
     lengths: dict[Link, int] = {}
     for x in order:
         before = () if x.origin is not None else x.parents
@@ -211,7 +201,9 @@ def _lengths(order: Iterable[Link]) -> dict[Link, int]:
 
 
 def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Any) -> tuple[Any, Any]:
-    """For each link the first of its worst parents, or itself; and whether a parent is to blame."""
+    """Returns the first of the worst parents of each link, or itself; and whether a parent is to
+    blame.
+    """
     parents = [() if x.origin is not None else x.parents for x in order]
     width = max(1, *map(len, parents))
     nobody = len(order)  # whose kind is finite
@@ -234,7 +226,7 @@ def _kinds(worst: Any) -> Any:
 
 
 def _row(x: Link, depth: int) -> Any:
-    """The origin of what was made at a link's place. Its kind is entered later."""
+    """Returns the origin of what was made at a link's place. Its kind is entered later."""
     rest = [-1] * (depth - len(x.iterations))
     entries = [0, x.number, 0, *x.iterations, *rest]
     if not any(isinstance(entry, jax.Array) for entry in entries):
@@ -247,39 +239,32 @@ _SHOWN = 16  # elements of an operand that are shown one by one
 
 @dataclass(frozen=True)
 class Place:
-    """An equation that may make what is not finite.
-
-    Attributes:
-      eqn: the equation.
-      around: the calls, loops and branches that it is inside of, outermost first.
-    """
+    """Holds an equation that may make what is not finite."""
 
     eqn: Eqn
-    around: tuple[Any, ...]
+    around: tuple[Any, ...]  # calls, loops and branches around it, outermost first
 
     @property
     def line(self) -> str:
-        """The line of the user that made it, or made what it is in: JAX may have made it."""
+        """Returns the line of the user that made it, or made what it is in:
+
+        JAX may have made it.
+        """
         lines = (_compat.user_line(eqn.source_info) for eqn in (self.eqn, *self.around[::-1]))
         return next(filter(None, lines), "")
 
 
 @dataclass
 class Places:
-    """The equations of a program, numbered from 1 as they are met.
-
-    Attributes:
-      known: The equations.
-      numbers: By the identity of the equation and of those around it.
-      of_lanes: The numbers of those, and of inputs, whose values have an axis of lanes.
-    """
+    """Numbers the equations of a program from 1 as they are met."""
 
     known: list[Place] = field(default_factory=list)
+    # by the identity of the equation and of those around it
     numbers: dict[tuple[int, ...], int] = field(default_factory=dict)
+    # numbers of those, and of inputs, whose values have an axis of lanes
     of_lanes: set[int] = field(default_factory=set)
 
     def number(self, eqn: Eqn, around: tuple[Any, ...]) -> int:
-        """The number of an equation."""
         key = tuple(map(id, (*around, eqn)))
         if key not in self.numbers:
             self.known.append(Place(eqn, around))
@@ -287,13 +272,12 @@ class Places:
         return self.numbers[key]
 
     def place(self, number: int) -> Place:
-        """The equation with this number."""
         return self.known[number - 1]
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A value, and the link by which its origin is found; None if it is known to be finite."""
+    """Holds a value, and the link by which its origin is found; None if known to be finite."""
 
     value: Value
     link: Link | None = None
@@ -301,22 +285,14 @@ class Marked:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is to be seen of an equation: its operands, when it is met in these iterations.
+    """Says what is to be seen of an equation: its operands, when it is met in these iterations."""
 
-    Attributes:
-      place: the number of the equation.
-      iterations: of the loops around it, outermost first.
-      lane: The lane of which operands are wanted; None for all of them.
-      axes: Where operands have the axis of lanes.
-    """
-
-    place: int
-    iterations: Any
-    lane: int | None = None
-    axes: Sequence[int | None] = ()
+    place: int  # the number of the equation
+    iterations: Any  # of the loops around it, outermost first
+    lane: int | None = None  # of which operands are wanted; None for all of them
+    axes: Sequence[int | None] = ()  # where operands have the axis of lanes
 
     def in_lane(self, operands: Sequence[Value]) -> list[Value]:
-        """The operands of the lane."""
         axes = self.axes or [None] * len(operands)
         return [
             x if axis is None else jnp.take(x, self.lane or 0, axis)
@@ -325,7 +301,7 @@ class Watch:
 
 
 def loop_depth(jaxpr: Jaxpr) -> int:
-    """How deep loops are nested in a program, at most."""
+    """Returns how deep loops are nested in a program, at most."""
     return max((_depth_of(eqn) for eqn in jaxpr.eqns), default=0)
 
 
@@ -335,16 +311,7 @@ def _depth_of(eqn: Eqn) -> int:
 
 
 class Evaluator:
-    """Evaluates programs of one example.
-
-    Args:
-      places: numbers equations.
-      depth: how deep loops are nested, at most.
-      watch: an equation whose operands are wanted.
-      seen: what was seen of them so far, as `blank_view` has it.
-      around: what the program is inside of.
-      lanes: The lanes of a program that was batched; None for a program of one example.
-    """
+    """Evaluates programs of one example; of a batched program with `lanes`."""
 
     def __init__(
         self,
@@ -355,6 +322,8 @@ class Evaluator:
         around: tuple[Any, ...] = (),
         lanes: Lanes | None = None,
     ) -> None:
+        # `depth` is how deep loops are nested at most, `around` what the program is inside of,
+        # `seen` what was seen so far of the operands that `watch` wants.
         self._places, self._depth, self._watch = places, depth, watch
         self._around, self._lanes = around, lanes
         self.seen = list(seen)
@@ -366,7 +335,7 @@ class Evaluator:
         args: Sequence[Marked],
         iterations: tuple[Any, ...] = (),
     ) -> list[Marked]:
-        """The outputs of a program, inside loops that are in these iterations."""
+        """Returns the outputs of a program, inside loops that are in these iterations."""
 
         def run_equation(eqn: Eqn, operands: list[Marked]) -> Sequence[Marked]:
             return self._equation(eqn, operands, iterations)
@@ -374,18 +343,18 @@ class Evaluator:
         return evaluate(program, consts, args, run_equation, lambda v: Marked(v.val))
 
     def input(self, x: Value, number: int) -> Marked:
-        """An argument, or what the function closes over: its place is a number below zero."""
+        """Marks an argument, or what the function closes over: its place is a number below zero."""
         return Marked(x, self._link(x, None, number) if self._marks(x) else None)
 
     def _link(self, x: Value, eqn: Eqn | None, number: int, *more: Any) -> Link:
-        """The link of a result of an equation, or of another value."""
+        """Makes the link of a result of an equation, or of another value."""
         axis = None if self._lanes is None else self._lanes.axis_of(eqn, jax.typeof(x))
         if axis is not None:
             self._places.of_lanes.add(number)
         return link(x, number, *more, axis=axis, lanes=self._lanes)
 
     def whole(self, values: Sequence[Marked]) -> list[Any]:
-        """The origins of values; None for those that cannot be bad, and where nobody asks."""
+        """Returns the origins of values; None for those that cannot be bad, or without marks."""
         find_origins([v.link for v in values if v.link is not None], self._depth, self._lanes)
         return [
             None if not self._marks(v.value) else v.link.origin if v.link else self.nowhere
@@ -393,12 +362,14 @@ class Evaluator:
         ]
 
     def _marks(self, x: Value) -> bool:
-        """Whether `x` may be bad, and somebody asks: nobody does who watches an equation."""
+        """Whether `x` may be bad, and origins are wanted: while an equation is watched they are
+        not.
+        """
         return self._watch is None and _may_be_bad(x)
 
     @property
     def nowhere(self) -> Any:
-        """The origin of what is finite."""
+        """Returns the origin of what is finite."""
         return nowhere(self._depth, self._lanes)
 
     def _equation(
@@ -425,14 +396,14 @@ class Evaluator:
         return [self._result(x, eqn, number, operands, iterations) for x in outs]
 
     def _inside(self, eqn: Eqn, seen: Sequence[Any]) -> Evaluator:
-        """An evaluator for a program in an equation."""
+        """Makes an evaluator for a program in an equation."""
         around = (*self._around, eqn)
         return Evaluator(self._places, self._depth, self._watch, seen, around, self._lanes)
 
     def _result(
         self, x: Value, eqn: Eqn, number: int, operands: Sequence[Marked], iterations: Any
     ) -> Marked:
-        """A result of an equation: what is bad in it comes from an operand, or from here."""
+        """Marks a result of an equation: what is bad in it comes from an operand, or from here."""
         if not self._marks(x):
             return Marked(x)
         if _is_as_bad(eqn):
@@ -467,6 +438,7 @@ class Evaluator:
         def step(state: Any, parts: Any) -> tuple[Any, Any]:
             count, values, origins, seen = state
             inner = self._inside(eqn, seen)
+            # A reversed scan counts its steps from the last one.
             index = length - 1 - count if reverse else count
             args = [
                 *operands[: body.same],
@@ -482,11 +454,12 @@ class Evaluator:
             step, start, [s.value for s in sliced], length=length, reverse=reverse
         )
         _, last, origins, self.seen = state
+        # A stacked result comes from the first of its worst parts.
         firsts = [None if m is None or not length else _worst_of(m) for m in marks]
         return [*map(_whole, last, origins), *map(_whole, ys, firsts)]
 
     def _part(self, x: Value, origin: Any) -> Marked:
-        """What a step takes of a value."""
+        """Marks what a step takes of a value, whose own parts may be finite."""
         if origin is None:
             return Marked(x)
         return Marked(x, self._link(x, None, 0, (), [Link(None, origin=origin)]))
@@ -548,12 +521,12 @@ def _plain(values: Sequence[Value]) -> list[Marked]:
 
 
 def _whole(x: Value, origin: Any) -> Marked:
-    """A value whose origin is known; None if it cannot be bad, or nobody asks."""
+    """Marks a value whose origin is known; None if it cannot be bad, or has no marks."""
     return Marked(x, None if origin is None else Link(None, origin=origin))
 
 
 def _worst_of(origins: Any) -> Any:
-    """Of the origins of the parts of a value, the first of the worst."""
+    """Returns the first of the worst origins of the parts of a value."""
     first = jnp.argmax(origins[..., KIND : KIND + 1], 0, keepdims=True)
     return jnp.take_along_axis(origins, first, 0)[0]
 
@@ -563,7 +536,7 @@ def _may_be_bad(x: Value) -> bool:
 
 
 def _is_as_bad(eqn: Eqn) -> bool:
-    """Whether the result is as its operand, if not in place and sign: then it is not looked at."""
+    """Whether the result is as its operand, except in place and sign: then it needs no link."""
     before, after = eqn.invars[0].aval, eqn.outvars[0].aval
     if eqn.primitive.name == "broadcast_in_dim":
         return has_elements(after)
@@ -572,7 +545,7 @@ def _is_as_bad(eqn: Eqn) -> bool:
 
 
 def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
-    """The types of the operands of an equation, in a lane if one is watched."""
+    """Returns the types of the operands of an equation, in a lane if one is watched."""
     types = [v.aval for v in eqn.invars]
     if watch is None or not watch.axes:
         return types
@@ -583,13 +556,13 @@ def operand_types(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
 
 
 def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
-    """What is seen of the operands of an equation before it is met."""
+    """Returns what is seen of the operands of an equation before it is met."""
     types = operand_types(eqn, watch)
     return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]
 
 
 def _view(x: Value, shape: Any = None) -> Any:
-    """A value of few elements; of others how many are NaN, infinite, and the least and greatest."""
+    """Returns a value of few elements; of others counts of NaN and infinity, and the range."""
     shape = jnp.shape(x) if shape is None else shape
     if all(isinstance(n, int) for n in shape) and np.prod(shape) <= _SHOWN:
         return jnp.broadcast_to(x, shape)
