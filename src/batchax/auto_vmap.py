@@ -43,7 +43,7 @@ _OPTIONS = (*_CHUNKS, "divergence", "small_matrices")
 
 
 class _Decorator(Protocol):
-    """What `auto_vmap` returns where ranks are declared."""
+    """Is what `auto_vmap` returns where ranks are declared."""
 
     def __call__(self, fun: Callable[P, Out], /) -> Batched[P, Out, Any]: ...
 

@@ -71,7 +71,7 @@ class Checked:
 
 
 def _budget(lanes: Sequence[int], size: int) -> str:
-    """Which of the lanes are compared."""
+    """Says which of the lanes are compared."""
     if len(lanes) == size:
         return f"all {size:,} lanes" if size != 1 else "the only lane"
     return f"{len(lanes):,} of {size:,} lanes (lanes={size} compares all)"
@@ -146,7 +146,7 @@ def check(
 
 
 class _Comparison:
-    """A batched function, and examples of some of its lanes."""
+    """Holds a batched function, and examples of some of its lanes."""
 
     def __init__(
         self,
@@ -206,15 +206,14 @@ class _Comparison:
         return without_objects(fun(*args, **kwargs))
 
     def _example(self, lane: int) -> list[Any]:
-        """The leaves of the arguments of a lane that may be traced."""
+        """Returns the leaves of the arguments of a lane that may be traced."""
         return [self._parts[i](lane) if i in self._parts else self._whole[i] for i in self._traced]
 
     def _leaves(self, traced: Sequence[Any]) -> list[Any]:
-        """All leaves of the arguments of a lane."""
+        """Returns all leaves of the arguments of a lane."""
         return with_values(self._whole, self._traced, traced)
 
     def values(self) -> None:
-        """Compares what the functions return."""
         run = _compiled(lambda xs: self._called(self._fun, self._leaves(xs)))
         got = _by_lane(self._got)
         for lane in self.lanes:
@@ -225,7 +224,7 @@ class _Comparison:
             self._same(lane, "out", got(lane), expected)
 
     def derivatives(self) -> tuple[str, ...]:
-        """Compares cotangents of the arguments, and says of which; of none if there are none."""
+        """Compares cotangents of the arguments; returns the names of those that have some."""
         if not self._smooth or not self.lanes:
             return ()
         by_lane = _by_lane(self._got)
@@ -242,7 +241,7 @@ class _Comparison:
         never = [jnp.isnan(g) for g in pull([jnp.zeros_like(y) for y in outs])]
 
         def compare(*lanes: int) -> None:
-            """With cotangents for the results of some lanes, and zeros for those of others."""
+            """Compares with cotangents for the results of some lanes, and zeros for the others."""
             of_lanes = [expected[lane] for lane in lanes]
             cotangents = zip(*(ys for ys, _ in of_lanes), strict=True)
             placed = zip(outs, _inexact(self._got), cotangents, strict=True)
@@ -250,6 +249,7 @@ class _Comparison:
             gradients = zip(*(gs for _, gs in of_lanes), strict=True)
             for i, g, es, nan in zip(self._smooth, alone, gradients, never, strict=True):
                 what, axis = f"cotangent of {self._paths[i]}", self._positions[i]
+                # An argument that all lanes share has the sum of their cotangents.
                 if axis is None:
                     total = functools.reduce(jnp.add, es)
                     self._same(lanes[0], what, jnp.where(nan, total, g), total)
@@ -277,7 +277,7 @@ class _Comparison:
         return jax.vjp(of_points, *(leaves[i] for i in self._smooth))
 
     def _alone(self, lanes: Sequence[int], leaf: int, cotangents: Any) -> None:
-        """No other lane has a cotangent."""
+        """Raises an error if another lane has a cotangent."""
         size = np.abs(np.asarray(cotangents)).reshape(len(cotangents), -1).max(1, initial=0)
         size[list(lanes)] = 0
         if size.any():
@@ -298,13 +298,13 @@ class _Comparison:
 
 
 def _parts_of(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of a tree with their paths in it, and its structure."""
+    """Returns the leaves of a tree with their paths in it, and its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(keys), x) for keys, x in leaves], structure
 
 
 def _kept(options: dict[str, Any]) -> dict[str, Any]:
-    """Of options those that say which lanes there are."""
+    """Returns those options that say which lanes there are."""
     return {k: v for k, v in options.items() if k == "axis_size"}
 
 
@@ -317,7 +317,7 @@ def _size(x: Value) -> int:
 
 
 def _compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is compiled, unless it needs values: those to branch on, or of sizes."""
+    """Compiles a function, unless it needs values: those to branch on, or of sizes."""
     compiled = jax.jit(fun)
 
     def run(*args: Any) -> Any:
@@ -330,7 +330,7 @@ def _compiled(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _chosen(size: int, most: int) -> tuple[int, ...]:
-    """The lanes to compare, in order: all of them, or first, last, middle, and random ones."""
+    """Chooses lanes to compare, in order: all, or first, last, middle, and random ones."""
     if size <= most:
         return tuple(range(size))
     order = dict.fromkeys([0, size - 1, size // 2])
@@ -339,7 +339,7 @@ def _chosen(size: int, most: int) -> tuple[int, ...]:
 
 
 def _by_lane(tree: Any) -> Callable[[int], Any]:
-    """A function from a lane to its part of a tree."""
+    """Returns a function from a lane to its part of a tree."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_rows)
     leaves = [x.rows() if _is_rows(x) else x for x in leaves]
     return lambda lane: structure.unflatten([x[lane] for x in leaves])
@@ -350,13 +350,12 @@ def _array(x: Value) -> Any:
 
 
 def _inexact(outs: Any) -> list[Any]:
-    """The results that have derivatives."""
     leaves = jax.tree.leaves(outs, is_leaf=_is_rows)
     return [x for x in leaves if is_inexact(jnp.asarray(_array(x)))]
 
 
 def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> Any:
-    """An array for all lanes like `y`, of zeros except for the parts of some lanes."""
+    """Makes an array for all lanes like `y`, of zeros except for the parts of some lanes."""
     if not _is_rows(of):
         return jnp.zeros_like(y).at[np.array(lanes)].set(jnp.stack(parts))
     offsets, axis = np.asarray(of.offsets), of.element_axis
@@ -368,7 +367,7 @@ def _place(y: Value, of: Value, lanes: Sequence[int], parts: Sequence[Any]) -> A
 
 
 def _elements(rows: Ragged, row: Any) -> Any:
-    """The elements of a row as `data` has them, along one axis."""
+    """Returns the elements of a row as `data` has them, along one axis."""
     first, several = rows.element_axis, len(rows.axes)
     row = jnp.moveaxis(row, rows.axes, range(first, first + several))
     return row.reshape(*row.shape[:first], -1, *row.shape[first + several :])

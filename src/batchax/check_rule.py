@@ -88,7 +88,7 @@ def check_rule(
 
 
 class _Examples:
-    """Arguments for each lane."""
+    """Holds arguments for each lane."""
 
     def __init__(self, example: Sequence[Any], others: Sequence[Sequence[Any]]) -> None:
         leaves, self.structure = jax.tree.flatten(tuple(example))
@@ -116,7 +116,7 @@ class _Examples:
         self.lanes = lanes
 
     def subsets(self) -> Iterator[tuple[int, ...]]:
-        """The sets of leaves to batch: all, if they are not too many."""
+        """Iterates over the sets of leaves to batch: all, if they are not too many."""
         units = [(i,) for i in self.arrays]
         if 2 ** len(units) > _MOST_SUBSETS:  # then of whole arguments
             several = {self.argument[i] for i in self.arrays}
@@ -132,7 +132,7 @@ class _Examples:
 
 
 class _Case:
-    """The function with some of its arguments batched, as a function of arrays."""
+    """Is the function with some of its arguments batched, as a function of arrays."""
 
     def __init__(
         self,
@@ -161,16 +161,17 @@ class _Case:
         self.one_example = one_example
 
     def over(self, transformation: Callable[..., Any]) -> Callable[..., Any]:
-        """The function for all lanes."""
         return transformation(self.one_example, self.axes)
 
     def twice(self, transformation: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for two batches, of which the second has the lanes in another order."""
+        """Returns the same for two batches."""
         outer = tuple(None if a is None else 0 for a in self.axes)
         of_batches = transformation(self.over(transformation), outer)
 
         def run(*xs: Any) -> Any:
             pairs = [
+                # The second batch has the lanes in another order: a rule that mixes up both axes is
+                # found.
                 x if a is None else jnp.stack([x, jnp.roll(x, 1, a) if _is_plain(x) else x])
                 for x, a in zip(xs, self.axes, strict=True)
             ]
@@ -186,7 +187,7 @@ class _Case:
 
 
 def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[..., Any]:
-    """What ``vmap(fun, axes)`` is to compute, as a Python loop."""
+    """Does what ``vmap(fun, axes)`` is to compute, as a Python loop."""
 
     def run(*xs: Any) -> Any:
         pairs = list(zip(xs, axes, strict=True))
@@ -203,7 +204,7 @@ def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[
 def _of_smooth(
     fun: Callable[..., Any], case: _Case, xs: Sequence[Value]
 ) -> Callable[..., list[Any]]:
-    """Those outputs of `fun` that may have derivatives, from arguments that may."""
+    """Returns those outputs of `fun` that may have derivatives, from arguments that may."""
 
     def run(*points: Any) -> list[Any]:
         outs = fun(*with_values(xs, case.smooth, points))
@@ -284,7 +285,7 @@ class _Comparison:
 
 
 def _varied(x: Value, lane: int) -> Any:
-    """An argument for another lane; one that is no array is the same."""
+    """Makes an argument for another lane; one that is no array is the same."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         return x
     x = jnp.asarray(x)
