@@ -8,6 +8,7 @@ thresholds that were read. So a changed threshold shows as changed lines.
 import contextlib
 import functools
 import sys
+from difflib import SequenceMatcher
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS
 from benchmarks.search.measure import PROGRAMS as DRAFTED
 
+NOT_ASKED = "not asked: `may_diverge` finds a step too cheap, or no lane may leave"
 FILE = Path(__file__).parents[1] / "divergence" / "decisions.txt"
 KINDS = "cpu-small", "cpu", "gpu", "compact"
 """Rows of the table. That of "compact" is read on a small CPU."""
@@ -87,7 +89,7 @@ def lines(kind):
         with _noted("cpu-small" if option == kind else kind) as notes:
             jax.make_jaxpr(make(option))(*args)
         yield f"{name} | {kind}"
-        yield from (f"  {note}" for note in dict.fromkeys(notes))
+        yield from (f"  {note}" for note in dict.fromkeys(notes or [NOT_ASKED]))
 
 
 @contextlib.contextmanager
@@ -172,6 +174,11 @@ def _widths(widths, left):
 
 
 if __name__ == "__main__":
-    text = "".join(f"{line}\n" for kind in KINDS for line in lines(kind))
-    FILE.write_text(text)
-    print(f"{len(text.splitlines())} lines in {FILE}", file=sys.stderr)
+    before = FILE.read_text().splitlines()
+    now = [line for kind in KINDS for line in lines(kind)]
+    FILE.write_text("".join(f"{line}\n" for line in now))
+    # What is decided, without the thresholds that were read for it.
+    old, new = ([line.partition(" [")[0] for line in text] for text in (before, now))
+    changes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    changed = sum(max(j - i, n - m) for how, i, j, m, n in changes if how != "equal")
+    print(f"{len(now)} lines in {FILE}; {changed} decisions are others", file=sys.stderr)

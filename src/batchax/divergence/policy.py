@@ -1,16 +1,8 @@
 """How lanes run that diverge: a pure function of what the control flow costs and of thresholds.
 
-`decide` looks at no device and runs nothing. What it is given is a `Loop`, a `NestedLoop` or a
-`BranchCost`; what it returns is one of these, each of which holds what its runner needs:
-
-| decision | lanes | runner |
-|---|---|---|
-| `Masked` | all take each step; those that are done keep what they have | `rules/loops.py` |
-| `Window` | some at a time; waiting lanes refill the slots of those that are done | `window.py` |
-| `Tiles` | adjacent ones until all, or most, are done; then the next tile | `tiles.py` |
-| `Flattened` | each is at a step of its own of a nested loop | `flat.py` |
-| `Gathered` | those that take a branch, in blocks | `branches.py` |
-| `Serial` | those that take a branch, if they are few, one after another | `branches.py` |
+`decide` looks at no device and runs nothing. What it is given is a `Loop`, a `NestedLoop`, a
+`BoundedTail` or a `BranchCost`; what it returns holds what its runner needs. The architecture page
+lists the decisions, and where each is run.
 
 How many steps lanes take is not known before a loop runs. So what is chosen by default must cost
 next to nothing where all take as many, in time and in compiling:

@@ -30,7 +30,6 @@ from batchax.divergence.limits import (
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, parting_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
-    CHEAP,
     SHOWN,
     Asked,
     BoundedTail,
@@ -199,11 +198,13 @@ class Runner(Asked):
         if why:
             recording.note(why=why)
             return None
-        axis, apart = replace(axis, name=None), self._apart(axis, loop)
+        tail = self._apart(axis, loop)
+        axis, apart = replace(axis, name=None), None if isinstance(tail, Masked) else tail
         if loop.test is None or form.kept is not None:  # an example is differentiated
             counts_and_records = loop.test is None and isinstance(form, LoopSignature) and form.kept
             if apart is None or counts_and_records:
-                recording.note(why=CHEAP if apart is None else "it keeps each of its steps")
+                masked = isinstance(tail, Masked)
+                recording.note(why=tail.reason if masked else "it keeps each of its steps")
                 return None
             placed = run_with_tail(apart, loop)
             recording.note(divergence="compact", widths=(size, apart.width))
@@ -220,19 +221,20 @@ class Runner(Asked):
             recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
         return finish(bounded_parting(axis, loop, whole, plan, apart))
 
-    def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | None:
-        """How lanes are run that others leave behind in what is differentiated; None: masked."""
+    def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | Masked:
+        """How lanes are run that others leave behind in what is differentiated."""
         at, n_carry = loop.form.split(loop.axes), loop.form.n_carry
         differs = [a is not None for a in (*at.consts, *[0] * n_carry, *at.xs)]
         step = Step.of(None, loop.steps[0], differs)
         plan = self.decide(
             BoundedTail(axis.size, step, loop.steps, loop.form.steps.most, axis.in_loop)
         )
-        if isinstance(plan, Window):
-            return TailCompaction(
-                replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
-            )
-        return None
+        if isinstance(plan, Masked):
+            return plan
+        assert isinstance(plan, Window)
+        return TailCompaction(
+            replace(axis, name=None), plan.widths[-1], plan.patience, self.explicit
+        )
 
     def of_branch(self, cost: Any) -> Gathered | Serial | Masked:
         """How a branch runs."""
