@@ -151,8 +151,8 @@ only_in_reverse = Anywhere(
 
 
 _NARROWEST = 16  # lanes in a chunk
-# Nanoseconds of work that make a chunk wide enough, beside which to begin it weighs little, and the
-# most lanes in it.
+# Nanoseconds of work that make a chunk wide enough, so that beginning it costs little, and the most
+# lanes in it.
 _CHUNK_ON_CPU = (500_000.0, 1024)
 _CHUNK = (50_000_000.0, 16_384)
 
@@ -240,7 +240,7 @@ class _Part:
         )
 
     def choose(self, others: Nanoseconds) -> None:
-        """Finds how it runs, beside other branches that take so long for a lane."""
+        """Finds how it runs, with other branches that take so long for a lane."""
         self.cost = self._cost(others)
         self.plan = self.axis.divergence.of_branch(self.cost)
 

@@ -1,8 +1,8 @@
 """What loops and branches cost, in nanoseconds of the work of lanes: what the policy decides by.
 
 `Step` is a step of a loop, `Price` a program that some lanes run, and `BranchCost` a branch.
-`price_at_most`, which is asked before anything is batched, is never below what these say later:
-lanes would stay together and no one would notice.
+`price_at_most` is computed before anything is batched, and is never below what these estimate later:
+lanes would stay together unnoticed.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def power_of_two(lanes: float) -> int:
 _KEPT = 0.01  # nanoseconds for a byte: lanes come again soon, to what is in a cache
 _MOVED = 0.03
 _ROW = 2.0  # for an entry, whatever its size
-STEPS_INSIDE = 4  # of a loop whose steps nobody knows: few, or it would have been cut
+STEPS_INSIDE = 4  # of a loop whose number of steps is unknown: few, or it would have been cut
 
 
 class Price(NamedTuple):
@@ -232,7 +232,7 @@ class BranchCost(NamedTuple):
 
     Attributes:
       work: to run it.
-      copied: to run it where each lane has a copy of what all lanes share, as under ``jax.vmap``.
+      copied: to run it where each lane has a copy of unbatched operands, as under ``jax.vmap``.
       alone: to run it for one lane, in a loop that is one function.
       beginning: to begin its operations, not divided among lanes.
       begun: the part of it that is not one loop with what selects the results. Whatever is in that
@@ -248,7 +248,7 @@ class BranchCost(NamedTuple):
       may_be_serial: whether it may run sequentially, as a single kernel.
       is_unknown: whether it holds a loop of unknown length, or has a host callback.
       held: bytes that its derivative would keep if all lanes ran at once, with what the branch
-        reads of its own; 0 where no derivative is taken.
+        reads by itself; 0 where no derivative is taken.
       steps: in how many steps of loops it runs, about; 0 outside of loops.
       share: of the lanes, which take it if each branch is taken equally often.
     """

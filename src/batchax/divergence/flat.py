@@ -56,7 +56,7 @@ from batchax.rules.loops import MaskedBody, predicate
 # Results do not depend on these; the benchmark `nests` does.
 NARROWEST = 8  # lanes in a block
 MASKED = 1.0  # how much more expensive masked lanes are than by their price
-_COME = 8  # the share of all lanes that come to a segment at a time, of which nobody knows
+_COME = 8  # the share of all lanes that come to a segment at a time: a guess
 _BLOCKS = 3  # at least, of all lanes
 
 
@@ -171,7 +171,7 @@ class FlatLoop(PartingLoop):
     """A loop of one example that holds others, for lanes at places of their own.
 
     Attributes:
-      nest: the loop, cut.
+      nest: the nested loop, cut.
       length: how many steps it has for each lane, if that is known.
       together: the program of the same loop for one example, of the same operands, as JAX has it.
         Of that derivatives are taken.
@@ -246,7 +246,7 @@ class Lanes:
 
     Attributes:
       axis: their axis.
-      nest: the loop.
+      nest: the nested loop.
       constants_at: where its constants have the batch axis; slots have it in front.
     """
 
@@ -282,7 +282,7 @@ class Lanes:
         for number, part in enumerate(nest.parts):
             match part:
                 case Segment():
-                    # Whoever takes a step comes through the last of them.
+                    # A lane that takes a step comes through the last of them.
                     with recording.uncounted(part is nest.parts[-1]):
                         values = self._run_of(part)(here, values)
                 case Inner():
@@ -391,7 +391,7 @@ class Lanes:
 
         def once(state: Any) -> Any:
             runs, mine, count, wasted, spent, tally = state
-            # Whoever waits here waits for loops further inside, too.
+            # A lane that waits here waits for loops further inside, too.
             others = lax.max(lax.sub(everyone, count), _NOBODY)
             left = lax.div(lax.sub(limit, wasted), others)
             left = left if deadline is None else lax.min(left, lax.sub(deadline, spent))

@@ -46,7 +46,7 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
       least: nanoseconds that a step of the loops inside must take for all lanes.
     """
     body = loop.params[control_flow(loop.primitive).step]
-    if not may_wait.in_program(body):  # as most do not: the rest is asked of few
+    if not may_wait.in_program(body):  # most do not: the checks below run for few
         return None
     if loop.primitive.name in LOOPS or not can_move(axis, loop.args):
         return None

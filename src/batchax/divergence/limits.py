@@ -52,7 +52,7 @@ _WITH_RULE = "custom_vmap_call", "custom_batched_call"
 
 
 def refuse_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
-    """Refuses programs in which lanes, or devices, meet.
+    """Rejects programs in which lanes, or devices, synchronize.
 
     Raises:
       UnsupportedError: there is a collective; the message says where.

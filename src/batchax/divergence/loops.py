@@ -101,7 +101,7 @@ class Waiting:
         """Whether one of these results varies over fewer axes of a mesh than some operand.
 
         Inside ``shard_map`` a count that starts from zero differs between devices once lanes have
-        counts of their own, and so does what is computed from it: it would vary over all of them.
+        their counts, and so does what is computed from it: it would vary over all of them.
         """
         over = frozenset().union(*varying_of(self.operands))
         return bool(over) and any(varies != over for varies in self._varying(which))
@@ -400,7 +400,7 @@ def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
 
 
 def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] | None:
-    """What runs on a platform for which nobody decided: masked lanes, unless the user asked.
+    """What runs on a platform that was not decided for: masked lanes, unless the user asked.
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
     """

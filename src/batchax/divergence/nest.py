@@ -44,7 +44,7 @@ class Segment:
     Attributes:
       program: of the values it reads, and of what is in the slots it writes. It returns what it
         writes to those.
-      reads: the values, numbered: constants of the nest first, then slots.
+      reads: the values, numbered: constants of the loop first, then slots.
       writes: the slots, numbered likewise.
       price: what the program costs.
       moves: what it costs to move what it reads and writes to a block of lanes, and back.
@@ -64,7 +64,7 @@ class Inner:
     """A loop inside.
 
     Attributes:
-      nest: the loop.
+      nest: the nested loop.
       constants: the program of its constants, of the values it reads.
       reads: these, as those of a `Segment`.
       slots: its own slots, among the values of the loop around it; some are slots of that, too.
@@ -124,8 +124,8 @@ class Nest:
 
 
 FEW_STEPS = 4  # of a loop inside: those which lanes wait for anyhow
-# What all lanes share at a step, and would each have their own of once they are at steps of their
-# own, may take so many times the bytes of what differs between them.
+# Unbatched values, of which each lane needs a copy once lanes advance independently, may take so
+# many times the bytes of batched ones.
 _MOST_COPIED = 4
 _PLACE = jax.typeof(np.int32(0))
 
@@ -153,7 +153,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     copies, own = False, tuple(itertools.compress(body.in_avals[:n_body], differs))
     if inside.parts:
         differs = (*differs[:n_body], *inside.results)
-        # Else what a branch hands on to nobody would be kept for it.
+        # Else results of a branch that are not read would be kept.
         whole = opened(axis, _compat.without_dead(body), differs)
         cut = _Cut(axis, test, whole, n_body, differs)
         parts, slots = cut.parts(), tuple(cut.types[n_test + n_body :])
@@ -172,8 +172,8 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
 def _pays(parts: Sequence[Part], lanes: int) -> bool:
     """Whether it may pay that lanes are at places of their own.
 
-    Not if what is around the loops inside is much more expensive than some of their steps: nobody
-    would wait less for those.
+    Not if what is around the loops inside is much more expensive than some of their steps: lanes
+    would wait as long for that.
     """
     around = total([part.price for part in parts if isinstance(part, Segment)]).of(lanes)
     return around < FEW_STEPS * _inside(parts).of(lanes)

@@ -19,7 +19,7 @@ from batchax.jaxprs.words import Value
 def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner | None:
     """What the option `divergence` makes of lanes that diverge; None: they are masked.
 
-    It is asked when a batched function is called, and not before: the default depends on the
+    It runs when a batched function is called, and not before: the default depends on the
     device, and to ask for the device initializes JAX's backends.
 
     Args:
@@ -48,7 +48,7 @@ def parting_ways(option: Any, spread: bool = False) -> Pass:
 
 
 def check_divergence(option: Any) -> None:
-    """Refuses what the option `divergence` cannot be.
+    """Rejects values that the option `divergence` does not take.
 
     Raises:
       ArgumentTypeError: it is neither a word nor a `Compact`.

@@ -10,8 +10,8 @@ next to nothing where all take as many, in time and in compiling:
 - Where a step is expensive, lanes are in a window from the first step on: the body is compiled
   once, and a window is as wide as keeps a device as busy as all lanes do.
 - Where a step is many operations, which take as long for a window as for many lanes, all lanes run
-  first, and those that are left in a window. The body is compiled twice, beside which what moves
-  lanes is little. So do the lanes of a bounded loop whose step is a few expensive operations: what
+  first, and those that are left in a window. The body is compiled twice, next to which moving
+  lanes is cheap. So do the lanes of a bounded loop whose step is a few expensive operations: what
   ends it for `jax.vmap` takes about as long to compile as what moves lanes.
 - Where a step is too cheap to move lanes, and a compiler can make it a single kernel, narrow tiles
   of adjacent lanes run: no lane is moved but the last of a tile, which are left behind.
@@ -257,7 +257,7 @@ class NestedLoop:
 
     Attributes:
       whole: it, as one loop.
-      nest: the same, cut at those.
+      nest: the same loop, cut at those.
       length: how many steps it has, if that is known.
     """
 
@@ -551,7 +551,7 @@ def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
     """Whether tiles take a loop inside in a single kernel, on one core.
 
     Of so many lanes, these wait at each step of the loop around it for the work of others, of
-    which little is in vain. At steps of their own all lanes do each step, most in vain.
+    which little is in vain. Once lanes advance independently, all do each step, most in vain.
     """
     test, body = (inner.eqn.params[name] for name in _WHILE)
     differs = (*inner.differs, *[True] * len(body.out_avals))
@@ -657,7 +657,7 @@ def _too_short(every: Nanoseconds, limit: Nanoseconds) -> str:
 _WHILE = "cond_jaxpr", "body_jaxpr"
 
 CHEAP = "a step costs too little, or lanes are too few, for a window"
-_IN_TILES = "neighbors take the loops inside in turn, and wait for few others at each step"
+_IN_TILES = "neighbors take the loops inside sequentially, and wait for few others at each step"
 _CHEAP_INSIDE = "a step of the loops inside costs less than to enter and leave them one by one"
 _LIBRARY = "fewer lanes would run its operations one after another, by a library"
 # The benchmark `divergence` times loops with windows of these widths.

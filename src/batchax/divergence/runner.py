@@ -103,7 +103,7 @@ class Runner(Asked):
         An estimate, before anything is batched: where it is too low, `decide` is not asked, and
         lanes are masked.
         """
-        if self.explicit:  # and what cannot be done is refused
+        if self.explicit:  # and what cannot be done raises
             return True
         t = self.thresholds
         if t is None or not isinstance(axis.size, int):

@@ -5,7 +5,7 @@ at most twice what the best choice would have cost that knew how many days there
 Manasse, Rudolph and Sleator, "Competitive snoopy caching", 1988). Here the rent is the lane-steps
 that idle lanes waste, and the price is that of moving lanes: both are counted in steps of a lane.
 
-All that waits asks this rule, with a price of its own:
+All waiting follows this rule, with these prices:
 
 | who waits | for | the price |
 |---|---|---|

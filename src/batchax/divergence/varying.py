@@ -2,7 +2,7 @@
 
 A loop counter that starts from zero is the same on all devices, and its type says so. Once lanes
 leave the loop one by one it differs between devices, and so does all that is computed from it or
-selected by it. So the programs of the loop are made again, for values that vary.
+selected by it. So the programs of the loop are traced again, for values that vary.
 """
 
 from __future__ import annotations

@@ -222,10 +222,10 @@ class InWindow(NamedTuple):
     """Who is in a window.
 
     Attributes:
-      index: the lane at each place. Where nobody was ever, it is out of bounds, and differs.
+      index: the lane at each place. Where no lane ever was, it is out of bounds, and differs.
       active: whether the lane is not done.
       first: the place in the queue of the first who waits.
-      waiting: whether somebody may wait.
+      waiting: whether a lane may wait.
       any_active: whether any lane is active.
     """
 
@@ -242,7 +242,7 @@ class InWindow(NamedTuple):
         return cls(index, np.zeros(width, bool), np.int32(0), np.True_, np.False_)
 
 
-# To refill is to give the k-th free slot to the k-th waiting lane. Invariants:
+# A refill assigns the k-th waiting lane to the k-th free slot. Invariants:
 # - An active slot keeps its lane. No lane is in two slots, and none that is done comes.
 # - Lanes before `first` in the queue have come or are done, so `waiting` is whether one is left.
 # - Indices of slots where no lane ever was are out of bounds and differ: gathers clamp them, and
@@ -304,7 +304,7 @@ def _at_once(queue: Queue, window: InWindow) -> InWindow:
     waits = queue.active & (order >= window.first)
     rank, free = _rank(waits), _rank(~window.active)
     count = free[-1] + lax.convert_element_type(~window.active[-1], np.int32)
-    # Whoever goes nowhere is written out of bounds, each to another index.
+    # Lanes that get no slot are written out of bounds, each to another index.
     place_of = put(places, places, lax.select(window.active, width + places, free), 0)
     place = taken_at(place_of, lax.min(rank, np.int32(width - 1)), 0)
     comes = waits & (rank < count)
@@ -344,7 +344,7 @@ def run_in_windows(
     Args:
       plan: how the lanes are run.
       step: one step of some lanes.
-      consts: what it is given beside the carry; `positions` says where each has the batch axis.
+      consts: its operands besides the carry; `positions` says where each has the batch axis.
       active: whether each lane takes a first step.
       carry: the first carry of all lanes, at the front.
 
@@ -440,7 +440,7 @@ class _GoesOn:
     Attributes:
       plan: how they are run.
       width: how many there are.
-      left: how many may be active when nobody waits and they leave.
+      left: how many may be active when none waits and they leave.
     """
 
     plan: Window
@@ -492,14 +492,14 @@ class _GoesOn:
 
 
 class _Window:
-    """A window of so many lanes, until nobody waits for it and they fit the `narrower` one.
+    """A window of so many lanes, until none waits for it and they fit the `narrower` one.
 
     Attributes:
       plan: how the lanes are run.
       width: how many lanes it holds.
       narrower: the width of the next one; zero if there is none.
       step: one step of some lanes.
-      consts, positions: what it is given beside the carry, and where each has the batch axis.
+      consts, positions: its operands besides the carry, and where each has the batch axis.
     """
 
     def __init__(
@@ -549,7 +549,7 @@ class _Window:
         everyone, lanes, tally = state
         lanes = refill(queue, lanes)
         last = np.int32(everyone[0].shape[0] - 1)
-        here = lax.min(lanes.index, last)  # of places where nobody is, someone
+        here = lax.min(lanes.index, last)  # an empty slot reads some lane
         carry = [rows_of(x, 0, here) for x in everyone]
         consts = [rows_of(x, a, here) for x, a in zip(self.consts, self.positions, strict=True)]
         active, carry, tally = steps(lanes, consts, (lanes.active, carry, tally))
