@@ -1,8 +1,8 @@
 """What loops and branches cost, in nanoseconds of the work of lanes: what the policy decides by.
 
 `Step` is a step of a loop, `Price` a program that some lanes run, and `BranchCost` a branch.
-`price_at_most` is computed before anything is batched, and is never below what these estimate later:
-lanes would stay together unnoticed.
+`price_at_most` is computed before anything is batched. It is never below what these estimate later,
+or lanes would stay together unnoticed.
 """
 
 from __future__ import annotations
