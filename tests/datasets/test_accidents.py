@@ -127,7 +127,7 @@ def no_file_grows(bytes):
 def test_no_space_is_left(x, at_write, out, bytes):
     at_write(6, lambda: no_file_grows(bytes))
     try:
-        with pytest.raises(bx.StorageError, match=r"y\..*no space is left.*what was committed is"):
+        with pytest.raises(bx.StorageError, match=r"y\..*no space is left.*committed units"):
             doubled(out, retries=0)
     finally:
         no_file_grows(resource.RLIM_INFINITY)
