@@ -13,8 +13,7 @@ var Scorer = {
   // first: parameters whose own name has nothing of the words come last.
   // Pages for users come before those for contributors.
   score: ([page, name, , description, score]) => {
-    if (/^(guides|tutorials)\//.test(page)) return score + 3;
-    if (/^(benchmarks|decisions|architecture|changes|contributing)/.test(page)) return score - 3;
+    if (/^(benchmarks|decisions|architecture|changes|contributing|examples)/.test(page)) return score - 3;
     if (!description?.startsWith("parameter of a function")) return score;
     const words = new URLSearchParams(location.search).get("q").toLowerCase();
     const own = name.toLowerCase().split(".").at(-1);
