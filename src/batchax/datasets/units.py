@@ -214,6 +214,7 @@ def without_failing(batch: Batch, error: Exception, policy: Policy) -> tuple[lis
     """Returns the results of a batch that fails, and its failing rows."""
     raises, outputs = policy.on_error == "raise", batch.program.function.outputs
     most, streak = (1, None) if raises else (batch.count, policy.streak)
+    bad: list[Bad] = []
     for _ in range(_TIMES):
         parts: dict[int, list[Any]] = {}
         # Rows that fail only together fail no more in parts: then the batch runs once more.
