@@ -69,7 +69,7 @@ SUITES = {
     ),
     "dynamax": Suite("1.0.3", ("dynamax",), ()),
     "netket": Suite(
-        "3.21.0", ("test",), ("networkx", "pytest-json-report", "scipy"),
+        "3.21.0", ("test",), ("networkx", "pytest-json-report", "pytest-xdist", "scipy"),
         git="https://github.com/netket/netket",
     ),
 }  # fmt: skip
@@ -150,7 +150,9 @@ def compare(plain: dict, batched: dict, expected: dict[str, str]) -> tuple[list,
         before, after = plain.get(test, missing), batched.get(test, missing)
         if before["outcome"] == after["outcome"]:
             continue
-        reason = next((r for p, r in expected.items() if fnmatch.fnmatchcase(test, p)), None)
+        reason = next(
+            (r for p, r in expected.items() if p == test or fnmatch.fnmatchcase(test, p)), None
+        )
         if reason is None:
             unexpected.append(test)
         told = (after["message"] or before["message"]).strip()[:300]
