@@ -267,4 +267,4 @@ def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
     ways = {"batch_size": 1}, {"batch_size": 2}, {"mesh": "all", "batch_size": 1}, {}
     ours = {str(way): gradients(lambda f, way=way: bx.vmap(f, (0, None), **way)) for way in ways}
     expected = gradients(lambda f: lambda x, y: lax.map(lambda x: f(x, y), x))
-    agree(ours, expected, jnp.arange(1.0, 6.0), jnp.float32(0.5))
+    agree(ours, expected, jnp.arange(1.0, 6.0), jnp.asarray(0.5, float))
