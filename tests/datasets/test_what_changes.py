@@ -772,9 +772,9 @@ def test_a_worker_that_finds_something_else(what, module):
     if what == "module":
         args, in_axes = args[:1], 0
     says = {
-        "module": "a worker finds something else.*the function computes something else",
-        "rows": r"a worker finds something else.*x \(.*x\.npy\) was",
-        "shared": r"a worker finds something else.*w has other values",
+        "module": "a worker found something else.*the function computes something else",
+        "rows": r"a worker found something else.*x \(.*x\.npy\) was",
+        "shared": r"a worker found something else.*w has other values",
         "call": r"call\.pickle was changed after the call was made",
     }[what]
     with Disturbed(work) as pool, pytest.raises(bx.JobError, match=says):
@@ -865,7 +865,7 @@ def test_what_has_no_rows_that_jax_has_numbers_for():
 
 @pytest.mark.parametrize("executor", ["processes:²", "processes:0", "shard:²/3"])
 def test_numbers_that_are_none(executor):
-    with pytest.raises(bx.ArgumentTypeError, match=r'"processes:4".*; got '):
+    with pytest.raises(bx.OptionError, match=r'"processes:4".*; got '):
         bx.map(double, X, out="y.npy", executor=executor, progress=False)
     with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
         bx.map(double, X, out="y\0.npy", progress=False)

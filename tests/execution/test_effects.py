@@ -210,7 +210,7 @@ def test_what_all_lanes_have_in_common_and_is_called_for_a_value(capsys):
     same(out, X + 3)
     assert made == [("before", 3)]
     for f, options in ((before, {"mesh": "all"}), (inside, {"batch_size": 2})):
-        with pytest.raises(UnsupportedError, match=r"test_effects.py:.*returns a value"):
+        with pytest.raises(UnsupportedError, match=r"test_effects.py:.*returns an unbatched value"):
             bx.vmap(f, (0, None), **options)(X, 3)
 
 

@@ -280,7 +280,7 @@ class Counter:
 
 
 WRONG = {
-    "unknown name": (lambda: bx.auto_vmap(q=1)(foo), "given ranks for q, but foo has.*s, v, m"),
+    "unknown name": (lambda: bx.auto_vmap(q=1)(foo), "got ranks for q, but foo has.*s, v, m"),
     "too many": (lambda: bx.auto_vmap(0, 1, 2, 3)(foo), "4 ranks by position, but foo has 3"),
     "self": (
         lambda: bx.auto_vmap(None, 1)(Counter.add),
