@@ -127,13 +127,18 @@ def _by_halves(combine: Callable[[Any, Any], Any], x: Any, axis: int) -> Any:
 
 
 def _is_small_product(eqn: Eqn) -> bool:
-    ((left, right), batch), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
-    floats = {x.dtype, y.dtype, eqn.outvars[0].aval.dtype} <= {
+    ((left, _right), batch) = eqn.params["dimension_numbers"]
+    floats = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)} <= {
         np.dtype("float32"),
         np.dtype("float64"),
     }
-    numbers = x.size * int(np.prod(np.delete(y.shape, right)))
-    return floats and len(left) <= 1 and not any(batch) and 0 < numbers <= _NUMBERS
+    return floats and len(left) <= 1 and not any(batch) and 0 < factors_of(eqn) <= _NUMBERS
+
+
+def factors_of(eqn: Eqn) -> int:
+    """Returns how many pairs of numbers a product without batch dimensions multiplies."""
+    ((_, right), _), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
+    return x.size * int(np.prod(np.delete(y.shape, right)))
 
 
 def _is_short_product(eqn: Eqn) -> bool:
