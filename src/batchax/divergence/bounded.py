@@ -66,19 +66,13 @@ Windows = Callable[[Sequence[Value]], Sequence[Value]]
 
 @dataclass(frozen=True)
 class TailCompaction:
-    """How lanes are run that others have left behind.
+    """How lanes are run that others have left behind."""
 
-    Attributes:
-      axis: the axis being mapped.
-      width: how many lanes make a block.
-      patience: how many steps of a lane cost as much as moving it to where it runs.
-      at_once: whether all lanes run in blocks from the first step. Derivatives then keep the
-        residuals of one block, and all steps are computed once more for them.
-    """
-
-    axis: Axis
-    width: int
-    patience: float
+    axis: Axis  # the axis being mapped
+    width: int  # how many lanes make a block
+    patience: float  # how many steps of a lane cost as much as moving it to where it runs
+    # Whether all lanes run in blocks from the first step. Derivatives then keep the residuals of
+    # one block, and all steps are computed once more for them.
     at_once: bool = False
 
     def loop(self, loop: BoundedLoop, windows: Windows) -> PlacedOutputs:
@@ -296,16 +290,12 @@ def _moved(x: Value, by: Any, axis: int) -> Any:
 
 @dataclass(frozen=True)
 class BoundedParting(PartingLoop):
-    """A bounded loop as the ``while`` that it is in each lane.
+    """A bounded loop as the ``while`` that it is in each lane."""
 
-    Attributes:
-      bounded: its predicate, its body, and the body that is differentiated in place of that.
-      form: what its operands are.
-      apart: how lanes that are left behind are run where it is differentiated; None: masked.
-    """
-
+    # its predicate, its body, and the body that is differentiated in place of that
     bounded: tuple[ClosedJaxpr | None, ClosedJaxpr, ClosedJaxpr]
-    form: LoopSignature
+    form: LoopSignature  # what its operands are
+    # how lanes that are left behind are run where it is differentiated; None: masked
     apart: TailCompaction | None
     is_bounded: ClassVar[bool] = True
 

@@ -78,20 +78,14 @@ _WORTH = 8.0
 
 
 class Derivative(NamedTuple):
-    """How a branch and its derivatives are run.
+    """How a branch and its derivatives are run."""
 
-    Attributes:
-      run: for the lanes that take it.
-      masked: for all lanes.
-      pays: whether derivatives are for those that take it, or it is decided while the program runs
-        whether they are, by how many bytes they keep of a lane.
-      work: nanoseconds that the branch takes for a lane.
-    """
-
-    run: RunLanes
-    masked: RunLanes
+    run: RunLanes  # for the lanes that take it
+    masked: RunLanes  # for all lanes
+    # Whether derivatives are for those that take it, or it is decided while the program runs
+    # whether they are, by how many bytes they keep of a lane
     pays: Callable[[int], bool]
-    work: float
+    work: float  # nanoseconds that the branch takes for a lane
 
 
 def run_differentiable(

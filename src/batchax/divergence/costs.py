@@ -101,27 +101,17 @@ def largest(programs: Sequence[ClosedJaxpr]) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a loop, as far as the widths of its windows depend on it.
+    """A step of a loop, as far as the widths of its windows depend on it."""
 
-    Attributes:
-      length: operations in its programs, to be compiled.
-      work: nanoseconds that a lane takes, of many that run at once, with its predicate.
-      begun: the part of it that is not one loop with what selects what lanes keep.
-      overhead: how many lanes have as much work as it takes to begin its operations.
-      moving: how many steps of a lane cost as much as moving it in and out of a window.
-      held: bytes of what a lane carries.
-      staying: how many steps of a lane cost as much as copying it together with its neighbors.
-      alone: nanoseconds that a lane takes by itself, in a single kernel.
-    """
-
-    length: int
-    work: Nanoseconds
-    begun: Nanoseconds
-    overhead: float
-    moving: float
-    held: Bytes
+    length: int  # operations in its programs, to be compiled
+    work: Nanoseconds  # nanoseconds that a lane takes, of many that run at once, with its predicate
+    begun: Nanoseconds  # the part of it that is not one loop with what selects what lanes keep
+    overhead: float  # how many lanes have as much work as it takes to begin its operations
+    moving: float  # how many steps of a lane cost as much as moving it in and out of a window
+    held: Bytes  # bytes of what a lane carries
+    # how many steps of a lane cost as much as copying it together with its neighbors
     staying: float
-    alone: Nanoseconds
+    alone: Nanoseconds  # nanoseconds that a lane takes by itself, in a single kernel
 
     @classmethod
     def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
@@ -228,49 +218,31 @@ NOTHING = "computes nothing"
 
 
 class BranchCost(NamedTuple):
-    """What a branch costs, times for each lane.
+    """What a branch costs, times for each lane."""
 
-    Attributes:
-      work: to run it.
-      copied: to run it where each lane has a copy of unbatched operands, as under ``jax.vmap``.
-      alone: to run it for one lane, in a loop that is one function.
-      beginning: to begin its operations, not divided among lanes.
-      begun: the part of it that is not one loop with what selects the results. Whatever is in that
-        loop a CPU computes for the lanes that take the branch, and for no others.
-      moving: to move what it reads and returns.
-      starting: to begin its operations, however many lanes run at a time.
-      chunk: how many lanes run at a time.
-      lanes: how many there are.
-      others: what the other branches take that is begun likewise.
-      operations: how many it has, to be compiled.
-      alike: how many lanes at least run each of them in the way that all do.
-      cannot: why it cannot run for some lanes only; empty if it can.
-      may_be_serial: whether it may run sequentially, as a single kernel.
-      is_unknown: whether it holds a loop of unknown length, or has a host callback.
-      held: bytes that its derivative would keep if all lanes ran at once, with what the branch
-        reads by itself; 0 where no derivative is taken.
-      steps: in how many steps of loops it runs, about; 0 outside of loops.
-      share: of the lanes, which take it if each branch is taken equally often.
-    """
-
-    work: Nanoseconds
+    work: Nanoseconds  # to run it
+    # to run it where each lane has a copy of unbatched operands, as under ``jax.vmap``
     copied: Nanoseconds
-    alone: Nanoseconds
-    beginning: Nanoseconds
+    alone: Nanoseconds  # to run it for one lane, in a loop that is one function
+    beginning: Nanoseconds  # to begin its operations, not divided among lanes
+    # The part of it that is not one loop with what selects the results. Whatever is in that loop a
+    # CPU computes for the lanes that take the branch, and for no others.
     begun: Nanoseconds
-    moving: Nanoseconds
-    starting: Nanoseconds
-    chunk: Lanes
-    lanes: Lanes
-    others: Nanoseconds
-    operations: int
-    alike: Lanes
-    cannot: str = ""
-    may_be_serial: bool = False
-    is_unknown: bool = False
+    moving: Nanoseconds  # to move what it reads and returns
+    starting: Nanoseconds  # to begin its operations, however many lanes run at a time
+    chunk: Lanes  # how many lanes run at a time
+    lanes: Lanes  # how many there are
+    others: Nanoseconds  # what the other branches take that is begun likewise
+    operations: int  # how many it has, to be compiled
+    alike: Lanes  # how many lanes at least run each of them in the way that all do
+    cannot: str = ""  # why it cannot run for some lanes only; empty if it can
+    may_be_serial: bool = False  # whether it may run sequentially, as a single kernel
+    is_unknown: bool = False  # whether it holds a loop of unknown length, or has a host callback
+    # Bytes that its derivative would keep if all lanes ran at once, with what the branch reads by
+    # itself; 0 where no derivative is taken
     held: Bytes = Bytes(0)
-    steps: int = 0
-    share: float = 0.5
+    steps: int = 0  # in how many steps of loops it runs, about; 0 outside of loops
+    share: float = 0.5  # of the lanes, which take it if each branch is taken equally often
 
     @property
     def gain(self) -> Nanoseconds:

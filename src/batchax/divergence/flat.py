@@ -62,19 +62,12 @@ _BLOCKS = 3  # at least, of all lanes
 
 @dataclass(frozen=True)
 class SegmentRun:
-    """A segment for lanes of which each is at a place of its own.
+    """A segment for lanes of which each is at a place of its own."""
 
-    Attributes:
-      axis: the axis of the lanes.
-      test: the predicate of the loop that the segment is a part of.
-      segment: what is done.
-      positions: where each value of the loop has the batch axis, slots included.
-    """
-
-    axis: Axis
-    test: ClosedJaxpr
-    segment: Segment
-    positions: Sequence[Position]
+    axis: Axis  # the axis of the lanes
+    test: ClosedJaxpr  # the predicate of the loop that the segment is a part of
+    segment: Segment  # what is done
+    positions: Sequence[Position]  # where each value of the loop has the batch axis, slots included
 
     def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
@@ -168,17 +161,12 @@ _NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 @_compat.held_weakly
 @dataclass(frozen=True)
 class FlatLoop(PartingLoop):
-    """A loop of one example that holds others, for lanes at places of their own.
+    """A loop of one example that holds others, for lanes at places of their own."""
 
-    Attributes:
-      nest: the nested loop, cut.
-      length: how many steps it has for each lane, if that is known.
-      together: the program of the same loop for one example, of the same operands, as JAX has it.
-        Of that derivatives are taken.
-    """
-
-    nest: Nest
-    length: int | None
+    nest: Nest  # the nested loop, cut
+    length: int | None  # how many steps it has for each lane, if that is known
+    # The program of the same loop for one example, of the same operands, as JAX has it. Of that
+    # derivatives are taken.
     together: ClosedJaxpr
 
     @property
@@ -242,16 +230,11 @@ class FlatLoop(PartingLoop):
 
 @dataclass(frozen=True)
 class Lanes:
-    """Some lanes of a nest.
+    """Some lanes of a nest."""
 
-    Attributes:
-      axis: their axis.
-      nest: the nested loop.
-      constants_at: where its constants have the batch axis; slots have it in front.
-    """
-
-    axis: Axis
-    nest: Nest
+    axis: Axis  # their axis
+    nest: Nest  # the nested loop
+    # where its constants have the batch axis; slots have it in front
     constants_at: tuple[Position, ...]
 
     def step(

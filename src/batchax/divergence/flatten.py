@@ -102,25 +102,21 @@ def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """A loop as a ``while`` of one example.
+    """A loop as a ``while`` of one example."""
 
-    Attributes:
-      test, body: its programs.
-      test_consts, test_at, body_consts, body_at, carry, carry_at: their operands, and where each
-        has the batch axis.
-      together: makes a program, of all those operands, that runs the loop as it was.
-      results: the types of its results for one example: of the last of what it carries.
-    """
-
+    # its programs
     test: ClosedJaxpr
     body: ClosedJaxpr
+    # their operands, and where each has the batch axis
     test_consts: Sequence[Any]
     test_at: Sequence[Any]
     body_consts: Sequence[Any]
     body_at: Sequence[Any]
     carry: Sequence[Any]
     carry_at: Sequence[Any]
+    # makes a program, of all those operands, that runs the loop as it was
     together: Callable[[], ClosedJaxpr]
+    # the types of its results for one example: of the last of what it carries
     results: Sequence[Aval]
 
 

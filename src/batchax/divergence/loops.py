@@ -60,16 +60,11 @@ VARIES_LESS = "a result would vary over more axes of the mesh than it does"
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A loop whose lanes wait for each other.
+    """A loop whose lanes wait for each other."""
 
-    Attributes:
-      axis: the axis of the lanes.
-      program: that of the loop for one example.
-      operands, positions: what it is given, and where that has the batch axis.
-    """
-
-    axis: Axis
-    program: ClosedJaxpr
+    axis: Axis  # the axis of the lanes
+    program: ClosedJaxpr  # that of the loop for one example
+    # what it is given, and where that has the batch axis
     operands: Sequence[Value]
     positions: Sequence[Position]
 
@@ -131,22 +126,16 @@ class Waiting:
 @_compat.held_weakly
 @dataclass(frozen=True)
 class PartingLoop:
-    """What a loop does that lanes leave one by one; equal to another that does the same.
+    """What a loop does that lanes leave one by one; equal to another that does the same."""
 
-    Attributes:
-      axis: the axis of the lanes. It has no name: what asks for the index of a lane is given it.
-      test, body: the programs of one example, of the predicate and of a step.
-      n_test: how many of the operands besides the carry are those of the predicate.
-      positions: where each operand besides the carry has the batch axis.
-      plan: how the lanes are run.
-    """
-
+    # the axis of the lanes. It has no name: what asks for the index of a lane is given it.
     axis: Axis
+    # the programs of one example, of the predicate and of a step
     test: ClosedJaxpr
     body: ClosedJaxpr
-    n_test: int
-    positions: tuple[Position, ...]
-    plan: LoopDecision | NestDecision
+    n_test: int  # how many of the operands besides the carry are those of the predicate
+    positions: tuple[Position, ...]  # where each operand besides the carry has the batch axis
+    plan: LoopDecision | NestDecision  # how the lanes are run
     is_bounded: ClassVar[bool] = False
 
     @property

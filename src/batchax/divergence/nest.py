@@ -39,45 +39,29 @@ from batchax.rules.in_place import kept_carries
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """What is done between two loops.
+    """What is done between two loops."""
 
-    Attributes:
-      program: of the values it reads, and of what is in the slots it writes. It returns what it
-        writes to those.
-      reads: the values, numbered: constants of the loop first, then slots.
-      writes: the slots, numbered likewise.
-      price: what the program costs.
-      moves: what it costs to move what it reads and writes to a block of lanes, and back.
-      keeps: what it costs that lanes which are elsewhere keep what they have.
-    """
-
+    # Of the values it reads, and of what is in the slots it writes. It returns what it writes to
+    # those.
     program: ClosedJaxpr
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    price: Price
-    moves: Price
-    keeps: Price
+    reads: tuple[int, ...]  # the values, numbered: constants of the loop first, then slots
+    writes: tuple[int, ...]  # the slots, numbered likewise
+    price: Price  # what the program costs
+    moves: Price  # what it costs to move what it reads and writes to a block of lanes, and back
+    keeps: Price  # what it costs that lanes which are elsewhere keep what they have
 
 
 @dataclass(frozen=True, eq=False)
 class Inner:
-    """A loop inside.
+    """A loop inside."""
 
-    Attributes:
-      nest: the nested loop.
-      constants: the program of its constants, of the values it reads.
-      reads: these, as those of a `Segment`.
-      slots: its own slots, among the values of the loop around it; some are slots of that, too.
-      eqn: its equation.
-      differs: which constants of its body differ between lanes.
-    """
-
-    nest: Nest
-    constants: ClosedJaxpr
-    reads: tuple[int, ...]
+    nest: Nest  # the nested loop
+    constants: ClosedJaxpr  # the program of its constants, of the values it reads
+    reads: tuple[int, ...]  # these, as those of a `Segment`
+    # its own slots, among the values of the loop around it; some are slots of that, too
     slots: tuple[int, ...]
-    eqn: Eqn
-    differs: tuple[bool, ...]
+    eqn: Eqn  # its equation
+    differs: tuple[bool, ...]  # which constants of its body differ between lanes
 
 
 Part = Segment | Inner
@@ -85,31 +69,22 @@ Part = Segment | Inner
 
 @dataclass(frozen=True, eq=False)
 class Nest:
-    """A ``while`` of one example.
+    """A ``while`` of one example."""
 
-    Attributes:
-      test: the predicate, of its constants and what is carried.
-      body: the program of a step; None if it is cut in parts.
-      parts: segments, and loops inside, in order; none of a loop that is not cut.
-      n_test, n_consts: how many constants the predicate has, and how many all have: those of the
-        predicate come first.
-      n_carry: how many slots hold what is carried; they are the first. If there are parts, the
-        next one holds the number of the part that the lane is in, zero before the first.
-      slots: the types of all.
-      price: what a step costs, except for the parts.
-      own: the types of the constants of its body that differ between lanes.
-      copies: whether each lane would have a copy of something large that lanes share at a step.
-    """
-
-    test: ClosedJaxpr
-    body: ClosedJaxpr | None
-    parts: tuple[Part, ...]
+    test: ClosedJaxpr  # the predicate, of its constants and what is carried
+    body: ClosedJaxpr | None  # the program of a step; None if it is cut in parts
+    parts: tuple[Part, ...]  # segments, and loops inside, in order; none of a loop that is not cut
+    # How many constants the predicate has, and how many all have: those of the predicate come
+    # first
     n_test: int
     n_consts: int
+    # How many slots hold what is carried; they are the first. If there are parts, the next one
+    # holds the number of the part that the lane is in, zero before the first.
     n_carry: int
-    slots: tuple[Aval, ...]
-    price: Price
-    own: tuple[Aval, ...]
+    slots: tuple[Aval, ...]  # the types of all
+    price: Price  # what a step costs, except for the parts
+    own: tuple[Aval, ...]  # the types of the constants of its body that differ between lanes
+    # whether each lane would have a copy of something large that lanes share at a step
     copies: bool = False
 
     @property

@@ -53,36 +53,26 @@ from batchax.small.pays import runs
 
 @dataclass(frozen=True)
 class Masked:
-    """All lanes take each step that some lane takes.
+    """All lanes take each step that some lane takes."""
 
-    Attributes:
-      reason: why nothing else is done, for people.
-    """
-
-    reason: str
+    reason: str  # why nothing else is done, for people
 
 
 @dataclass(frozen=True)
 class Window:
-    """Lanes in windows of fixed width.
+    """Lanes in windows of fixed width."""
 
-    Attributes:
-      widths: the widths, from the widest down. If the first is that of all lanes, it is the run of
-        all lanes before the windows, and not refilled.
-      patience: how many steps of a lane cost as much as moving it in and out of a window.
-      leave_at: how many lanes may be left when they leave the run of all lanes.
-      pause: how many steps of all lanes are taken at least before those that are left are counted.
-      share: the share of the lanes of a window that must be done before it is refilled; None to
-        leave that to `patience`.
-      counts: whether lane-steps are counted.
-    """
-
+    # The widths, from the widest down. If the first is that of all lanes, it is the run of all
+    # lanes before the windows, and not refilled.
     widths: tuple[int, ...]
-    patience: float
-    leave_at: int = 0
+    patience: float  # how many steps of a lane cost as much as moving it in and out of a window
+    leave_at: int = 0  # how many lanes may be left when they leave the run of all lanes
+    # how many steps of all lanes are taken at least before those that are left are counted
     pause: int = 1
+    # The share of the lanes of a window that must be done before it is refilled; None to leave
+    # that to `patience`
     share: float | None = None
-    counts: bool = False
+    counts: bool = False  # whether lane-steps are counted
 
 
 @dataclass(frozen=True)
@@ -90,16 +80,12 @@ class Tiles:
     """Adjacent lanes, until the last of them is done; then the next ones: no lane is moved.
 
     All is a single kernel, on one core.
-
-    Attributes:
-      width: how many lanes make a tile.
-      patience: as of a `Window`.
-      leave_at: how many lanes of a tile may be left when it ends, to run together with others that
-        are left; 0: none.
     """
 
-    width: int
-    patience: float
+    width: int  # how many lanes make a tile
+    patience: float  # as of a `Window`
+    # How many lanes of a tile may be left when it ends, to run together with others that are left;
+    # 0: none
     leave_at: int = 0
 
     @property
@@ -110,13 +96,9 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Flattened:
-    """Lanes of a nested loop, each at a step of its own.
+    """Lanes of a nested loop, each at a step of its own."""
 
-    Attributes:
-      window: the lanes that run at a time: all, a window, or all first and then a window.
-    """
-
-    window: Window
+    window: Window  # the lanes that run at a time: all, a window, or all first and then a window
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -133,12 +115,9 @@ class Alone:
 
 @dataclass(frozen=True)
 class FewAlone:
-    """All lanes, masked, until few are left; those as `Alone`.
+    """All lanes, masked, until few are left; those as `Alone`."""
 
-    Attributes:
-      leave_at, pause: as of a `Window`.
-    """
-
+    # as of a `Window`
     leave_at: int
     pause: int
     widths: ClassVar = (1,)
@@ -146,39 +125,27 @@ class FewAlone:
 
 @dataclass(frozen=True)
 class Probed:
-    """All lanes of a nested loop, masked, until `Alone` takes less; see `probed`.
+    """All lanes of a nested loop, masked, until `Alone` takes less; see `probed`."""
 
-    Attributes:
-      slowdown: how long that takes over all lanes, masked, if the counts of steps are equal.
-    """
-
-    slowdown: float
+    slowdown: float  # how long that takes over all lanes, masked, if the counts of steps are equal
     widths: ClassVar = (1,)
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """A branch that runs in blocks, for the lanes that take it.
+    """A branch that runs in blocks, for the lanes that take it."""
 
-    Attributes:
-      all_from: the share of the lanes from which on all run, masked, as is decided while the
-        program runs; None: blocks run whatever their number.
-      all_from_back: that share for derivatives; None: all lanes run, masked.
-    """
-
+    # The share of the lanes from which on all run, masked, as is decided while the program runs;
+    # None: blocks run whatever their number
     all_from: float | None = None
-    all_from_back: float | None = None
+    all_from_back: float | None = None  # that share for derivatives; None: all lanes run, masked
 
 
 @dataclass(frozen=True)
 class Serial:
-    """A branch that runs for few lanes one after another, each by itself; for more all run, masked.
+    """A branch that runs for few lanes sequentially, each by itself; for more all run, masked."""
 
-    Attributes:
-      most: how many are few.
-    """
-
-    most: int
+    most: int  # how many are few
 
 
 LoopDecision = Window | Tiles | Alone | FewAlone | Masked
@@ -200,19 +167,12 @@ NOTHING_ASKED = Compact()
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user, or the loop around, asks of how lanes run.
+    """What the user, or the loop around, asks of how lanes run."""
 
-    Attributes:
-      option: what the user asks for; what is not set is chosen.
-      nesting: inside how many loops or branches that lanes diverge in it is.
-      max_width: how many lanes may run at a time; None: any number.
-      recompiled: whether it is inside a branch that is compiled twice.
-    """
-
-    option: Compact = NOTHING_ASKED
-    nesting: int = 0
-    max_width: int | None = None
-    recompiled: bool = False
+    option: Compact = NOTHING_ASKED  # what the user asks for; what is not set is chosen
+    nesting: int = 0  # inside how many loops or branches that lanes diverge in it is
+    max_width: int | None = None  # how many lanes may run at a time; None: any number
+    recompiled: bool = False  # whether it is inside a branch that is compiled twice
 
     @property
     def counts(self) -> bool:
@@ -226,20 +186,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop whose lanes end at steps of their own.
+    """A loop whose lanes end at steps of their own."""
 
-    Attributes:
-      lanes: how many there are.
-      test, body: the programs of a step; `test` may be None.
-      differs: which operands of the body each lane has its own of.
-      bounded: whether it is a bounded loop as a ``while``.
-    """
-
-    lanes: int
+    lanes: int  # how many there are
+    # the programs of a step; `test` may be None
     test: ClosedJaxpr | None
     body: ClosedJaxpr
-    differs: tuple[bool, ...]
-    bounded: bool = False
+    differs: tuple[bool, ...]  # which operands of the body each lane has its own of
+    bounded: bool = False  # whether it is a bounded loop as a ``while``
 
     @property
     def jaxprs(self) -> list[ClosedJaxpr]:
@@ -254,36 +208,22 @@ class Loop:
 
 @dataclass(frozen=True)
 class NestedLoop:
-    """A loop that holds loops which lanes leave one by one.
+    """A loop that holds loops which lanes leave one by one."""
 
-    Attributes:
-      whole: it, as one loop.
-      nest: the same loop, cut at those.
-      length: how many steps it has, if that is known.
-    """
-
-    whole: Loop
-    nest: Nest
-    length: int | None
+    whole: Loop  # it, as one loop
+    nest: Nest  # the same loop, cut at those
+    length: int | None  # how many steps it has, if that is known
 
 
 @dataclass(frozen=True)
 class BoundedTail:
-    """The lanes that others leave behind in a bounded loop that is differentiated.
+    """The lanes that others leave behind in a bounded loop that is differentiated."""
 
-    Attributes:
-      lanes: how many there are in all.
-      step: what a step costs, without its derivative.
-      programs: those of a step; of a sweep, and that of going back over one.
-      most: how many steps it takes at most.
-      steps: in how many steps of loops around it it runs, about; 0 outside of loops.
-    """
-
-    lanes: int
-    step: Step
-    programs: Sequence[ClosedJaxpr]
-    most: int
-    steps: int = 0
+    lanes: int  # how many there are in all
+    step: Step  # what a step costs, without its derivative
+    programs: Sequence[ClosedJaxpr]  # those of a step; of a sweep, and that of going back over one
+    most: int  # how many steps it takes at most
+    steps: int = 0  # in how many steps of loops around it it runs, about; 0 outside of loops
 
     @property
     def gain(self) -> Nanoseconds:

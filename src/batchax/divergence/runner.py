@@ -55,12 +55,9 @@ from batchax.programs.thresholds import ANY_MACHINE, TABLE, Thresholds, threshol
 
 @dataclass(frozen=True)
 class Runner(Asked):
-    """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached.
+    """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached."""
 
-    Attributes:
-      thresholds: the row by which it is chosen; None where nothing was measured.
-    """
-
+    # the row by which it is chosen; None where nothing was measured
     thresholds: Thresholds | None = None
 
     @classmethod

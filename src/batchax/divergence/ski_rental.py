@@ -30,13 +30,9 @@ from jax import lax
 
 @dataclass(frozen=True)
 class SkiRental:
-    """The rule for lanes of which one costs so many steps to move.
+    """The rule for lanes of which one costs so many steps to move."""
 
-    Attributes:
-      price: how many steps of a lane cost as much as moving it.
-    """
-
-    price: float
+    price: float  # how many steps of a lane cost as much as moving it
 
     def limit(self, lanes: Any) -> Any:
         """How many lane-steps cost as much as moving so many lanes."""

@@ -55,21 +55,13 @@ def run_in_tiles(
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """The tiles of a loop.
+    """The tiles of a loop."""
 
-    Attributes:
-      plan: how they run.
-      step: one step of some lanes.
-      positions: where each constant has the batch axis.
-      size: how many lanes there are.
-      width: how many make a tile.
-    """
-
-    plan: Tiles
-    step: LaneStep
-    positions: Sequence[Position]
-    size: int
-    width: int
+    plan: Tiles  # how they run
+    step: LaneStep  # one step of some lanes
+    positions: Sequence[Position]  # where each constant has the batch axis
+    size: int  # how many lanes there are
+    width: int  # how many make a tile
 
     def until_all_are_done(
         self, consts: Sequence[Any], active: Any, carry: Sequence[Any]

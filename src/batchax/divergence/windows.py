@@ -40,15 +40,10 @@ _MOST = 256  # blocks: more take longer than the sum of all
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a mask.
-
-    Attributes:
-      mask: the mask.
-      lanes: how many lanes are in a block.
-    """
+    """The blocks of a mask."""
 
     mask: Any
-    lanes: int
+    lanes: int  # how many lanes are in a block
 
     @classmethod
     def of(cls, mask: Any) -> Blocks | None:
@@ -113,18 +108,13 @@ _MORE = 4  # the share of the steps taken that are taken before lanes are counte
 
 @dataclass(frozen=True)
 class Together:
-    """When all lanes stop to run at once.
+    """When all lanes stop to run at once."""
 
-    Attributes:
-      size: how many there are.
-      left: how many may be left when they stop.
-      waiting: when lanes that are done have waited enough; None: when so many are left.
-      pause: how many steps are taken at least before lanes are counted; 1: they are after each.
-    """
-
-    size: int
-    left: int
+    size: int  # how many there are
+    left: int  # how many may be left when they stop
+    # when lanes that are done have waited enough; None: when so many are left
     waiting: SkiRental | None
+    # how many steps are taken at least before lanes are counted; 1: they are after each
     pause: int = 1
 
     def run(self, begins: Any, once: Callable[[Any], Any], state: Any) -> tuple[Any, Any]:
@@ -202,15 +192,10 @@ class Together:
 
 
 class Queue(NamedTuple):
-    """Lanes in the order in which they come.
+    """Lanes in the order in which they come."""
 
-    Attributes:
-      lanes: their indices; None for all lanes in their order.
-      active: which of them are not done: the others never come.
-    """
-
-    lanes: Any
-    active: Any
+    lanes: Any  # their indices; None for all lanes in their order
+    active: Any  # which of them are not done: the others never come
 
     @classmethod
     def of_all(cls, active: Any) -> Queue:
@@ -219,21 +204,13 @@ class Queue(NamedTuple):
 
 
 class InWindow(NamedTuple):
-    """Who is in a window.
+    """Who is in a window."""
 
-    Attributes:
-      index: the lane at each place. Where no lane ever was, it is out of bounds, and differs.
-      active: whether the lane is not done.
-      first: the place in the queue of the first who waits.
-      waiting: whether a lane may wait.
-      any_active: whether any lane is active.
-    """
-
-    index: Any
-    active: Any
-    first: Any
-    waiting: Any
-    any_active: Any
+    index: Any  # the lane at each place. Where no lane ever was, it is out of bounds, and differs.
+    active: Any  # whether the lane is not done
+    first: Any  # the place in the queue of the first who waits
+    waiting: Any  # whether a lane may wait
+    any_active: Any  # whether any lane is active
 
     @classmethod
     def empty(cls, size: int, width: int) -> InWindow:
@@ -435,17 +412,11 @@ def _steps(
 
 @dataclass(frozen=True)
 class _GoesOn:
-    """Whether the lanes of a window go on together.
+    """Whether the lanes of a window go on together."""
 
-    Attributes:
-      plan: how they are run.
-      width: how many there are.
-      left: how many may be active when none waits and they leave.
-    """
-
-    plan: Window
-    width: int
-    left: int
+    plan: Window  # how they are run
+    width: int  # how many there are
+    left: int  # how many may be active when none waits and they leave
 
     def judged(self, active: Any, waiting: Any, wasted: Any) -> list[Any]:
         """The lane-steps wasted after one more, and whether lanes go on.
