@@ -214,6 +214,12 @@ def save_h5(path, x, name="x"):
         file[name] = x
 
 
+def replace_h5(path, x):
+    """Replaces a file: what a process writes into one that it also reads stays in memory a while."""
+    save_h5("new.h5", x)
+    os.replace("new.h5", path)
+
+
 def linked_from(kind):
     """A path of these rows, which lie in another file, and that file."""
     if kind == "external link":
@@ -222,14 +228,14 @@ def linked_from(kind):
             middle["y"] = h5py.ExternalLink("other.h5", "/x")
             file["a/soft"] = h5py.SoftLink("y")
             file["a/y"] = h5py.ExternalLink("middle.h5", "y")
-        return "x.h5:a/soft", lambda x: save_h5("other.h5", x)
+        return "x.h5:a/soft", lambda x: replace_h5("other.h5", x)
     if kind == "virtual":
         save_h5("other.h5", LONG)
         layout = h5py.VirtualLayout(LONG.shape, LONG.dtype)
         layout[:] = h5py.VirtualSource("other.h5", "x", LONG.shape)
         with h5py.File("x.h5", "w") as file:
             file.create_virtual_dataset("x", layout)
-        return "x.h5:x", lambda x: save_h5("other.h5", x)
+        return "x.h5:x", lambda x: replace_h5("other.h5", x)
     if kind == "raw":
         LONG.tofile("other.bin")
         where = [(os.path.abspath("other.bin"), 0, LONG.nbytes)]
