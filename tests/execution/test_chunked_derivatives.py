@@ -268,3 +268,24 @@ def test_a_rule_for_an_argument_that_no_value_depends_on(rule):
     ours = {str(way): gradients(lambda f, way=way: bx.vmap(f, (0, None), **way)) for way in ways}
     expected = gradients(lambda f: lambda x, y: lax.map(lambda x: f(x, y), x))
     agree(ours, expected, jnp.arange(1.0, 6.0), jnp.asarray(0.5, float))
+
+
+@pytest.mark.parametrize("step", [jnp.sin, lambda x: jnp.max(x, 0)], ids=["sine", "maximum"])
+def test_steps_over_rows_that_do_not_read_the_row(step):
+    """Each step is the same for all rows, and how many there are is not."""
+    lengths, x = np.array([3, 1, 4, 2]), jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+    weights = jnp.cos(jnp.arange(10.0))
+    fun = lambda row, x: lax.map(lambda _: step(x), row)
+
+    def loss(x, **options):
+        rows = bx.Ragged(jnp.arange(10.0), jnp.asarray(lengths), 5)
+        out = bx.vmap(fun, (0, None), **options)(rows, x).data
+        return jnp.sum(out * weights.reshape(-1, *[1] * (out.ndim - 1)))
+
+    def alone(x):
+        parts = np.split(np.arange(10), np.cumsum(lengths)[:-1])
+        each = [(fun(jnp.ones(n), x), weights[p]) for n, p in zip(lengths, parts, strict=True)]
+        return sum(jnp.sum(y * w.reshape(-1, *[1] * (y.ndim - 1))) for y, w in each)
+
+    for options in ({}, {"batch_size": 1}, {"batch_size": 2}, {"batch_size": 3}):
+        same(jax.jit(jax.grad(lambda x, o=options: loss(x, **o)))(x), jax.grad(alone)(x))

@@ -372,11 +372,14 @@ class SectionBody:
 
     def of_first_lane(self) -> dict[Target, Found]:
         """Computes the targets, which all lanes share, from the first lane."""
+        # A mask that cuts derivatives lets those of any lane through, so it needs all lanes.
+        cuts = any(map(_cuts_derivatives.in_equation, self.section.eqns))
+        width = self.loop.size if cuts else 1
         parts = [
-            lax.slice_in_dim(x, 0, 1, axis=spec.axis) if isinstance(spec, Lanes) else x
+            lax.slice_in_dim(x, 0, width, axis=spec.axis) if isinstance(spec, Lanes) else x
             for x, spec in zip(self.operands, self.loop.operands, strict=True)
         ]
-        outs, *_ = self._chunk.interpret(1, jnp.int32(0), parts)
+        outs, *_ = self._chunk.interpret(width, jnp.int32(0), parts)
         return {t: Found(x, None) for t, x in zip(self.targets, outs, strict=True)}
 
 
@@ -502,6 +505,7 @@ class _Chunk:
         return [x]
 
 
+_cuts_derivatives = Anywhere(lambda eqn: eqn.primitive.name == "safe_lanes")
 _has_own_derivative = Anywhere(
     lambda eqn: eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 )
