@@ -215,7 +215,7 @@ def save_h5(path, x, name="x"):
 
 
 def replace_h5(path, x):
-    """Replaces a file: what a process writes into one that it also reads stays in memory a while."""
+    """Replaces a file: writes to one that the process also reads stay in memory for a while."""
     save_h5("new.h5", x)
     os.replace("new.h5", path)
 
