@@ -49,7 +49,7 @@ from batchax.user_rules.call import (
     transpose,
     with_pullback,
     with_pullback_of_one,
-    without_values,
+    without_primals,
 )
 from batchax.user_rules.rule import UserRule
 
@@ -171,10 +171,9 @@ def _by_rule(
         if any(_before(steps, targets, "flags_before")[: len(rule.closed)]):
             later, targets = None, flags
         else:
-            steps, args = without_values(steps, args)
-            axes, flags, targets = axes[: len(args)], flags[: len(args)], targets[: len(args)]
+            steps = without_primals(steps)
     # With these steps, the rule runs after its function has run.
-    again = without_values(steps, ())[0]
+    again = without_primals(steps)
     if isinstance(later, Values):
         again = steps[:-1]
         steps = (*again, replace(steps[-1], values=True))

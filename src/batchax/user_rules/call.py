@@ -55,7 +55,6 @@ class Tangents:
 
     moving: tuple[int, ...]
     of: tuple[int, ...]
-    # Those are results of derivative rules inside, whose own derivatives may differ.
     values: bool = False
 
     def function(self, before: Flat) -> Flat:
@@ -63,8 +62,6 @@ class Tangents:
 
         def run(*xs: Any) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
-            if not self.of:  # in reverse mode, which `jax.custom_vjp` has alone
-                return pullback_of(before, primals, self.moving, ())[0]
             outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
             return [*dots, *outs] if self.values else dots
 
@@ -202,7 +199,39 @@ class MappedStep:
         return run
 
 
-DerivativeStep = Tangents | Cotangents | MappedStep
+@dataclass(frozen=True)
+class Primals:
+    """Describes a differentiation step: to the results, as derivative rules inside return them.
+
+    A rule applies once: JAX differentiates further what the rule computed. Operands are those of
+    the function before, of which `moving` ones have tangents.
+    """
+
+    moving: tuple[int, ...]
+
+    def function(self, before: Flat) -> Flat:
+        """Computes the results that the function `before` has where it is differentiated."""
+        # By reverse mode, which `jax.custom_vjp` has alone.
+        return lambda *xs: pullback_of(before, xs, self.moving, ())[0]
+
+    def types(self, before: Sequence[Any]) -> list[Any]:
+        """Returns the result types, from those of the function before."""
+        return list(before)
+
+    def values_before(self, flags: Flags) -> Flags:
+        """Returns which operands of the function before are batched."""
+        return flags
+
+    def flags_before(self, flags: Flags) -> Flags:
+        """Returns which operands of the function before must be batched."""
+        return flags
+
+    def batched(self, axis: Axis, before: BatchedFlat, flags: Flags) -> BatchedFlat:
+        """Applies the step to `before`, a function of batches; see `Tangents.batched`."""
+        return lambda *xs: _compat.described(before, lambda arrays: self.function(arrays)(*xs))
+
+
+DerivativeStep = Tangents | Primals | Cotangents | MappedStep
 
 
 def spread(axis: Axis, x: Value, batched: bool, target: bool) -> Any:
@@ -298,10 +327,8 @@ def jvp(
         # No axis can appear later over which these are batched.
         outs, found_dots = tangents_of(per_example(jaxpr, steps), primals, moving, given, of)
     else:
-        whole, jaxpr = (
-            jaxpr,
-            without_effects(jaxpr),
-        )  # Effects occur with the results, not with the tangents.
+        # Effects occur with the results, not with the tangents.
+        whole, jaxpr = jaxpr, without_effects(jaxpr)
         _refuse_effects(jaxpr, of)
         call = dict(jaxpr=jaxpr, rule=rule)
         first = len(primals) - _count_linear(steps)
@@ -315,12 +342,9 @@ def jvp(
         else:
             further = (*steps, Tangents(moving, of))
             found_dots = custom_call_p.bind(*primals, *given, steps=further, **call)
-        zeros = []
         if of and has_derivative_rules.in_program(jaxpr):
-            # The results are those of the derivative rules, as JAX has it.
-            zeros = [ad.instantiate_zeros(ad.Zero(jax.typeof(x).to_tangent_aval())) for x in given]
-            steps = (*steps, Tangents(moving, (), values=True))
-        outs = custom_call_p.bind(*primals, *zeros, steps=steps, jaxpr=whole, rule=rule)
+            steps = (*steps, Primals(moving))
+        outs = custom_call_p.bind(*primals, steps=steps, jaxpr=whole, rule=rule)
     for k, dot in zip(of, found_dots, strict=True):
         dots[k] = dot
     return outs, dots
@@ -344,7 +368,7 @@ def _differentiable(
 def _count_linear(steps: Sequence[DerivativeStep]) -> int:
     """Returns how many trailing operands a call is linear in."""
     for step in reversed(steps):
-        if isinstance(step, Tangents) and step.values:
+        if isinstance(step, Primals):
             return 0
         if not isinstance(step, MappedStep):
             return len(step.moving if isinstance(step, Tangents) else step.of)
@@ -404,13 +428,9 @@ class Pullbacks:
     calls: list[tuple[Any, Sequence[MappedStep]]] = field(default_factory=list)
 
 
-def without_values(
-    steps: tuple[DerivativeStep, ...], operands: Sequence[Any]
-) -> tuple[tuple[DerivativeStep, ...], Sequence[Any]]:
-    """Drops the last step of a call, and its operands, if results stay the same."""
-    if steps and isinstance(steps[-1], Tangents) and not steps[-1].of:
-        return steps[:-1], operands[: -len(steps[-1].moving)]
-    return steps, operands
+def without_primals(steps: tuple[DerivativeStep, ...]) -> tuple[DerivativeStep, ...]:
+    """Drops a last step to primals, which has the results of the function before it."""
+    return steps[:-1] if steps and isinstance(steps[-1], Primals) else steps
 
 
 def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
@@ -428,11 +448,9 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
     for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
         if eqn.primitive is not custom_call_p:
             continue
-        rule = id(eqn.params["rule"])
+        rule, operands = id(eqn.params["rule"]), tuple(map(_identity, eqn.invars))
+        steps: Any = without_primals(eqn.params["steps"])
         # Calls match if rule, steps, and operands do.
-        named = tuple(map(_identity, eqn.invars))
-        kept: tuple[Any, Any] = without_values(eqn.params["steps"], named)
-        steps, operands = kept
         key = (rule, steps, operands)
         if key in tangents:
             pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
