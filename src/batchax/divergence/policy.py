@@ -42,10 +42,9 @@ from batchax.divergence.costs import (
     time_to_move,
 )
 from batchax.divergence.nest import Inner, Nest, price_inside
-from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.cost import Nanoseconds
-from batchax.programs.one_function import factors_of, fits_lowered_kernel, fits_serial_kernel
+from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
 from batchax.small.pays import runs
@@ -397,11 +396,6 @@ def _of_a_kernel(t: Thresholds, loop: Loop, step: Step) -> int:
     size = loop.lanes
     if size < t.kernel_lanes or not _fits_kernel(t, Nanoseconds(step.work * size), loop.jaxprs):
         return size
-    if any(_multiplies.in_program(p) for p in loop.jaxprs):
-        # A library multiplies all lanes at once, faster than a kernel one by one. Search: own
-        # product 16, conjugate gradients.
-        masked = step.work * (size + step.overhead)
-        return 1 if t.serial_slowdown * step.alone * size <= _SERIAL * masked else size
     numbers = largest(loop.jaxprs)
     if step.staying > t.max_move_steps and numbers > 1:
         return size
@@ -623,10 +617,6 @@ PROBED, _MAX_SLOWDOWN, PROBED_GAIN = 4, 2.5, 0.8
 # What lanes may take one after another by the model, over what all take, masked. Programs: van der
 # Pol; search: bisection.
 _SERIAL = 0.5
-_PRODUCTS = 64  # numbers that are multiplied at most where a kernel is as fast as a library
-_multiplies = Anywhere(
-    lambda eqn: eqn.primitive.name == "dot_general" and factors_of(eqn) > _PRODUCTS
-)
 _SHARED = 0.75  # the cost of a step of all lanes, as a share of that of as many lanes in windows
 _NARROW = 32  # windows of fused steps that all lanes fill on few cores, if one keeps a core busy
 _FILL = 0.75  # of what it takes to begin its operations, as much work as a block of the last has

@@ -55,7 +55,7 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
     # again one by one, up to the first that fails, at most `_LANES`.
     one_lane = lambda k: [x if a is None else jnp.take(x, k, axis=a) for x, a in pairs]
     try:
-        if not calls_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
+        if not may_call_python.in_program(jax.make_jaxpr(run)(one_lane(0))):
             return None
         for lane in range(min([_LANES, *(x.shape[a] for x, a in pairs if a is not None)])):
             run(one_lane(lane))
@@ -71,16 +71,16 @@ def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequ
 _LANES = 256
 
 
-def _is_python(eqn: Eqn) -> bool:
+def _may_call_python(eqn: Eqn) -> bool:
     if eqn.primitive.name == "call_hi_primitive":
         types = [v.aval for v in eqn.invars]
-        return calls_python.in_program(expanded(eqn.params["_prim"], types))
+        return may_call_python.in_program(expanded(eqn.params["_prim"], types))
     # The primitive of a library may be lowered to a callback: `linear_solve` of lineax is.
     by_name = eqn.primitive.name in ("pure_callback", "io_callback", "debug_callback")
     return by_name or is_foreign(eqn.primitive)
 
 
-calls_python = Anywhere(_is_python)
+may_call_python = Anywhere(_may_call_python)
 
 
 @whatever_jit

@@ -38,7 +38,7 @@ from batchax.execution.chunk_loop import (
     Result,
 )
 from batchax.execution.devices.shards import Shards
-from batchax.execution.eager import calls_python
+from batchax.execution.eager import may_call_python
 from batchax.execution.memory import Auto
 from batchax.execution.progress import LoopProgress
 from batchax.frontend import reductions
@@ -453,7 +453,7 @@ class _Chunk:
         if self.lanes.batch_size != 1 or recording.is_on() or any(varying_of(values)):
             return False
         eqns = self.section.eqns
-        looked_for = has_other_rule, calls_python
+        looked_for = has_other_rule, may_call_python
         if any(a.in_equation(eqn) for a in looked_for for eqn in eqns):
             return False
         # Where a derivative rule makes lanes differ although the values do not, its rule knows.

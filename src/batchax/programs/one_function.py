@@ -27,6 +27,9 @@ from batchax.programs.inner import programs_in
 _TERMS = 8  # that are added one by one
 _FACTORS = 16  # of which products add up
 _NUMBERS = 4096  # at most, that are added in a kernel of one lane
+# Pairs that a product multiplies where a kernel of many lanes is as fast as a library, which
+# multiplies all lanes at once. Search: own product 16, conjugate gradients.
+_PAIRS = 64
 
 
 def lower_for_kernel(program: ClosedJaxpr) -> ClosedJaxpr:
@@ -132,10 +135,10 @@ def _is_small_product(eqn: Eqn) -> bool:
         np.dtype("float32"),
         np.dtype("float64"),
     }
-    return floats and len(left) <= 1 and not any(batch) and 0 < factors_of(eqn) <= _NUMBERS
+    return floats and len(left) <= 1 and not any(batch) and 0 < _pairs(eqn) <= _NUMBERS
 
 
-def factors_of(eqn: Eqn) -> int:
+def _pairs(eqn: Eqn) -> int:
     """Returns how many pairs of numbers a product without batch dimensions multiplies."""
     ((_, right), _), (x, y) = eqn.params["dimension_numbers"], [v.aval for v in eqn.invars]
     return x.size * int(np.prod(np.delete(y.shape, right)))
@@ -143,7 +146,7 @@ def factors_of(eqn: Eqn) -> int:
 
 def _is_short_product(eqn: Eqn) -> bool:
     ((left, _right), _), x = eqn.params["dimension_numbers"], eqn.invars[0].aval
-    return int(np.prod([x.shape[a] for a in left])) <= _FACTORS
+    return int(np.prod([x.shape[a] for a in left])) <= _FACTORS and _pairs(eqn) <= _PAIRS
 
 
 def _product(params: Any, x: Any, y: Any) -> Any:
