@@ -57,6 +57,7 @@ from batchax.kernel.named_axes import uses_axis, varying_of
 from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
+from batchax.rules.masking import safe_lanes_p
 from batchax.small.pays import LOOP_STEPS
 from batchax.sums.contracted import run_adding
 from batchax.sums.deferred import DeferredContraction
@@ -505,7 +506,7 @@ class _Chunk:
         return [x]
 
 
-_cuts_derivatives = Anywhere(lambda eqn: eqn.primitive.name == "safe_lanes")
+_cuts_derivatives = Anywhere(lambda eqn: eqn.primitive is safe_lanes_p)
 _has_own_derivative = Anywhere(
     lambda eqn: eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
 )
