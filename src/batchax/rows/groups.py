@@ -120,7 +120,6 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> CallOutputs:
             f"buckets were made for other lengths than those of {x.path}, which is {x.value}. "
             "Make them for these lengths: batchax.bucket(x)."
         )
-    recording.fact("buckets", buckets=buckets)
     if not axis.size:
         return execute(call)
     of_row: list[Any] = []  # what describes the outputs of one row, and how many axes each has

@@ -347,7 +347,7 @@ class InRows(Way):
     shards: Shards | None = None  # the devices that rows are dealt out to, if the user said so
     # How many rows run at a time where they are arrays; None for all.
     chunking: Chunking | None = None
-    of_bucket: bool = False  # whether there are other rows, in other buckets
+    is_bucket: bool = False  # whether there are other rows, in other buckets
 
     @_compat.patched()
     def run(self, call: Call) -> Outputs:
@@ -367,7 +367,7 @@ class InRows(Way):
             )
         if buckets is not None and all_known(mapped):  # else rows are put there while they run
             options = replace(self.options, buckets=None)
-            each = replace(self, options=options, of_bucket=True)
+            each = replace(self, options=options, is_bucket=True)
             return run_in_buckets(replace(call, way=each), buckets)
         if isinstance(buckets, Buckets):
             raise UnsupportedError(
@@ -406,9 +406,9 @@ class InRows(Way):
             return self._specialized(
                 call, functools.partial(cannot_stage, error, call.sizes, works)
             )
-        if self.of_bucket:
+        if self.is_bucket:
             refuse_order(call.staged)
-        way: Way = AnyLength(self.options, self.chunking, self.of_bucket)
+        way: Way = AnyLength(self.options, self.chunking, self.is_bucket)
         if self.shards is not None:
             way = RowsOnDevices(self.shards, way, call.tells_of_mesh)
         try:
@@ -453,12 +453,12 @@ class AnyLength(Way):
     options: RowOptions  # what was asked for
     chunking: Chunking | None  # how many padded rows run at a time; None for all
     # Whether these are rows of a bucket, as many of which there are as was asked for.
-    of_bucket: bool = False
+    is_bucket: bool = False
 
     def run(self, call: Call) -> Outputs:
         assert isinstance(call, RowCall)
         in_chunks = self.chunking is not None and self.chunking.applies_to(call.axis.size)
-        classes = None if self.of_bucket else most_classes(call, self.options, in_chunks)
+        classes = None if self.is_bucket else most_classes(call, self.options, in_chunks)
         finds = find_found(call.staged)
         if classes is None and (in_chunks or finds or _compat.calls_back(call.staged.effects)):
             # Regions would not keep the order in which programs call the host, and hand no sizes on

@@ -49,39 +49,213 @@ from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragg
 from batchax.rules.masking import find_collective, is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
+Dims = Sequence[Any]
+"""The sizes of the ragged axes of a value, in order."""
 
-def class_switch(
-    number: Value, programs: Sequence[ClosedJaxpr], operands: Sequence[Value]
-) -> list[Any]:
-    """What one of `programs` returns, which take and return the same types.
 
-    Its derivatives compute the program again: JAX would keep residuals of all programs.
+@dataclass(frozen=True)
+class SizeClasses:
+    """Which classes rows may be in, and how many blocks they fill."""
+
+    # For each class, from that of the longest rows down, the bound of each size.
+    bounds: tuple[Mapping[str, int], ...]
+    rows: tuple[int, ...]  # for each class how many of its rows a block holds
+    blocks: int  # as many as all rows fill at most, whatever their lengths
+
+    @classmethod
+    def of(
+        cls, bounds: Mapping[str, int], room: Mapping[str, int], count: int, most: int, rows: int
+    ) -> SizeClasses:
+        """At most so many classes, for `count` rows.
+
+        Sizes have these bounds, and packed rows have that room for elements, by size. A block holds
+        so many `rows` of the longest.
+        """
+        number = max(1, min(most, max(bounds.values()).bit_length()))
+        whole = {n: _divisible(b, 1 << (number - 1)) for n, b in bounds.items()}
+        halved = tuple({n: max(1, b >> k) for n, b in whole.items()} for k in range(number))
+        # A row of class k that is not the last is longer, in one of its sizes, than half of the
+        # bound of its class. So those of a full block take more than half the room of `rows` rows
+        # of the greatest length.
+        longer = sum(2 * room[n] // (rows * max(b, 1)) for n, b in bounds.items())
+        fewest = longer + count // (rows << (number - 1))
+        blocks = min(fewest + len(bounds), count // rows) + number  # the last of each is not full
+        return cls(halved, tuple(rows << k for k in range(number)), blocks)
+
+    def sizes(self, k: int, values: Mapping[str, Any]) -> Sizes:
+        return Sizes(self.bounds[k], values)
+
+    def widths(self, dim: Any) -> np.ndarray:
+        """The room that a row has in each class along a dimension of size `dim`."""
+        return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
+
+    def elements(self, dims: Dims) -> int:
+        each = np.array([self.widths(dim) for dim in dims], np.int64)
+        return int((each.prod(0) * np.array(self.rows)).max())
+
+
+_MOST_ADDED = 1 / 16  # of a bound
+
+
+def _divisible(bound: int, by: int) -> int:
+    """A bound that halves come out even of, if one is near.
+
+    Rows of each class then fill a block to its end, and nothing is cut off or added, which would
+    be a function to compile for each array and class.
     """
-    programs, consts = _compat.hoist_constants(*programs)
-    runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
-    smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
+    rounded = -(-bound // by) * by
+    return rounded if rounded - bound <= _MOST_ADDED * bound else bound
 
-    def switch(number: Any, *xs: Any) -> list[Any]:
-        return list(lax.switch(number, runs, *xs))
 
-    def rule(
-        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]]:
-        at = [i - 1 for i in moving]
+_MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
+_MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
+_MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
+_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
+_WORTH = 50_000_000.0  # the same where many rows run at a time
+_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
+_LEAST_BLOCKS = 16  # that rows of one length should make
 
-        def forward(residuals: Any, dots: Any) -> list[Any]:
-            of = lambda run: lambda xs, dots: tangents_of(run, xs, at, dots, smooth)[1]
-            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], dots)
 
-        def back(residuals: Any, cts: Any) -> list[Any]:
-            of = lambda run: lambda xs, cts: [*pullback_of(run, xs, at, smooth)[1]([*cts])]
-            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], cts)
+def find_classes(
+    program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
+) -> SizeClasses:
+    differs = differing_values(program, batched)
+    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
+    work = sum(costs.of(step, Layout.PADDED, differs) for step in steps) / costs.rows
+    worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
+    # Of the longest rows a block holds so many. The more, the less it weighs to begin a block; the
+    # fewer, the less is computed in vain, as the last block of each class is seldom full.
+    rows = 1
+    while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
+        rows *= 2
+    return SizeClasses.of(costs.padded.bounds, costs.packed.bounds, costs.rows, most, rows)
 
-        outs = switch(*primals)
-        moved = linear_with_transpose(forward, back, primals, dots) if smooth else []
-        return outs, with_values([None] * len(outs), smooth, moved)
 
-    return with_tangent_rule(switch, rule)(*_compat.varying_alike([number, *consts, *operands]))
+def choose_classes(
+    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
+) -> SizeClasses | None:
+    """The size buckets that padded steps take least time in; None for one bound for all rows."""
+    steps, time_of_each = _padded_steps(program, layouts, batched, costs)
+    bounds = costs.padded.bounds
+    time = lambda bounds: float(time_of_each(bounds).sum())
+    if not steps:
+        return None
+    mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
+    least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
+    spread = max(greatest - least_length, 1e-9)
+
+    padded = costs.rows * time(bounds)
+    best, least = None, padded
+    for most in range(2, _MOST_CLASSES + 1):
+        classes = find_classes(program, batched, costs, most)
+        if len(classes.rows) < most:
+            break
+        times = [time(each) for each in classes.bounds]
+        places = classes.blocks * classes.rows[0] * costs.places(bounds)
+        moved = ROWS.place * _MOVED * (places + costs.held) + _joined(program, costs)
+        fixed = moved + _compiling(len(times), steps)
+        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
+            continue
+        # Rows longer than the bound of the next class.
+        longer = [min(1.0, max(0.0, (greatest - 0.5 ** (k + 1)) / spread)) for k in range(most - 1)]
+        shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
+        # The last block of each class is half full, say.
+        taken = fixed + sum(
+            (share * costs.rows / held + 0.5) * (BLOCK + held * each)
+            for share, held, each in zip(shares, classes.rows, times, strict=True)
+        )
+        if taken < least:
+            best, least = classes, taken
+    return best
+
+
+_MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
+
+
+def choose_groups(
+    program: RowProgram,
+    layouts: Sequence[Layout | None],
+    batched: Sequence[bool],
+    costs: Costs,
+    lengths: Mapping[str, np.ndarray],
+) -> KnownGroups | None:
+    """The groups that padded steps take least time in; None for one bound for all rows."""
+    steps, times = _padded_steps(program, layouts, batched, costs)
+    if not steps:
+        return None
+    needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
+    time, fixed = _time_by_size(times, costs.padded.bounds, list(lengths)), _compiling(1, steps)
+    # Into groups, and back.
+    moved = 2 * ROWS.place * costs.held + _joined(program, costs)
+    best, least = None, costs.rows * times(costs.padded.bounds).sum()
+    groupings = (
+        fewer_boxes(needed, _MOST_GROUPS, time)
+        if len(lengths) > 1
+        else (lightest_groups(needed, most, time) for most in range(1, _MOST_GROUPS + 1))
+    )
+    for groups in groupings:
+        sizes = np.stack([needed[rows].max(0) for rows in groups])
+        taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
+        taken += (len(groups) > 1) * moved
+        if taken < least:
+            best, least = groups, taken
+    return None if best is None else KnownGroups(best, lengths)
+
+
+def _time_by_size(times: Times, bounds: Mapping[str, int], names: Sequence[str]) -> Weight:
+    """Nanoseconds for steps of one padded row, for each of some sizes of rows along `names`.
+
+    Of each step it is taken to be a power of each size.
+    """
+    most = np.array([bounds[name] for name in names])
+    fewer = np.maximum(most // _SMALLER, 1)
+    greatest = times(bounds)
+    smaller = [times({**bounds, name: int(n)}) for name, n in zip(names, fewer, strict=True)]
+    shrink = np.log(np.where(most > fewer, most / fewer, np.e))
+    powers = np.log(greatest / np.stack(smaller)).T / shrink
+    # Steps that grow alike are one.
+    powers, number = np.unique(np.round(4 * powers) / 4, axis=0, return_inverse=True)
+    together = np.bincount(number.reshape(-1), greatest, len(powers))
+    return lambda sizes: np.exp(np.log(sizes / most) @ powers.T) @ together
+
+
+_SMALLER = 4  # of the greatest size, at which the time that steps take is estimated, too
+
+
+def _filled(costs: Costs, names: Names) -> float:
+    """The share of each size that rows have at the mean, if they fill the room that there is."""
+    several = math.prod(costs.padded.bounds[name] for name in names)
+    room = costs.room[names] if names in costs.room else costs.packed.bounds["".join(names)]
+    return (room / several / costs.rows) ** (1 / len(names))
+
+
+def _joined(program: RowProgram, costs: Costs) -> float:
+    shapes = [program.shapes[i] for i in program.outputs if isinstance(i, int)]
+    several = [s for s in shapes if has_symbols(s) and not can_hold(costs.room, s)]
+    return sum(costs.move(shape) for shape in several)
+
+
+def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
+    return groups * len(steps) * COMPILED_STEP / _RUNS
+
+
+Times = Callable[[Mapping[str, int]], np.ndarray]
+"""Nanoseconds for each of some steps of one padded row, by the bounds of its sizes."""
+
+
+def _padded_steps(
+    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
+) -> tuple[list[RowStep], Times]:
+    pairs = zip(program.steps, layouts, strict=True)
+    steps = [step for step, layout in pairs if layout == Layout.PADDED]
+    differs = differing_values(program, batched)
+
+    def times(bounds: Mapping[str, int]) -> np.ndarray:
+        each = replace(costs, padded=Sizes(bounds, {}))
+        of_steps = [each.of(step, Layout.PADDED, differs) for step in steps]
+        return np.array(of_steps) / costs.rows + 1e-3
+
+    return steps, times
 
 
 def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
@@ -169,6 +343,71 @@ def run_in_classes(
     return results
 
 
+def class_switch(
+    number: Value, programs: Sequence[ClosedJaxpr], operands: Sequence[Value]
+) -> list[Any]:
+    """What one of `programs` returns, which take and return the same types.
+
+    Its derivatives compute the program again: JAX would keep residuals of all programs.
+    """
+    programs, consts = _compat.hoist_constants(*programs)
+    runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
+    smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
+
+    def switch(number: Any, *xs: Any) -> list[Any]:
+        return list(lax.switch(number, runs, *xs))
+
+    def rule(
+        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
+    ) -> tuple[list[Any], list[Any]]:
+        at = [i - 1 for i in moving]
+
+        def forward(residuals: Any, dots: Any) -> list[Any]:
+            of = lambda run: lambda xs, dots: tangents_of(run, xs, at, dots, smooth)[1]
+            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], dots)
+
+        def back(residuals: Any, cts: Any) -> list[Any]:
+            of = lambda run: lambda xs, cts: [*pullback_of(run, xs, at, smooth)[1]([*cts])]
+            return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], cts)
+
+        outs = switch(*primals)
+        moved = linear_with_transpose(forward, back, primals, dots) if smooth else []
+        return outs, with_values([None] * len(outs), smooth, moved)
+
+    return with_tangent_rule(switch, rule)(*_compat.varying_alike([number, *consts, *operands]))
+
+
+def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any]) -> Any:
+    """The rows of a block of class `k`, padded and in front."""
+    at, count = ragged_axes(shape), classes.rows[k]
+    widths = [int(classes.widths(shape[a])[k]) for a in at]
+    return _expanded(x[: count * math.prod(widths)], at, [count, *widths])
+
+
+def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
+    """The reverse of `_rows_of_block`, with as much room as a block of any class needs."""
+    at = ragged_axes(shape)
+    x, _ = _collapsed(x, at)
+    size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
+    if x.shape[0] == size:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
+        return x[np.minimum(np.arange(size), x.shape[0] - 1)]
+    return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+
+
+def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """Padded rows, with the rows in front, as one axis, and the bounds of their ragged axes."""
+    together = range(1, len(at) + 1)
+    x = jnp.moveaxis(x, [k + 1 for k in at], together)
+    return lax.collapse(x, 0, len(at) + 1), x.shape[1 : len(at) + 1]
+
+
+def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> Any:
+    x = x.reshape(*sizes, *x.shape[1:])
+    return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
+
+
 class _Moving:
     """Values of all rows moved into blocks, and back."""
 
@@ -244,194 +483,8 @@ class _Moving:
         return numpy.maximum(numpy.asarray(size, np.int32), np.int32(0))
 
 
-def _collapsed(x: Value, at: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
-    """Padded rows, with the rows in front, as one axis, and the bounds of their ragged axes."""
-    together = range(1, len(at) + 1)
-    x = jnp.moveaxis(x, [k + 1 for k in at], together)
-    return lax.collapse(x, 0, len(at) + 1), x.shape[1 : len(at) + 1]
-
-
-def _expanded(x: Value, at: Sequence[int], sizes: Sequence[int]) -> Any:
-    x = x.reshape(*sizes, *x.shape[1:])
-    return jnp.moveaxis(x, range(1, len(at) + 1), [k + 1 for k in at])
-
-
-def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any]) -> Any:
-    """The rows of a block of class `k`, padded and in front."""
-    at, count = ragged_axes(shape), classes.rows[k]
-    widths = [int(classes.widths(shape[a])[k]) for a in at]
-    return _expanded(x[: count * math.prod(widths)], at, [count, *widths])
-
-
-def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
-    """The reverse of `_rows_of_block`, with as much room as a block of any class needs."""
-    at = ragged_axes(shape)
-    x, _ = _collapsed(x, at)
-    size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
-    if x.shape[0] == size:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
-        return x[np.minimum(np.arange(size), x.shape[0] - 1)]
-    return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
-
-
-_MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
-_MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
-_MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
-_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
-_WORTH = 50_000_000.0  # the same where many rows run at a time
-_RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
-
-
-_LEAST_BLOCKS = 16  # that rows of one length should make
-
-
-def find_classes(
-    program: RowProgram, batched: Sequence[bool], costs: Costs, most: int
-) -> SizeClasses:
-    differs = differing_values(program, batched)
-    steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
-    work = sum(costs.of(step, Layout.PADDED, differs) for step in steps) / costs.rows
-    worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
-    # Of the longest rows a block holds so many. The more, the less it weighs to begin a block; the
-    # fewer, the less is computed in vain, as the last block of each class is seldom full.
-    rows = 1
-    while rows * work < worth and rows * _LEAST_BLOCKS < costs.rows:
-        rows *= 2
-    return SizeClasses.of(costs.padded.bounds, costs.packed.bounds, costs.rows, most, rows)
-
-
-def choose_classes(
-    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
-) -> SizeClasses | None:
-    """The size buckets that padded steps take least time in; None for one bound for all rows."""
-    steps, time_of_each = _padded_steps(program, layouts, batched, costs)
-    bounds = costs.padded.bounds
-    time = lambda bounds: float(time_of_each(bounds).sum())
-    if not steps:
-        return None
-    mean = max(_filled(costs, names) for names in [*zip(costs.alone), *costs.room])
-    least_length, greatest = max(0.0, 2 * mean - 1), min(1.0, 2 * mean)  # of the bound
-    spread = max(greatest - least_length, 1e-9)
-
-    padded = costs.rows * time(bounds)
-    best, least = None, padded
-    for most in range(2, _MOST_CLASSES + 1):
-        classes = find_classes(program, batched, costs, most)
-        if len(classes.rows) < most:
-            break
-        times = [time(each) for each in classes.bounds]
-        places = classes.blocks * classes.rows[0] * costs.places(bounds)
-        moved = ROWS.place * _MOVED * (places + costs.held) + _joined(program, costs)
-        fixed = moved + _compiling(len(times), steps)
-        if classes.blocks * (classes.rows[0] * times[0] + BLOCK) + fixed > _MOST_LOSS * padded:
-            continue
-        # Rows longer than the bound of the next class.
-        longer = [min(1.0, max(0.0, (greatest - 0.5 ** (k + 1)) / spread)) for k in range(most - 1)]
-        shares = [a - b for a, b in zip([*longer, 1.0], [0.0, *longer], strict=True)]
-        # The last block of each class is half full, say.
-        taken = fixed + sum(
-            (share * costs.rows / held + 0.5) * (BLOCK + held * each)
-            for share, held, each in zip(shares, classes.rows, times, strict=True)
-        )
-        if taken < least:
-            best, least = classes, taken
-    return best
-
-
-def _filled(costs: Costs, names: Names) -> float:
-    """The share of each size that rows have at the mean, if they fill the room that there is."""
-    several = math.prod(costs.padded.bounds[name] for name in names)
-    room = costs.room[names] if names in costs.room else costs.packed.bounds["".join(names)]
-    return (room / several / costs.rows) ** (1 / len(names))
-
-
-def _joined(program: RowProgram, costs: Costs) -> float:
-    shapes = [program.shapes[i] for i in program.outputs if isinstance(i, int)]
-    several = [s for s in shapes if has_symbols(s) and not can_hold(costs.room, s)]
-    return sum(costs.move(shape) for shape in several)
-
-
-_MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
-
-
-def choose_groups(
-    program: RowProgram,
-    layouts: Sequence[Layout | None],
-    batched: Sequence[bool],
-    costs: Costs,
-    lengths: Mapping[str, np.ndarray],
-) -> KnownGroups | None:
-    """The groups that padded steps take least time in; None for one bound for all rows."""
-    steps, times = _padded_steps(program, layouts, batched, costs)
-    if not steps:
-        return None
-    needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
-    time, fixed = _time_by_size(times, costs.padded.bounds, list(lengths)), _compiling(1, steps)
-    # Into groups, and back.
-    moved = 2 * ROWS.place * costs.held + _joined(program, costs)
-    best, least = None, costs.rows * times(costs.padded.bounds).sum()
-    groupings = (
-        fewer_boxes(needed, _MOST_GROUPS, time)
-        if len(lengths) > 1
-        else (lightest_groups(needed, most, time) for most in range(1, _MOST_GROUPS + 1))
-    )
-    for groups in groupings:
-        sizes = np.stack([needed[rows].max(0) for rows in groups])
-        taken = float(np.dot(time(sizes), list(map(len, groups)))) + (len(groups) - 1) * fixed
-        taken += (len(groups) > 1) * moved
-        if taken < least:
-            best, least = groups, taken
-    return None if best is None else KnownGroups(best, lengths)
-
-
-def _time_by_size(times: Times, bounds: Mapping[str, int], names: Sequence[str]) -> Weight:
-    """Nanoseconds for steps of one padded row, for each of some sizes of rows along `names`.
-
-    Of each step it is taken to be a power of each size.
-    """
-    most = np.array([bounds[name] for name in names])
-    fewer = np.maximum(most // _SMALLER, 1)
-    greatest = times(bounds)
-    smaller = [times({**bounds, name: int(n)}) for name, n in zip(names, fewer, strict=True)]
-    shrink = np.log(np.where(most > fewer, most / fewer, np.e))
-    powers = np.log(greatest / np.stack(smaller)).T / shrink
-    # Steps that grow alike are one.
-    powers, number = np.unique(np.round(4 * powers) / 4, axis=0, return_inverse=True)
-    together = np.bincount(number.reshape(-1), greatest, len(powers))
-    return lambda sizes: np.exp(np.log(sizes / most) @ powers.T) @ together
-
-
-_SMALLER = 4  # of the greatest size, at which the time that steps take is estimated, too
-
-
-def _compiling(groups: int, steps: Sequence[RowStep]) -> float:
-    return groups * len(steps) * COMPILED_STEP / _RUNS
-
-
-Times = Callable[[Mapping[str, int]], np.ndarray]
-"""Nanoseconds for each of some steps of one padded row, by the bounds of its sizes."""
-
-
-def _padded_steps(
-    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
-) -> tuple[list[RowStep], Times]:
-    pairs = zip(program.steps, layouts, strict=True)
-    steps = [step for step, layout in pairs if layout == Layout.PADDED]
-    differs = differing_values(program, batched)
-
-    def times(bounds: Mapping[str, int]) -> np.ndarray:
-        each = replace(costs, padded=Sizes(bounds, {}))
-        of_steps = [each.of(step, Layout.PADDED, differs) for step in steps]
-        return np.array(of_steps) / costs.rows + 1e-3
-
-    return steps, times
-
-
 # Which rows are in which block, and where their elements are there. Where lengths are known,
 # positions are computed when a program is staged, by NumPy.
-
-
 class RowsOfBlocks(NamedTuple):
     """Which rows are in which block; blocks are in the order of their first rows."""
 
@@ -466,18 +519,18 @@ class PlacesOfElements(NamedTuple):
     back: Any  # the same, and -1 for those of rows that are run in place of missing ones
 
 
-def find_positions(find: str, operands: Sequence[Any], **how: Any) -> list[Any]:
-    """What `_blocks` or `_elements` finds, by NumPy if everything is known."""
-    if all(isinstance(x, np.ndarray) for x in operands):
-        return {"blocks": _blocks, "elements": _elements}[find](np, *operands, **how)
-    return index_arrays(find, [jnp.asarray(x, np.int32) for x in operands], **how)
-
-
 def _with_stand_ins(rows: Any, slots: int) -> tuple[Any, Any]:
     """The row in each slot of each block, and which of these are not in place of missing ones."""
     row, held = rows.row.reshape(-1, slots), rows.held
     own = np.arange(slots, dtype=np.int32)[None] < held[:, None]
     return rows.numpy.where(own, row, row[:, :1]), own
+
+
+def find_positions(find: str, operands: Sequence[Any], **how: Any) -> list[Any]:
+    """What `_blocks` or `_elements` finds, by NumPy if everything is known."""
+    if all(isinstance(x, np.ndarray) for x in operands):
+        return {"blocks": _blocks, "elements": _elements}[find](np, *operands, **how)
+    return index_arrays(find, [jnp.asarray(x, np.int32) for x in operands], **how)
 
 
 def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> list[Any]:
@@ -651,6 +704,14 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
     return [at[:capacity], there[: blocks * size], back[: blocks * size]]
 
 
+def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
+    """The place of an element among all of a row, the last axis of which is the fastest."""
+    at = places[0]
+    for place, size in zip(places[1:], room[1:], strict=True):
+        at = at * size + place
+    return at
+
+
 def _shapes_of_blocks(*lengths: Any, limits: Any, rows: Any, blocks: int) -> list[Any]:
     return [*[lengths[0].shape] * 3, *[(blocks,)] * 2, (blocks * rows[-1],)]
 
@@ -666,69 +727,3 @@ PROGRAMS["blocks"] = IndexProgram(
 PROGRAMS["elements"] = IndexProgram(
     functools.partial(_elements, jnp), _elements_on_cpu, _shapes_of_elements
 )
-
-
-def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
-    """The place of an element among all of a row, the last axis of which is the fastest."""
-    at = places[0]
-    for place, size in zip(places[1:], room[1:], strict=True):
-        at = at * size + place
-    return at
-
-
-Dims = Sequence[Any]
-"""The sizes of the ragged axes of a value, in order."""
-
-
-@dataclass(frozen=True)
-class SizeClasses:
-    """Which classes rows may be in, and how many blocks they fill."""
-
-    # For each class, from that of the longest rows down, the bound of each size.
-    bounds: tuple[Mapping[str, int], ...]
-    rows: tuple[int, ...]  # for each class how many of its rows a block holds
-    blocks: int  # as many as all rows fill at most, whatever their lengths
-
-    @classmethod
-    def of(
-        cls, bounds: Mapping[str, int], room: Mapping[str, int], count: int, most: int, rows: int
-    ) -> SizeClasses:
-        """At most so many classes, for `count` rows.
-
-        Sizes have these bounds, and packed rows have that room for elements, by size. A block holds
-        so many `rows` of the longest.
-        """
-        number = max(1, min(most, max(bounds.values()).bit_length()))
-        whole = {n: _divisible(b, 1 << (number - 1)) for n, b in bounds.items()}
-        halved = tuple({n: max(1, b >> k) for n, b in whole.items()} for k in range(number))
-        # A row of class k that is not the last is longer, in one of its sizes, than half of the
-        # bound of its class. So those of a full block take more than half the room of `rows` rows
-        # of the greatest length.
-        longer = sum(2 * room[n] // (rows * max(b, 1)) for n, b in bounds.items())
-        fewest = longer + count // (rows << (number - 1))
-        blocks = min(fewest + len(bounds), count // rows) + number  # the last of each is not full
-        return cls(halved, tuple(rows << k for k in range(number)), blocks)
-
-    def sizes(self, k: int, values: Mapping[str, Any]) -> Sizes:
-        return Sizes(self.bounds[k], values)
-
-    def widths(self, dim: Any) -> np.ndarray:
-        """The room that a row has in each class along a dimension of size `dim`."""
-        return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
-
-    def elements(self, dims: Dims) -> int:
-        each = np.array([self.widths(dim) for dim in dims], np.int64)
-        return int((each.prod(0) * np.array(self.rows)).max())
-
-
-_MOST_ADDED = 1 / 16  # of a bound
-
-
-def _divisible(bound: int, by: int) -> int:
-    """A bound that halves come out even of, if one is near.
-
-    Rows of each class then fill a block to its end, and nothing is cut off or added, which would
-    be a function to compile for each array and class.
-    """
-    rounded = -(-bound // by) * by
-    return rounded if rounded - bound <= _MOST_ADDED * bound else bound
