@@ -182,7 +182,7 @@ def measured(workload: BoundedWorkload, quick: bool) -> Iterator[BoundedResult]:
 def line(result: BoundedResult) -> str:
     """One result on one line of a terminal."""
     others = ", ".join(f"{name} {interval(ratio)}" for name, ratio in result.ratios.items())
-    return f"{result.name:30} {result.steps:5} steps {_time(result):>9}; times as long: {others}"
+    return f"{result.name:30} {result.steps:5} steps {_time(result):>9}; ratios of time: {others}"
 
 
 def summary(results: Sequence[BoundedResult]) -> str:
@@ -193,9 +193,9 @@ def summary(results: Sequence[BoundedResult]) -> str:
         times = [r.ratios[other].value for r in chosen]
         memory = [r.temporaries[other] / r.temporaries[OURS] for r in chosen]
         points.append(
-            f"{other} over ours: {np.median(times):.2f} times as long at the median, "
-            f"{min(times):.2f} at least, {max(times):.0f} at most; {min(memory):.2f} to "
-            f"{max(memory):.2f} times the temporaries"
+            f"{other} takes {np.median(times):.2f}x the time of batchax at the median "
+            f"({min(times):.2f}x to {max(times):.0f}x), and {min(memory):.2f}x to "
+            f"{max(memory):.2f}x the temporaries"
         )
     return "\n".join(f"- {p}." for p in points)
 

@@ -32,12 +32,12 @@ def summary(results: Sequence[Result]) -> str:
     points = [
         f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
         + named((r for r in results if r.hlo != "same"), lambda r: hlo_change(r), "; not on"),
-        f"Tracing takes {_median(r.trace for r in results)} times as long as `jax.vmap` at the "
+        f"Tracing takes {_median(r.trace for r in results)}x the time of `jax.vmap` at the "
         "median; longest"
         + named(
             sorted(results, key=lambda r: -r.trace.value)[:5], lambda r: f"{r.trace.value:.2f}"
         ),
-        f"Running takes {_median(r.run for r in results)} times as long at the median; slower "
+        f"Running takes {_median(r.run for r in results)}x the time at the median; slower "
         "beyond the interval"
         + named(
             sorted((r for r in results if r.run.low > 1), key=lambda r: -r.run.value),

@@ -29,7 +29,7 @@ def test_figures_are_those_of_the_tables():
 
 
 NESTS = """
-- `auto` takes 0.079 of the time of `jax.vmap` at the median of 18.
+- `auto` takes 0.079x the time of `jax.vmap` at the median of 18.
 
 | program | jax.vmap | auto | peers | by hand, ms |
 | --- | ---: | ---: | --- | ---: |
@@ -43,8 +43,8 @@ NESTS = """
         ("0.14<!-- nests; NUTS, 100 chains; auto -->", "0.15"),
         ("2.5 s<!-- nests; NUTS, 100 chains; jax.vmap -->", "2.3 s"),
         ("1/7<!-- nests; NUTS, 100 chains; auto -->", "1/7"),
-        ("1/10<!-- nests; `auto` takes * of the time -->", "1/10"),
-        ("1/20<!-- nests; `auto` takes * of the time -->", "1/13"),
+        ("1/10<!-- nests; `auto` takes *x the time -->", "1/10"),
+        ("1/20<!-- nests; `auto` takes *x the time -->", "1/13"),
         ("0.98<!-- nests; NUTS, 100 chains; peers; NumPyro -->", "1.04"),
         ("1.5 s<!-- nests; NUTS, 100 chains; by hand, ms -->", "1.6 s"),
     ],

@@ -30,7 +30,7 @@ def summary(results: Sequence[DeviceResult]) -> str:
         f"{staged}, the optimised one for {optimised}"
         + named((r for r in every if r.hlo != "same"), hlo_change, "; not for"),
         f"Slower than {RUN_GOAL}, beyond the interval" + named(slower, lambda r: interval(r.run)),
-        f"Tracing takes more than {TRACE_GOAL} times as long"
+        f"Tracing takes more than {TRACE_GOAL}x the time"
         + named(
             traced,
             lambda r: (

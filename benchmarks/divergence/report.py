@@ -71,8 +71,8 @@ def summary(results: Sequence[DivergenceResult]) -> str:
         slower = {r.name: r.ways[way].compile_seconds / r.base.compile_seconds for r in results}
         if compiles():
             points.append(
-                f"Compiling `{way}` takes {np.median(list(slower.values())):.1f} times as long as "
-                f"`{BASE}` at the median, {max(slower.values()):.1f} at most "
+                f"Compiling `{way}` takes {np.median(list(slower.values())):.1f}x the time of "
+                f"`{BASE}` at the median, {max(slower.values()):.1f}x at most "
                 f"({max(slower, key=slower.__getitem__)})"
             )
         points.append(
@@ -146,7 +146,7 @@ Two costs are not those of masking. `jax.vmap` gives each lane a copy of what br
 of weights that all share, where branches differ from lane to lane; *predicate* does not. And *in
 place* each step writes one element per lane, where `jax.vmap` copies the array, so that its time
 grows with the square of the length; on a CPU, XLA hands the steps of the longest arrays to several
-threads, which takes many times as long as the step itself, in all ways.
+threads, which takes many times the time of the step itself, in all ways.
 
 *Lanes* is how many ran: on a GPU {ON_A_GPU.times_lanes} times as many as names say. Lanes do not
 run sequentially there. Of programs from a cache, *compiling* is left out.

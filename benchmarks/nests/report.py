@@ -37,7 +37,7 @@ def summary(results: Sequence[NestResult]) -> str:
         ratios = [r.others[name].run for r in rows]
         median = np.median([x.value for x in ratios])
         points.append(
-            f"`{name}` takes {median:.2f} of the time of `jax.vmap` at the median of {len(rows)}"
+            f"`{name}` takes {median:.2f}x the time of `jax.vmap` at the median of {len(rows)}"
             + named(rows, lambda r, name=name: ratio(r.others[name].run))
         )
     bounds = [r.bound for r in results]
@@ -49,8 +49,8 @@ def summary(results: Sequence[NestResult]) -> str:
         ratios = [r.ways[name].first_ratio for r in results]
         slowest = results[int(np.argmax(ratios))].name
         points.append(
-            f"The first call by `{name}` takes {np.median(ratios):.1f} times as long as that of "
-            f"`jax.vmap` at the median, {max(ratios):.1f} at most ({slowest})"
+            f"The first call by `{name}` takes {np.median(ratios):.1f}x the time of that of "
+            f"`jax.vmap` at the median, {max(ratios):.1f}x at most ({slowest})"
         )
     return "\n".join(f"- {p}." for p in points)
 

@@ -26,7 +26,7 @@ def summary(results: Sequence[Result]) -> str:
         more = [1000 * (r.ours.trace_seconds - r.other.trace_seconds) for r in chosen]
         points += [
             f"Against {way}, {len(chosen)} call{'s' * (len(chosen) > 1)}: tracing takes "
-            f"{np.median([r.trace.value for r in chosen]):.2f} times as long at the median, the "
+            f"{np.median([r.trace.value for r in chosen]):.2f}x the time at the median, the "
             f"difference is {min(more):.2f} to {max(more):.2f} ms; the optimised HLO is the same "
             f"for {same}"
             + named((r for r in chosen if r.hlo != "same"), hlo_change, "; not for")

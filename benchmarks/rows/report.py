@@ -99,8 +99,8 @@ def _page(results: Sequence[RowResult]) -> str:
 {COUNT} rows of lognormal lengths: padded to the longest they hold {waste():.1f} elements for each
 true one. Those of the *longer tail* are 96, padded to {TAIL_BOUND}: {tail_waste():.1f} elements for
 each true one. The *transformer encoder* has 16 rows of mean length 64, the longest
-256, for which padding by hand is published to take 1.5 to 2.3 times as long as PyTorch's nested
-tensors, and 1.6 times as long as CoRa; those are figures of other machines. Where PyTorch is
+256, for which padding by hand is published to take 1.5x to 2.3x the time of PyTorch's nested
+tensors, and 1.6x the time of CoRa; those are figures of other machines. Where PyTorch is
 installed, its layer is run here too, of padded rows and of nested tensors, without derivatives and
 as it is: `torch.compile` of either takes minutes. *buckets=4* runs rows in so many size classes.
 Images are ragged along two axes, and their sizes are known while the program is compiled. A

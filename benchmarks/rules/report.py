@@ -22,7 +22,7 @@ def summary(results: Sequence[Result]) -> str:
         if chosen:
             more = [1000 * (r.ours.trace_seconds - r.other.trace_seconds) for r in chosen]
             points.append(
-                f"Tracing, {use}: {np.median([r.trace.value for r in chosen]):.2f} times as long "
+                f"Tracing, {use}: {np.median([r.trace.value for r in chosen]):.2f}x the time "
                 f"at the median of {len(chosen)}, {min(more):.2f} to {max(more):.2f} ms more"
             )
     for loops, what in ((False, "Straight-line functions"), (True, "Functions with a loop")):

@@ -33,7 +33,7 @@ def summary(results: Sequence[Outcome]) -> str:
                 f"goal {r.workload.goal:g}"
             ),
         ),
-        "More than 1.5 times as long as `jax.vmap` to trace and compile"
+        "More than 1.5x the time of `jax.vmap` to trace and compile"
         + named(
             (r for r in results if JAX in r.compiled and r.compiled[JAX].value > 1.5),
             lambda r: f"{r.compiled[JAX].value:.2f}",
