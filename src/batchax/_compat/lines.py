@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, TypeVar
@@ -160,27 +160,28 @@ def without_hidden_frames(error: E) -> E:
     return error.with_traceback(filter_traceback(error.__traceback__))
 
 
+# JAX flattens a pytree before it looks at it, and a pytree has no public way to object: `Ragged`
+# does where JAX's own error would name no argument. In JAX 0.10 to 0.12 the frame that flattens
+# belongs to these functions of JAX. Elsewhere JAX's error is raised.
+
+
 def looks_for_integers() -> bool:
     """Returns whether `jax.grad` flattens its arguments to reject integers among them."""
-    # JAX rejects them by dtype alone, and a container has no public way to add its own check.
-    leaves = sys._getframe(2)
-    asks = leaves.f_back
-    if leaves.f_code.co_name != "tree_leaves" or asks is None:
-        return False
-    return asks.f_code.co_name == "value_and_grad_f" and asks.f_locals.get("allow_int") is False
+    return _of_caller("tree_leaves", "value_and_grad_f").get("allow_int") is False
 
 
 def maps_axis_of(x: Any) -> bool:
-    """Whether `jax.vmap` flattens its arguments to map the argument `x` along one array axis.
-
-    JAX flattens a pytree before it looks at it, and a pytree has no public way to object.
-    """
-    flattens = sys._getframe(2)
-    asks = flattens.f_back
-    if flattens.f_code.co_name != "tree_flatten" or asks is None:
-        return False
-    if asks.f_code.co_name != "vmap_f" or "in_axes" not in asks.f_locals:
-        return False
-    in_axes, args = asks.f_locals["in_axes"], asks.f_locals["args"]
+    """Returns whether `jax.vmap` flattens its arguments to map `x` along one array axis."""
+    of_caller = _of_caller("tree_flatten", "vmap_f")
+    in_axes, args = of_caller.get("in_axes"), of_caller.get("args", ())
     each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     return any(arg is x and axis is not None for arg, axis in zip(args, each, strict=False))
+
+
+def _of_caller(flattens: str, asks: str) -> Mapping[str, Any]:
+    """Returns the variables of JAX's `asks`, if that flattens a pytree by `flattens`; else none."""
+    frame = sys._getframe(3)  # behind this function, the hook, and the method of the pytree
+    caller = frame.f_back
+    if caller is None or (frame.f_code.co_name, caller.f_code.co_name) != (flattens, asks):
+        return {}
+    return caller.f_locals
