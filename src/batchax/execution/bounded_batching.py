@@ -155,6 +155,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if test is not None and at.count is None:
         with recording.part("condition"):
             tested, (decided_at,) = batch_inner(axis, test, (*at.test, *carry))
+    # A loop of no steps has no entry to take for a lane, and nothing to mask.
     if decided_at is not None and form.steps.most != 0:
         params = {"test": test, "body": body, "guarded": guarded, "form": form}
         equation = bounded_loop_p, loop.args, loop.axes, params
