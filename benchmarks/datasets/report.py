@@ -40,8 +40,8 @@ def summary(results: Sequence[Measured]) -> str:
     for r in results:
         if isinstance(r, Timed):
             points.append(
-                f"{r.work.name}, over {r.slowest} alone: {interval(r.steady)}, from a quarter of the "
-                f"rows on{_missed(r)}"
+                f"{r.work.name}, over {r.slowest} alone: {interval(r.steady)}, from a quarter of "
+                f"the rows on{_missed(r)}"
             )
         elif isinstance(r, Killed):
             points.append(f"Seconds of a call after one that was killed halfway: {_killed(r)}")
