@@ -10,11 +10,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import batchax as bx
-from batchax.execution.bounded_loop import (
-    bounded_loop,
-    n_checkpoints,
-    reverse_sweep,
-)
+from batchax.execution.bounded_loop import bounded_loop, n_checkpoints, reverse_sweep
 from batchax.execution.progress import Steps
 
 from support.compiled import compilations

@@ -32,9 +32,7 @@ def by_loop(max_norm):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"batch_size": 4}, {"mesh": "all"}, {"mesh": "all", "batch_size": 1}],
-    ids=str,
+    "options", [{}, {"batch_size": 4}, {"mesh": "all"}, {"mesh": "all", "batch_size": 1}], ids=str
 )
 def test_the_sum_is_that_of_the_loop(options):
     call = jax.jit(lambda max_norm, *args: bx.clipped_grad(loss, max_norm, **options)(*args))

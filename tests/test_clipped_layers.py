@@ -154,11 +154,7 @@ LAYERS = {
     "twice": (twice, dict(a=array(D, D)), SEQUENCES, False),
     "mean": (mean, dict(a=array(D, D)), SEQUENCES, False),
 }
-WAYS = {
-    "at once": {},
-    "in chunks": dict(batch_size=2),
-    "on devices": dict(mesh="all"),
-}
+WAYS = {"at once": {}, "in chunks": dict(batch_size=2), "on devices": dict(mesh="all")}
 
 
 def losses(ways, names=tuple(LAYERS)):

@@ -289,7 +289,7 @@ def test_the_default_device_between_two_calls():
 
 NO_CACHES = {
     "datasets/engines/worker.py": {
-        "_jobs": "jobs of which this process does units, with files open",
+        "_jobs": "jobs of which this process does units, with files open"
     },
     "datasets/disk.py": {"_held": "locks that are held, to release"},
     "datasets/job.py": {"functools.cache": "the plan and fingerprint of one call"},

@@ -34,8 +34,7 @@ def spread_axes(axes, tree):
         return [axes] * len(jax.tree.leaves(tree))
     is_none = lambda x: x is None
     return jax.tree.leaves(
-        jax.tree.map(lambda a, t: spread_axes(a, t), axes, tree, is_leaf=is_none),
-        is_leaf=is_none,
+        jax.tree.map(lambda a, t: spread_axes(a, t), axes, tree, is_leaf=is_none), is_leaf=is_none
     )
 
 

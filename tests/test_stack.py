@@ -116,10 +116,7 @@ X = jnp.ones(3)
 MATRIX = sparse.BCOO.fromdense(jnp.eye(2))
 REFUSED = {
     "no tree": (lambda: bx.stack([]), "stack needs at least one tree"),
-    "keys": (
-        lambda: bx.stack([{"a": 1.0}, {"b": 1.0}]),
-        "trees[1] has no leaf ['a'], which",
-    ),
+    "keys": (lambda: bx.stack([{"a": 1.0}, {"b": 1.0}]), "trees[1] has no leaf ['a'], which"),
     "one more": (
         lambda: bx.stack([{"a": X}, {"a": X}, {"a": X, "b": X}]),
         "trees[0] has no leaf ['b'], which trees[2] has",
@@ -136,14 +133,8 @@ REFUSED = {
         lambda: bx.stack([X, X.astype(jnp.int32)]),
         "trees[1] is int32[3], but trees[0] is float32[3]",
     ),
-    "what is no array": (
-        lambda: bx.stack([{"f": jnp.sin}, {"f": jnp.cos}]),
-        "trees[1]['f'] is",
-    ),
-    "an array and a string": (
-        lambda: bx.stack([{"f": X}, {"f": "x"}]),
-        "trees[1]['f'] is 'x'",
-    ),
+    "what is no array": (lambda: bx.stack([{"f": jnp.sin}, {"f": jnp.cos}]), "trees[1]['f'] is"),
+    "an array and a string": (lambda: bx.stack([{"f": X}, {"f": "x"}]), "trees[1]['f'] is 'x'"),
     "containers": (
         lambda: bx.stack([{"m": MATRIX}, {"m": MATRIX}]),
         "stack: trees[0]['m'] is a BCOO: a batch of those is more than a batch of the arrays",

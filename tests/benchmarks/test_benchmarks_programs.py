@@ -244,11 +244,7 @@ COMMANDS = {
         ["## Looked at", "| optax: Adam to a tolerance, 64 | yes | "],
         [],
     ),
-    "nests": (
-        ["rejection sampling"],
-        ["| rejection sampling |"],
-        ["nests.png", "nests-use.png"],
-    ),
+    "nests": (["rejection sampling"], ["| rejection sampling |"], ["nests.png", "nests-use.png"]),
     "ranks": (["all of two dimensions"], [f", {of_ranks.MERGED_BY_HAND} |"], []),
     "rows": (["bag"], [f" {of_rows.PADDED} |", f" {of_rows.LOOP} |"], ["rows.png"]),
     "rules": (["few operations"], [f"| few operations, {use} |" for use in USES], []),
@@ -265,8 +261,7 @@ NO_RATIOS = {"cluster", "datasets"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.nightly] * (n in AT_NIGHT)) for n in COMMANDS],
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in AT_NIGHT)) for n in COMMANDS]
 )
 @pytest.mark.compiles(150)
 def test_commands_measure_and_report(name, tmp_path, capsys):

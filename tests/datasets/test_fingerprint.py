@@ -13,12 +13,7 @@ import pytest
 
 import batchax as bx
 from batchax.datasets.arrays import in_memory
-from batchax.datasets.fingerprint import (
-    as_seen_here,
-    but_for_platform,
-    differences,
-    fingerprint,
-)
+from batchax.datasets.fingerprint import as_seen_here, but_for_platform, differences, fingerprint
 from batchax.errors import UnsupportedError
 
 ROW = jax.ShapeDtypeStruct((3,), jnp.float32)

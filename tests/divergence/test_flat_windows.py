@@ -14,12 +14,7 @@ from support.oracle import same
 
 def test_where_moving_lanes_is_expensive_all_run_first():
     limits = TABLE["cpu-small"]._replace(kernel_lanes=0, cores=1, max_devices=1_000)
-    way = Runner(
-        thresholds=limits._replace(
-            min_work=0.0,
-            max_move_steps_nested=0.5,
-        )
-    )
+    way = Runner(thresholds=limits._replace(min_work=0.0, max_move_steps_nested=0.5))
 
     def draws(counts, x, matrix):
         def draw(carry, count):

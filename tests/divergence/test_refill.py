@@ -68,9 +68,7 @@ def test_lanes_go_on_while_it_costs_less_than_to_move_them(device, monkeypatch):
     @jax.jit
     def judged():
         one = lambda goes_on, active, waiting, wasted: goes_on.judged(
-            jnp.asarray(active),
-            jnp.asarray(waiting),
-            jnp.float32(wasted),
+            jnp.asarray(active), jnp.asarray(waiting), jnp.float32(wasted)
         )
         return [one(*case) for case in cases]
 

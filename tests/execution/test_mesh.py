@@ -517,8 +517,7 @@ def test_on_a_device_a_function_meets_no_mesh(set_mesh):
     xs = example((6, 2))
     with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
         got = at_once(
-            spread(jax.value_and_grad(looped)),
-            jax.grad(lambda xs: spread(looped)(xs).sum()),
+            spread(jax.value_and_grad(looped)), jax.grad(lambda xs: spread(looped)(xs).sum())
         )(xs)
     want = jax.vmap(jax.value_and_grad(looped))(xs)
     same(got, [want, want[1]], CLOSE)

@@ -16,10 +16,7 @@ from support.chunks import computed
 from support.oracle import at_once, example, same, same_type
 
 LANES = 7
-NAMED = {
-    **{kind: getattr(jnp, kind, None) for kind in REDUCTIONS},
-    "logsumexp": jax.nn.logsumexp,
-}
+NAMED = {**{kind: getattr(jnp, kind, None) for kind in REDUCTIONS}, "logsumexp": jax.nn.logsumexp}
 SMOOTH = ("sum", "mean", "max", "min", "prod", "logsumexp", "var")
 
 

@@ -230,9 +230,7 @@ TABLE = {
                 lambda t, i, x: t.at[i].add(x), f32(B, 9), i32(B, 5), f32(B, 5), compile=False
             ),
         ],
-        [
-            lambda: found(write, f32(B, 50), i32(), f32(B, 4), in_axes=(0, None, 0), compile=False),
-        ],
+        [lambda: found(write, f32(B, 50), i32(), f32(B, 4), in_axes=(0, None, 0), compile=False)],
     ),
     "factorisation of small matrices": (
         [
@@ -263,11 +261,7 @@ TABLE = {
         [
             lambda: found(lambda x, y: jnp.sin(x) * y, f32(B, 40), f32(40), in_axes=(0, None)),
             lambda: found(
-                lambda x, y: (x, y),
-                f32(B, 4),
-                f32(40),
-                in_axes=(0, None),
-                out_axes=(0, None),
+                lambda x, y: (x, y), f32(B, 4), f32(40), in_axes=(0, None), out_axes=(0, None)
             ),
         ],
     ),
@@ -293,10 +287,7 @@ TABLE = {
     ),
     "temporaries fill the memory": (
         [lambda: found(wide, f32(1 << 27, 64))],
-        [
-            lambda: found(wide, f32(8, 64)),
-            lambda: found(wide, f32(1 << 27, 64), batch_size=64),
-        ],
+        [lambda: found(wide, f32(8, 64)), lambda: found(wide, f32(1 << 27, 64), batch_size=64)],
     ),
     "outputs fill the memory": (
         [

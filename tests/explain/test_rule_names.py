@@ -31,10 +31,7 @@ SERVICES = {
     **dict.fromkeys("rng_bit_generator rng_uniform select_and_scatter".split(), "lanes"),
     **dict.fromkeys("custom_vmap_call custom_batched_call".split(), "user"),
 }
-USERS = {
-    "custom_vmap_call": "own_batching_rule",
-    "custom_batched_call": "batched_by_rule_rule",
-}
+USERS = {"custom_vmap_call": "own_batching_rule", "custom_batched_call": "batched_by_rule_rule"}
 
 NEVER_SHOWN = {
     "core_call": "what a call was named in other versions of JAX",

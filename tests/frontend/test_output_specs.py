@@ -104,18 +104,10 @@ def test_in_a_scan():
 @pytest.mark.parametrize(
     ("fun", "named", "message"),
     [
-        (
-            outputs(dict),
-            {"los": 1},
-            "names 'los', but the keys of out are 'loss', 'state'",
-        ),
+        (outputs(dict), {"los": 1}, "names 'los', but the keys of out are 'loss', 'state'"),
         (outputs(Pair), {"a": 1}, "out_axes names 'a', but the fields of out are 'loss', 'state'"),
         (outputs(Fields), {"state": {"y": 1}}, "the keys of out.state are 'w', 'x'"),
-        (
-            lambda x, w: (x, w),
-            {"a": 1},
-            "a dict with keys ['a'] there, but out is a tuple",
-        ),
+        (lambda x, w: (x, w), {"a": 1}, "a dict with keys ['a'] there, but out is a tuple"),
         (lambda x, w: x, {"a": 1}, "but out is an array of shape (3,)"),
     ],
 )

@@ -115,11 +115,7 @@ class Block:
                     if (
                         left > 0
                         and (less := fails(option))
-                        and (len(less), less)
-                        < (
-                            len(made),
-                            made,
-                        )
+                        and (len(less), less) < (len(made), made)
                     ):
                         made, went = less, True
                         break

@@ -20,13 +20,7 @@ from fuzz.programs import HELPERS, PRELUDE, Program
 from support.forced import ALONE, FORCED, KERNELS, LAST, SERIAL
 
 OUTER = 2  # lanes of a vmap around
-_FORCED = {
-    "FORCED": FORCED,
-    "LAST": LAST,
-    "KERNELS": KERNELS,
-    "SERIAL": SERIAL,
-    "ALONE": ALONE,
-}
+_FORCED = {"FORCED": FORCED, "LAST": LAST, "KERNELS": KERNELS, "SERIAL": SERIAL, "ALONE": ALONE}
 
 
 class Discarded(Exception):

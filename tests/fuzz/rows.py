@@ -11,14 +11,7 @@ import numpy as np
 import batchax as bx
 from batchax.jaxprs.inside import with_inside
 
-from fuzz.evaluate import (
-    Endless,
-    NotANumber,
-    NotFinite,
-    evaluate,
-    evaluate_one,
-    only_finite,
-)
+from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
 from fuzz.judge import (
     COMPILED_NAN,
     Discarded,

@@ -30,11 +30,7 @@ from support.oracle import example, same, together
 
 LANES = 4  # two chunks of one size: one program to compile
 QUICK = {"xla_backend_optimization_level": 0}  # compiling takes most of the time
-WAYS = {
-    "plain": {},
-    "chunked": dict(batch_size=2),
-    "compact": dict(divergence="compact"),
-}
+WAYS = {"plain": {}, "chunked": dict(batch_size=2), "compact": dict(divergence="compact")}
 KEYS = jax.random.split(jax.random.key(0), LANES)
 DTYPE = jnp.result_type(float)
 PROGRAMS = {}

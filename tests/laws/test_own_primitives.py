@@ -216,10 +216,7 @@ AROUND = {
     "scan_steps": lambda f: (along_columns(f), steps(f)),
     "progress_back": lambda f: (steps(f, **SILENT), steps(f)),
     "follow": lambda f: (lambda x: with_derivative_of(f(x), f(x)), f),
-    "call_later": lambda f: (
-        lambda x: call_later(lambda x: [f(x)], [jax.typeof(x)], x)[0],
-        f,
-    ),
+    "call_later": lambda f: (lambda x: call_later(lambda x: [f(x)], [jax.typeof(x)], x)[0], f),
     "found_places": lambda f: (
         lambda x: f(x) * found_places_p.bind(x < TABLE, size=2, limit=None, called="")[0],
         lambda x: f(x) * jnp.argmax(x < TABLE),

@@ -302,10 +302,7 @@ def test_a_long_program_is_looked_at_as_a_whole():
 STEPS = {"log": "log", "sqrt": "sqrt", "square": "square", "negative": "neg", "exp": "exp"}
 
 
-@given(
-    st.lists(st.sampled_from(sorted(STEPS)), max_size=5),
-    st.data(),
-)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5), st.data())
 @settings(max_examples=12, deadline=None)
 @pytest.mark.compiles(100)
 def test_random_programs(names, data):

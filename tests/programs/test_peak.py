@@ -7,10 +7,7 @@ from jax import lax
 
 import batchax as bx
 from batchax.execution.memory import memory_of
-from batchax.programs.hlo import (
-    UnreadableProgram,
-    read_module,
-)
+from batchax.programs.hlo import UnreadableProgram, read_module
 from batchax.programs.liveness import values_at_peak
 from benchmarks.workloads import WORKLOADS
 

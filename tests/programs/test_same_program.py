@@ -52,21 +52,13 @@ def test_the_example_is_what_one_would_have_written(spelling):
 @pytest.mark.parametrize(
     ("in_axes", "shapes", "by_hand"),
     [
-        (
-            (None, 0, 0),
-            [(3, 5), (B, 5), (B, 3)],
-            lambda M, v, b: jnp.tanh(v @ M.T + b).sum(1),
-        ),
+        ((None, 0, 0), [(3, 5), (B, 5), (B, 3)], lambda M, v, b: jnp.tanh(v @ M.T + b).sum(1)),
         (
             (0, 0, None),
             [(B, 3, 5), (B, 5), (3,)],
             lambda M, v, b: jnp.tanh(jnp.einsum("bij,bj->bi", M, v) + b).sum(1),
         ),
-        (
-            (0, None, 0),
-            [(B, 3, 5), (5,), (B, 3)],
-            lambda M, v, b: jnp.tanh(M @ v + b).sum(1),
-        ),
+        ((0, None, 0), [(B, 3, 5), (5,), (B, 3)], lambda M, v, b: jnp.tanh(M @ v + b).sum(1)),
         (
             (2, 1, 1),
             [(3, 5, B), (5, B), (3, B)],

@@ -19,16 +19,7 @@ from batchax.errors import UnsupportedError
 
 from support.derivative_rules import tripled_jvp
 from support.high_operations import OLD
-from support.oracle import (
-    agree,
-    at_once,
-    check,
-    example,
-    loop_function,
-    plainly,
-    same,
-    together,
-)
+from support.oracle import agree, at_once, check, example, loop_function, plainly, same, together
 
 X = example((3, 2), seed=1)
 W = example((2,), seed=3)

@@ -175,9 +175,7 @@ def test_reverse_mode_through_a_branch_inside_a_custom_jvp_rule():
     def _(primals, tangents):
         (x, w), (tx, tw) = primals, tangents
         out = lax.cond(
-            x > 0,
-            lambda: w * tx / jnp.sqrt(x) + jnp.log(x) * tw,
-            lambda: 2 * w * tx + x * tw,
+            x > 0, lambda: w * tx / jnp.sqrt(x) + jnp.log(x) * tw, lambda: 2 * w * tx + x * tw
         )
         return x * w, out
 

@@ -9,14 +9,7 @@ from jax.experimental import pallas as pl
 
 import batchax as bx
 
-from support.oracle import (
-    check,
-    example,
-    in_turn,
-    same,
-    shares,
-    together,
-)
+from support.oracle import check, example, in_turn, same, shares, together
 
 SHAPE = (4, 3, 5)
 
@@ -242,10 +235,7 @@ def test_a_reference_at_two_places_is_refused():
         a[...] = a[...] + 1.0
         return b[...] * 2
 
-    for v, named in (
-        (jax.vmap, "both a and b"),
-        (bx.vmap, r"a and b are the same"),
-    ):
+    for v, named in ((jax.vmap, "both a and b"), (bx.vmap, r"a and b are the same")):
         ref = jax.new_ref(jnp.arange(4.0))
         with pytest.raises(ValueError, match=named):
             v(move)(ref, ref)

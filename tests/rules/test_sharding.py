@@ -181,11 +181,7 @@ def test_shard_map_with_the_batch_sharded(in_axes):
         assert ours.params[name] == theirs.params[name], name
     both(per_example, x, jit=in_axes != 0, **options)
     check_derivatives(
-        bx.vmap(per_example, **options),
-        jax.vmap(per_example, in_axes),
-        (x,),
-        second=True,
-        jit=True,
+        bx.vmap(per_example, **options), jax.vmap(per_example, in_axes), (x,), second=True, jit=True
     )
 
 

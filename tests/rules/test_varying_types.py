@@ -116,11 +116,7 @@ BODIES = [
     with_keys,
 ]  # fmt: skip
 DIFFERENTIABLE = {two_branches, slices, over_shared}
-WAYS = {
-    "whole": {},
-    "chunks": {"batch_size": 1},
-    "compact": {"divergence": bx.Compact(width=1)},
-}
+WAYS = {"whole": {}, "chunks": {"batch_size": 1}, "compact": {"divergence": bx.Compact(width=1)}}
 
 
 def inside(f, mesh, **options):

@@ -24,11 +24,7 @@ WINDOW = dict(
 )
 PLAIN = {k: WINDOW[k] for k in ("window_dimensions", "window_strides", "padding")}
 START = {"reduce_window_sum": 0.0, "reduce_window_max": -jnp.inf, "reduce_window_min": jnp.inf}
-COMPUTE = {
-    "reduce_window_sum": lax.add,
-    "reduce_window_max": lax.max,
-    "reduce_window_min": lax.min,
-}
+COMPUTE = {"reduce_window_sum": lax.add, "reduce_window_max": lax.max, "reduce_window_min": lax.min}
 
 
 def pool(name, window=WINDOW):

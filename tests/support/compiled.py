@@ -4,15 +4,7 @@ import jax
 
 import batchax as bx
 
-from support.oracle import (
-    Claim,
-    alike,
-    direction,
-    is_inexact,
-    loop_function,
-    same_type,
-    settle,
-)
+from support.oracle import Claim, alike, direction, is_inexact, loop_function, same_type, settle
 
 
 def check_compiled(fun, *args, in_axes=0, out_axes=0, axis_name=None, reverse=True, types=True):

@@ -443,10 +443,7 @@ def _own():
         "rules.masking": {"safe_lanes": (lambda active, x: safe_lanes(active, x, 0), BOOL, X)},
         "user_rules.batching": {"custom_batched_call": (batched_by_rule, X)},
         "user_rules.linear": {
-            "linear_with_transpose": (
-                lambda x: linear_with_transpose(_sum, _spread, [], [x])[0],
-                X,
-            )
+            "linear_with_transpose": (lambda x: linear_with_transpose(_sum, _spread, [], [x])[0], X)
         },
     }
 
@@ -466,10 +463,7 @@ for _module, _programs in (
     ),
     (
         "rules.custom_derivatives",
-        {
-            "custom_jvp_call": (own_jvp, X),
-            "custom_vjp_call": (own_vjp, X),
-        },
+        {"custom_jvp_call": (own_jvp, X), "custom_vjp_call": (own_vjp, X)},
     ),
     ("rules.elementwise", _elementwise()),
     ("rules.collectives", _exchanges()),

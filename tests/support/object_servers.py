@@ -205,9 +205,7 @@ def _asked(server: str, request: Request) -> Answer:
 
 @contextlib.contextmanager
 def proxy(
-    server: str,
-    what: Callable[[str, str], str],
-    ask: Callable[[str, Request], Answer] = _asked,
+    server: str, what: Callable[[str, str], str], ask: Callable[[str, Request], Answer] = _asked
 ) -> Iterator[str]:
     """A server that hands requests to another one.
 

@@ -183,10 +183,7 @@ def _operation(rng, avals, depth):
     if kind == "switch" and scalars:
         i = int(rng.choice(scalars))
         third = lambda x, *r: x
-        return (
-            lambda i, x, *r: lax.switch(i, [body, other, third], x, *r),
-            [i, *operands],
-        )
+        return (lambda i, x, *r: lax.switch(i, [body, other, third], x, *r), [i, *operands])
     if kind == "scan":
         reverse = bool(rng.integers(2))
 

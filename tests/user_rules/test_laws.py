@@ -189,10 +189,7 @@ def test_random_programs(seed, steps, whose, keep_unbatched):
 @pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap])
 @pytest.mark.parametrize(
     "derivative",
-    [
-        lambda f, x, w: jax.linearize(f, x, w)[1](x, w),
-        lambda f, x, w: jax.vjp(f, x, w)[1](x),
-    ],
+    [lambda f, x, w: jax.linearize(f, x, w)[1](x, w), lambda f, x, w: jax.vjp(f, x, w)[1](x)],
 )
 @pytest.mark.each_commit(2)
 def test_derivatives_of_what_function_and_rule_close_over_inside_of_vmap(vmap, derivative):
