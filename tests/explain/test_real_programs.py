@@ -136,20 +136,3 @@ def test_a_kernel_of_a_sampler():
     (waits,) = [f for f in explanation.findings if "slowest" in f.kind]
     assert "The same holds for 2 equations inside of it" in waits.message
     assert "kernel.step(key, state)[0], state.position)" in text[: text.index("  equations ")]
-
-
-def test_least_squares_and_a_linear_solve():
-    optimistix, lineax = pytest.importorskip("optimistix"), pytest.importorskip("lineax")
-    t = jnp.linspace(0, 1, 20)
-
-    def fit(data, start):
-        error = lambda p, _: p[0] * jnp.exp(-p[1] * t) - data
-        solver = optimistix.LevenbergMarquardt(1e-4, 1e-4)
-        found = optimistix.least_squares(error, solver, start, max_steps=9, throw=False).value
-        curvature = lineax.MatrixLinearOperator(jnp.outer(found, found) + jnp.eye(2))
-        return found, lineax.linear_solve(curvature, jnp.ones(2)).value
-
-    explanation = bx.explain(fit, (0, None), compile=False)(jnp.ones((64, 20)), jnp.ones(2))
-    text = told(explanation, fit, 600, 1_500_000)
-    assert "loop waits for its slowest lane" in [f.kind for f in explanation.findings]
-    assert "found = optimistix.least_squares(" in text[: text.index("  equations ")]
