@@ -99,6 +99,16 @@ def test_no_gradient_of_an_example_is_in_memory():
         assert made.memory_analysis().temp_size_in_bytes < 4e6
 
 
+def test_axes_by_name_also_of_keyword_arguments():
+    scaled = lambda params, x, y, *, scale: scale * loss(params, x, y)
+    sums = bx.clipped_grad(scaled, 1.0, {"scale": None}, batch_size=2)(PARAMS, XS, YS, scale=2.0)
+    doubled = bx.clipped_grad(lambda *args: 2.0 * loss(*args), 1.0)(PARAMS, XS, YS)
+    jax.tree.map(np.testing.assert_array_equal, sums[1:], doubled[1:])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums[0], doubled[0])
+    with pytest.raises(bx.ArgumentTypeError, match="in_axes=\\{'scale': None\\}"):
+        bx.clipped_grad(scaled, 1.0)(PARAMS, XS, YS, scale="2")
+
+
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
@@ -120,6 +130,11 @@ def test_no_gradient_of_an_example_is_in_memory():
         (lambda: bx.clipped_grad(loss, 1.0, argnums="x"), TypeError, "argnums must be an int"),
         (
             lambda: bx.clipped_grad(loss, 1.0, (0, 0, 0))(PARAMS, XS, YS),
+            ValueError,
+            "in_axes gives 0 for params, which gradients are with respect to",
+        ),
+        (
+            lambda: bx.clipped_grad(loss, 1.0, {"params": 0})(PARAMS, XS, YS),
             ValueError,
             "in_axes gives 0 for params, which gradients are with respect to",
         ),
@@ -162,7 +177,8 @@ def test_a_value_or_aux_beside_gradients_is_refused(grad):
 def test_options_that_there_are_not_are_refused_in_its_name():
     for options, says in (
         ({"chunk_size": 3}, "pass batch_size"),
-        ({"has_aux": True}, "It has max"),
+        ({"has_aux": True}, "pass a loss without aux"),
+        ({"value": True}, "It has max"),
     ):
         with pytest.raises(bx.errors.ArgumentTypeError, match=rf"clipped_grad\(\) .*{says}"):
             bx.clipped_grad(loss, 1.0, **options)

@@ -47,7 +47,7 @@ class ClippedSum(NamedTuple):
 def clipped_grad(
     loss: Callable[P, Any],
     max_norm: Any,
-    in_axes: Sequence[Any] | None = None,
+    in_axes: Sequence[Any] | dict[str, Any] | None = None,
     *,
     argnums: int | Sequence[int] = 0,
     grad: Callable[..., Callable[..., Any]] = jax.grad,
@@ -71,8 +71,8 @@ def clipped_grad(
     Args:
       loss: A function of one example that returns a number.
       max_norm: The largest L2 norm of a gradient that is not clipped: a positive number, or traced.
-      in_axes: The entry of `vmap` for each positional argument of `loss`. Default: None for the
-        arguments in `argnums`, 0 for others. Keyword arguments have 0.
+      in_axes: As for `vmap`: a tuple or list with an entry for each positional argument of `loss`,
+        or a dict by parameter name. Default: None for the arguments in `argnums`, 0 for others.
       argnums: The argument or arguments to differentiate with respect to, as for ``jax.grad``. They
         are shared by all examples.
       grad: The function that makes the gradient of a loss. For models, that of the library, such as
@@ -86,7 +86,7 @@ def clipped_grad(
 
     Raises:
       ArgumentTypeError: `loss` or `grad` is not callable; `argnums` is not an int or ints that name
-        positional arguments; `max_norm` is not a number; `in_axes` is not a tuple or list;
+        positional arguments; `max_norm` is not a number; `in_axes` is not a tuple, list, or dict;
         `out_axes` or an unknown option is passed; `grad` returns a value or aux; or an argument has
         a leaf without a gradient.
       AxisError: `in_axes` maps an argument in `argnums`.
@@ -104,10 +104,10 @@ def clipped_grad(
         raise ArgumentTypeError(
             f"argnums must be an int, or a tuple of ints, got {brief(argnums)}."
         )
-    if not (in_axes is None or isinstance(in_axes, (tuple, list))):
+    if not (in_axes is None or isinstance(in_axes, (tuple, list, dict))):
         raise ArgumentTypeError(
             "in_axes of clipped_grad must be a tuple or list with an entry for each positional "
-            f"argument, or None, got {brief(in_axes)}."
+            f"argument, a dict by parameter name, or None, got {brief(in_axes)}."
         )
     if not numbers:
         raise ArgumentTypeError("argnums must name an argument, got none.")
@@ -116,7 +116,7 @@ def clipped_grad(
     _check_norm(max_norm)
     ours = ("loss", "max_norm", "in_axes", "argnums", "grad", *MoreOptions.__annotations__)
     check_options("clipped_grad", ours, options)
-    vmap(loss, **options)  # which refuses values that it does not take
+    vmap(loss, **options)  # raises an error for values that vmap does not take
 
     @wraps(loss)
     def one_example(*args: Any, **kwargs: Any) -> ClippedSum:
@@ -153,18 +153,21 @@ def clipped_grad(
             raise ArgumentTypeError(
                 f"clipped_grad: argnums {brief(argnums)} names an argument twice."
             )
+        names = argument_names(loss, len(args))
         if grad is jax.grad:
-            names = argument_names(loss, len(args))
             for i in sorted(shared):
                 _check_differentiable(names[i], args[i])
         axes = in_axes
         if axes is None:
             axes = tuple(None if i in shared else 0 for i in range(len(args)))
-        for i in shared & set(range(len(axes))):
-            if axes[i] is not None:
+        elif isinstance(axes, dict):
+            axes = {names[i]: None for i in shared} | axes
+        of_shared = axes if isinstance(axes, dict) else dict(zip(names, axes, strict=False))
+        for name in (names[i] for i in sorted(shared)):
+            if of_shared.get(name) is not None:
                 raise AxisError(
-                    f"in_axes gives {brief(axes[i])} for {argument_names(loss, len(args))[i]}, "
-                    "which gradients are with respect to: all examples share it, so pass None."
+                    f"in_axes gives {brief(of_shared[name])} for {name}, which gradients are with "
+                    "respect to: all examples share it, so pass None."
                 )
         total = vmap(one_example, axes, Reduce("sum"), **options)(*args, **kwargs)
         # A sum of int32 is one of int64 where JAX has that.
@@ -181,7 +184,7 @@ def _squared_norm(x: Any) -> Any:
 
 
 def _may_be_gradient(gradient: Any, x: Any) -> bool:
-    """Whether it may be one with respect to `x`, and has nothing beside it, as a tuple would.
+    """Whether it may be one with respect to `x`, and is alone, not in a tuple with other values.
 
     Of a model a library returns what it likes, so of that nothing is asked.
     """
@@ -198,7 +201,7 @@ def _short(tree: Any) -> str:
 
 
 def _check_differentiable(name: str, tree: Any) -> None:
-    """Refuses, by name, a leaf that ``jax.grad`` has no gradient for."""
+    """Raises an error that names a leaf for which ``jax.grad`` has no gradient."""
     for keys, x in jax.tree.leaves_with_path(tree):
         dtype = jax.typeof(x).dtype if is_array(x) else None
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -212,7 +215,7 @@ def _check_differentiable(name: str, tree: Any) -> None:
 
 
 def _check_norm(max_norm: Any) -> None:
-    """Refuses what is no number, and one that nothing can be shortened to."""
+    """Raises an error for a norm that is not a positive number."""
     if isinstance(max_norm, Tracer):
         return
     if (

@@ -226,13 +226,22 @@ def test_mistakes_name_the_argument(x, name):
 
 
 def test_nothing_with_rows_for_a_file_with_one_array(x):
-    with pytest.raises(bx.ArgumentTypeError, match="returns none with rows"):
-        quiet(lambda x: None, x, out="y.npy")
+    for fun, out_axes in ((lambda x: None, 0), (same, bx.Reduce("sum"))):
+        with pytest.raises(bx.ArgumentTypeError, match=r"returns none with rows\. Remove out="):
+            quiet(fun, x, out="y.npy", out_axes=out_axes)
+    with pytest.raises(bx.ArgumentTypeError, match=r"path or None, .* Pass it as out_axes\."):
+        quiet(same, x, out=bx.Reduce("sum"))
+
+
+def test_an_argument_of_the_function_by_keyword(x):
+    with pytest.raises(bx.ArgumentTypeError, match=r"'n'\. Pass arguments of the function by pos"):
+        quiet(lambda x, n: n * x, x, n=3)
+    assert quiet(lambda x, n: n * x, x, 3, in_axes=(0, None)).rows == len(x)
 
 
 def test_a_column_that_is_not_named(x):
     quiet(same, x, out="y.parquet")
-    with pytest.raises(bx.ArgumentTypeError, match=r"say which column is meant.* result"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"add the name of a column.* result"):
         quiet(same, "y.parquet")
 
 

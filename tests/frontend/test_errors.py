@@ -245,6 +245,7 @@ def test_callable_in_axes_that_returns_no_axis():
         (b"text", "of type bytes, not an array"),
         ({1.0, 2.0}, "of type set, not an array"),
         (np.array(["a", "b", "c"]), "an array of dtype <U1, which JAX does not have"),
+        (iter([X]), "of type list_iterator, not an array. Pass jax.numpy.stack(list(args[1][0]))"),
     ],
 )
 def test_mapped_argument_that_is_no_array(value, description):
@@ -269,7 +270,7 @@ def test_arguments_have_their_names_where_axes_go_by_name():
 
 
 def test_keyword_arguments_are_told_that_only_a_name_can_give_them_none():
-    by_name = "in_axes={'mode': None} (what that does not name is mapped over axis 0)"
+    by_name = "in_axes={'mode': None} (arguments that are not named there are mapped over axis 0)"
     for mode, error in (("sum", bx.ArgumentTypeError), (1.0, bx.AxisError), (Y, bx.AxisError)):
         for in_axes in (0, (0,)):
             fails_as_in_jax(lambda vmap: vmap(never, in_axes)(X, mode=mode), error, by_name)
@@ -800,7 +801,7 @@ def test_arrays_of_xarray_and_pandas():
         values = np.ones((3, 4))
 
     for call in (bx.vmap(jnp.sum), bx.auto_vmap(1)(jnp.sum)):
-        with pytest.raises(bx.ArgumentTypeError, match=r"a\.values is an array of NumPy"):
+        with pytest.raises(bx.ArgumentTypeError, match=r"a\.values is a NumPy array"):
             call(Labelled())
 
 

@@ -49,9 +49,12 @@ class NpyStore(Store):
         if len(self.leaves) != 1:
             names = ", ".join(repr(leaf.name) for leaf in self.leaves)
             raise ArgumentTypeError(
-                f"{out} can hold one array, and the function returns "
-                f"{f'{len(self.leaves)}: {names}' if names else 'none with rows'}. "
-                'Use out="scores.zarr", or a folder of Parquet files.'
+                f"{out} can hold one array, and the function returns {len(self.leaves)}: {names}. "
+                f'Pass out="{out.with_suffix(".zarr")}", or a folder of Parquet files.'
+                if names
+                else f"{out} can hold one array, and the function returns none with rows. Remove "
+                "out=: `reduced` of the report holds reduced results. To resume such a job, pass "
+                f'out="{out.with_suffix(".zarr")}".'
             )
         refuse_ragged(self.leaves, "a .npy file")
         (self._leaf,) = self.leaves

@@ -341,7 +341,7 @@ class ParquetColumn(Column):
                 schema, metadata = file.schema_arrow, file.metadata
                 if column not in schema.names:
                     none = f"there is no column {column!r} in {part}"
-                    asked = none if column else "say which column is meant, after ':'"
+                    asked = none if column else "add the name of a column after the path and ':'"
                     raise ArgumentTypeError(
                         f"{name}: {asked}; there are: {', '.join(schema.names)}."
                     )
@@ -563,10 +563,12 @@ class ZarrFolder(Source):
 
 def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
     listed = ", ".join(members) or "nothing"
-    asked = (
-        f"there is no {member!r}; there are" if member else "say which array is meant, after ':'"
+    if member:
+        return ArgumentTypeError(f"{name}: there is no {member!r}; there are: {listed}.")
+    example = f", as in ':{members[0]}'" if members else ""
+    return ArgumentTypeError(
+        f"{name}: add the name of an array after the path{example}. There are: {listed}."
     )
-    return ArgumentTypeError(f"{name}: {asked}: {listed}.")
 
 
 class ZarrObjects(Source):

@@ -73,9 +73,9 @@ class Job:
             if record.unit.number != number or not self.plan.has(record.unit):
                 raise JobError(
                     f"{self._files.journal} is not the journal of this job: it has a unit of rows "
-                    f"{record.unit.start} to {record.unit.stop}, of which there is none. Put the "
-                    f"right one back, or delete {self._files.here} and {self._files.folder} to "
-                    "compute it again."
+                    f"{record.unit.start} to {record.unit.stop}, which the job does not have. "
+                    f"Restore the right journal, or delete {self._files.here} and "
+                    f"{self._files.folder} to start over."
                 )
         return done
 
@@ -377,8 +377,8 @@ class _Opening:
         assert description is not None
         if resume == "never":
             raise JobError(
-                f'{files.folder} holds a job already, and resume="never" does not resume one. Use '
-                f"another out=, or delete {files.here} and {files.folder} to start over."
+                f'{files.folder} holds a job already, and resume="never" does not resume it. '
+                "Pass another out=, or overwrite=True to start over."
             )
         changed = differences(description.call, self.fingerprint(description.plan))
         if changed:
@@ -486,8 +486,8 @@ class _Opening:
         files = self.files
         return JobError(
             f"{files.out} holds results of another call: {'; '.join(changed)}. Results of both are "
-            f"never mixed. Use another out=, or delete {files.here} and {files.folder} to compute "
-            "it again."
+            "never mixed. Pass another out=, or overwrite=True to remove those results and start "
+            "over."
         )
 
     def _end(self, description: Description, kept: Store) -> tuple[dict[str, Any] | None, Plan]:

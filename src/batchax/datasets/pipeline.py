@@ -302,10 +302,7 @@ _Taken = tuple[Unit, list[np.ndarray]]
 
 
 class StreamUnits:
-    """Yields the units of streams that are not done.
-
-    `rows` is known once all were read. `named`: the user named the rows. `out` is for messages.
-    """
+    """Yields unfinished units of streams, whose rows the user `named`; reading all sets `rows`."""
 
     def __init__(
         self,
@@ -313,12 +310,11 @@ class StreamUnits:
         plan: Plan,
         done: Mapping[int, Record],
         named: bool,
-        out: Any,
     ) -> None:
         self.rows: int | None = None
         self._streams = function.inputs.streams
         self._leaves = [m.source for m in function.inputs.mapped]
-        self._plan, self._done, self._named, self._out = plan, dict(done), named, out
+        self._plan, self._done, self._named = plan, dict(done), named
         self._ready: dict[int, list[np.ndarray]] = {}  # of units that were handed out
 
     @property
@@ -394,8 +390,8 @@ class StreamUnits:
     def _other(self, what: str) -> JobError:
         return JobError(
             f"{self._streams[0].name} {what}. Results of both are never mixed. Pass the stream "
-            "that the job was begun with, from its first row on; or use another out=, or delete "
-            f"{self._out} and {self._out}.job to compute it again."
+            "that the job started with, from its first row on; or pass another out=, or "
+            "overwrite=True to remove those results and start over."
         )
 
 

@@ -467,7 +467,7 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
 
 def _taken(function: RowFunction, how: How, job: AnyJob) -> StreamUnits:
     named = how.stream_id is not None
-    return StreamUnits(function, job.plan, job.done, named, how.out)
+    return StreamUnits(function, job.plan, job.done, named)
 
 
 def _rows_done(job: AnyJob) -> int:

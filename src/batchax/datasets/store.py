@@ -34,6 +34,7 @@ from batchax.datasets.disk import (
 )
 from batchax.datasets.plan import Leaf, Plan, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
+from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.spoken import brief
 
 
@@ -64,8 +65,8 @@ class OutputGuard:
         if not same:
             raise JobError(
                 f"{self._path} was deleted, moved, or replaced by something else while this "
-                "process wrote to it, and so nothing more is written. Put it back, and make the "
-                "call again; or delete it and the folder of its job to compute it again."
+                "process wrote to it, so batchax stopped writing. Restore it and repeat the call, "
+                "or delete it and the folder of its job to start over."
             )
 
     def written(self, number: int, files: Sequence[Path]) -> None:
@@ -475,7 +476,8 @@ def kind_of(out: Any) -> str:
     if isinstance(out, ObjectPath):
         out = str(out)
     if not isinstance(out, (str, os.PathLike)) or not os.fspath(out):
-        raise ArgumentTypeError(f"out must be a path or None, and is {brief(out)}.")
+        hint = " Pass it as out_axes." if isinstance(out, Reduce) else ""
+        raise ArgumentTypeError(f"out must be a path or None, and is {brief(out)}.{hint}")
     name = str(os.fspath(out))
     if "\0" in name:
         raise ArgumentTypeError(f"out={name!r}: a path has no zero bytes.")

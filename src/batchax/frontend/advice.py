@@ -86,15 +86,15 @@ def _object(number: int) -> object:
 
 
 def by_name(paths: Sequence[Any]) -> str:
-    """Says how to give None for the keyword arguments among `paths`; empty if there are none."""
-    # An int, a tuple or a list in ``in_axes`` says nothing of keyword arguments.
+    """Shows `in_axes` with None for the keyword arguments among `paths`, or returns ""."""
+    # An int, a tuple or a list in ``in_axes`` does not apply to keyword arguments.
     names = dict.fromkeys(p.argument for p in paths if getattr(p, "by_keyword", False))
     if not names:
         return ""
     entries = ", ".join(f"{name!r}: None" for name in names)
     return (
-        f"\nA keyword argument has its axis by name: in_axes={{{entries}}} (what that does not "
-        "name is mapped over axis 0)."
+        f"\nPass the axis of a keyword argument by name: in_axes={{{entries}}} (arguments that are "
+        "not named there are mapped over axis 0)."
     )
 
 
@@ -258,15 +258,15 @@ _INSTEAD = {
         "jax.numpy.where, jax.lax.cond or jax.lax.while_loop",
     ),
     jax.errors.TracerIntegerConversionError: (
-        "An index, `range` and what else takes an int of Python needs",
+        "An index, `range`, and other Python code that takes an int need",
         "an index into an array of jax.numpy, or jax.lax.fori_loop",
     ),
     jax.errors.TracerArrayConversionError: (
-        "NumPy and what else takes its arrays needs",
+        "NumPy, and other code that takes NumPy arrays, need",
         "the function of jax.numpy, or jax.pure_callback",
     ),
     jax.errors.ConcretizationTypeError: (
-        "`float`, `int`, a shape and what else Python computes needs",
+        "`float`, `int`, a shape, and other Python computations need",
         "functions of jax.numpy; sizes are those of one example",
     ),
 }
@@ -283,7 +283,7 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
     needs, instead = kind
     lines = [f"  {m.path}: {_one_example(m)}" for m in named]
     return (
-        f"{needs} a value that is known, and this one is traced. It was computed from\n"
+        f"{needs} a concrete value, and this one is traced. It was computed from\n"
         + "\n".join(lines)
         + f"\nUse {instead}; or pass None in in_axes for an argument that is the same {each}."
         + by_name([m.path for m in named])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -501,11 +501,14 @@ def _parts_on_mesh(leaf: SpecifiedLeaf, mapped: list[Mapped]) -> Callable[[Seque
 
 
 def array_inside(value: Value, path: str) -> str:
-    """Says how to give what is in tables of pandas and arrays of xarray."""
+    """Advises on pandas tables, xarray arrays, and iterators; empty for other values."""
+    if isinstance(value, Iterator):
+        return (
+            f"Pass jax.numpy.stack(list({path})) for one array, or iterate over the results of "
+            "batchax.map_batches, which reads a stream of batches. "
+        )
     inside = getattr(value, "values", None)
-    return (
-        f"{path}.values is an array of NumPy. Pass that. " if isinstance(inside, np.ndarray) else ""
-    )
+    return f"{path}.values is a NumPy array. Pass that. " if isinstance(inside, np.ndarray) else ""
 
 
 def _as_array(value: Value, path: str, on_host: bool) -> Any:

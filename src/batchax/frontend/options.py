@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -173,6 +174,7 @@ _OTHERS = {
     "signature": ("jnp.vectorize", "batchax.auto_vmap, which takes one"),
     "default": ("eqx.filter_vmap", "in_axes"),
     "padding_value": ("tensor.to_padded_tensor", "fill_value"),
+    "has_aux": ("jax.grad", "a loss without aux: batchax.vmap(loss) returns its values and aux"),
     "static_argnums": ("jax.jit", "None in in_axes, by which an argument stays what it is"),
 }
 
@@ -191,6 +193,7 @@ def wraps(fun: Callable[..., Any]) -> Callable[[F], F]:
 
 
 _OF_FUNCTIONS = ("vmap", "scan")  # which a decorator may be meant to be
+_BY_POSITION = ("map", "map_batches")  # where keyword arguments are options alone
 
 
 def translate_argument_names(fun: F) -> F:
@@ -203,7 +206,8 @@ def translate_argument_names(fun: F) -> F:
 
     @functools.wraps(fun)
     def checked(*args: Any, **options: Any) -> Any:
-        check_options(fun.__name__, names, options)
+        of = args[0] if args and fun.__name__ in _BY_POSITION else None
+        check_options(fun.__name__, names, options, of)
         if fun.__name__ in _OF_FUNCTIONS and not args and "fun" not in options:
             raise ArgumentTypeError(_without_function(fun.__name__, options))
         return fun(*args, **options)
@@ -211,13 +215,16 @@ def translate_argument_names(fun: F) -> F:
     return cast("F", checked)
 
 
-def check_options(called: str, names: Sequence[str], options: Iterable[str]) -> None:
-    """Raises an error for options of what is `called` so that are not among `names`, its
-    parameters.
+def check_options(
+    called: str, names: Sequence[str], options: Iterable[str], of: Any = None
+) -> None:
+    """Raises an error for options of the function `called` that are not among `names`.
+
+    `of` is a per-example function whose arguments `called` takes by position alone.
     """
     for option in options:
         if option not in names:
-            raise ArgumentTypeError(_told(called, names, option))
+            raise ArgumentTypeError(_unknown_option(called, names, option, of))
 
 
 def _without_function(called: str, options: Iterable[str]) -> str:
@@ -228,7 +235,13 @@ def _without_function(called: str, options: Iterable[str]) -> str:
     )
 
 
-def _told(called: str, names: Sequence[str], option: str) -> str:
+def _unknown_option(called: str, names: Sequence[str], option: str, of: Any) -> str:
+    with contextlib.suppress(TypeError, ValueError):
+        if option in inspect.signature(of).parameters:
+            return (
+                f"{called}() has no option {option!r}. Pass arguments of the function by position, "
+                "with None in in_axes if all examples share them."
+            )
     if option in _OTHERS:
         library, ours = _OTHERS[option]
         return f"{called}() has no option {option!r}. For that of {library}, pass {ours}."
