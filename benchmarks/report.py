@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
     same = [r for r in results if r.hlo == "same"]
     points = [
         f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
-        + named((r for r in results if r.hlo != "same"), lambda r: hlo_change(r), "; not on"),
+        + named((r for r in results if r.hlo != "same"), lambda r: r.hlo, "; not on"),
         f"Tracing takes {_median(r.trace for r in results)}x the time of `jax.vmap` at the "
         "median; longest"
         + named(
@@ -224,18 +224,6 @@ def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -
     if not listed and before:
         return ""
     return f"{before}: " + ("; ".join(listed) if listed else "none")
-
-
-def hlo_change(result: Result) -> str:
-    """How the instructions of the compiled programs differ."""
-    if result.hlo == "same operations":
-        return "the same operations, arranged otherwise"
-    more = result.ours.operations - result.other.operations
-    fewer = result.other.operations - result.ours.operations
-    return ", ".join(
-        [f"+{n} {name}" for name, n in sorted(more.items())]
-        + [f"-{n} {name}" for name, n in sorted(fewer.items())]
-    )
 
 
 def _total(side: Side) -> int:
