@@ -141,7 +141,7 @@ class BoundedResult:
       steps: how many steps are taken.
       seconds: how long ours takes.
       ratios: by loop, its time over that of ours.
-      temporaries: by loop, the bytes that its program allocates beside arguments and outputs.
+      temporaries: by loop, the bytes that its program allocates besides arguments and outputs.
       compiling: by loop, the seconds to trace, lower and compile it, once.
     """
 
@@ -213,7 +213,7 @@ def _time(result: BoundedResult) -> str:
 
 def _page(results: Sequence[BoundedResult]) -> str:
     rows = [
-        "| step | steps taken | ours | Equinox, diffrax | scan | temporaries | compiling |",
+        "| step | steps taken | bx | Equinox, diffrax | scan | temporaries | compiling |",
         "| --- | " + "---: | " * 6,
     ]
     for r in results:
@@ -232,16 +232,16 @@ def _page(results: Sequence[BoundedResult]) -> str:
 Value and gradient, with respect to the first value and to the parameters, of one loop, not batched,
 that takes at most {MOST:,} steps and stops earlier:
 
-- *ours*: `bx.bounded_while`;
+- *bx*: `bx.bounded_while`;
 - *Equinox*: `equinox.internal.while_loop(..., kind="checkpointed")`; *diffrax*, where the step is
   one of an ODE solver: `diffeqsolve` with its default adjoint, `RecursiveCheckpointAdjoint`, and
-  constant steps, which keeps more beside the state than the loop by hand does;
+  constant steps, which stores more besides the state than the loop by hand does;
 - *scan*: a `lax.scan` of {MOST:,} steps that selects whether each counts.
 
-Ours and the rivals' keep so many values that no step is computed again more than once. Ratios
-are times over that of ours, above 1 where ours is faster, with a 95% bootstrap interval; all run in
-one process and in turns. *Temporaries* is what the compiled program allocates beside arguments and
-outputs; *compiling*, once, includes tracing: both in the order of the columns.
+batchax and the other libraries store so many values that no step is recomputed more than once.
+Ratios are times over that of `bx`, above 1 where it is faster, with a 95% bootstrap interval; all
+run in one process, interleaved. *Temporaries* is what the compiled program allocates besides
+arguments and outputs; *compiling*, once, includes tracing: both in the order of the columns.
 
 {lines}
 """

@@ -113,15 +113,15 @@ def _page(results: Sequence[Result]) -> str:
 
 ![Ratios of tracing and run time for each workload](vmap.png)
 
-Both vmaps batch the same per-example function in one process, in turns. Ratios are batchax's
+Both vmaps batch the same per-example function in one process, interleaved. Ratios are batchax's
 median over that of `jax.vmap`, below 1 where batchax is faster, with a 95% bootstrap interval.
-*Tracing* is `jax.make_jaxpr` of the batched function, traced anew each time, in processor time of
+*Tracing* is `jax.make_jaxpr` of the batched function, traced again each time, in CPU time of
 its thread. *Running* is the compiled program, on the clock. Counts are of equations in the jaxpr
 and all programs inside it, batchax's first where they differ; a reshape with `dimensions` counts
 as a transpose and a reshape. *HLO* compares the optimised
 programs without names and source lines; "same operations" have another order or layout, and
 where the programs differ, the number of instructions follows.
-*Temporaries* is what the compiled program allocates beside arguments and outputs.
+*Temporaries* is what the compiled program allocates besides arguments and outputs.
 
 {table(results)}
 """

@@ -47,7 +47,7 @@ def test_explained(tmp_path, capsys):
     explained.PENALTIES, explained.WEAKEST = 64, 0.1
     explained.main(tmp_path)
     account = capsys.readouterr().out
-    assert "`while` goes on until the last of 64 lanes is done" in account
+    assert "`while` runs until the last of 64 lanes is done" in account
     assert "64 fits took" in account
     assert "agreed" in account
     page = (tmp_path / "explained_predicate.html").read_text()

@@ -25,7 +25,7 @@ def test_words_are_found_in_prose_and_not_in_code(tmp_path):
         (8, "dear"),
     ]
     module = tmp_path / "module.py"
-    module.write_text('"""A dear step."""\n\ndear = "dear"  # nobody\n')
+    module.write_text('"""A step that is dear."""\n\ndear = "dear"  # nobody\n')
     assert {(found.line, found.text) for found in prose.findings(module)} == {
         (1, "dear"),
         (3, "nobody"),

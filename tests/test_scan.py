@@ -692,7 +692,7 @@ MISTAKES = {
     "output no array": (
         lambda: bx.scan(lambda c, x: (c, "text"))(0, jnp.zeros(3)),
         bx.ArgumentTypeError,
-        ["the function returned ys of type str"],
+        ["the output ys is of type str"],
     ),
 }
 

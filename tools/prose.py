@@ -78,7 +78,7 @@ BANNED = {
     r"(as|so) many .{1,30} as there are": "one for each",
 }
 _PATTERN = re.compile(
-    "|".join(rf"(?P<w{k}>(?<![\w./_-])(?:{p})(?![\w(=./_-]))" for k, p in enumerate(BANNED)),
+    "|".join(rf"(?P<w{k}>(?<![\w./_-])(?:{p})(?![\w(=/_-]|\.\w))" for k, p in enumerate(BANNED)),
     re.IGNORECASE,
 )
 _CODE = re.compile(r"^( *)```.*?^\1```|``.+?``|`[^`\n]*`|\]\([^)\s]*\)|<!--.*?-->", re.M | re.S)

@@ -26,7 +26,7 @@ def summary(results: Sequence[PairResult]) -> str:
         if r.pair.family == "importing":
             ours, other = r.seconds
             points.append(
-                f"Importing takes {ours - other:.2f} s of processor time more than "
+                f"Importing takes {ours - other:.2f} s of CPU time more than "
                 f"`{r.pair.other}` alone, which takes {other:.2f} s"
             )
     return "\n".join(f"- {p}." for p in points)
@@ -59,10 +59,10 @@ def _page(results: Sequence[PairResult]) -> str:
 
 {summary(results)}
 
-Both sides of a pair are done in one process (importing: each in a process of its own), in turns.
+Both sides of a pair run interleaved in one process (importing: each in a separate one).
 Ratios are batchax's median over the other, with a 95% bootstrap interval. *Tracing* is
-`jax.make_jaxpr` of a function made anew each time, in processor time of its thread. *Calls outside
-of jit* are on the clock, of a function that is staged anew each time, and found again by what it
+`jax.make_jaxpr` of a new function each time, in CPU time of its thread. *Calls outside
+of jit* are on the clock, of a function that is traced again each time, and found again by what it
 does; operations are run one by one. *Saying how far it is* is a compiled program with `progress=` a
 function that does nothing.
 

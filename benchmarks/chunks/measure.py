@@ -25,7 +25,7 @@ class Measured:
     Attributes:
       seconds: the median.
       ratio: the median of batchax over it.
-      temporary_bytes: what the compiled program allocates beside arguments and outputs.
+      temporary_bytes: what the compiled program allocates besides arguments and outputs.
     """
 
     seconds: float

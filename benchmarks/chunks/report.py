@@ -123,17 +123,17 @@ def _page(results: Sequence[ChunkedResult]) -> str:
 
 {_curve_section(curve)}## All workloads
 
-Every way is given the same per-example function, data and chunk size in one process, in turns.
+Every way is given the same per-example function, data and chunk size in one process, interleaved.
 Ratios are batchax's median time over that of the other way, below 1 where batchax is faster, with
 a 95% bootstrap interval; behind each, the *temporaries* of the other way: what its compiled
-program allocates beside arguments and outputs. Of batchax, the time, the temporaries, and those
+program allocates besides arguments and outputs. Of batchax, the time, the temporaries, and those
 with twice the lanes if they differ.
 
 - *forward*: the outputs for all lanes;
 - *gradient*: the cotangents of the arguments, given those of the outputs (`jax.vjp`);
 - *value and gradient*: both, as a step of training takes them. `lax.map` stores what the forward
   pass computed for the backward pass; batchax, and `lax.map` with `jax.checkpoint`, compute it
-  again. optax and NetKet compute both at once, as they are told the cotangents beforehand.
+  again. optax and NetKet compute both at once, as they know the cotangents beforehand.
 
 The ways: `bx.vmap` with `batch_size`; the same with `{KEEPING.split(", ")[1]}`; `lax.map` with
 `batch_size`, shared arguments closed over, other axes than the leading one moved there and back;

@@ -61,7 +61,7 @@ def summary(results: Sequence[EngineResult | Simulated]) -> str:
     ]
     points += [
         f"{p.workers:,} workers, {p.units:,} units, a death every {DEATHS:.0f} s, "
-        f"{p.case.name}: {p.lost:.1%} longer than the work itself, {p.again:,} units computed again"
+        f"{p.case.name}: {p.lost:.1%} longer than the work itself, {p.again:,} recomputed units"
         for p in played
     ]
     return "\n".join(f"- {p}." for p in points)
@@ -104,7 +104,7 @@ def _page(results: Sequence[EngineResult | Simulated]) -> str:
 
 ## Measured
 
-{WORKERS} workers on one machine, and units of {UNIT} s that sleep: there are too few processors to
+{WORKERS} workers on one machine, and units of {UNIT} s that sleep: there are too few CPUs to
 keep busy. *Overhead* is by how much longer a unit takes than that, from when all workers have
 begun to when all are done, by the times in the journal: the median, least and most of some runs.
 It is everything between one unit and the next: the engine, reading and writing a row, two syncs of
@@ -126,13 +126,13 @@ computing and what waited for it, and is back, compiled, after {BACK:.0f} s; one
 one task at a time, in the time that Dask was measured to take ({task * 1e3:.2f} ms); storage keeps
 up with everybody.
 
-| | takes | longer than the work | units computed again | scheduler busy |
+| | takes | longer than the work | recomputed units | scheduler busy |
 | --- | ---: | ---: | ---: | ---: |
 {cases}
 
 **What breaks first** is the scheduler. It hands out {1 / task if task else 0:,.0f} units a second
 at most, so {MANY:,} workers need units of {MANY * task:.1f} s or more: `commit_rows` says how
-many rows that is. Shards ask nobody, and their units may be as short as the disk likes.
+many rows that is. Shards ask no scheduler, and their units may be as short as the disk likes.
 
 **Deaths** cost little: each loses two units at most, and what its worker does not do until it is
 back.

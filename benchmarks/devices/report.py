@@ -81,12 +81,12 @@ mean gradient. Uneven batches are filled up, and cut, by hand. The devices are {
 and say nothing of scaling. For that there are FLOPs, counted in the program that one device runs,
 each step of a loop as often as it runs, with 1, 2 and 4 devices.
 
-Both sides run in one process, in turns, on arguments that are where they are needed. Ratios are
+Both sides run in one process, interleaved, on arguments that are where they are needed. Ratios are
 batchax's median over the other, with a 95% bootstrap interval. *Tracing* is `jax.make_jaxpr`,
-traced anew each time, in processor time of its thread: batchax stages the function, and emits the
+traced again each time, in CPU time of its thread: batchax stages the function, and emits the
 batched operations from that. *Staged* is `bx.same_program`; *HLO* compares the optimised programs
 without names and source lines. *Temporaries* is what the compiled program allocates on a device
-beside arguments and outputs, ours first.
+besides arguments and outputs, batchax first.
 
 A gradient of what `vmap` returns is that of a whole `shard_map`, which JAX takes longer to trace
 than one inside, as the row by hand says, too ("of all"); gradients of each example are inside.

@@ -161,7 +161,7 @@ the sum of squares of all lanes' results.
 
 def _table(results: Sequence[DivergenceResult]) -> str:
     ways = list(COLOURS)
-    last = ["other ways", "of use", "compiling", "temporaries"]
+    last = ["other ways", "useful", "compiling", "temporaries"]
     heads = ["workload", "lanes", BASE, *ways, *last]
     lines = [heads, ["---"] + ["---:"] * 6 + ["---"] + ["---:"] * 3]
     family = None
@@ -247,7 +247,7 @@ def plot(results: Sequence[DivergenceResult], path: Path) -> None:
     times.legend(fontsize=8)
     use.set_xlim(0, 1)
     use.xaxis.set_major_formatter("{x:.0%}")
-    use.set_title("lane-steps of use", fontsize=10)
+    use.set_title("useful lane-steps", fontsize=10)
     bars = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in ("C3", "C0")]
     use.legend(bars, ["compact", "masked lanes"], fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)

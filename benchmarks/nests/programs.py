@@ -291,7 +291,7 @@ WORKLOADS = [
     ),
     *(
         Nest(
-            f"a dear branch in {share:.0%} of the steps, {lanes} lanes",
+            f"an expensive branch in {share:.0%} of the steps, {lanes} lanes",
             seldom_dear,
             functools.partial(_seldom, share),
             lanes,

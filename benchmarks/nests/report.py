@@ -13,7 +13,7 @@ from benchmarks.nests.measure import NestResult
 from benchmarks.nests.workload import BASE, DIVERGENCES
 from benchmarks.report import compiles, figures, here, made_with, named, ratio, seconds
 
-TITLE = "Loops of loops: bx.vmap against jax.vmap, one lane after another, and others' code"
+TITLE = "Nested loops: bx.vmap against jax.vmap, sequential lanes, and other libraries"
 COLUMNS = (*DIVERGENCES, "lax.map", "threads")
 COLOURS = dict(zip(COLUMNS, ("C1", "C3", "C0", "0.5", "0.7"), strict=True))
 PEERS = "C2"
@@ -42,7 +42,7 @@ def summary(results: Sequence[NestResult]) -> str:
         )
     bounds = [r.bound for r in results]
     points.append(
-        f"Without barriers, masked lanes take {np.median(bounds):.2f} of the steps at the median"
+        f"Without barriers, masked lanes need {np.median(bounds):.2f}x the steps at the median"
         + named(results, lambda r: f"{r.bound:.2f}")
     )
     for name in DIVERGENCES if compiles() else ():
@@ -81,17 +81,17 @@ a 95% bootstrap interval over the turns ({min(turns)} to {max(turns)}), all in o
 
 - *predicate*, *auto*, *compact*: `bx.vmap` with `divergence=` one of these; as it is, "auto";
 - *lax.map*: one lane after the other; *threads*: the same, with a part of the lanes on each core;
-- *peers*: for the same target, draws, chains and step sizes, by their own code and with their own
-  random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers taken apart into
+- *other libraries*: for the same target, draws, chains and step sizes, by their code and with their
+  random numbers. [FSM-MCMC](https://github.com/HWDance/jax-fsm-mcmc) has samplers rewritten as
   state machines by hand; NumPyro's chains are vectorized; BlackJAX's own are `jax.vmap`'s. The
   auto batching of TensorFlow Probability has no back end for JAX.
 
 *Bound*: the steps of the innermost loop that the slowest lane takes in all, over those that masked
 lanes take, who wait at each step of all loops around. A way that runs all lanes masked cannot
-take fewer; one that also compacts them can. *Of use* is the share of the lane-steps of the
+take fewer; one that also compacts them can. *Useful* is the share of the lane-steps of the
 innermost loop that some lane needs: of those with barriers, of those without, and, as
 `bx.LaneSteps` counts them, of those of compact (of all loops, where lanes wait). *First call* is
-tracing, compiling and running, once, in processor time: seconds of `jax.vmap`, and how many times
+tracing, compiling and running, once, in CPU time: seconds of `jax.vmap`, and how many times
 as long `bx.vmap` takes with each of the options. *Same*: the share of the outer steps, over all
 lanes, in which these three have the counts of `jax.vmap` and, to a thousandth, its results.
 Samplers and adaptive solvers are chaotic: where sums are rounded otherwise, chains part after some
@@ -118,7 +118,16 @@ def _load() -> str:
 
 
 def _table(results: Sequence[NestResult]) -> str:
-    heads = ["program", "lanes x steps", BASE, *COLUMNS, "peers", "bound", "of use", "first call"]
+    heads = [
+        "program",
+        "lanes x steps",
+        BASE,
+        *COLUMNS,
+        "other libraries",
+        "bound",
+        "useful",
+        "first call",
+    ]
     heads.append("same")
     rows = [heads, ["---"] + ["---:"] * (2 + len(COLUMNS)) + ["---"] + ["---:"] * 4]
     family = None
@@ -171,7 +180,7 @@ def plot_ratios(results: Sequence[NestResult], path: Path) -> None:
     for i, r in enumerate(results):
         for k, (name, way) in enumerate(r.others.items()):
             colour = COLOURS.get(name, PEERS)
-            label = name if name in COLOURS else "peers"
+            label = name if name in COLOURS else "other libraries"
             low, value, high = way.run.low, way.run.value, way.run.high
             y = i + 0.1 * (k - 3)
             ax.errorbar(
@@ -184,7 +193,7 @@ def plot_ratios(results: Sequence[NestResult], path: Path) -> None:
                 label=label if label not in labels else None,
             )
             labels.add(label)
-            if label == "peers":
+            if label == "other libraries":
                 ax.annotate(f" {name}", (high, y), fontsize=7, va="center", color=colour)
         ax.plot([r.bound] * 2, [i - 0.4, i + 0.4], color="black", label="" if i else "bound")
     ax.axvline(1, color="black", linewidth=0.8)

@@ -74,9 +74,9 @@ What [declared ranks](auto_vmap.md) cost: each function is called with the same 
 where there are several batch dimensions, written for that one call. `jnp.vectorize` has no figures
 where an argument is a tree. {_autovmap()}
 
-Both sides run in one process and in turns. Ratios are batchax's median over the other, below 1
+Both sides run in one process, interleaved. Ratios are batchax's median over the other, below 1
 where batchax is faster, with a 95% bootstrap interval; other programs on the machine meet both
-sides alike, and widen it. *Tracing* is `jax.make_jaxpr`, traced anew each time, in processor time
+sides alike, and widen it. *Tracing* is `jax.make_jaxpr`, traced again each time, in CPU time
 of its thread; the decorated function is made once. *Running* is the compiled program, on the clock.
 Where the HLO is the same, a ratio of run times is noise.
 
@@ -90,7 +90,7 @@ here that is a transposed copy of the matrices.
 Counts are of equations in the jaxpr and all programs inside it, with batchax's first where they
 differ. *HLO* compares the optimised programs without names and source lines; "same operations" have
 another order or layout, and where the programs differ, the number of instructions follows.
-*Temporaries* is what the compiled program allocates beside arguments and outputs.
+*Temporaries* is what the compiled program allocates besides arguments and outputs.
 
 {table(results)}
 """

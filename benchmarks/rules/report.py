@@ -61,19 +61,19 @@ def _page(results: Sequence[Result]) -> str:
 {summary(results)}
 
 What [a batching rule of your own](custom_rules.md) costs by itself: the rule does what `bx.vmap`
-would have done, so both sides compute the same, from the same data, in one process and in turns.
+would have done, so both sides compute the same, from the same data, in one process, interleaved.
 Ratios are the median with the rule over that without, below 1 where the rule is faster, with a 95%
 bootstrap interval; what else the machine does meets both sides alike, and widens it. (LAPACK has
-threads of its own: on a busy machine ratios of *linear solve* vary from run to run by more than
+separate threads: on a busy machine ratios of *linear solve* vary from run to run by more than
 their intervals.) *Tracing* is
-tracing and lowering (`jax.jit(...).lower`), anew each time, in processor time of its thread.
+tracing and lowering (`jax.jit(...).lower`), again each time, in CPU time of its thread.
 *Running* is the compiled program, on the clock.
 
 - *call*, *gradient*: of one example, which no rule has a part in;
 - *vmap*, *gradient of vmap*: of all lanes, and of the sum of their results;
 - *vmap of gradient*: by the argument of which each lane has its own;
 - *vmap of gradient by what is shared*: by the other one. Each lane has its own cotangent of it; the
-  rule is run on one lane where that shares dear work, else as if each had its own argument;
+  rule is run on one lane where that shares expensive work, else as if each had its own argument;
 - *vmap of tangents*: in the direction of the argument of which each lane has its own.
 
 Gradients and tangents come with the value. Inside `vmap` a call is computed once for both. Outside
@@ -84,7 +84,7 @@ of it.
 
 Counts are of equations in the jaxpr and all programs inside it, with the rule first where they
 differ. *HLO* compares the optimised programs without names and source lines; where they differ,
-the number of instructions follows. *Temporaries* is what the compiled program allocates beside
+the number of instructions follows. *Temporaries* is what the compiled program allocates besides
 arguments and outputs.
 
 {table(results)}

@@ -233,10 +233,12 @@ def _many(inner: int, *shape: int) -> dict[str, Any]:
 
 _two = lambda data: {kind: data[kind] for kind in ("equal counts", "heavy tail")}
 _reversed = {k: lambda n, c=c: (4 * normal(n), c(n)) for k, c in COUNTS.items()}
-draft("nest", "halving while in a while", halving, _two(_reversed), 16, 64, 4096)
-draft("nest", "while of products in a scan", while_in_scan, _two(_many(8, 16)), 64, 512)
-draft("nest", "scan in a while", scan_in_while, _two(_with(16)), 64, 1024)
-draft("nest", "cond around a while", cond_around_while, _two(_with(16)), 256)
-draft("nest", "insertion sort", triangle, {"1 to 19 steps": _with(24)["1 to 19 steps"]}, 128)
-draft("nest", "bound of the inner vmap", inner_bound, _two(_with(32, 4)), 64, nests=True)
-draft("nest", "counts of the inner vmap", inner_counts, _two(_many(32, 32, 4)), 32, nests=True)
+draft("nested loop", "halving while in a while", halving, _two(_reversed), 16, 64, 4096)
+draft("nested loop", "while of products in a scan", while_in_scan, _two(_many(8, 16)), 64, 512)
+draft("nested loop", "scan in a while", scan_in_while, _two(_with(16)), 64, 1024)
+draft("nested loop", "cond around a while", cond_around_while, _two(_with(16)), 256)
+draft("nested loop", "insertion sort", triangle, {"1 to 19 steps": _with(24)["1 to 19 steps"]}, 128)
+draft("nested loop", "bound of the inner vmap", inner_bound, _two(_with(32, 4)), 64, nests=True)
+draft(
+    "nested loop", "counts of the inner vmap", inner_counts, _two(_many(32, 32, 4)), 32, nests=True
+)

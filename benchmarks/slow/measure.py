@@ -28,7 +28,7 @@ class Outcome:
       ratios: time of ``bx.vmap`` over that of each other program.
       compiled: tracing and compiling of ``bx.vmap`` over that of each other program.
       seconds: of each program.
-      temporary_bytes: what each program allocates beside arguments and results.
+      temporary_bytes: what each program allocates besides arguments and results.
     """
 
     workload: Slow

@@ -59,10 +59,10 @@ def _page(results: Sequence[Outcome]) -> str:
 A program for one example, batched, is as fast as the batched form of each of its operations. Some
 of these are slow: people who need them fast write the program for the whole batch by hand. Here
 are both, and what `bx.vmap` makes of the function of one example, with no option but those named.
-All run in one process, in turns. Ratios are of medians, on the clock, below 1 where `bx.vmap` is
+All run in one process, interleaved. Ratios are of medians, on the clock, below 1 where `bx.vmap` is
 faster, with a 95% bootstrap interval. *Goal* is what was aimed at, of the program that it names.
-*First call* is tracing and compiling, in processor time, over that of `jax.vmap`. *Temporaries* is
-what compiled programs allocate beside arguments and results: `jax.vmap`, by hand, `bx.vmap`. Of
+*First call* is tracing and compiling, in CPU time, over that of `jax.vmap`. *Temporaries* is
+what compiled programs allocate besides arguments and results: `jax.vmap`, by hand, `bx.vmap`. Of
 [rbg keys](https://docs.jax.dev/en/latest/jax.random.html), `jax.vmap` draws other numbers than each
 key draws by itself; `bx.vmap` draws the same.
 

@@ -80,7 +80,7 @@ def auto_vmap(*ranks: Any, **named: Any) -> Any:
     Args:
       ranks: The ranks of the positional parameters, in order (on a method: after `self`). Or one
         signature, such as ``"(n),(n,m)->(m)"``. Or only the function, as in a bare
-        ``@bx.auto_vmap``, whose jaxtyping annotations (``x: Float[Array, "n m"]``) give the ranks.
+        ``@bx.auto_vmap``, whose jaxtyping annotations (``x: Float[Array, "n m"]``) declare them.
         A rank is
 
         - an int: the number of dimensions of one example, for all leaves of a pytree.
@@ -135,7 +135,7 @@ class _Declared:
 
     Attributes:
       specs: ranks by the name of the parameter.
-      extra: ranks of positional arguments that have no parameter of their own.
+      extra: ranks of positional arguments without a parameter.
       outputs: the cores of the outputs, if they were declared.
       options: those of `vmap`.
     """
@@ -207,7 +207,7 @@ def _decorate(fun: Callable[..., Any], declared: _Declared) -> Callable[..., Any
 
 
 class _ReturnsContainers(Exception):
-    """A function returned a container, so that each batch dimension needs a vmap of its own."""
+    """A function returned a container, so that each batch dimension needs a separate vmap."""
 
 
 def _signature(fun: Callable[..., Any]) -> inspect.Signature:
@@ -341,7 +341,7 @@ def _as_array(leaf: SpecifiedLeaf) -> Any:
 
 
 def _check_outputs(name: str, out: Any, declared: Sequence[Core], sizes: CoreSizes) -> None:
-    """Refuses outputs of one example that are not what a signature declares."""
+    """Raises an error for outputs of one example that differ from the signature."""
     outs = [out] if len(declared) == 1 and not isinstance(out, (tuple, list)) else out
     if not isinstance(outs, (tuple, list)) or len(outs) != len(declared):
         count = len(outs) if isinstance(outs, (tuple, list)) else 1

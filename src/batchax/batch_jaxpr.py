@@ -1,4 +1,4 @@
-"""`batch_jaxpr`: the engine without a front door, for authors of interpreters and rules."""
+"""`batch_jaxpr`: batches a jaxpr directly, for authors of interpreters and rules."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def bounded_while(
     return jax.tree.unflatten(structure, outs)
 
 
-# JAX says of its own loop that it has no reverse mode, and what else to use: this, too.
+# JAX's error for `while_loop` names an alternative to reverse mode. Here it names this, too.
 _refuse_reverse = ad.primitive_transposes[while_p]
 
 

@@ -23,7 +23,7 @@ from batchax.rules.masking import is_inexact
 from batchax.vmap import vmap
 
 _LANES = 8  # without `others`
-_MOST_SUBSETS = 32  # that are tried: each compiles programs of its own
+_MOST_SUBSETS = 32  # that are tried: each compiles separate programs
 
 
 @_compat.api_boundary
@@ -100,7 +100,7 @@ class _Examples:
         if not self.arrays:
             raise ArgumentTypeError(
                 "check_rule expects at least one array among the arguments for one example; "
-                "Python numbers are the same for all lanes. Write jnp.float32(2.0) for 2.0."
+                "all lanes share Python numbers. Pass jnp.float32(2.0) for 2.0."
             )
         lanes = [leaves]
         for k, other in enumerate(others):

@@ -186,7 +186,7 @@ def _squared_norm(x: Any) -> Any:
 def _may_be_gradient(gradient: Any, x: Any) -> bool:
     """Whether it may be one with respect to `x`, and is alone, not in a tuple with other values.
 
-    Of a model a library returns what it likes, so of that nothing is asked.
+    The gradient of a model may have any type, so it is not checked.
     """
     if type(gradient) is tuple:
         alike = isinstance(x, tuple) and len(x) == len(gradient)

@@ -28,7 +28,7 @@ class AxisError(BatchaxError, ValueError):
       batchax.errors.AxisError: the mapped axes must have one size, but they have 3, 4:
         x: shape (3,), axis 0, size 3
         y: shape (4,), axis 0, size 4
-      Pass None in in_axes for an argument that is the same for all lanes.
+      Pass None in in_axes for an argument that is the same ...
     """
 
 

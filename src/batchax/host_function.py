@@ -70,7 +70,7 @@ def host_function(
         return jax.pure_callback(on_batch, out_types, *args, vmap_method="expand_dims")
 
     # Parameters that are not given are up to the function alone. From 2.4 on NumPy's functions have
-    # a signature among their attributes, once somebody has asked for it.
+    # a signature among their attributes, once it has been read.
     for says_parameters in ("__wrapped__", "__signature__"):
         vars(on_host).pop(says_parameters, None)
     return cast(Any, on_host)

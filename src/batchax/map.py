@@ -168,7 +168,7 @@ def map(
     begun = time.monotonic()
     check_callable("map", "a function of one row", fun)
     check_out_axes(out_axes)
-    kind = kind_of(out)  # what cannot be one is refused before any work
+    kind = kind_of(out)  # raises for other values before any work
     named = None if out is None else address(out, "out")
     place = _from_anywhere(named)
     _check_options(batch_size, commit_rows, on_error, on_nonfinite, resume)

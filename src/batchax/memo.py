@@ -17,7 +17,7 @@ from batchax import _compat
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# One lock for all memos, so that no two threads wait for each other's. It may be taken twice:
+# One lock for all caches, so that no two threads wait for each other's. It may be taken twice:
 # comparing keys, or a finalizer that runs meanwhile, may come here again.
 _lock = threading.RLock()
 
@@ -29,7 +29,7 @@ class Memo:
 
     No lock is held while something is built, which may run the user's code. Two threads that ask
     for the same at once may both build it, and get the same one. ``jax.clear_caches()`` empties
-    every memo.
+    every cache.
 
     A key says all that the result depends on, JAX's options included where they matter
     (`_compat.trace_context`). Neither keys nor results hold tracers; arrays in them live until
@@ -77,7 +77,7 @@ class Memo:
         return None if entry is None else entry.value
 
     def values(self) -> list[Any]:
-        """What is kept; what was asked for last, last."""
+        """Returns the cached values, the last read last."""
         with _lock:
             return [kept.value for _, _, kept in self._in_order()]
 
@@ -90,7 +90,7 @@ class Memo:
 
     def cache_clear(self) -> None:
         """Forgets everything. JAX calls it by this name."""
-        with _lock:  # what is forgotten is freed once nobody looks anything up
+        with _lock:  # what is forgotten is freed once no lookup runs
             self._known, self._owners, self._count, old = {}, {}, 0, self._known
         del old
 
@@ -113,7 +113,7 @@ class Memo:
         del freed
 
     def _in_order(self) -> list[tuple[int, Hashable, _Kept]]:
-        """All that is kept, by when it was asked for last."""
+        """Lists all entries, by when they were last read."""
         entries = [
             (number, key, entry)
             for number, kept in self._known.copy().items()
@@ -134,7 +134,7 @@ class Memo:
 
 
 class _Kept:
-    """A result, and when it was asked for last: no dict changes while keys in it are compared."""
+    """A result, and when it was last read: no dict changes while keys in it are compared."""
 
     __slots__ = "asked", "value"
 

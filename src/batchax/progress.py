@@ -1,4 +1,4 @@
-"""How far something is: a bar where somebody watches, plain lines, or a function of the user."""
+"""Shows progress: a bar in a terminal or notebook, plain lines, or calls of a function."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ How = bool | Callable[[int, Any], Any]
 
 
 class Progress:
-    """Shows what is done, rate, and time left; nothing if it is told to show nothing.
+    """Shows what is done, rate, and time left; nothing if `how` is False.
 
     Args:
       how: True, False, or a function that is called with how many are done and how many there are.
       name: of what is being done.
-      total: how many there are; None if nobody knows.
+      total: how many there are; None if unknown.
       reused: how many of them were done before, which say nothing of the rate.
       unit: what is counted.
-      attended: whether nothing is written where nobody watches, such as to a file; and whoever
-        began may go away without a word, so that output stays as others left it.
+      attended: whether nothing is written except to a terminal or notebook, and the caller may
+        end without `close`, so that the output stays as other code left it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Progress:
 class _Bar:
     """One of the bars that are shown together.
 
-    Beside others it is shown once it has been there for a while: a loop inside another one may be
+    Next to others it is shown once it has been there for a while: a loop inside another one may be
     over many times in a second.
     """
 
@@ -150,7 +150,7 @@ def _nobody_reads() -> Any:
 
 
 _lock = threading.RLock()
-_shown: Any = None  # the bars of rich: a terminal has one place for them, whoever asks
+_shown: Any = None  # the bars of rich: a terminal has one place for all of them
 
 
 def _bars_shown(attended: bool) -> Any:
@@ -160,7 +160,7 @@ def _bars_shown(attended: bool) -> Any:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bars
 
-        # What nobody is sure to close must not hold on to the terminal: no thread that draws,
+        # A bar that may stay open must not hold on to the terminal: no thread that draws,
         # no streams in place of the user, and the cursor stays.
         bars = Bars(
             TextColumn("{task.description}"),
@@ -190,7 +190,7 @@ def _stop() -> None:
 
 
 def _watched() -> bool:
-    """Whether somebody sees what is written to the standard error."""
+    """Whether standard error is a terminal or a notebook."""
     if _in_notebook():
         return True
     with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
@@ -204,7 +204,7 @@ def _in_notebook() -> bool:
 
 
 def _draws() -> bool:
-    """Whether there are bars: somebody watches, and what draws them is installed."""
+    """Whether bars are drawn: the output is watched, and the libraries are installed."""
     needed = ["rich", "ipywidgets"] if _in_notebook() else ["rich"]
     return _watched() and all(map(importlib.util.find_spec, needed))
 

@@ -212,7 +212,7 @@ def scan(
 
 
 def _check_arrays(mapped: Sequence[Mapped]) -> None:
-    """Refuses a `Ragged` as what is scanned.
+    """Raises an error for a `Ragged` that is scanned over.
 
     Raises:
       ArgumentTypeError: an argument is one.
@@ -260,7 +260,7 @@ def _parted(
     xs: Sequence[Value],
     x_axes: Sequence[Position],
 ) -> tuple[ClosedJaxpr, tuple[int, ...], dict[int, Any]]:
-    """A step without the ys for which `out_axes` says None: these are computed once, beside it.
+    """A step without the ys for which `out_axes` says None: these are computed once, outside it.
 
     Returns:
       The step; where the axis of the steps goes in each of its ys; and the others, by number.
@@ -304,7 +304,7 @@ def _check_unroll(unroll: Any) -> None:
 
 def _written_out(unroll: int | bool, steps: Any) -> int:
     """How many steps an iteration of the loop has: all of them for True, and for 0, as in JAX."""
-    if isinstance(unroll, bool):  # True would be 1 to whoever compares it
+    if isinstance(unroll, bool):  # True would equal 1
         unroll = 0 if unroll else 1
     return unroll or (max(steps, 1) if isinstance(steps, int) else 0)
 

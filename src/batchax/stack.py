@@ -51,7 +51,7 @@ def stack(trees: Sequence[Any]) -> Any:
     (first, structure), *_ = flat
     for i, (_, other) in enumerate(flat):
         if other != structure:
-            # What trees hold beside leaves may say a shape: then a leaf tells sooner than that.
+            # Static data of pytrees may hold a shape: then the error about a leaf is clearer.
             _check_alike(first, flat[i][0], i)
             raise AxisError(structures_differ("stack: trees", trees, i))
     for i, (others, _) in enumerate(flat):
@@ -128,7 +128,7 @@ def _leaves(name: str, tree: Any, rows: bool = False) -> tuple[Sequence[Any], An
 
 
 def _check_alike(first: Sequence[Any], others: Sequence[Any], i: int) -> None:
-    """Refuses the first leaf of tree `i` that is at the same place in another, and unlike it."""
+    """Raises for the first leaf of pytree `i` that differs from the one at its place in another."""
     for (keys, leaf), (there, other) in zip(first, others, strict=False):
         path = jax.tree_util.keystr(keys)
         if path == jax.tree_util.keystr(there) and not _alike(leaf, other):

@@ -53,13 +53,13 @@ class Staged:
     def compile(self) -> Any:
         """The compiled program, whose operations bear the marks of their equations.
 
-        It has a place of its own in JAX's cache of compiled programs on disk, which takes no notice
+        It has a separate entry in JAX's cache of compiled programs on disk, which takes no notice
         of marks: without one it could be a program with others, and be what the user runs later.
         """
         with self.recorder.active():
             lowered = self.traced.lower()
             marks = zlib.crc32(lowered.as_text(debug_info=True).encode()) >> 1
-            # How many buffers the compiler shows where it is asked to show them, which it is not.
+            # How many buffers the compiler shows if it dumps them, which it does not here.
             return lowered.compile({"xla_debug_buffer_assignment_show_max": marks})
 
 
@@ -93,7 +93,7 @@ def stage(
 def with_arrays_traced(make: Callable[[Callable[[Any], bool]], T]) -> T:
     """What `make` makes of a predicate that says of an argument whether it is traced.
 
-    All arrays are, unless the function branches in Python on one that is the same for all lanes.
+    All arrays are, unless the function branches in Python on an unbatched one.
     """
     try:
         return make(_is_array)

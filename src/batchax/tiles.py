@@ -173,7 +173,7 @@ def _checked(spec: Tiles, what: str, value: Value, path: str) -> tuple[tuple[int
 
 
 def _check_shards(x: Value, axis: int, count: int, path: str) -> None:
-    """Refuses blocks that devices cannot have in equal shares, where types say how `x` is sharded.
+    """Raises for blocks that do not divide evenly over devices, where types carry the sharding.
 
     Raises:
       UnsupportedError: they cannot.

@@ -282,10 +282,10 @@ def test_object_arrays_in_files_are_refused(tmp_path):
     [
         ("nothing.npy", "no such file"),
         ("nothing.h5:x", "no such file"),
-        ("x.npz:y", "there is no 'y'; there are: x"),
+        ("x.npz:y", "has no array 'y'. There are: x"),
         ("x.npz", "add the name of an array after the path, as in ':x'. There are: x"),
-        ("x.h5:g/y", "there is no 'g/y'; there are: g/x"),
-        ("x.h5:g", "there is no 'g'"),
+        ("x.h5:g/y", "has no array 'g/y'. There are: g/x"),
+        ("x.h5:g", "has no array 'g'"),
         ("group.zarr", "group of Zarr arrays.*group.zarr/a/b, .*group.zarr/c"),
         ("x.npy:y", "no arrays with names"),
         ("x.csv", "the format is unknown"),

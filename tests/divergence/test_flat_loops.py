@@ -16,7 +16,7 @@ from batchax.programs import thresholds
 from support import forced, oracle
 
 LANES = 7
-FLAT = "each lane is at a place of its own"
+FLAT = "each lane advances independently"
 
 
 @pytest.fixture(autouse=True, params=["masked", "in blocks"])

@@ -356,7 +356,7 @@ def test_figures_of_a_branch():
     assert f"each of its 2 branches for all {B:,} lanes: " in finding.message
     shown = float(finding.message.split("lanes: ")[1].split(" MFLOP")[0])
     assert shown == pytest.approx(flops / 1e6, rel=0.02)
-    assert "50% of that is for nothing" in finding.message
+    assert "50% of that is wasted" in finding.message
 
 
 def test_figures_of_a_loop():

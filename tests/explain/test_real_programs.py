@@ -114,8 +114,8 @@ def test_an_ensemble_of_an_adaptive_solver():
     text = told(explanation, solve, 600, 1_500_000)
     first, *_, last = explanation.findings
     assert first.kind == "loop waits for its slowest lane"
-    assert 'Try divergence="compact"' in first.remedy
-    start = text.index("1. `while` goes on until the last of 512 lanes")
+    assert 'Pass divergence="compact"' in first.remedy
+    start = text.index("1. `while` runs until the last of 512 lanes")
     assert "return diffrax.diffeqsolve(" in text[start : text.index("2. ")]
     # One finding for all that the rules of JAX serve.
     assert last.kind == "fallback to the rule of JAX"

@@ -124,6 +124,6 @@ def test_findings_come_first_and_name_their_lines():
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.tanh(x @ x.T @ x) + 1, x)
 
     text = str(bx.explain(wait, compile=False)(jnp.ones((512, 8, 8))))
-    finding = text.index("`while` goes on until the last")
+    finding = text.index("`while` runs until the last")
     assert text.index("at tests/explain/test_repeats.py:") > finding
     assert finding < text.index("  equations ") < text.index("The program of one example")

@@ -245,6 +245,11 @@ def test_callable_in_axes_that_returns_no_axis():
         (b"text", "of type bytes, not an array"),
         ({1.0, 2.0}, "of type set, not an array"),
         (np.array(["a", "b", "c"]), "an array of dtype <U1, which JAX does not have"),
+        (
+            np.array([np.ones(1), np.ones(2)], object),
+            "an array of dtype object, which JAX does not have. If it holds rows of different "
+            "lengths, pass batchax.Ragged.from_rows(args[1][0]).",
+        ),
         (iter([X]), "of type list_iterator, not an array. Pass jax.numpy.stack(list(args[1][0]))"),
     ],
 )
@@ -341,7 +346,11 @@ def test_unknown_reduction():
     [
         (lambda x, y: x if y["a"].sum() > 0 else -x, "TracerBoolConversionError", "lax.cond"),
         (lambda x, y: range(y["a"][0].astype(int)), "TracerIntegerConversionError", "fori_loop"),
-        (lambda x, y: np.sin(y["a"]), "TracerArrayConversionError", "function of jax.numpy"),
+        (
+            lambda x, y: np.sin(y["a"]),
+            "TracerArrayConversionError",
+            "Use jax.numpy, or call NumPy by",
+        ),
         (lambda x, y: float(y["a"][0]), "ConcretizationTypeError", "functions of jax.numpy"),
     ],
 )
@@ -434,7 +443,7 @@ def test_output_that_is_no_array(value):
     fails_as_in_jax(
         lambda vmap: vmap(lambda x: (x, [value]))(X),
         bx.ArgumentTypeError,
-        f"out[1][0] of type {type(value).__name__}, which is not an array",
+        f"the output out[1][0] is of type {type(value).__name__}, not an array",
     )
 
 
@@ -443,7 +452,7 @@ def test_output_that_is_another_object_each_time(make):
     fails_as_in_jax(
         lambda vmap: vmap(lambda x: (x, [make(x)]))(X),
         bx.ArgumentTypeError,
-        "out[1][0] of type",
+        "out[1][0] is of type",
         "is another object each time that the function is traced",
     )
 
@@ -460,7 +469,7 @@ def test_callable_out_axes_that_returns_no_axis():
 @pytest.mark.parametrize("value", [object(), print])
 def test_an_object_by_itself_is_neither_mapped_nor_returned(value):
     fails(lambda vmap: vmap(never)(X, value), bx.ArgumentTypeError, "None in in_axes")
-    fails(lambda vmap: vmap(lambda x: value)(X), bx.ArgumentTypeError, "the function returned out")
+    fails(lambda vmap: vmap(lambda x: value)(X), bx.ArgumentTypeError, "the output out is of type")
 
 
 # The other functions a user calls.
@@ -801,7 +810,7 @@ def test_arrays_of_xarray_and_pandas():
         values = np.ones((3, 4))
 
     for call in (bx.vmap(jnp.sum), bx.auto_vmap(1)(jnp.sum)):
-        with pytest.raises(bx.ArgumentTypeError, match=r"a\.values is a NumPy array"):
+        with pytest.raises(bx.ArgumentTypeError, match=r"Pass a\.values, a NumPy array"):
             call(Labelled())
 
 

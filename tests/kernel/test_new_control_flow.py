@@ -75,7 +75,9 @@ def repeat_with(eqn, bodies, operands, programs, more):
 register_control_flow(
     repeat_p, ControlFlow(step="jaxpr", bodies=repeat_bodies, rebuild=repeat_with)
 )
-describe([repeat_p], linear=True, costly=True, nests=True)  # what its body is is looked at
+describe(
+    [repeat_p], linear=True, costly=True, control=True
+)  # facts of its body are read separately
 
 
 # --- its rules ---------------------------------------------------------------------------------

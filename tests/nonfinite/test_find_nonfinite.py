@@ -216,7 +216,7 @@ def test_text_without_a_line_and_with_a_matrix():
 def test_mistakes_are_told_in_terms_of_the_user():
     with pytest.raises(bx.AxisError, match=r"y: shape \(4,\)"):
         bx.find_nonfinite(lambda x, y: x / y)(jnp.ones(3), jnp.ones(4))
-    with pytest.raises(bx.ArgumentTypeError, match="the function returned out of type str"):
+    with pytest.raises(bx.ArgumentTypeError, match="the output out is of type str"):
         bx.find_nonfinite(lambda x: "a")(jnp.ones(3))
     with pytest.raises(jax.errors.TracerBoolConversionError, match=r"Use jax\.numpy\.where"):
         bx.find_nonfinite(lambda x: x if x > 0 else -x)(jnp.ones(3))

@@ -34,8 +34,8 @@ images: crop and flip, one of six augmentations
 integers: Collatz, gcd
 loop: a scalar, a sine, 32 sines, 32x32 of state, product 16, product 64, own product 16, a sort of
   64, Cholesky 8, a lookup
-nest: halving while in a while, while of products in a scan, scan in a while, cond around a while,
-  insertion sort
+nested loop: halving while in a while, while of products in a scan, scan in a while,
+  cond around a while, insertion sort
 ODE: adaptive Heun
 root: Newton, Kepler
 sampling: rejection, slices

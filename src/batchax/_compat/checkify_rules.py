@@ -1,7 +1,7 @@
 """Rules of ``checkify`` and ``jax.debug_key_reuse`` for primitives without one.
 
-``checkify`` runs a jaxpr with an error beside its values. For a primitive that runs jaxprs it needs
-a rule: without one it loses the errors of those jaxprs, and raises for a ``checkify.check`` in
+``checkify`` runs a jaxpr with an error next to its values. A primitive that runs jaxprs needs a
+rule: without one it loses the errors of those jaxprs, and raises for a ``checkify.check`` in
 them. JAX keeps its rules, and the function that adds errors to a jaxpr, in a private module.
 
 ``jax.debug_key_reuse`` knows by a signature which random keys a primitive consumes, and which of

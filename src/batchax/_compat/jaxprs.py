@@ -38,7 +38,7 @@ def without_constants(jaxpr: Any) -> Any:
 
 def constants_as_inputs(jaxpr: Any) -> Any:
     """Turns constants of a jaxpr, open or closed, into leading inputs."""
-    # Since 0.11 JAX does so for rules of custom derivatives, and passes the constants beside them.
+    # JAX 0.11 does so for rules of custom derivatives, and passes the constants along with them.
     if not jaxpr.constvars:
         return jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

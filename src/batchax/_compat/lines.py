@@ -27,7 +27,7 @@ in_source = source_info_util.user_context  # of frames, and with keyword `name_s
 
 BATCHAX = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
-# What JAX reports as the user's line is not to be one of ours.
+# JAX must not report a line of batchax as the user's line.
 source_info_util.register_exclusion(BATCHAX)
 
 
@@ -125,7 +125,7 @@ def named_equation(eqn: Any, name: str | None, params: dict[str, Any]) -> Any:
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
-# Between ours there are frames of what Python makes decorators of.
+# Between frames of batchax there are frames of Python's decorators.
 for _path in (BATCHAX, contextlib.__file__, functools.__file__):
     register_exclusion(_path)
 

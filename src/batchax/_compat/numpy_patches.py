@@ -68,7 +68,7 @@ class _Patch:
         self.module, self.name, self.original, self.ours = module, name, original, ours
 
     def put(self, function: Any, instead_of: Any) -> None:
-        if getattr(self.module, self.name) is instead_of:  # or somebody has replaced it meanwhile
+        if getattr(self.module, self.name) is instead_of:  # unless other code has replaced it
             setattr(self.module, self.name, function)
 
 

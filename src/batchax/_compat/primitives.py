@@ -182,7 +182,7 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
 
     def refuse(
         primals: Any, _: Any
-    ) -> Any:  # the object raises: it is asked for what is closed over
+    ) -> Any:  # the object raises: `vjp_fwd` reads what it closes over
         prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
 
     def call(*xs: Any) -> list[Any]:

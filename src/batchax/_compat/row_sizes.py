@@ -1,4 +1,4 @@
-"""Symbolic sizes of rows, of a class of their own."""
+"""Symbolic sizes of rows, of a separate class."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.extend.core as jex_core
 
 # What a third party's batching rule did is known only to the tracer it returned.
-# Which types have a batch form of their own (sparse matrices) JAX lets one say, not ask.
+# JAX lets types (sparse matrices) register a batch form, but has no query for it.
 from jax._src.interpreters.batching import (
     BatchTracer,
     from_elt_handlers,
@@ -68,7 +68,7 @@ def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
 
 
 def has_own_batches(x: Any) -> bool:
-    """Returns whether the type of `x` defines batches and examples of its own."""
+    """Returns whether the type of `x` defines its batches and examples."""
     return type(x) in vmappables
 
 
@@ -94,7 +94,7 @@ _lent: set[type] = set()
 def lend_batches(
     type: type, spec_type: type, to_example: Callable[..., Any], to_batch: Callable[..., Any]
 ) -> None:
-    """Registers batches of `type` with JAX, unless somebody else has."""
+    """Registers batches of `type` with JAX, unless they are registered."""
     if type not in vmappables or type in _lent:
         batching.register_vmappable(type, spec_type, int, to_example, to_batch, None)
         _lent.add(type)

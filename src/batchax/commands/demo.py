@@ -9,7 +9,7 @@ from typing import Any
 
 from batchax.commands.words import Mistake
 
-# A wheel has the example beside this file; in a checkout it is where examples are.
+# A wheel has the example next to this file; a checkout has it in `examples/`.
 _PLACES = (
     Path(__file__).with_name("digits.py"),
     Path(__file__).parents[3] / "examples" / "digits.py",

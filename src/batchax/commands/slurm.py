@@ -14,8 +14,8 @@ from batchax.datasets.row_function import RowFunction
 from batchax.datasets.run import plan_of
 from batchax.datasets.store import kind_of
 
-_SHARDS = 16  # if nobody says how many
-_NO_TIME = 60  # seconds before the time is over, at which a task is told
+_SHARDS = 16  # the default
+_NO_TIME = 60  # seconds before the end of its time, when a task gets a signal
 
 _SCRIPT = """#!/bin/bash
 {directives}
@@ -26,7 +26,7 @@ code=0
 srun {command} --shard "$SLURM_ARRAY_TASK_ID/{shards}" || code=$?
 batchax status {out} || true
 
-# 130: told to stop, because its time is over or somebody else needs the machine. It goes on later.
+# 130: stopped by Slurm, at the end of its time or by preemption. The same script resumes it.
 if [ "$code" = 130 ]; then
     scontrol requeue "${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}"
 fi

@@ -83,7 +83,7 @@ class InRagged(Source):
         refuse_several_axes(x.axis, name)
         if elements_of(x.lengths) is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
-        dtype = native(x.dtype, name)  # which refuses random keys before they are converted
+        dtype = native(x.dtype, name)  # raises for random keys before they are converted
         self._data, self._lengths = kept(x, len(x))
         self._offsets = np.concatenate([[0], np.cumsum(self._lengths)])
         self.ragged_axis = x.axis

@@ -41,7 +41,7 @@ _CANNOT = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}  # file systems without
 class NpyStore(Store):
     """Writes one array to a .npy file at computed offsets, without mapping it."""
 
-    # It can grow, as NumPy leaves room in the header for a larger number of rows.
+    # It can grow, as NumPy's header has space for a larger number of rows.
     can_grow = stays = renamed = True
 
     def __init__(self, out: Path, leaves: Sequence[Leaf], unit_rows: int) -> None:

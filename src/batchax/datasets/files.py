@@ -123,7 +123,7 @@ def _read_at(file: Any, out: np.ndarray, offset: int) -> None:
         return file.read_at(out.data, offset)
     view = out.data
     while view:
-        # A system call may read fewer bytes than it was asked for.
+        # A system call may read fewer bytes than requested.
         count = os.preadv(file.fileno(), [view], offset)
         if not count:
             raise OSError(f"the file ends at byte {offset}, in the middle of the array")
@@ -248,7 +248,7 @@ _KEPT = 2  # row groups: a unit may need the end of one and the beginning of the
 
 
 BEGUN = "_begun"
-"""In a folder of a store of objects, whose name cannot change: says something until all is done."""
+"""Marks an unfinished folder in object storage, where a folder cannot be renamed."""
 
 
 class Column(Source):
@@ -564,7 +564,7 @@ class ZarrFolder(Source):
 def _not_in(name: str, member: str, members: list[str]) -> ArgumentTypeError:
     listed = ", ".join(members) or "nothing"
     if member:
-        return ArgumentTypeError(f"{name}: there is no {member!r}; there are: {listed}.")
+        return ArgumentTypeError(f"{name} has no array {member!r}. There are: {listed}.")
     example = f", as in ':{members[0]}'" if members else ""
     return ArgumentTypeError(
         f"{name}: add the name of an array after the path{example}. There are: {listed}."

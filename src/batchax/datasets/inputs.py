@@ -115,7 +115,7 @@ def find_inputs(
                 "random key of each row pass key= to map."
             )
         _refuse_tables(leaf.value, leaf.path)
-        with reading(leaf.path):  # what was closed raises errors of its own
+        with reading(leaf.path):  # a closed file raises its library's errors
             one_by_one = is_stream(leaf.value)
         if one_by_one:
             streams.append(Stream(leaf.value, leaf.path, batched, start))
@@ -200,7 +200,7 @@ def _check_streams(streams: Sequence[Stream], mapped: Sequence[Input], batched: 
     if streams and not all(isinstance(m.source, StreamLeaf) for m in mapped):
         raise UnsupportedError(
             "some of the arguments that are mapped are streams, and some are arrays. Pass all as "
-            "streams (iter(x) of an array), or none; or None in in_axes for what all rows share."
+            "streams (iter(x) of an array), or none. Pass None in in_axes for shared arguments."
         )
     for m in mapped:
         if streams and m.axis:
@@ -250,12 +250,12 @@ def _axis(path: str, source: Source, axis: int) -> int:
     if not ndim:
         raise AxisError(
             f"in_axes gives axis {axis} for {path}, which is a number, and so has no rows. Pass "
-            "None for what all rows share; of a list of numbers make an array, numpy.asarray(x)."
+            "None if all rows share it, or an array in place of a list: numpy.asarray(x)."
         )
     if not -ndim <= axis < ndim:
         raise AxisError(
             f"in_axes gives axis {axis} for {path}, which has shape {source.shape}: an axis must "
-            "be in [-ndim, ndim). Pass None for what all rows share."
+            "be in [-ndim, ndim). Pass None if all rows share it."
         )
     if source.lengths is not None and axis % ndim:
         raise AxisError(
@@ -292,8 +292,7 @@ def rows_of(data: np.ndarray | Rows, axis: int, index: np.ndarray, places: np.nd
     if isinstance(data, Rows):
         ends = np.cumsum(data.lengths)
         starts = ends - data.lengths
-        # In the slot of a shorter row, a row is cut to its length: so many rows then fit into the
-        # room of a batch.
+        # In the slot of a shorter row, a row is cut to its length: so many fit into a batch.
         lengths = np.minimum(data.lengths[index], data.lengths[places])
         if together and (index == places).all():
             return Rows(data.data[starts[index[0]] : ends[index[-1]]], lengths)

@@ -116,7 +116,7 @@ def follow(out: str | Address, seconds: float) -> Iterator[str]:
     files, before = JobFiles(address(out, "out")), ""
     while True:
         now = status(files.out) if files.read() is not None else None
-        if now is not None and now.finished and now.holder is None:  # nobody writes it any more
+        if now is not None and now.finished and now.holder is None:  # no process writes it
             yield str(now)
             return
         line = f"{files.out}: not begun" if now is None else now.short

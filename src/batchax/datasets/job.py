@@ -45,7 +45,7 @@ class Job:
         self._counts_rows = plan.open  # as they come
         self._files = files
         self._locks = locks
-        self._done: dict[int, Record] | None = None  # until it is asked for
+        self._done: dict[int, Record] | None = None  # until it is read
         self._differ: dict[int, list[Record]] = {}
         self._journal = Journal(files.journal, writer)
 
@@ -361,7 +361,7 @@ class _Opening:
                 )
             if changed:
                 raise self._other_call(changed)
-            described = self.store(plan).describe()  # which refuses an output that cannot grow
+            described = self.store(plan).describe()  # raises for an output that cannot grow
             kept = self._checked(description, reopen_store(files.out, description.store))
             with Job(files, description.plan, kept, "main", locks, end) as job:
                 job.check_kept()

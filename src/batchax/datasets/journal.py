@@ -1,4 +1,4 @@
-"""The files of a job, in a folder beside its output.
+"""The files of a job, in a folder next to its output.
 
 `job.json` says what is computed, and is written once; `journal/` says which units are done, and
 `done.json` that all are; `lock` says who is at work.
@@ -344,9 +344,9 @@ class JobFiles:
             )
         if content.get("format") != _FORMAT:
             raise JobError(
-                f"{self.folder} was written by another version of batchax, of which this one "
-                f"({content.get('format')} and not {_FORMAT}) cannot read what it says. Go on with "
-                "that version, or use another out=."
+                f"{self.folder} was written by another version of batchax, in format "
+                f"{content.get('format')}, and this version reads {_FORMAT}. Resume with that "
+                "version, or pass another out=."
             )
         with foreign(self._description):
             self._names[:] = self._names or [str(content.get("name", ""))]

@@ -164,7 +164,7 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
     try:
         return ask()
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path}") from None
+        raise FileNotFoundError(f"{path} does not exist") from None
     except (errors.AlreadyExistsError, errors.PreconditionError):
         raise FileExistsError(f"{path} is another one") from None
     except StorageError:

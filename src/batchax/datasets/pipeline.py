@@ -36,7 +36,7 @@ _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long aft
 @dataclass
 class Stop:
     error: BaseException | None = None  # what went wrong first
-    asked: threading.Event = field(default_factory=threading.Event)  # whether somebody asked for it
+    asked: threading.Event = field(default_factory=threading.Event)  # whether a stop was requested
 
     @property
     def now(self) -> bool:
@@ -122,7 +122,7 @@ def run_units(
                 begun = begin(*item)
                 item = None
                 finish()
-                waiting, begun = begun, None  # nobody else is to hold what was read
+                waiting, begun = begun, None  # only the consumer holds the batch
         except BaseException as error:
             stop.because(error)
         try:
@@ -403,7 +403,7 @@ class Batches(Iterator[Any]):
     """What `batchax.map_batches` returns: an iterator of batches of results, in order.
 
     It holds a thread, which ends with the last batch, an exception, `close`, a ``with`` statement,
-    or when nobody has the iterator any more.
+    or when the iterator is deleted.
 
     Attributes:
       rows: how many rows were handed out, and passed over before them: as `start` of another
@@ -476,7 +476,7 @@ class Batches(Iterator[Any]):
             except queue.Empty:
                 if self._begun:
                     return
-                if self._stop.now:  # somebody else closed it
+                if self._stop.now:  # another thread closed it
                     self._end = StopIteration()
                 continue
             if isinstance(item, BaseException):

@@ -159,8 +159,8 @@ def find_outputs(
         if isinstance(spec, Reduce):
             if spec.unmapped == "keep":
                 raise UnsupportedError(
-                    f"out_axes gives {spec!r} for {leaf.path}: map reduces what it is told to; "
-                    'leave out unmapped="keep".'
+                    f"out_axes gives {spec!r} for {leaf.path}: map returns only what is reduced; "
+                    'remove unmapped="keep".'
                 )
             one = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
             check_reduces(spec, one, leaf.path)
@@ -271,7 +271,7 @@ class RowFunction:
     options: dict[str, Any]  # other options of `vmap`
     keep: Any = ()  # as for `map`
     _returns: list[Any] = field(default_factory=list)  # the type of what it returned last
-    _latest: Any = None  # the program of a batch that was asked for last
+    _latest: Any = None  # the program of a batch that was compiled last
 
     @classmethod
     def of(
@@ -302,7 +302,7 @@ class RowFunction:
 
     @functools.cached_property
     def _unpacked(self) -> Callable[..., Any]:
-        """Wraps the function to replace `OutputRows` by as many rows as there are."""
+        """Wraps the function to replace `OutputRows` by their rows."""
 
         @wraps(self.fun)
         def unpacked(*args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ class RowFunction:
         options["divergence"] = for_any_machine(options.get("divergence", "auto"))
         with come_from(self.inputs.names):
             outs = vmap(fun, in_axes, out_axes, **options)(*args, **kwargs, **more)
-        flatten_arrays(outs, containers=True)  # refuses what is no array, and cannot be kept
+        flatten_arrays(outs, containers=True)  # raises for objects that are not arrays
         return outs
 
     def _with_same_lengths(self, rows: Sequence[Any]) -> list[Any]:

@@ -364,11 +364,11 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
         "commit_rows": how.commit_rows,
         "in_axes": [m.axis for m in inputs.mapped],
         "out_axes": outputs,
-        # The kind of a key counts, too: the same numbers give rows other keys.
+        # The kind of a key counts, too: the same numbers make other keys for rows.
         "key": None
         if key is None
         else f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}",
-        # Neither way has kept a result that is not finite: one may go on with what the other did.
+        # Neither policy stores a non-finite result, so one may resume a job of the other.
         "on_nonfinite": how.policy.on_nonfinite and "given",
         **{name: str(option) for name, option in function.options.items()},
         **({"stream_id": how.stream_id} if inputs.streams else {}),
@@ -452,7 +452,7 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
         left = range(len(job.plan))
     if (taken is not None and taken.rows is None) or any(k not in job.done for k in left):
         progress.close(_kept(job))
-        job.check()  # if somebody deleted its folder, that is why
+        job.check()  # raises if its folder was deleted
         if not stop.asked.is_set():
             raise JobError(
                 f"The journal of the job of {how.out} no longer has all records of this process: "

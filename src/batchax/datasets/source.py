@@ -52,8 +52,8 @@ _SMALL = 2**24  # bytes: of so few, what they hold is read when a call is made
 
 _File = tuple[str, int, int, int, int]
 """What is known of a file without reading it: where it is below a path, its size, when it was
-written to, when it or what is known of it was changed, both in nanoseconds, and its inode. Whoever
-writes may set the first of these times to what it was, and nobody the second."""
+written to, when it or what is known of it was changed, both in nanoseconds, and its inode. A
+program can restore the first of these times after a write, but not the second."""
 
 
 class Files:

@@ -103,7 +103,7 @@ class Stream:
         self.name, self._batched = name, batched
         self._by_number = x if not batched and _has_numbers(x) else None
         self._iterator: Iterator[Any] = iter(()) if self._by_number is not None else iter(x)
-        self._own = self._iterator is not x  # and not the user's, who may go on with it
+        self._own = self._iterator is not x  # not an iterator that the user may continue to read
         self._structure: Any = None
         self._types: list[tuple[tuple[int, ...], np.dtype]] = []
         self._left: list[np.ndarray] = []  # rows of a batch that were not taken yet
@@ -281,7 +281,7 @@ def as_source(x: Any, name: str) -> Source:
         return in_memory(x, name)
     if type(x).__module__.split(".")[0] == "pyarrow" and hasattr(x, "slice") and hasattr(x, "type"):
         return ArrowColumn(x, name)
-    with reading(name):  # what was closed raises errors of its own
+    with reading(name):  # a closed file raises its library's errors
         sliced = all(hasattr(x, attribute) for attribute in ("shape", "dtype", "__getitem__"))
     if sliced:
         return Sliced(x, name)

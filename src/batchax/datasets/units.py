@@ -126,7 +126,7 @@ def _with_reduced(batch: Batch, arrays: Sequence[Any], instead: dict[int, int]) 
 
 
 def without(batch: Batch, results: Sequence[Any], failing: Iterable[int]) -> list[Any]:
-    """Removes rows that fail from results of a batch; reductions leave them out."""
+    """Removes rows that fail from results of a batch; reductions exclude them."""
     outputs, places = batch.program.function.outputs, sorted(failing)
     good = set(range(batch.count)) - set(places)
     if not good:

@@ -182,7 +182,7 @@ class Price(NamedTuple):
 
 
 def price_of(program: Any, differs: Sequence[bool]) -> Price:
-    """The price of a program; lanes have some operands of their own."""
+    """Returns the price of a program, some of whose operands are batched."""
     cost = cost_of_program(program.jaxpr, differs=tuple(differs), steps=STEPS_INSIDE)
     return price_of_cost(cost + Cost(launches=1))
 

@@ -1,4 +1,4 @@
-"""Nested loops in which each lane is at a step of its own.
+"""Nested loops in which each lane advances independently.
 
 Under ``jax.vmap`` all lanes leave an inner loop before any continues with the outer one, so that in
 each step of that they wait for the slowest. Here lanes leave an inner loop when waiting for it has
@@ -62,7 +62,7 @@ _BLOCKS = 3  # at least, of all lanes
 
 @dataclass(frozen=True)
 class SegmentRun:
-    """A segment for lanes of which each is at a place of its own."""
+    """A segment for lanes that advance independently."""
 
     axis: Axis  # the axis of the lanes
     test: ClosedJaxpr  # the predicate of the loop that the segment is a part of
@@ -122,7 +122,7 @@ class SegmentRun:
             first, changing = state
             now = with_values(values, part.writes, changing)
             entry = lax.add(first, places)
-            # The queue depends on `first`, or it would be computed before the loop, for nobody.
+            # The queue depends on `first`, or it would be computed before the loop, unused.
             begun = lax.broadcast(lax.ge(first, np.int32(0)), (size,))
             queue, _ = in_order(lax.bitwise_and(here, begun), 1)
             # Places after the last lane hold that once more.
@@ -161,7 +161,7 @@ _NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 @_compat.held_weakly
 @dataclass(frozen=True)
 class FlatLoop(PartingLoop):
-    """A loop of one example that holds others, for lanes at places of their own."""
+    """A loop of one example that holds others, for lanes that advance independently."""
 
     nest: Nest  # the nested loop, cut
     length: int | None  # how many steps it has for each lane, if that is known
@@ -230,7 +230,7 @@ class FlatLoop(PartingLoop):
 
 @dataclass(frozen=True)
 class Lanes:
-    """Some lanes of a nest."""
+    """Some lanes of a nested loop."""
 
     axis: Axis  # their axis
     nest: Nest  # the nested loop

@@ -36,7 +36,7 @@ from batchax.rules.loops import match_carry, split_operands
 
 
 def run_flat(axis: Axis, loop: AnyLoop, least: float) -> PlacedOutputs | None:
-    """The results of a loop for all lanes, each of which is at a place of its own.
+    """The results of a loop for all lanes, which advance independently.
 
     None if no loop in it parts lanes, if something needs lanes together, or if it would not pay.
 

@@ -145,7 +145,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
 
 
 def _pays(parts: Sequence[Part], lanes: int) -> bool:
-    """Whether it may pay that lanes are at places of their own.
+    """Whether it may be profitable that lanes advance independently.
 
     Not if what is around the loops inside is much more expensive than some of their steps: lanes
     would wait as long for that.

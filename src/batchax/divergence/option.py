@@ -25,7 +25,7 @@ def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner
     Args:
       option: one that `check_divergence` let pass.
       values: the arguments.
-      spread: whether each of several devices is to run lanes of its own.
+      spread: whether each of several devices runs its lanes separately.
     """
     option = resolved(option)
     if is_word(option, "predicate", "serial"):

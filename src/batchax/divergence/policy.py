@@ -95,7 +95,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Flattened:
-    """Lanes of a nested loop, each at a step of its own."""
+    """Lanes of a nested loop, which advance independently."""
 
     window: Window  # the lanes that run at a time: all, a window, or all first and then a window
 
@@ -185,7 +185,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop whose lanes end at steps of their own."""
+    """A loop whose lanes end at different steps."""
 
     lanes: int  # how many there are
     # the programs of a step; `test` may be None

@@ -110,7 +110,7 @@ class Runner(Asked):
         return most >= worth_batching_twice(t) or axis.size >= t.kernel_lanes > 0
 
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
-        """The results of a nested loop, in which each lane is at a step of its own."""
+        """Returns the results of a nested loop, in which each lane advances independently."""
         if self.thresholds is None:
             return None
         # The second guard of `run_flat` would reject these, too, but only after it has cut them.

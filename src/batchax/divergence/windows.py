@@ -148,7 +148,7 @@ class Together:
         if blocks is None:
             return self._of_count(np.True_, np.True_, count_active(active), taken, asked)
 
-        # All is in the loop: what is not would be compiled as functions of their own.
+        # All is in the loop: operations outside would be compiled as separate functions.
         def once(state: Any) -> Any:
             place, count, taken, asked, *_ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)

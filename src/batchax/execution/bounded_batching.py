@@ -460,7 +460,7 @@ own_primitive(
     types=lambda count, *avals, test, body, guarded, form: loop_types(test, body, form, count),
     programs=("test", "body", "guarded"),
     step="body",
-    facts="endless costly nests",  # while its steps are not counted
+    facts="endless costly control",  # while its steps are not counted
     rule=batch_loop,
     jvp=loop_jvp,
     transpose=loop_transpose,
@@ -474,7 +474,7 @@ own_primitive(
     types=lambda *avals, forth, back, guarded, form: sweep_types(back, form),
     programs=("forth", "back", "guarded"),
     step="back",
-    facts="linear costly nests",
+    facts="linear costly control",
     rule=batch_sweep,
     jvp=sweep_jvp,
     transpose=OF_OPERATIONS,

@@ -67,11 +67,11 @@ def loop_jvp(
         if not hazards(body.jaxpr).endless:
             raise
         # A loop without a bound inside the body has a derivative in forward mode only, so no
-        # transpose can be staged. Without it, reverse mode is refused later (`_transpose`).
+        # transpose can be staged. Without it, reverse mode raises later (`_transpose`).
         needed = None
     programs = {"test": test, "body": derivative.body, "guarded": derivative.guarded}
     recorded = form
-    # Record checkpoints of what the sweep needs, beside what the loop records already.
+    # Record checkpoints of what the sweep needs, in addition to those that the loop records.
     if needed is not None:
         recorded = replace(form, kept=tuple(sorted({*needed, *(form.kept or ())})))
     derivative = replace(derivative, form=recorded)
@@ -80,7 +80,7 @@ def loop_jvp(
     bound = form if again else recorded
     results = bound.results(bounded_loop_p.bind(*primals, **programs, form=bound))
     steps, checkpoints = results.steps, results.checkpoints
-    if again:  # of no result of the loop, which then nobody needs
+    if again:  # of no result of the loop, which then is unused
         steps = lax.clamp(np.int32(0), given.count, np.int32(form.steps.most))
         checkpoints = no_checkpoints(body, recorded)
     which = derivative.consts, derivative.carry, derivative.xs
@@ -136,7 +136,7 @@ class _Derivative:
         form = self.form
         steps, consts, carry, _, xs = self._split(residuals)
         dconsts, dcarry, dxs = parts(tangents, len(self.consts), len(self.carry))
-        # Values are recomputed beside the tangents, as a step needs both.
+        # Values are recomputed with the tangents, as a step needs both.
         run = with_tangents(self.differentiated, (len(consts), len(carry), len(xs)), self.inputs)
 
         def step(*groups: Values) -> tuple[Values, Values]:

@@ -4,7 +4,7 @@
 If the number of steps has a bound, about the square root of that many carries is enough
 (`Checkpoints`): a loop that is differentiated records them as it runs.
 
-The loop is one primitive, because its derivatives can then be differentiated and batched in turn,
+The loop is one primitive, because its derivatives can then be differentiated and batched again,
 and cost only the steps that ran. In forward mode the derivative is a bounded loop again; in reverse
 mode it is a sweep back over the steps, a primitive, too. Both run a known number of steps, so such
 a loop takes `count` steps.
@@ -17,7 +17,7 @@ changes as it goes on (Stumm and Walther, "New algorithms for optimal online che
 Slots are filled in rounds. In the first the carries after 0, 1, ... steps go into all c slots, one
 after another; in the second into those from the second slot on, and so on. So the first slot holds
 its carry of the first round, the second that of the second, and between those at most
-c - 1, c - 2, ... carries are missing. On the way back there is room for them, since later carries
+c - 1, c - 2, ... carries are missing. On the way back there is space for them, since later carries
 are no longer needed. No step is recomputed more than once, and of n steps only n + 1 - c are, the
 fewest possible. That holds for fewer than ``c * (c + 1) / 2`` steps, hence ``sqrt(2 * length)``
 slots.
@@ -399,7 +399,7 @@ def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSigna
             kept = [put_entry(all_, x, now.place_of(n), 0) for all_, x in pairs]
         return n, new, ys, now, kept
 
-    # Checkpoints that nobody uses, as in forward mode, the compiler leaves out.
+    # XLA removes unused checkpoints, as in forward mode.
     first = None if form.kept is None else Round(jnp.stack([n, n]))
     n, carry, ys, last, arrays = lax.while_loop(going_on, step, (n, carry, ys, first, kept[1:]))
     form.steps.end(n, total, carry)
@@ -545,7 +545,7 @@ def run_sweep(
     # only the first carry is used (`Stack.of`). Any number of steps fits then, and more are taken
     # again, as where the number of places is given (Griewank and Walther, "Revolve", 2000).
     #
-    # All numbers of steps are values: a sweep batched once more has lanes at turns of their own.
+    # All numbers of steps are values: a sweep batched once more has lanes at different turns.
     def turn(state: Any) -> Any:
         t, stack, *rest = state
         stack = ahead(stack, t)

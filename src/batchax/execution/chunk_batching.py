@@ -131,7 +131,7 @@ def _as_one(
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
     size = axis.size * loop.size
     most = specs[0].most
-    # More lanes may allow wider chunks, up to the width that was asked for.
+    # More lanes may allow wider chunks, up to the requested width.
     chunk = loop.chunk if most is None else fitting_width(most, size)
     chunk = size if loop.serial else chunk
 
@@ -143,7 +143,7 @@ def _as_one(
             def run(start: Any, *xs: Any) -> list[Any]:
                 # Lanes of a chunk may belong to different outer lanes, which differ in operands
                 # that are whole in `loop`. So what runs is a chunk of one lane, batched over the
-                # lanes: a value has an axis for these, and beside it one of size one for the
+                # lanes: a value has an axis for these, and next to it one of size one for the
                 # chunk's.
                 pairs = [(start, None), *map(_apart, xs, specs, loop.operands)]
                 xs_at = [a for _, a in pairs]
@@ -271,7 +271,7 @@ own_primitive(
     elsewhere=elsewhere,
     types=lambda *avals, loop, program: result_types(loop, program),
     programs=("program",),
-    facts="nests",
+    facts="control",
     rule=_batched,
     jvp=jvp,
     transpose=transpose,

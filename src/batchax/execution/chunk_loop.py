@@ -185,7 +185,7 @@ class ChunkBody:
         self.function = function
         self._names = _compat.names_in_scope() if of is None else of._names
         self._mesh = jax.sharding.get_abstract_mesh() if of is None else of._mesh
-        # In no memo, as what derivative rules close over may be of a trace: it goes with the loop.
+        # Not in a cache: derivative rules may close over values of a trace. Lives with the loop.
         self._staged: dict[Any, ClosedJaxpr] = {}
 
     def staged(self, width: int, operands: Sequence[Value]) -> ClosedJaxpr:
@@ -312,7 +312,7 @@ def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, int) and loop.size % loop.chunk and not loop.gathers:
-        # The last chunk has another width, and so a program of its own. It is staged now and kept:
+        # The last chunk has another width, and so another program. It is traced now and stored:
         # a derivative rule in it may close over values of a trace that is over later.
         loop.program(avals, loop.size % loop.chunk)
     if loop.all_at_once is not None:

@@ -162,7 +162,7 @@ def _only_chunk(body: SectionBody, results: Sequence[Value]) -> _Chunked:
 
 
 def _in_loop(setting: Setting, stage: Stage, env: Env, body: SectionBody) -> _Chunked:
-    # Results that are the same for all lanes are computed once, for the first lane.
+    # Unbatched results are computed once, for the first lane.
     by_target: dict[Target, Found] = {}
     same: list[Target] = []
     if body.shared:  # batching found that all lanes have the same
@@ -509,7 +509,8 @@ def find_chunking(
     check_one_of("residuals", residuals, "recompute", "keep")
     if memory_limit is not None and not is_word(batch_size, "auto"):
         raise ArgumentTypeError(
-            f'memory_limit goes with batch_size="auto"; batch_size is {brief(batch_size)}.'
+            f'memory_limit goes with batch_size="auto"; batch_size is {brief(batch_size)}. Pass '
+            'batch_size="auto", or remove memory_limit.'
         )
     callback = find_progress(progress, fun, "chunks")
     if batch_size is None:

@@ -104,7 +104,7 @@ def run_eagerly(
             if not is_out_of_memory(error) or not may_change or chunk == 1:
                 raise
             if not all(getattr(x, "is_fully_addressable", True) for x in operands):
-                # Others may have had enough memory, and would go on with another program.
+                # Others may have had enough memory, and would continue with another program.
                 error.add_note(
                     f"With several processes {chunk} lanes at a time are not halved where memory "
                     'runs out on one of them. Pass a smaller batch_size, or "auto", on all.'
@@ -112,7 +112,7 @@ def run_eagerly(
                 raise
             reason = str(error).splitlines()[0]
         warnings.warn_explicit(
-            f"out of memory with {chunk} lanes at a time ({reason}): going on with "
+            f"out of memory with {chunk} lanes at a time ({reason}): retrying with "
             f"{chunk // 2}. Pass batch_size={chunk // 2} or less to start there.",
             SmallerChunksWarning,
             *_calling_line(),

@@ -54,7 +54,7 @@ class GatheredLanes(NamedTuple):
     lanes: Any
     counts: Any  # for each, whether it is not a stand-in
     places: Any  # indices to write to; out of bounds for stand-ins, which are dropped
-    alone: Any = None  # the index of the only lane; None if the chunk has room for several
+    alone: Any = None  # the index of the only lane; None if the chunk has slots for several
 
 
 def in_order(active: Any, room: int) -> tuple[Any, Any]:
@@ -97,7 +97,7 @@ def _by_scatter(room: int) -> Any:
         order, _ = _nothing(active, room)
         rank = lax.cumsum(lax.convert_element_type(active, np.int32))
         lanes = lax.iota(np.int32, active.size)
-        outside = lanes + np.int32(order.size)  # each another one: `put` promises unique places
+        outside = lanes + np.int32(order.size)  # all different: `put` declares its indices unique
         places = lax.select(active, rank - np.int32(1), outside)
         return put(order, lanes, places, 0), rank[-1]
 
@@ -135,7 +135,7 @@ def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
     lanes = part_of(order, start, 0, width)
     # Entries after the last active lane are stand-ins.
     first = lax.broadcast(lanes[0], (width,))
-    outside = entries + np.int32(order.size)  # each another one: `put` promises unique places
+    outside = entries + np.int32(order.size)  # all different: `put` declares its indices unique
     return GatheredLanes(
         lax.select(counts, lanes, first), counts, lax.select(counts, lanes, outside)
     )

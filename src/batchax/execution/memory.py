@@ -186,7 +186,7 @@ def fitting_chunk(
 
         def account(chunk: int) -> CompilersAccount:
             waited = time.monotonic() - start
-            # Somebody waits for this, who would see nothing of what is logged below.
+            # The user waits for this, and does not see what is logged below.
             log = logger.warning if waited > _PATIENCE else logger.info
             log(
                 "batch_size='auto': compiling %s for %d of %d lanes at a time, to see what it "
@@ -207,10 +207,10 @@ def _most_of_all(program: str, numbers: Sequence[int]) -> list[int]:
     return list(map(max, *of_all))
 
 
-_PATIENCE = 5.0  # seconds that a choice may take before it is said what is being done
-_SMALL = 8  # lanes from whose account that of more is foreseen
+_PATIENCE = 5.0  # seconds that a choice may take before batchax logs what it does
+_SMALL = 8  # lanes whose memory analysis predicts that of more
 # Bytes of the temporaries of a chunk that a cache holds: of more, each operation reads from memory
-# what another has written. Processor time for 8,192 lanes on two cores, over that of the best of
+# what another has written. CPU time for 8,192 lanes on two cores, over that of the best of
 # six chunk sizes, by megabytes of temporaries; the last of each is all lanes at once:
 #   softmax(q @ q.T) @ q of 32 x 16    2: 1.00     8: 1.26    33: 1.71
 #   sorts of 48 x 48                   3.5: 1.01   14: 1.00   57: 1.20   227: 1.46

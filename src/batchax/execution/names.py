@@ -5,7 +5,7 @@ the lanes of all chunks. So calls that contain either are opened, and the index
 becomes an input of the program, which loops and branches receive as any other value
 unless they hold a collective: these are run for all lanes, and their bodies opened then.
 
-Calls of the host are told the index, too: those that all lanes have in common are made for the
+Host callbacks receive the index, too: those that all lanes have in common are made for the
 first of all, and those of lanes that fill up a device not at all (`rules/callbacks.py`).
 """
 
@@ -62,7 +62,7 @@ class HostCalls:
         batched = {v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None}
         for eqn in jaxpr.eqns:
             named = uses_axis(axis, eqn)
-            # A reduction over the batch is the same for all lanes.
+            # A reduction over the batch is unbatched.
             reduces = named and eqn.primitive.name in _REDUCTIONS
             if not reduces and (named or not batched.isdisjoint(variables(eqn))):
                 batched.update(eqn.outvars)

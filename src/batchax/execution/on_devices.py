@@ -270,7 +270,9 @@ def _fits(x: Value, position: Position, shards: Any) -> bool:
     if not isinstance(x, jax.Array):
         return not _compat.is_reference(x)
     sharding = sharding_of(x)
-    if not isinstance(sharding, NamedSharding):  # on one device, because nobody has said where
+    if not isinstance(
+        sharding, NamedSharding
+    ):  # on the default device, not one that the user chose
         return not isinstance(x, Tracer) and len(x.devices()) == 1 and not x.committed
     if sharding.mesh.empty:
         return True

@@ -235,7 +235,7 @@ class Steps:
     def _tell(
         self, done: Any, total: Any, due: Any, after: Sequence[Any] = (), over: bool = False
     ) -> None:
-        """Calls the host if `due`, from one device of those that run the same program."""
+        """Reports to the host if `due`, from one device of those that run the same program."""
         assert self.callback is not None
         callback = ProgressCallback(self.callback, self.most if total is None else None, over)
         operands = [done, *([] if total is None else [total]), *after]
@@ -263,7 +263,7 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
 
 
 def _call(*operands: Any, callback: ProgressCallback) -> list[Any]:
-    """Calls the host once the operands after the numbers are computed."""
+    """Reports to the host once the operands after the numbers are computed."""
     numbers, after = operands[: callback.numbers], operands[callback.numbers :]
     # The callback waits for one entry, so that arrays are not copied to the host.
     jax.debug.callback(callback, *numbers, *_entry(after))
@@ -289,7 +289,7 @@ def _call_when_computed(*operands: Any, callback: ProgressCallback) -> list[Any]
 def _batched_call(
     axis: Axis, args: Any, axes: Any, /, *, callback: ProgressCallback
 ) -> tuple[list[Any], list[Any]]:
-    # Lanes that left a loop at steps of their own: it goes on to the last of these.
+    # Lanes leave the loop at different steps: it runs until the last of these.
     numbers = zip(args[: callback.numbers], axes, strict=False)
     furthest = [x if a is None else lax.reduce_max(x, (a,)) for x, a in numbers]
     return tell_progress_p.bind(*furthest, *args[callback.numbers :], callback=callback), []

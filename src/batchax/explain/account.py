@@ -172,7 +172,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the compiled program holds, by the compiler's account, in bytes.
+    """The memory of the compiled program, by XLA's memory analysis, in bytes.
 
     Attributes:
       peak: all of it at the worst moment.
@@ -211,10 +211,10 @@ class Devices:
 
     Attributes:
       axes: the axes of the mesh.
-      count: how many devices, or groups of devices along other axes, have lanes of their own.
+      count: how many devices, or groups of devices along other axes, have different lanes.
       each: the lanes that each of them runs.
-      repeated: how many of all those repeat another lane, where lanes do not come out even.
-      replicated: what is the same for all lanes, of which each device has a copy.
+      repeated: how many of all those repeat another lane, where lanes do not divide evenly.
+      replicated: unbatched (shared) arguments, of which each device has a copy.
       collectives: in the order of the compiled program; None where there is none to read.
     """
 
@@ -240,7 +240,7 @@ class Timing:
         compiled examples.
       seconds: of one call: the median of several.
       spread: the fastest and the slowest of these.
-      peak: bytes, by the compiler's account; None for the loop.
+      peak: bytes, by XLA's memory analysis; None for the loop.
       compiling: seconds that it took to stage, batch and compile it; None if that is not known.
       advice: the options that were given because a finding advised it; empty for other ways.
     """

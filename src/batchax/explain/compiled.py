@@ -29,7 +29,7 @@ from batchax.programs.liveness import LiveValue, values_at_peak
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 
-_MOST_HELD = 12  # values in memory that are told of, the largest first
+_MOST_HELD = 12  # values in memory that are listed, the largest first
 _ARGUMENT = re.compile(r"\w+\[(\d+)\]")
 
 
@@ -105,7 +105,7 @@ def _is_sharded(given: Mapping[str, Any], name: str) -> bool:
 
 def _collectives(context: FindingContext) -> Iterator[Collective]:
     for instruction in context.instructions():
-        # One that runs beside others is two instructions, of which the second has its result.
+        # An asynchronous collective is two instructions, of which the second has its result.
         kind = instruction.opcode.removesuffix("-done")
         if kind in _COLLECTIVES:
             yield Collective(kind, instruction.shape.bytes, context.number_of(instruction))
@@ -316,7 +316,7 @@ def _each(
         else:
             each, computed = needed[branch], done.get(branch, 0)
             total, longest = int(each.sum()), int(each.max(initial=0))
-            # In a window of all lanes nobody takes the place of who is done.
+            # In a window of all lanes no lane waits to refill a slot.
             whole = way == "flat" and notes["widths"] == (lanes,) and not _holds_flat(eqn)
             least = lanes * longest if whole else total
             yield StepCount(
@@ -333,5 +333,5 @@ def _each(
 
 
 def _holds_flat(eqn: Equation) -> bool:
-    """Whether lanes are at places of their own between loops inside it, too."""
+    """Whether lanes advance independently between loops inside it, too."""
     return any(e.notes.get("divergence") == "flat" for e in eqn.walk() if e is not eqn)

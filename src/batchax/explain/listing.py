@@ -133,7 +133,7 @@ class Attribution:
         integers = integers_in(program, integers)
         jaxpr = getattr(program, "jaxpr", program)
         for eqn, *_ in plan(jaxpr.eqns, jaxpr.outvars):
-            # What a rule calls has no mark of its own, and belongs to what called it.
+            # What a rule calls has no mark, and belongs to its caller.
             record = self._recorder.record_of(eqn.source_info.name_stack) or around
             with self._recorder.active(inside=record):
                 inner = programs_in(eqn, integers)
@@ -206,7 +206,7 @@ def entries_of(recorder: Recorder, attribution: Attribution) -> list[Entry]:
         if record.run not in used or (record.parent is not None and around is None):
             continue
         tally = attribution.tallies.get(record)
-        # What a rule does by programs of its own belongs to the equation that the rule is of.
+        # Work of jaxprs that a rule makes belongs to the equation of the rule.
         if around is not None and record.parent is not None and not _runs_programs(around):
             of_record[record] = around
             if tally is not None:
@@ -246,7 +246,7 @@ def _places(recorder: Recorder) -> dict[Record, Any]:
             continue
         program, lanes = run.key, lanes_of(records[0].axis)
         operations = tuple(shown_name(r.eqn) for r in records)
-        # For chunks of another size a program may be made again. Then it has the same operations.
+        # Chunks of another size may make a second program, with the same operations.
         first = made.setdefault((around, operations), (lanes, program))
         if first[0] != lanes:
             program = first[1]
@@ -276,7 +276,7 @@ def _used_runs(recorder: Recorder, attribution: Attribution) -> set[Any]:
 def _runs_programs(entry: Entry) -> bool:
     """Whether what is inside an equation is its own, and not how its rule goes about it."""
     eqn = entry.eqn
-    own = facts_of(eqn.primitive).nests or eqn.primitive.name == "call_hi_primitive"
+    own = facts_of(eqn.primitive).control or eqn.primitive.name == "call_hi_primitive"
     return own or is_users(entry.shown) or bool(programs_inside(eqn))
 
 
@@ -353,7 +353,7 @@ class Listing:
             source = caller or source_of(entry.eqn, around)
             role_of_it = record.role or role
             # Calls have no entry: what is inside stands in their place, with the operands' names.
-            if not entry.parts or facts_of(entry.eqn.primitive).nests or is_users(record):
+            if not entry.parts or facts_of(entry.eqn.primitive).control or is_users(record):
                 yield entry, source, role_of_it
                 continue
             program = _program_of(entry.parts[0])

@@ -29,7 +29,7 @@ from batchax.rows.ragged import Ragged
 from batchax.staging import Staged, stage, with_arrays_traced
 from batchax.vmap import vmap
 
-_ROUNDS = 7  # of which the median is told, and the fastest and slowest
+_ROUNDS = 7  # whose median, fastest, and slowest are reported
 _LONGEST = 0.2  # seconds that one measurement of a round may take, except for a single call
 _LONGEST_LOOP = 0.5  # the same of the loop over examples, which runs for some of them
 _MOST_EXAMPLES = 256  # that it runs for; of more it takes proportionally longer
@@ -103,7 +103,7 @@ def measure(
         sizes = [*sizes, None, *_sizes(lanes)]
     sizes = [size for size in dict.fromkeys(sizes) if size != first.batch_size]
     ways += [(size, {}) for size in sizes]
-    # Nobody watches: nothing is shown.
+    # No progress is shown.
     name = name_of(fun)
     shown = Progress(True, f"measuring {name}", len(ways) + 1, unit="ways", attended=True)
     begun, left = [(first, first_call(first))], []

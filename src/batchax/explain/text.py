@@ -57,7 +57,7 @@ def lines_of(
 
 
 def _alone(eqn: Equation) -> Work:
-    """Returns the work of an equation without that of its parts, which have lines of their own."""
+    """Returns the work of an equation without that of its parts, which have separate lines."""
     inside = sum((part.work for part in eqn.parts), Work())
     # Branches count their costliest only, so that parts may add up to more than the whole.
     return Work(
@@ -359,7 +359,7 @@ def _remarks(eqn: Equation) -> str:
     if divergence == "probed":
         remarks.append("lanes masked, until running them sequentially takes less")
     if divergence == "flat":
-        remarks.append("each lane is at a place of its own")
+        remarks.append("each lane advances independently")
     if divergence == "grouped":
         decided = eqn.notes["decided"]
         told = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}

@@ -136,8 +136,8 @@ def _common(names: Sequence[str]) -> str:
 
 SERVICES = {
     "own": "batched by rules of batchax",
-    "user": "by rules of the user's",
-    "jax": "by rules of JAX's",
+    "user": "by rules of the user",
+    "jax": "by rules of JAX",
     "lanes": "sequentially",
     "once": "done once for all lanes",
 }
@@ -147,7 +147,7 @@ SERVICES = {
 STEPS_NOTE = (
     "A step computed for w lanes is w lane-steps; needed are those of each lane by itself. The "
     "bound is the share of what masked lanes would do that cannot be saved: what is needed, or, "
-    "where all lanes are at places of their own at once, as many steps for each as any takes."
+    "where all lanes advance independently, as many steps for each as any takes."
 )
 """What lane-steps are, and the bound."""
 
@@ -220,7 +220,7 @@ def show_lanes_run(eqn: Equation, counted: StepCount) -> str:
         "alone": "sequentially",
         "few alone": "masked, the last ones sequentially",
         "probed": "masked, then sequentially",
-        "flat": f"at places of their own, {widths} at a time",
+        "flat": f"advancing independently, {widths} at a time",
         "grouped": "those that take it",
         "decided": "those that take it, or all if most do",
         "asked of all": "as long as any goes on",

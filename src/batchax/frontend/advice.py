@@ -172,9 +172,7 @@ def carry_in_errors() -> Iterator[None]:
         kind = _kind(error)
         if kind and error.args and " for bounded_while." in str(error) and _SAYS not in str(error):
             needs, instead = kind
-            top = (
-                f"{needs} a value that is known, and what a loop carries is traced. Use {instead}."
-            )
+            top = f"{needs} a concrete value, and the carry of a loop is traced. Use {instead}."
             error.args = (f"{top}{_SAYS}{error.args[0]}", *error.args[1:])
         raise
 
@@ -222,7 +220,7 @@ def _no_reverse(error: Exception) -> str:
 _COMPRESS = "jax.numpy.compress", "batchax.compress(condition, x)"
 _FINDS_SIZES = {
     "Array boolean indices must be concrete": (
-        "x[mask], of an array of booleans,",
+        "x[mask], with a boolean mask,",
         "batchax.compress(mask, x)",
     ),
     "size argument of jnp.nonzero": (
@@ -246,9 +244,8 @@ def _found_sizes(error: Exception) -> str:
         return ""
     what, instead = called
     return (
-        f"{what} has a size that depends on values, and so another one for each lane. "
-        f"{instead} finds it, and what comes out is Ragged. Where a sum or the like is all "
-        "that is needed, jax.numpy.where(mask, x, 0) keeps the shape."
+        f"{what} has a data-dependent size, which differs between lanes. Call {instead}, which "
+        "returns a Ragged. For a sum, jax.numpy.where(mask, x, 0) keeps the shape."
     )
 
 
@@ -263,11 +260,11 @@ _INSTEAD = {
     ),
     jax.errors.TracerArrayConversionError: (
         "NumPy, and other code that takes NumPy arrays, need",
-        "the function of jax.numpy, or jax.pure_callback",
+        "jax.numpy, or call NumPy by jax.pure_callback",
     ),
     jax.errors.ConcretizationTypeError: (
         "`float`, `int`, a shape, and other Python computations need",
-        "functions of jax.numpy; sizes are those of one example",
+        "functions of jax.numpy, and sizes from shapes of one example",
     ),
 }
 
@@ -285,7 +282,7 @@ def _what_python_needed(error: Exception, mapped: Sequence[Any], each: str) -> s
     return (
         f"{needs} a concrete value, and this one is traced. It was computed from\n"
         + "\n".join(lines)
-        + f"\nUse {instead}; or pass None in in_axes for an argument that is the same {each}."
+        + f"\nUse {instead}. Or pass None in in_axes for an argument that is the same {each}."
         + by_name([m.path for m in named])
     )
 
@@ -309,8 +306,8 @@ def _what_is_traced_around(error: Exception, shared: Sequence[SpecifiedLeaf], ea
     first = (named or numbers or traced)[0][0]
     name = getattr(first, "argument", first)
     return (
-        f"{needs} a value that is known. These are the same {each}, and are traced all the same, "
-        "by what is around, such as jax.jit:\n"
+        f"{needs} a concrete value. These are the same {each}, but are traced "
+        "by a transformation around, such as jax.jit:\n"
         + _listed(named or numbers or traced, each="")
         + f"\nPass static_argnames={name!r} to jax.jit, or close over {name}. For a model of "
         f"Equinox, use equinox.filter_jit in place of jax.jit. Or use {instead}."

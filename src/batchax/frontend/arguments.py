@@ -370,7 +370,7 @@ def _hint_for_numbers(wrong: Sequence[Mapped]) -> str:
 
 _IN_LIST = re.compile(r"(.*?)((?:\[\d+\])+)$")
 _TREE_IN_LIST = re.compile(r"\[(\d+)\](.+)$")
-_TREE = "\nA list or tuple is a tree of batches."
+_TREE = "\nA list or tuple is a pytree of batches."
 
 
 def _hint_for_rows(sized: Sequence[Mapped]) -> str:
@@ -507,8 +507,10 @@ def array_inside(value: Value, path: str) -> str:
             f"Pass jax.numpy.stack(list({path})) for one array, or iterate over the results of "
             "batchax.map_batches, which reads a stream of batches. "
         )
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        return f"If it holds rows of different lengths, pass batchax.Ragged.from_rows({path}). "
     inside = getattr(value, "values", None)
-    return f"{path}.values is a NumPy array. Pass that. " if isinstance(inside, np.ndarray) else ""
+    return f"Pass {path}.values, a NumPy array. " if isinstance(inside, np.ndarray) else ""
 
 
 def _as_array(value: Value, path: str, on_host: bool) -> Any:
@@ -532,8 +534,8 @@ def _as_array(value: Value, path: str, on_host: bool) -> Any:
             else f"of type {type(value).__name__}, not an array"
         )
         raise ArgumentTypeError(
-            f"{path} is to be mapped, but it is {kind}. {array_inside(value, path)}"
-            "Pass None in in_axes for it: then it reaches the function as it is." + by_name([path])
+            f"{path} is to be mapped, but it is {kind}. {array_inside(value, path)}To pass it to "
+            "the function unchanged, pass None in in_axes." + by_name([path])
         ) from None
 
 

@@ -6,7 +6,7 @@ axis of each: the user's, with `register_container`, or that of JAX (of sparse m
 
 To the front end a key for each lane, a tile of an array, a container and a sparse matrix of JAX are
 one thing: *parts*, each with its own specification, and a function that builds the whole from them.
-Parts are arrays, or values that have parts in turn.
+Parts are arrays, or values that again have parts.
 
 A type registered with ``jax.interpreters.batching.register_vmappable`` has a pair of functions that
 map over the arrays inside. They run twice: first with a function that collects the arrays and
@@ -74,11 +74,11 @@ class _LaneIndex:
     """Stands for the index of each lane among the arrays of a container.
 
     `to_arrays` of `register_container` may return it with axis 0. `to_example` then gets an int32
-    scalar: 0 in the first lane, for any chunks or mesh. Other arrays, or ``axis_size``, give the
+    scalar: 0 in the first lane, for any chunks or mesh. Other arrays, or ``axis_size``, set the
     number of lanes.
 
     Example:
-      >>> class Grid:  # points from `start`, a step apart, which nobody stores
+      >>> class Grid:  # points from `start`, a step apart, which are not stored
       ...     def __init__(self, start, step, size):
       ...         self.start, self.step, self.size = start, step, size
       >>> bx.register_container(
@@ -105,8 +105,8 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
     to_example, _ = _compat.own_batches(value)
     arrays, axes = [], []
 
-    # The registration asks for each array of one example. The first time it is asked what it wants,
-    # the second time (`join`) it gets that.
+    # The registration asks for each array of one example. The first call notes what it reads,
+    # the second (`join`) receives that.
     def note(x: Value, axis: Any) -> Any:
         arrays.append(x)
         axes.append(axis)
@@ -124,7 +124,7 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
 
 def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts:
     """Takes an output of a type that is registered with JAX apart, for one of `size` lanes."""
-    if spec is None:  # it depends on no lane, or is refused with the arrays it is made of
+    if spec is None:  # it depends on no lane, or its arrays raise an error
         made_of, structure = jax.tree.flatten(value)
         return Parts(
             made_of, [None] * len(made_of), lambda outs: jax.tree.unflatten(structure, outs)
@@ -212,7 +212,7 @@ def _nothing(shape: Sequence[Any], like: Any) -> Any:
 
 @dataclass(frozen=True)
 class Container:
-    """Says how batches of one type are taken apart and put together (see `register_container`)."""
+    """Holds how batches of a type are split into arrays and rebuilt (see `register_container`)."""
 
     type: type
     spec_type: type
@@ -232,7 +232,7 @@ class BatchOfRows:
         raise NotImplementedError
 
     def check_is_one_batch(self, called: str = "Ragged") -> None:
-        """Refuses what JAX has made of batches and is none: a derivative, or a stack of several.
+        """Raises for what JAX made of batches and is not one: a derivative, a stack of several.
 
         Raises:
           ArgumentTypeError: it is one of these. The message begins with what it is `called`.
@@ -284,8 +284,8 @@ def register_container(
       spec_type: The type of specifications. Default: int. Tuples, lists, and dicts are not allowed,
         because they describe pytrees.
 
-    An array may itself be a container, with the axis of its own registration. If the type is a
-    pytree, ``jax.vmap`` still maps its leaves.
+    An array may itself be a container, with the axis that its registration returns. If the type
+    is a pytree, ``jax.vmap`` still maps its leaves.
 
     Raises:
       ArgumentTypeError: `type` or `spec_type` is not a type, or `spec_type` describes pytrees.

@@ -1,6 +1,6 @@
 """The axis of each leaf of the arguments, from specifications that are prefixes of their pytree.
 
-`in_axes=0`, `in_axes=({"w": None}, 1)` and `out_axes=(0, None)` all give the batch axis of each
+`in_axes=0`, `in_axes=({"w": None}, 1)` and `out_axes=(0, None)` all describe the batch axis of each
 leaf. Such a specification is spread here over the leaves that it covers, with an error that names
 the argument if it does not fit.
 
@@ -37,7 +37,7 @@ class SpecifiedLeaf:
     path: str
     value: Value
     spec: Any
-    inside: bool = False  # whether it is said of a tree which this is a leaf of, not of itself
+    inside: bool = False  # whether `spec` describes a pytree with this leaf, not the leaf itself
 
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -235,10 +235,9 @@ def check_same(
     for path, x in objects:
         if not is_same(x, same.get(path)):
             raise ArgumentTypeError(
-                f"the function returned {path} of type {type(x).__name__}, which is not an array, "
-                "and is another object each time that the function is traced. Every output of a "
-                "batched function must be an array or a number, or an object from outside the "
-                "function."
+                f"the output {path} is of type {type(x).__name__}, not an array, and is another "
+                "object each time that the function is traced. Return arrays, numbers, and objects "
+                "from outside the function."
             )
 
 
@@ -283,7 +282,7 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -
 
 
 def as_a_call(called: str, fun: Any, given: Any) -> str:
-    """Says how to give values that stand where axes belong; empty if `given` is none."""
+    """Advises on values passed in place of axes; empty if `given` is not one."""
     name, array = name_of(fun), hasattr(given, "shape") and hasattr(given, "dtype")
     if called == "scan" and (array or isinstance(given, (float, complex))):
         return (

@@ -197,7 +197,7 @@ _BY_POSITION = ("map", "map_batches")  # where keyword arguments are options alo
 
 
 def translate_argument_names(fun: F) -> F:
-    """Makes what users call raise an error for unknown options, which says what to give instead.
+    """Makes what users call raise an error for unknown options, which names the right one.
 
     Options of `vmap` and `scan` without a function raise one, too.
     """

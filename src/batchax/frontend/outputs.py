@@ -252,8 +252,8 @@ def check_array(value: Value, path: str) -> None:
         )
     if not is_array(value):
         raise ArgumentTypeError(
-            f"the function returned {path} of type {type(value).__name__}, which is not an "
-            "array. Every output of a batched function must be an array or a number."
+            f"the output {path} is of type {type(value).__name__}, not an array. Return arrays "
+            "and numbers from a batched function."
         )
 
 
@@ -303,8 +303,7 @@ def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
     """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(
-            f"out_axes gives {spec!r} for {path}, and {nothing}: of nothing there is no "
-            f"{spec.kind}."
+            f"out_axes gives {spec!r} for {path}, and {nothing}: nothing has no {spec.kind}."
         )
 
 

@@ -256,8 +256,8 @@ def check(reduction: Reduction, output: Any, path: str) -> None:
             jnp.iinfo(x.dtype).min <= number <= jnp.iinfo(x.dtype).max
         ):
             raise ArgumentTypeError(
-                f"neutral of {reduction!r} is {brief(number)}, which is no {x.dtype}, as a state "
-                f"of {path} has. Pass a function of the dtype that returns one."
+                f"neutral of {reduction!r} is {brief(number)}, which is not a value of "
+                f"{x.dtype}, the dtype of {path}. Pass a function of the dtype that returns one."
             )
     result = jax.eval_shape(lambda s: finished(reduction, s, 2), state)
     if not _is_array(result):

@@ -23,12 +23,12 @@ class Layout(StrEnum):
 
 
 class GroupsOfRows:
-    """Base of what `buckets` may be beside a number: which rows run together."""
+    """Base of what `buckets` may be besides a number: which rows run together."""
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Holds what `vmap` was asked for where rows are concerned."""
+    """Holds the options of `vmap` for variable-length rows."""
 
     layout: Layout = Layout.AUTO
     buckets: int | GroupsOfRows | None = None

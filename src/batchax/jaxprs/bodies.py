@@ -30,8 +30,8 @@ class Body:
     # "body" of a loop, "condition" of a `while`, "branch 0" and so on of a `cond`, or "call"
     role: str
     program: Any  # as the equation holds it: with its constants or without
-    # For each input the operand it comes from: itself, the first value of what is carried, or what
-    # is taken apart. Empty if unknown, of third parties.
+    # For each input the operand it comes from: itself, the first value of a carry, or the
+    # array that is scanned over. Empty if unknown, of third parties.
     operands: tuple[int, ...]
     # For each output the result it goes to: itself (of a carry, after the last step), or what it is
     # a part of. Empty for a condition.

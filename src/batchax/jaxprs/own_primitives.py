@@ -1,7 +1,7 @@
 """What the primitives of batchax do, as ordinary operations of JAX.
 
 Such a primitive exists only so that a derivative or an outer batch axis can treat what it does
-as one thing. Compilers get the operations it stands for, and so does whoever reads a program.
+as one thing. Compilers and readers of jaxprs get the operations it stands for.
 """
 
 from __future__ import annotations

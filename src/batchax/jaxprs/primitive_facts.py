@@ -1,8 +1,8 @@
 """What each primitive is: said once, by the module that has its rule, and asked by many.
 
 How lanes are masked, rows packed, programs compared and costs estimated depends on properties of
-primitives. A family says them beside its rules, in a table: words, and the primitives they are
-true of. What nobody has said is taken to be false, which is safe, and may be slow.
+primitives. Each family lists them next to its rules, in a table: words, and the primitives they are
+true of. The default is false, which is safe, and may be slow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Facts:
     marked: bool = False  # of a call: says how its program is to be compiled or run
     once: bool = False  # a call of the host that is made once, for all lanes
     guarded: bool = False  # runs for active lanes only, which the primitive gets
-    nests: bool = False  # what is inside runs more or less often than what is around it
+    control: bool = False  # control flow: its body runs more or less often than the code around it
     combines: bool = False  # its program is the function that combines two elements
     names: str = ""  # the parameter with named axes that no effect tells of
     looks: bool = False  # looks at all lanes, through the batch axis: they share the result
@@ -100,7 +100,7 @@ def body_parameter(primitive: _compat.Primitive, params: Mapping[str, Any]) -> s
 
 
 def has_entry(primitive: _compat.Primitive) -> bool:
-    """Whether somebody has said what `primitive` is, even if nothing is true of it."""
+    """Whether a table lists `primitive`, even if no fact is true of it."""
     by_name = primitive.name in _facts and not _compat.is_namesake(primitive)
     return by_name or primitive in _facts
 

@@ -5,7 +5,7 @@ would compile each time. Two programs with equal keys have the same operations, 
 same parameters, wired alike, and the same functions of the user's behind callbacks and
 derivative rules. What cannot be compared counts as different.
 
-There are two other equalities, each for a purpose of its own: the canonical form (of `programs/`)
+There are two other equalities, each for another purpose: the canonical form (of `programs/`)
 sees through other ways to write what is computed, and compares constants by what they hold; and
 the fingerprint of a dataset outlives the process.
 """
@@ -126,6 +126,6 @@ _KEYS: Sequence[tuple[type | tuple[type, ...], _Parts]] = (
     ((tuple, list), _of_items),
     (float, lambda x, inside: repr(x)),  # of zeros the sign, too
     (ShapedArray, _of_type),
-    # Each program with symbolic sizes has symbols of its own, which do not compare with others.
+    # Symbols of sizes belong to one program, and do not compare with others.
     (_compat.SIZE, lambda dim, inside: str(dim)),
 )

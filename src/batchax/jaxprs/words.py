@@ -58,7 +58,7 @@ class Eqn(Protocol):
 
 
 class Jaxpr(Protocol):
-    """A program, or a part of one; the values of its constants are given beside it."""
+    """A program, or a part of one; the values of its constants are passed separately."""
 
     @property
     def eqns(self) -> Sequence[Any]:

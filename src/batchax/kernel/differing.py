@@ -74,7 +74,7 @@ _asked = Memo("predicates asked of each lane", most=256)
 @kept_with("whether lanes stay together in a loop")
 def _stays_together(jaxpr: Jaxpr) -> bool:
     """Returns whether a program checks that lanes stay in lockstep, loops in it aside."""
-    # Loops inside are asked separately, as they have predicates.
+    # Loops inside are checked separately, as they have predicates.
     eqns = with_inside(jaxpr.eqns, lambda eqn: not control_flow(eqn.primitive).test)
     return any(eqn.primitive.name == "nonbatchable" for eqn in eqns)
 
@@ -106,7 +106,7 @@ OPENED = frozenset(
 )
 
 Differs = tuple[bool, ...]
-"""For each of some values whether lanes have values of their own."""
+"""For each of some values whether it is batched."""
 
 
 class Differing(NamedTuple):

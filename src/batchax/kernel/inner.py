@@ -91,7 +91,7 @@ def batch_inner(
     out_axes = anywhere if out_axes is ANYWHERE else tuple(out_axes)
     key = (axis, in_axes, varying, lanes_vary_over(axis), read)
     built, context = _memory()
-    # A program that was built for any placement may already have the axes that are asked for.
+    # A program that was built for any placement may already have the requested axes.
     fits = built.find(((key, anywhere), context), owner=body)
     if fits is not None and all(w in (ANYWHERE, a) for w, a in zip(out_axes, fits[1], strict=True)):
         return fits
@@ -142,8 +142,8 @@ def emitted(
         return emit(*operands)
     types = tuple(map(jax.typeof, operands))
     key = "emitted", axis, types, tuple(axes), more
-    # JAX caches jaxprs of its own functions, so the same body occurs in many programs. Bodies that
-    # occur once are not worth tracing separately.
+    # JAX caches the jaxprs of functions such as `jnp.where`, so one body occurs in many jaxprs.
+    # Bodies that occur once are not worth tracing separately.
     if not remembered(body, key, _Met).again():
         return emit(*operands)
     program, out_axes = remembered(
@@ -153,7 +153,7 @@ def emitted(
 
 
 class _Met:
-    """Remembers whether it was asked before."""
+    """Remembers whether it was called before."""
 
     def __init__(self) -> None:
         self._met = False
@@ -165,7 +165,7 @@ class _Met:
 
 def _memory() -> tuple[Memo, Hashable]:
     """Returns the cache of batched programs, and the context that they depend on."""
-    # Rules of derivatives are asked only where something may be differentiated, and while notes
+    # Rules of derivatives are called only where something may be differentiated, and while notes
     # are taken each record has its own marks.
     built, place = recording.memory() or (_built, None)
     return built, (place, _compat.trace_context(), registrations(), may_be_differentiated())

@@ -71,7 +71,7 @@ def run_without_rule(
         return list(bind_equation(eqn, xs))
 
     if _compat.jax_has_rule(primitive):
-        # The results leave `jax.vmap` as a description, beside its outputs: as one of those, each
+        # The results leave `jax.vmap` as a description, next to its outputs: as one of those, each
         # would have to be placed at an axis, be it batched or not.
         def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, Position]]]:
             return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
@@ -205,7 +205,7 @@ def evaluate_in_order(
             else:
                 waiting.append(step)
                 made.update(step.outputs)
-        else:  # what it calls is the same for all lanes
+        else:  # one host callback, as no operand is batched
             run_waiting()
             run([step])
     run_waiting()
@@ -250,7 +250,7 @@ def _needs_all(axis: Axis, eqn: Eqn) -> bool:
 def _repeats(eqn: Eqn, first: Placed) -> bool:
     """Returns whether an equation may run a jaxpr another number of times than once a lane."""
     together = control_flow(eqn.primitive).branches and first[1] is None
-    return facts_of(eqn.primitive).nests and not together
+    return facts_of(eqn.primitive).control and not together
 
 
 def _needed(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
@@ -270,7 +270,7 @@ def _run_lanes(
     needed: set[Any],
 ) -> None:
     """Runs steps for one lane after the other, and stores `needed` outputs in `env`."""
-    # Of calls whose results nobody reads in a scan JAX's reverse mode makes none.
+    # JAX's reverse mode drops calls in a scan whose results are unused.
     calls = {v for step in steps if _compat.in_order(step.eqn.effects) for v in step.outputs}
     made = {v for step in steps for v in step.outputs}
     read_here = dict.fromkeys(v for step in steps for v in variables_in(step.inputs))
@@ -339,8 +339,8 @@ def interpret(
 ) -> tuple[list[Any], list[Position]]:
     """Runs the per-example `jaxpr` for all lanes of `axis`.
 
-    Entries of `axes` are the position of the batch axis in each operand, or None; the results have
-    theirs. `read` says which outputs the caller reads, for rules that depend on it; None for all.
+    Entries of `axes` are the position of the batch axis in each operand, or None; so for the
+    results. `read` says which outputs the caller reads, for rules that depend on it; None for all.
     """
     effectful = [eqn for eqn in jaxpr.eqns if eqn.effects]  # most programs have none
     # A reference must have a part for each lane before something batched is written to it.
@@ -423,7 +423,7 @@ def batch_looked_at(
     body = program_called(eqn) if facts.body else None
     try:
         # Loops and primitives of batchax compute masked values inside, which must stay hidden.
-        if facts.nests or is_own(primitive):
+        if facts.control or is_own(primitive):
             return hidden()
         # Inside `jit`, JAX checks the results of the compiled program.
         if in_jit():
@@ -457,7 +457,7 @@ def batch_looked_at(
 
 def _fits(eqn: Eqn, operands: Sequence[Value]) -> bool:
     """Returns whether the equation is valid for the operand types inside ``shard_map``."""
-    casts = eqn.primitive.name == "pvary"  # JAX refuses to cast a value that varies already
+    casts = eqn.primitive.name == "pvary"  # JAX raises for a cast of a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
 
 

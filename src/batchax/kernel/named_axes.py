@@ -36,7 +36,7 @@ from batchax.kernel.axis import Axis, Position, axis_to_front, lanes_vary_over, 
 from batchax.kernel.registry import is_foreign, registrations
 from batchax.memo import kept_with
 
-# In the place of names, for a call whose batching rule, of a user, is told the name of the axis:
+# In the place of names, for a call whose batching rule, of a user, receives the name of the axis:
 # whichever that is, the rule may use it.
 ANY_NAME = object()
 
@@ -76,7 +76,7 @@ def gives_index(eqn: Eqn, name: Hashable) -> bool:
 
 
 def has_rules(eqn: Eqn) -> bool:
-    operation = eqn.params.get("_prim")  # of a `call_hi_primitive`, with parameters of its own
+    operation = eqn.params.get("_prim")  # of a `call_hi_primitive`, with separate parameters
     inside = not _HIGH_RULES.isdisjoint(getattr(operation, "params", ()))
     return inside or not _RULES.isdisjoint(eqn.params)
 
@@ -258,7 +258,7 @@ def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequenc
     """Binds as `bind_equation`, for operands that vary over more axes than for one example."""
     if not _compat.checked_axes():
         return bind_equation(eqn, operands, **changes)
-    if eqn.primitive.name == "pvary":  # JAX refuses to cast a value that varies already
+    if eqn.primitive.name == "pvary":  # JAX raises for a cast of a value that varies already
         return [_compat.varying_as(x, v.aval) for x, v in zip(operands, eqn.outvars, strict=True)]
     return bind_equation(eqn, vary_alike(eqn, operands), **changes)
 

@@ -361,7 +361,7 @@ def own_primitive(
       primitive: its name, or what `declare` returned.
       called: what users call what it does, for messages and listings.
       operations: what it stands for, a function of its operands and parameters made of ordinary
-        operations. Compilers get these, and whoever reads a program or asks what it costs.
+        operations. Compilers, listings, and cost models get these.
       types: the types of its results, from those of its operands and the parameters.
       programs: the parameters that hold programs which it runs, or tuples of them; none of most.
         They say what its effects are, and may hold a collective over an axis that is mapped.
@@ -398,7 +398,7 @@ def own_primitive(
     primitive.def_impl(compute)
     primitive.def_effectful_abstract_eval(abstract)
     stands_for(primitive, operations, called, on_cpu, elsewhere)
-    steps = programs if "nests" in facts.split() else ()
+    steps = programs if "control" in facts.split() else ()
     _compat.set_key_use(primitive, operations_of, lambda params: held_programs(params, steps))
     if programs:
         held = lambda params: held_programs(params, programs)

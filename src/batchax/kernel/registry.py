@@ -196,8 +196,8 @@ def _types_for_one(
 
 
 _MEANING = (
-    "The position says where a result has the lanes; it is None for a result that is the same for "
-    "all lanes, which has the shape it has for one example."
+    "The position says where a result has the lanes; it is None for an unbatched result, "
+    "which has the shape it has for one example."
 )
 
 
@@ -641,7 +641,7 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
 def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
     rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
     register_rule(primitive)(rule)
-    if is_foreign(primitive):  # what JAX's are is said in the tables of their families
+    if is_foreign(primitive):  # those of JAX are in the tables of their families
         describe([primitive], **facts)
 
 

@@ -41,7 +41,7 @@ from batchax.rows.ragged import Ragged
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 
-_WITH_VALUES = 5  # lanes of which the operands are shown, and causes that are told
+_WITH_VALUES = 5  # lanes of which the operands are shown, and causes that are listed
 _NAMED = 8  # lanes of one cause that are numbered
 
 

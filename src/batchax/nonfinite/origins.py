@@ -1,7 +1,7 @@
-"""Evaluating a program with, beside each value, where what is not finite in it came from.
+"""Evaluates a program, and records for each value where non-finite numbers in it came from.
 
 While a program is evaluated, one number is computed of each value, the greatest of its magnitudes,
-and what it was made of is written down. When origins are asked for, all values on the way are
+and what it was made of is written down. When origins are requested, all values on the way are
 looked at together: each points to the operand that is to blame, and pointers are followed by
 doubling (Wyllie 1979), in as many rounds as the length of the way has bits. To mark each result
 when it is made took 30 equations for one of the user, and as much longer to compile.
@@ -149,7 +149,7 @@ def _found(
     worsts: list[list[Any]],
     origins: list[Any],
 ) -> Any:
-    """Returns the origins of the links that are asked for."""
+    """Returns the origins of the requested links."""
     made, roots, joints, asked = every
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
     kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
@@ -513,7 +513,7 @@ class Evaluator:
 
 
 _ONLY_MOVE = ("transpose", "rev", "neg", "copy")
-_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, if nobody differentiates them
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, unless they are differentiated
 
 
 def _plain(values: Sequence[Value]) -> list[Marked]:

@@ -136,7 +136,7 @@ def is_placed(sharding: Any) -> bool:
 
 
 IMPURE = frozenset({"rng_uniform"})
-"""Primitives that give something else each time, which JAX does not call an effect."""
+"""Primitives with other results each time, which JAX does not treat as an effect."""
 
 CanonicalRule = Callable[["CanonicalProgram", Any, list[CanonicalValue]], list[CanonicalValue]]
 rules: dict[str, CanonicalRule] = {}
@@ -298,7 +298,7 @@ class CanonicalProgram:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         outside, self.level = self.effect, self.level + 1
-        # Effects in a body form a chain of their own, which starts at its level.
+        # Effects in a body form a separate chain, which starts at its level.
         self.effect = self.leaf("effect", self.level, (), (), None)
         try:
             yield

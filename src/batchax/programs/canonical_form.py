@@ -417,7 +417,7 @@ _WITH_RULES = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
 }
-"""Calls that have rules of their own for derivatives or batches, and what holds their program."""
+"""Calls with custom rules for derivatives or batches, and the parameter with their jaxpr."""
 
 
 def _call(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[CanonicalValue]:
@@ -441,7 +441,7 @@ def _loop(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> list[Can
     reads = [x.node for x in entering]
     key: list[Hashable] = [(name, eqn.params.get(name)) for name in _HOW_IT_RUNS]
     inner: list[int] = []
-    # The carry enters at a node of the loop's depth, so equal bodies give equal nodes.
+    # The carry enters at a node of the loop's depth, so equal bodies have equal nodes.
     for each in bodies:
         # Constants keep the view that they have outside.
         def inputs(level: int, each: Body = each) -> list[CanonicalValue]:
@@ -490,7 +490,7 @@ def _shard_map(p: CanonicalProgram, eqn: Eqn, args: list[CanonicalValue]) -> lis
         for spec, v, x in zip(eqn.params["in_specs"], program.jaxpr.invars, args, strict=True)
     ]
     results = []
-    # A node for each result: what nobody needs is gone, in whatever order they are returned.
+    # A node for each result: unused values are gone, in whatever order they are returned.
     for spec, v, x in zip(
         eqn.params["out_specs"], eqn.outvars, p.read(program, inputs), strict=True
     ):

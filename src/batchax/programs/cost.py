@@ -482,7 +482,7 @@ def bytes_moved(eqn: Eqn, differs: Sequence[bool] | None = None) -> int:
 
 
 PART_OF_OTHERS = VIEWS | {"broadcast_in_dim", "convert_element_type"}
-"""Primitives that are never operations of their own."""
+"""Primitives that are never separate operations."""
 
 
 def is_fused(primitive: _compat.Primitive) -> bool:
@@ -701,7 +701,7 @@ class Weights:
 
 
 # Rough figures. How well they decide, benchmarks tell: for lanes together `divergence` and `rules`,
-# for rows `rows`. By those of findings nothing is run: they order what is told, and advise.
+# for rows `rows`. By those of findings nothing is run: they order the report, and advise.
 
 VECTORIZED = Weights(transcendental=0.2, fused=0.0)
 """The share of one of many lanes that run at once. Functions fill vector registers, and what acts
@@ -715,7 +715,7 @@ SCALAR = Weights(transcendental=4.0, fused=0.0, flop=0.06, place=15.0)
 """A lane by itself, in a loop that is one function: nothing fills vector registers."""
 
 FINDINGS = Weights(transcendental=0.03, byte=0.1, fused=0.1, flop=0.03)
-"""What is told of a program, most expensive first, by the operations and bytes that a listing
+"""Weights of findings, most expensive first, by the operations and bytes that a listing
 shows: in it functions are operations as others, and arrays of all lanes lie in memory, not in a
   cache."""
 

@@ -161,7 +161,7 @@ Around = Callable[[Any], AbstractContextManager[Any]]
 
 
 _CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "custom_linear_solve"))
-"""What calls a program, besides what is said to."""
+"""Primitives that call a program, besides those that `bodies` lists."""
 
 
 class Counted:
@@ -189,7 +189,7 @@ class Counted:
             self._kept.append(jaxpr)
             # Set before recursion, as a jaxpr is shared by equations.
             self._opened[id(jaxpr)] = False
-            # All are looked at: each has marks of its own.
+            # All are checked: each has separate marks.
             answers = list(map(self._is_opened, jaxpr.eqns))
             self._opened[id(jaxpr)] = any(answers)
         return self._opened[id(jaxpr)]
@@ -249,7 +249,7 @@ class Counted:
             return outs
 
         def read(v: Any) -> Any:
-            # What nobody reads has perhaps not been computed.
+            # An unused value may not have been computed.
             return v.val if isinstance(v, Literal) else env.get(v)
 
         walk(plan(jaxpr.eqns, outvars, _is_kept, self._reads), env, read, run_step)

@@ -298,7 +298,7 @@ class _Lives:
     def _returned(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Returns the result of a computation, alive at its end."""
         result = self._run(name, arguments)
-        # The end is a moment of its own, at which all results are alive.
+        # The end is a separate moment, at which all results are alive.
         self.end += 1
         self._read(result)
         return result

@@ -40,15 +40,15 @@ class Thresholds(NamedTuple):
     max_move_steps_nested: float = 0.12
     """The same for each step of a nested loop, or all lanes run first.
 
-    nests: NUTS 512 chains, beam search."""
+    `nests`: NUTS 512 chains, beam search."""
     min_work: Nanoseconds = Nanoseconds(55 * LAUNCH)
-    """Time of a step of all lanes beside which it is little to count, leave, or enter and leave.
+    """Time of a step of all lanes next to which counting, leaving, and entering cost little.
 
-    nests: rejection sampling, elliptical slice, scan of whiles; search: Newton, Kepler."""
+    `nests`: rejection sampling, elliptical slice, scan of whiles; search: Newton, Kepler."""
     min_branch_work: Nanoseconds = Nanoseconds(55 * LAUNCH)
-    """The same of a branch, beside asking who takes it.
+    """The same of a branch, next to finding which lanes take it.
 
-    On a GPU: divergence: 20 products; nests: an expensive branch in 1% of the steps."""
+    On a GPU: divergence: 20 products; `nests`: an expensive branch in 1% of the steps."""
     min_core_work: Nanoseconds = Nanoseconds(84 * LAUNCH)
     """Time of a step of a window that keeps a core as busy as all lanes do.
 
@@ -88,7 +88,7 @@ class Thresholds(NamedTuple):
     min_serial_gain: float = 1.5
     """How many times as long as lanes that run one after another all lanes take, masked.
 
-    nests: NUTS 512 chains; search: crop and flip."""
+    `nests`: NUTS 512 chains; search: crop and flip."""
     min_copy_cost: float = 2.0
     """How many times as long as in blocks a branch takes with copies of what all lanes read.
 
@@ -106,7 +106,7 @@ class Thresholds(NamedTuple):
     windows: int = 1
     """windows of a loop besides the run of all lanes: each is compiled"""
     asked: bool = False
-    """whether the user asks for lanes to run apart, and what cannot is refused"""
+    """whether the user passed "compact", which raises where lanes cannot run apart"""
 
     @property
     def few_cores(self) -> bool:
@@ -155,7 +155,7 @@ class Thresholds(NamedTuple):
         return 3 * self.min_copy_cost
 
 
-# On a GPU a step of a loop takes as long for few lanes as for thousands, and the host is asked at
+# On a GPU a step of a loop takes as long for few lanes as for thousands, and the host checks at
 # each whether there is another, which takes as long as seven operations. So all lanes run first,
 # and the last in a window if they save much; and lanes that are done with a nested loop do not wait
 # for others. Nothing is a single kernel, no window is narrower than the device.

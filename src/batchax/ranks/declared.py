@@ -155,7 +155,7 @@ def _annotated_dim(where: str, text: str) -> Dim:
     if bare.isdigit():
         return Dim(bare, size=int(bare), or_one=or_one)
     if bare.isidentifier():
-        # Of one name in a tree ("?n") each leaf has a size of its own.
+        # Of one name in a tree ("?n") each leaf has its size.
         return Dim(bare, name=None if "?" in text else bare, or_one=or_one)
     return Dim(bare, or_one=or_one, formula=True)
 

@@ -34,7 +34,7 @@ from batchax.rules.in_place import masked, updated_operands
 from batchax.rules.loops import run_parting
 from batchax.rules.masking import expand_like, hazards, is_inexact, plan_masking, run_masked
 
-enter("linear nests: cond")  # what its branches are is looked at
+enter("linear control: cond")  # facts of its branches are read separately
 
 
 @register_rule(cond_p)
@@ -52,7 +52,7 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
 
 
 def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
-    """Runs every branch for all lanes, which then select the results of theirs."""
+    """Runs every branch for all lanes, which then select their results."""
     branches, index = parting.programs, parting.index
     # A branch may take the mask of its lanes, unless lanes synchronize in it.
     apart = not any(hazards(branch.jaxpr).collective for branch in branches)

@@ -153,8 +153,8 @@ CALLS = (
     *enter("linear moderate marked: program_order", body=("call_jaxpr",)),
 )
 enter("linear moderate: jit", body=("jaxpr",))
-enter("linear moderate: composite")  # which promises more than its program does
-enter("endless costly: custom_vmap_call")  # what the rule of a user's will do is not known
+enter("linear moderate: composite")  # whose name means more than its program
+enter("endless costly: custom_vmap_call")  # what the user's rule will do is unknown
 enter(": call_hi_primitive linear_call remat_opt run_state")
 
 
@@ -221,7 +221,7 @@ _jit_p: Any = _compat.find_primitive("jit")
 
 @register_rule("composite")
 def _composite(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
-    # A composite promises a compiler that its body is the operation of that name, for
+    # A composite declares to a compiler that its body is the operation of that name, for
     # arrays of these ranks. With one more axis that is no longer so: what remains is
     # the body.
     body = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]

@@ -251,7 +251,7 @@ def _gathering(primitive: _compat.Primitive) -> None:
         else:
             size = params["axis_size"] if groups is not None else axis.size
             out = broadcast_axis(Axis(size), x, dim)
-        # Gather over the faster axes first, so that dimensions nest from slow to fast.
+        # Gather over the faster axes first, so that dimensions are ordered from slow to fast.
         for others, place in ((after, dim + 1), (before, dim)):
             if others:
                 changed = dict(axis_name=others, all_gather_dimension=place, tiled=False)
@@ -485,7 +485,7 @@ def _take_ragged(operand: Value, output: Any, starts: Any, sizes: Any, targets: 
     lanes, rows = operand.shape[:2]
     if lanes * rows == 0:
         return output
-    # Users may give each in another type; -1 and the number of all rows must fit into that of all.
+    # Each may have another type; -1 and the number of all rows must fit into that of all.
     dtype = np.dtype(f"i{max(4, *(x.dtype.itemsize for x in (starts, sizes, targets)))}")
     by_receiver = lambda x: jnp.swapaxes(x.astype(dtype).reshape(lanes, lanes, -1, 1), 0, 1)
     starts, sizes, targets = map(by_receiver, (starts, sizes, targets))

@@ -119,7 +119,7 @@ def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
     try:
         return find()
     except Exception:
-        # A rule that refuses to run must not fail a call that is not differentiated. If it is, the
+        # A rule that raises must not fail a call that is not differentiated. If it is, the
         # rule runs again, and says so itself.
         return [None] * n_out
 
@@ -246,7 +246,7 @@ class ReverseRule:
     ) -> None:
         self.axis, self.bwd, self.captured, self.in_axes = axis, bwd, captured, in_axes
         self.types = types  # of the inputs
-        # In no memo, as what the rule closes over may be of a trace: it goes with this call.
+        # Not in a cache: the rule may close over values of a trace. It lives as long as this call.
         self._staged: dict[Any, Any] = {}
 
     def __call__(self, kept: Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:

@@ -320,7 +320,7 @@ def _moved_out(active: Any, indices: Any, size: int) -> Any:
     def number(n: int) -> Any:
         return np.asarray(n, indices.dtype)
 
-    # The scatter may promise unique and sorted indices, so all move by the same amount, below zero.
+    # The scatter may declare unique and sorted indices, so all move by the same amount, below zero.
     within = lax.clamp(number(-1), indices, number(size - 1))
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 

@@ -178,7 +178,7 @@ def _at(x: Aval | Value, first: bool) -> int:
 
 
 def _operations(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
-    at = 0 if first else -1  # a product has no lanes of its own: it is batched
+    at = 0 if first else -1  # a product has no axis of lanes: it is batched
     return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 

@@ -261,7 +261,7 @@ class MaskedBody:
             differentiable=(),
             updated=range(calls),
             updates=updates_in_place(body, len(positions)),
-            may_take_mask=not test.out_avals[0].shape,  # unless an example has lanes of its own
+            may_take_mask=not test.out_avals[0].shape,  # unless an example has an inner batch
         )
         return cls(axis, body, positions, plan, calls)
 
@@ -390,8 +390,8 @@ def _inside(axis: Axis, steps: Any) -> Axis:
 
 enter(
     """
-    linear costly nests: scan
-    endless costly nests: while
+    linear costly control: scan
+    endless costly control: while
     """
 )
 

@@ -1,4 +1,4 @@
-"""Masked lanes: what their jaxprs could do to others, and safe values in place of theirs."""
+"""Masked lanes: harm that their jaxprs could do, and safe values in place of their operands."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def plan_masking(
       program: the program of one example, without its constants.
       positions: where its operands have the batch axis.
       differentiable: the operands that derivatives may be taken of.
-      updated: operands that masked lanes have of their own, as they were: never replaced.
+      updated: operands whose masked lanes stay as they were: never replaced.
       updates: whether it updates arrays in place.
       may_take_mask: whether the program can be written so.
     """

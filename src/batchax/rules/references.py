@@ -1,7 +1,7 @@
 """Mutable references: reading, writing and adding in place.
 
 The batch axis of a reference is one more dimension to index. Where the indices
-are the same for all lanes that dimension is taken whole; where they are not, it
+are unbatched, that dimension is taken whole; where they are batched, it
 is indexed by the number of the lane, together with all the others.
 """
 
@@ -92,7 +92,7 @@ def _check_batched(position: Position) -> None:
             "the function writes a value that depends on the batch, or writes at an index that "
             "does, to a mutable reference that all lanes share, so the lanes would overwrite each "
             "other. Create the reference inside the function, or pass it as an argument with an "
-            "axis in in_axes, so that each lane has a part of its own."
+            "axis in in_axes, so that each lane has its part."
         )
 
 

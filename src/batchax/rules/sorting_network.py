@@ -39,7 +39,7 @@ def pays(operands: Sequence[Any], dimension: int, num_keys: int, in_loop: int) -
     # of 64 bits), and 0.65x for rows of 512. Rows are computed in blocks, which XLA would send
     # between devices if rows were sharded.
     shape = operands[0].shape
-    if not all(isinstance(n, int) for n in shape):  # symbolic ones: nobody knows how many
+    if not all(isinstance(n, int) for n in shape):  # symbolic ones: the size is unknown
         return False
     size = shape[dimension]
     ordered = all(jnp.issubdtype(x.dtype, jnp.integer) or _is_real(x) for x in operands[:num_keys])

@@ -54,7 +54,7 @@ def eigh(a: Value, *, lower: bool, **_: Any) -> list[Any]:
         a = jnp.conj(jnp.swapaxes(a, 0, 1)) if lower else a
     elif lower:
         a = jnp.swapaxes(a, 0, 1)
-    # A rotation is left out where the element that it would remove is negligible beside the
+    # A rotation is left out where the element that it would remove is negligible next to the
     # diagonal elements of its row and column: so small eigenvalues of a graded definite matrix are
     # as accurate as the large ones.
     planes = parts(a)
@@ -90,7 +90,7 @@ def _tables(n: int) -> _Tables:
     row[above[0], above[1]] = row[above[1], above[0]] = np.arange(above.shape[1])
     diagonal = above.shape[1]
     nothing = diagonal + n
-    none = n // 2  # the pair that nobody is in: its cosine is 1, its sine 0
+    none = n // 2  # a pair without a row: its cosine is 1, its sine 0
 
     def factor(kind: int, pair: int) -> int:
         return kind * (none + 1) + pair

@@ -96,7 +96,7 @@ def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
     n = values.shape[0]
     places = np.arange(n)[:, None]
 
-    # Each is put where as many are less as there are: with few rows that takes no sort.
+    # The place of each is the number of smaller ones: with few rows that takes no sort.
     def count(i: Any, rank: Any) -> Any:
         less = (values[i] < values) | ((values[i] == values) & (i < places))
         return rank + less.astype(rank.dtype)
@@ -172,7 +172,7 @@ def rounds(n: int) -> Rounds:
         last = 1 if half == 1 else 2 * half - 2
         comes_from[2 * i + 1] = 2 * i + 3 if i < half - 1 else last
     partner = np.arange(2 * half, dtype=np.int32) ^ 1
-    if odd:  # whoever would meet the first, which stays at its place, is left over
+    if odd:  # the partner of the first, which stays at its place, is left over
         comes_from, partner = comes_from[1:] - 1, partner[1:] - 1
         partner[0] = 0
     places = np.arange(n)

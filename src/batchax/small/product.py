@@ -38,7 +38,7 @@ def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any
     out = a[0] * b[0]
     for k in range(1, a.shape[0]):
         out = out + a[k] * b[k]
-    # Kept, for whoever needs it: else each computes it again.
+    # Stored for all its users: else each recomputes it.
     return [lax.optimization_barrier(out if a.shape[0] == 1 else from_zero(out))]
 
 

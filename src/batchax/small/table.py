@@ -141,7 +141,7 @@ def _in_one_function(
     operands: Sequence[Value],
 ) -> list[Any]:
     # A product is one operation. A compiler that divides lanes among devices knows neither which
-    # lanes a block has, nor what a call of a function of its own needs of others.
+    # lanes a block has, nor what a call of a separate function needs of others.
     if decomposition.ranks is None or divided():
         return as_blocks_are(run, first, operands)
     in_turn = functools.partial(in_blocks, run, first, types)

@@ -85,7 +85,7 @@ def one_lane(
         once, each = map(VECTORIZED.time, costs)
         return once < WORTH * each and axis.size * (each - once) > LAUNCH
 
-    # A rule that is told the name of the axis may use all lanes of it.
+    # A rule that takes the name of the axis may use all lanes of it.
     if flags == needed or _inside.get() or rule.asks or not shares(jaxpr):
         return None
     alone, count = replace(axis, size=1), len(rule.closed)

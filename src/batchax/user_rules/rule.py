@@ -167,7 +167,7 @@ def run_with_collectives(
 
 
 def _is_collective(axis: Axis, eqn: Eqn) -> bool:
-    # A call with a rule of its own is not batched here.
+    # A call with a custom rule is not batched here.
     return eqn.primitive is not custom_call_p and uses_name(eqn, axis.name)
 
 
@@ -412,8 +412,8 @@ def _out_flags(where: str, out: Any, flags: Any, form: Form) -> list[Any]:
 _LANES = Form(
     "out_batched",
     (True, False),
-    "A result with out_batched True has the lanes along axis 0; one with False is the same for all "
-    "lanes, and has the shape it has for one example.",
+    "A result with out_batched True has the lanes along axis 0; one with False has the shape "
+    "it has for one example.",
 )
 
 

@@ -203,7 +203,7 @@ _ENDING = (
 )
 
 _IN_WORKERS, _ALONE, _GIVEN_UP = range(3)  # how carefully a unit is run
-_ENDS = "ends the process that computes it, at last with nothing else beside it"
+_ENDS = "ends the process that computes it, at last while it runs alone"
 
 
 def _rows(unit: Unit) -> str:
@@ -238,7 +238,7 @@ class Submitting:
         self._suspects: deque[tuple[Unit, int]] = deque()  # to be run alone, and how carefully
         self._tries: Counter[int] = Counter()  # of units that were tried more than once
         self._examining = False  # these
-        self._in_vain = 0  # workers that ended since somebody had something of them
+        self._in_vain = 0  # workers that ended since one returned a result
 
     def run(self, units: Iterable[Unit]) -> None:
         self._left = iter(units)
@@ -261,7 +261,7 @@ class Submitting:
             raise self._stop.error
 
     def _submit_some(self) -> None:
-        """Submits units while there is room. Suspects run alone, last, or once there are many."""
+        """Submits units while there is space. Suspects run alone, last, or once there are many."""
         # Nothing runs besides a suspect, so that a death has one cause.
         if any(t.care >= _ALONE for t in self._running.values()):
             return
@@ -289,7 +289,7 @@ class Submitting:
             try:
                 future = self._pool.submit(name, run_unit, *args)
                 break
-            except (*self._pool.deaths, OSError) as error:  # of somebody else; or none can start
+            except (*self._pool.deaths, OSError) as error:  # of another unit; or none can start
                 if self._ends_in_vain(2 * self._pool.workers):
                     raise JobError(f"{_ENDING} They end with {error!r}.") from error
                 self._restart()
@@ -371,7 +371,7 @@ class Submitting:
 _SHARD = re.compile(r"shard:(\d+)/(\d+)")
 
 Tell = Callable[[int, int], None]
-"""Is told of rows that are done, and of how many of them are without a result."""
+"""Receives the number of rows that are done, and how many of them have no result."""
 
 
 class Threads:
@@ -445,7 +445,7 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
     if getattr(out, "scheme", "") == "memory" and (shard is None or shard[2] != "1"):
         raise UnsupportedError(
             f"executor does not support out={str(out)!r}, in the memory of this process, which no "
-            "other process sees. Write to a disk or to a store of objects."
+            "other process sees. Write to a disk or to object storage."
         )
     if shard is None:
         refuse_repeated(JobFiles(out).folder)

@@ -8,7 +8,7 @@ Meetings are numbered. Under the number of one are
 
 - ``said/process``: what a process came for, and numbers that all are to know;
 - ``came``: how many came;
-- ``end``: how it ended, which is decided once, by the last to come or the first to give up;
+- ``end``: how it ended, which is decided once, by the last to come or the first to fail;
 - ``text/process``: what it came for in full, if they differ;
 - ``failed/process``: what went wrong on a process since.
 
@@ -37,7 +37,7 @@ from batchax.errors import ProcessesError, UnsupportedError
 TIMEOUT = float(os.environ.get("BATCHAX_MEETING_TIMEOUT", "600"))
 
 _KEPT = 16  # meetings that are kept together, until all came to the next
-_LOOK = 1.0  # seconds after which those who wait look whether somebody failed
+_LOOK = 1.0  # seconds after which waiting processes check whether another failed
 _LINES = 8  # of what differs, and each of so many characters
 _CHARACTERS = 200
 

@@ -98,7 +98,7 @@ def _sent(shards: Shards, x: jax.Array, position: Position) -> Any:
         return jax.device_put(x, sharding)
     if x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
-    return put_by_program(x, sharding)  # `jax.device_put` refuses random keys
+    return put_by_program(x, sharding)  # `jax.device_put` rejects random keys
 
 
 def _from_host(shards: Shards, x: Value, position: Position) -> jax.Array:
@@ -254,7 +254,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
         if not is_inexact(x):
             return exchange(x, shards.names)
         wide = x.astype(accumulator(x.dtype))
-        # An all-reduce may drop NaN (it does on CPUs), so a mark is communicated beside the number.
+        # An all-reduce may drop NaN (it does on CPUs), so a mark is communicated with the number.
         marks = jnp.where(jnp.isnan(wide), missing, 0).astype(wide.dtype)
         number = jnp.where(marks != 0, NEUTRAL[kind.kind](wide.dtype), wide)
         number, marks = exchange(jnp.stack([number, marks]), shards.names)
@@ -310,7 +310,7 @@ class OnMesh:
             raise UnsupportedError(
                 "mesh is not supported inside a jax.shard_map over "
                 f"{', '.join(map(repr, taken.manual_axes))}, or another vmap with mesh: there each "
-                "device runs a program of its own. Remove mesh from the inner one."
+                "device runs a separate program. Remove mesh from the inner one."
             )
         mesh, names = self._as_types_tell(values)
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())

@@ -212,7 +212,7 @@ def call_of_all(
         *(f"{option}: {value!r}" for option, value in options.items()),
         *_types(arguments, local),
     ]
-    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))  # each process has addresses of its own
+    text = re.sub(r" at 0x[0-9a-f]+", "", "\n".join(lines))  # addresses differ between processes
     together = meetings.of_this_process()
     with together.call(f"vmap of {name}", text, numbers) as of_all:
         yield lanes_of_processes(mapped, of_all, together.process)

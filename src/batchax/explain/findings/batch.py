@@ -70,8 +70,8 @@ def branches(context: FindingContext) -> Iterator[Finding]:
         yield Finding(
             "branch runs for all lanes",
             f"`cond` runs each of its {n} branches for all {count(context.lanes, 'lane')}: "
-            f"{show_work(total)}, where a lane uses one of them. If lanes take all equally often, "
-            f"{unused:.0%} of that is for nothing.",
+            f"{show_work(total)}, where a lane uses one of them. If lanes take all branches "
+            f"equally often, {unused:.0%} of that is wasted.",
             equation=eqn.number,
             cost=wasted,
             **_remedy_of_branches(context, record),
@@ -87,8 +87,8 @@ def _remedy_of_branches(context: FindingContext, record: Record) -> dict[str, An
     # The rule itself answers whether lanes would diverge, without running anything.
     answer = _ask(record, Runner.here(Compact()))
     masked = (
-        f"{shared} If not, have branches return what is cheap, and compute once, after them, what "
-        "they have in common: to take lanes apart would cost more than masking does here."
+        f"{shared} If not, return only cheap values from the branches, and compute their common "
+        "part once, after them: running lanes separately would cost more than masking here."
     )
     if answer is True and _masked_by_option(context):
         apart = _apart(context, record, f"a branch runs for the lanes that take it. {shared}")
@@ -118,8 +118,8 @@ def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, An
     if _COMPACT in context.tried:
         return {"remedy": f'Pass divergence="compact": {brings}', "advice": _COMPACT}
     remedy = (
-        'Try divergence="compact", if lanes differ much: measure=True runs it, too, and says '
-        f"whether it is faster. With it {brings}"
+        f'Pass divergence="compact" if lanes differ much: {brings} measure=True checks whether '
+        "that is faster."
     )
     return {"remedy": remedy, "advice": _COMPACT}
 
@@ -142,9 +142,8 @@ def loops(context: FindingContext) -> Iterator[Finding]:
             told = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
         yield Finding(
             "loop waits for its slowest lane",
-            f"`{eqn.primitive}` goes on until the last of {lanes_at_a_time(context, record)} is "
-            f"done. Each step costs {show_work(step)} for all of them, whether they are done or "
-            f"not.{told}",
+            f"`{eqn.primitive}` runs until the last of {lanes_at_a_time(context, record)} is done. "
+            f"Each step costs {show_work(step)} for all lanes, done or not.{told}",
             equation=eqn.number,
             cost=price(step) * waits,
             **_remedy_of_loops(context, record),
@@ -180,7 +179,7 @@ def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
     """Returns the remedy of a finding, and what it advises."""
     answer = _ask(record, Runner.here(Compact()))
     if answer is True and _masked_by_option(context):
-        return _apart(context, record, "lanes that are done leave the loop, others take over.")
+        return _apart(context, record, "finished lanes leave, and waiting lanes refill the slots.")
     if answer == "collective":
         remedy = (
             'Move the collective out of the loop: then divergence="compact" lets lanes leave it '
@@ -201,7 +200,7 @@ def _masked_by_option(context: FindingContext) -> bool:
 
 def _ask(record: Record, divergence: Runner) -> Any:
     """Whether lanes would diverge; "collective" if something inside forbids it."""
-    if rule_of_user.in_equation(record.eqn):  # what it does with other lanes nobody knows
+    if rule_of_user.in_equation(record.eqn):  # it may use other lanes in unknown ways
         return False
     rule, asked = find_rule(record.eqn.primitive), _Asked(divergence)
     axis = replace(record.axis, divergence=asked)
@@ -211,7 +210,7 @@ def _ask(record: Record, divergence: Runner) -> Any:
         for v, a in zip(invars, record.in_axes, strict=True)
     ]
 
-    # The rule runs abstractly, with an axis whose divergence notes what it is asked.
+    # The rule runs abstractly, with an axis whose divergence notes its calls.
     def run(*xs: Any) -> None:
         values = [v.val if isinstance(v, Literal) else x for v, x in zip(invars, xs, strict=True)]
         assert rule is not None
@@ -228,7 +227,7 @@ def _ask(record: Record, divergence: Runner) -> Any:
 
 
 class _Asked(Divergence):
-    """Wraps a divergence, and remembers whether it took anything that it was asked."""
+    """Wraps a divergence, and remembers whether it ran a loop or branch."""
 
     @property
     def explicit(self) -> bool:
@@ -259,7 +258,7 @@ class _Asked(Divergence):
         return answer
 
 
-_ENOUGH = 1.5  # places for each element, up to which padding, or room to spare, is no matter
+_ENOUGH = 1.5  # places for each element, up to which padding, or unused capacity, is ignored
 _MOST_BUCKETS = 8  # that are advised: each is a program to compile
 _NEARLY = 1.2  # times the least waste: fewer buckets that come so close are advised instead
 _HELPS = 0.9  # of the waste without buckets; they are not advised for a smaller gain
@@ -336,15 +335,15 @@ def _remedy(
 ) -> dict[str, Any]:
     """Returns the remedy of a finding, and what it advises."""
     if context.options.get("layout") == "padded":
-        remedy = 'Remove layout="padded": what can run packed does so where it costs less.'
+        remedy = 'Remove layout="padded": operations then run packed where that costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
     if not exact:
-        least = "Make the Ragged with the least max_length that holds (x.with_max_length)"
-        remedy = f"{least}, or vmap buckets=4: rows of similar length run together then."
+        least = "Lower max_length to the longest row (x.with_max_length)"
+        remedy = f"{least}, or pass buckets=4, so that rows of similar length run together."
         if context.options.get("buckets") is not None:
             return {"remedy": remedy}
         return {"remedy": remedy, "advice": {"buckets": 4}, "otherwise": f"{least}."}
-    cut = "Cut the longest rows in two, or leave them to a call of their own."
+    cut = "Cut the longest rows in two, or run them in a separate call."
     if context.options.get("buckets") is not None:
         number = 2 * len(rows_of)
         remedy = f"Pass buckets={number}: each bucket is padded to its own longest row."
@@ -353,7 +352,7 @@ def _remedy(
     if best is None:
         return {"remedy": cut}
     number, rest = best
-    remedy = f"Pass buckets={number}: {rest:.2f} places for each element then."
+    remedy = f"Pass buckets={number}, which needs {rest:.2f} places for each element."
     return {"remedy": remedy, "advice": {"buckets": number}, "otherwise": cut}
 
 
@@ -369,7 +368,7 @@ def _best_buckets(sizes: _Sizes, waste: float) -> tuple[int, float] | None:
 
 
 def groups(context: FindingContext) -> Iterator[Finding]:
-    """Finds rows that run grouped by their length, each group a program of its own."""
+    """Finds rows that run grouped by their length, each group compiled separately."""
     for details in _facts(context, "groups"):
         lengths, each = details["lengths"], count(sum(details["rows"]), "row")
         if len(lengths) < 2:
@@ -382,7 +381,7 @@ def groups(context: FindingContext) -> Iterator[Finding]:
             "compiled."
             if details["branches"]
             else f"{each} run in {count(len(lengths), 'group')} of equal length, one after "
-            "another, each a program of its own to compile.",
+            "another, each compiled separately.",
             'Remove layout="grouped" if the function can be computed padded.'
             if asked
             else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
@@ -572,7 +571,7 @@ def _as_measured(finding: Finding, context: FindingContext) -> Iterator[Finding]
     then = next((t for t in context.timings if t.advice == finding.advice), None)
     what = show_options(finding.advice)
     if then is None:
-        told = f" {what} was refused."
+        told = f" {what} raised an error."
     else:
         told = f" It took {show_seconds(now.seconds)}, with {what} {show_seconds(then.seconds)}."
     if then is not None and pays(now, then):

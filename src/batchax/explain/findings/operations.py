@@ -242,12 +242,12 @@ def _remedy_of_repeated(eqn: Equation | None) -> str:
         )
     if eqn.primitive in ("concatenate", "stack", "pad"):
         return (
-            f"`{eqn.primitive}` puts it next to what lanes have of their own. Use both parts by "
-            "themselves instead: w[:k] @ x + w[k:] @ y in place of w @ jnp.concatenate([x, y])."
+            f"`{eqn.primitive}` joins it with batched values. Use both parts separately: "
+            "w[:k] @ x + w[k:] @ y in place of w @ jnp.concatenate([x, y])."
         )
     return (
-        "Use it in the operations that take it as it is, such as a product with what lanes have of "
-        f"their own, before `{eqn.primitive}`; or keep it out of `{eqn.primitive}`."
+        "Use it in operations that take an unbatched value, such as a product with a batched one, "
+        f"before `{eqn.primitive}`; or keep it out of `{eqn.primitive}`."
     )
 
 
@@ -461,10 +461,10 @@ def rules_of_jax(context: FindingContext) -> Iterator[Finding]:
     names = dict.fromkeys(f"`{eqn.primitive}`" for eqn in served)
     if len(names) == 1:
         what = f"{', '.join(names)} has no rule of batchax: that of JAX serves it"
-        which = f"it moves or repeats more than it has to, give it a rule with {_rule(served[0])}"
+        which = f"it moves or repeats more than it has to, add a rule with {_rule(served[0])}"
     else:
         what = f"{', '.join(names)} have no rules of batchax: those of JAX serve them"
-        which = "one moves or repeats more than it has to, give it a rule: @batchax.register_rule"
+        which = "one moves or repeats more than it has to, add a rule: @batchax.register_rule"
     for eqn in served:
         yield Finding(
             "fallback to the rule of JAX",
@@ -509,13 +509,13 @@ def _expression(eqn: Equation) -> str:
 _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
     (
         lambda eqn, _: eqn.rule == "sequential_vmap",
-        "batchax.sequential_vmap asks for that.",
-        "Nothing, if it is for memory or for the order of effects. Otherwise leave "
-        "sequential_vmap out.",
+        "batchax.sequential_vmap runs lanes sequentially.",
+        "Nothing, if it is for memory or for the order of effects. Otherwise remove "
+        "sequential_vmap.",
     ),
     (
         lambda eqn, _: eqn.primitive in ("pure_callback", "ffi_call"),
-        "its vmap_method says so, and Python is called for each.",
+        "its vmap_method makes one call of Python for each.",
         'If the function takes arrays with a leading batch axis, pass vmap_method="broadcast_all" '
         'or "expand_dims": it is called once then.',
     ),
@@ -543,4 +543,4 @@ _REASONS: tuple[tuple[Callable[[Equation, Record], bool], str, str], ...] = (
         "once.",
     ),
 )
-"""Whether a reason holds, the reason, and what to do about it; the first that holds is told."""
+"""Whether a reason holds, the reason, and what to do about it; the first that holds is reported."""
