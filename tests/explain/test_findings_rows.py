@@ -50,7 +50,8 @@ FOUND = [
     (PADDED, pads, rows(), {}, [
         f"{IN_320}: 3.33 for each",
         "1 operation packed in 1 region and 1 operation padded in 1 region",
-        f"buckets=2, which needs {(6 * 5 + 2 * 40) / 96:.2f} places",  # six rows of up to 5, two of up to 40
+        # Six rows of up to 5, two of up to 40.
+        f"buckets=2, which needs {(6 * 5 + 2 * 40) / 96:.2f} places",
     ]),
     (PADDED, packs, rows(), {"layout": "padded"}, []),
     (PADDED, pads, abstract(rows()), {}, ["320 places for at most 96 elements", "max_length"]),
