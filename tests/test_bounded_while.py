@@ -703,8 +703,8 @@ def test_python_that_needs_what_is_carried_is_told_so():
         with pytest.raises(jax.errors.TracerBoolConversionError) as told:
             call()
         message = str(told.value)
-        assert message.startswith("`if`, `while`, `and`, `or` and `not` of Python need a value")
-        assert "what a loop carries is traced. Use jax.numpy.where" in message
+        assert message.startswith("`if`, `while`, `and`, `or` and `not` of Python need a concrete")
+        assert "the carry of a loop is traced. Use jax.numpy.where" in message
         assert f"{fun.__name__} at {__file__}" in message
 
 

@@ -154,7 +154,7 @@ class TailCompaction:
         given, at, n = form.split(loop.args), form.split(loop.axes), form.n_back
         args = given._replace(returning=[*given.returning, *take(ys, sums)])
         axes = at._replace(returning=[*at.returning, *[0] * len(sums)])
-        (forth, back), (forth_guarded, guarded) = loop.steps, loop.guarded
+        (forward, back), (forward_guarded, guarded) = loop.steps, loop.guarded
         back, guarded = (
             remembered(p, ("sums", form), functools.partial(_with_sums, p, form))
             for p in (back, guarded)
@@ -162,8 +162,8 @@ class TailCompaction:
         others = [i for i, a in enumerate(form.y_axes) if a is not None]
         summed = BoundedLoop(
             None,
-            [forth, back],
-            [forth_guarded, guarded],
+            [forward, back],
+            [forward_guarded, guarded],
             replace(form, n_back=n + len(sums), y_axes=tuple(take(form.y_axes, others))),
             args.flat,
             axes.flat,
@@ -179,11 +179,11 @@ class TailCompaction:
         form: SweepSignature = loop.form
         at, n = form.split(loop.axes), form.n_carry
         at = at._replace(count=0, carry=[0] * n, checkpoints=[], returning=[])
-        forth = LoopSignature(0, form.n_consts, n, form.steps, form.x_axes, (), None)
+        forward = LoopSignature(0, form.n_consts, n, form.steps, form.x_axes, (), None)
         args = lanes._replace(checkpoints=[], returning=[]).flat
         programs = [loop.steps[0]], [loop.guarded[0]]
         with recording.uncounted():  # what a sweep recomputes are no steps of it
-            outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forth, args, at.flat))
+            outs, _ = every_step(self.axis, BoundedLoop(None, *programs, forward, args, at.flat))
         return [outs[i] for i in form.kept]
 
     def _many(self, active: Any, steps: Any) -> Any:

@@ -73,16 +73,16 @@ def batch_sweep(
     axes: Any,
     /,
     *,
-    forth: Any,
+    forward: Any,
     back: Any,
     guarded: Any,
     form: SweepSignature,
 ) -> PlacedOutputs:
-    params = {"forth": forth, "back": back, "guarded": guarded, "form": form}
+    params = {"forward": forward, "back": back, "guarded": guarded, "form": form}
     axis, placed = _flat(axis, AnyLoop(reverse_sweep_p, params, args, axes))
     if placed is not None:
         return placed
-    return _batched_once(axis, BoundedLoop(None, [forth, back], guarded, form, args, axes))
+    return _batched_once(axis, BoundedLoop(None, [forward, back], guarded, form, args, axes))
 
 
 def _batched_once(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
@@ -116,8 +116,8 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     at = form.split(loop.axes)
     # With a batched count, each device or lane stops at another step: lanes are masked.
     if at.count is not None:
-        (forth, back), operands = loop.steps, (loop.args, loop.axes)
-        params = {"forth": forth, "back": back, "guarded": tuple(loop.guarded), "form": form}
+        (forward, back), operands = loop.steps, (loop.args, loop.axes)
+        params = {"forward": forward, "back": back, "guarded": tuple(loop.guarded), "form": form}
         return run_parting(axis, reverse_sweep_p, *operands, params, loop, every_step)
     recording.note(divergence="together")
     ahead = loop.steps[0], loop.guarded[0]
@@ -127,7 +127,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     carry = [0 if a is None and kept.get(i) is not None else a for i, a in enumerate(at.carry)]
     # Steps that the sweep recomputes are not counted again.
     with recording.uncounted():
-        carry, _, *forth = _settled(axis, *ahead, at.consts, carry, entries)
+        carry, _, *forward = _settled(axis, *ahead, at.consts, carry, entries)
     before = [*carry, *entries]
     returning, ys, *back = _settled(
         axis, loop.steps[1], loop.guarded[1], at.consts, at.returning, before
@@ -137,9 +137,9 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     y_axes = steps_axes(ys, form.y_axes)
     outs = reverse_sweep_p.bind(
         *_placed(axis, loop, targets),
-        forth=forth[0],
+        forward=forward[0],
         back=back[0],
-        guarded=(forth[1], back[1]),
+        guarded=(forward[1], back[1]),
         form=replace(form, x_axes=steps_axes(at.xs, form.x_axes), y_axes=y_axes),
     )
     return outs, [*returning, *map(whole_axis, ys, y_axes)]
@@ -269,11 +269,11 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     form: SweepSignature = loop.form
     lanes = of_lanes(axis, loop)
     # Of a step back, the carry comes before the xs.
-    (forth, forth_guarded), (back, back_guarded) = (
+    (forward, forward_guarded), (back, back_guarded) = (
         _masked(axis, loop, i, _counted(first)) for i, first in enumerate((0, form.n_carry))
     )
     returned, ys = reverse_sweep(
-        forth,
+        forward,
         back,
         [lanes.count, *lanes.consts],
         lanes.carry,
@@ -281,7 +281,7 @@ def _run_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
         lanes.returning,
         [lax.iota(np.int32, form.steps.most), *lanes.xs],
         kept=form.kept,
-        guarded=(forth_guarded, back_guarded),
+        guarded=(forward_guarded, back_guarded),
         count=lax.reduce_max(lanes.count, (0,)),
         steps=form.steps,
         x_axes=(0, *_x_axes(loop)),
@@ -471,8 +471,8 @@ own_primitive(
     called="derivative of a bounded loop",
     operations=run_sweep,
     compute=_compiled(run_sweep),
-    types=lambda *avals, forth, back, guarded, form: sweep_types(back, form),
-    programs=("forth", "back", "guarded"),
+    types=lambda *avals, forward, back, guarded, form: sweep_types(back, form),
+    programs=("forward", "back", "guarded"),
     step="back",
     facts="linear costly control",
     rule=batch_sweep,

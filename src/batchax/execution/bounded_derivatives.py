@@ -162,7 +162,7 @@ class _Derivative:
         steps, consts, carry, checkpoints, xs = self._split(residuals)
         ct_carry, ct_ys = parts(cotangents, n)
 
-        def forth(program: Any) -> LoopStep:
+        def forward(program: Any) -> LoopStep:
             # Forward steps of the sweep compute the carry only, and drop the ys.
             def step(consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
                 return flat(program)(*consts, *carry, *x[: len(xs)])[: form.n_carry], []
@@ -170,7 +170,7 @@ class _Derivative:
             return step
 
         ct_carry, cts = reverse_sweep(
-            forth(self.body),
+            forward(self.body),
             self._step_back,
             consts,
             carry,
@@ -178,7 +178,7 @@ class _Derivative:
             ct_carry,
             [*xs, *ct_ys],
             kept=form.kept,
-            guarded=(None if self.guarded is self.body else forth(self.guarded), None),
+            guarded=(None if self.guarded is self.body else forward(self.guarded), None),
             count=steps,
             steps=form.steps.derivative("cotangents"),
             x_axes=(*form.x_axes, *take(form.y_axes, self.ys)),
@@ -396,9 +396,15 @@ def loop_transpose(*_: Any, **params: Any) -> Any:
 
 
 def sweep_jvp(
-    primals: Values, tangents: Values, *, forth: Any, back: Any, guarded: Any, form: SweepSignature
+    primals: Values,
+    tangents: Values,
+    *,
+    forward: Any,
+    back: Any,
+    guarded: Any,
+    form: SweepSignature,
 ) -> tuple[list[Any], list[Any]]:
-    outs = reverse_sweep_p.bind(*primals, forth=forth, back=back, guarded=guarded, form=form)
+    outs = reverse_sweep_p.bind(*primals, forward=forward, back=back, guarded=guarded, form=form)
     count, _, consts, carry, _, returning, xs = form.split(primals)
     dots = form.split(tangents)
     groups = dots.consts, dots.carry, dots.xs
@@ -447,7 +453,7 @@ class _SweepDerivative:
         groups = len(consts), n, len(carry), len(xs)
         behind = with_tangents(self.behind, groups, sorted(inputs))
 
-        def forth(*groups: Values) -> tuple[Values, Values]:
+        def forward(*groups: Values) -> tuple[Values, Values]:
             outs, dots = ahead(*groups)
             return [*outs, *take(dots, self.carry)], []
 
@@ -456,7 +462,7 @@ class _SweepDerivative:
             return [*outs[:n], *dots[:n]], dots[n:]
 
         returned, ys = reverse_sweep(
-            forth,
+            forward,
             back,
             [*consts, *dconsts],
             [*carry, *dcarry],
@@ -485,7 +491,7 @@ class _SweepDerivative:
         def cts_of_step(cts: Values, of_sums: Values, of_rest: Values) -> list[Any]:
             return [*cts, *with_values(with_values(ct_ys, sums, of_sums), rest, of_rest)]
 
-        def forth(consts: Values, state: Values, x: Values) -> tuple[Values, Values]:
+        def forward(consts: Values, state: Values, x: Values) -> tuple[Values, Values]:
             (consts, of_sums), (x, of_rest) = parts(consts, form.n_consts), parts(x, len(xs))
             carry, cts = parts(state, form.n_carry)
             returned = list(map(zeros_like, cts))  # the transpose is the same wherever it is taken
@@ -518,10 +524,10 @@ class _SweepDerivative:
         steps = {"count": count, "steps": Steps(form.steps.most), "x_axes": x_axes}
         # Record checkpoints of everything, since both the carry and the cotangents are needed.
         every = range(len(carry) + n)
-        results = bounded_loop(forth, *shared, entries, kept=every, **steps)
+        results = bounded_loop(forward, *shared, entries, kept=every, **steps)
         ct_carry = [zeros_like(x) for x in take(carry, self.carry)]
         returned, ys = reverse_sweep(
-            forth,
+            forward,
             back,
             *shared,
             results.checkpoints,

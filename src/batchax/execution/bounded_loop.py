@@ -448,7 +448,7 @@ reverse_sweep_p = declare("reverse_sweep")
 
 
 def reverse_sweep(
-    forth: LoopStep,
+    forward: LoopStep,
     back: LoopStep,
     consts: Values,
     carry: Values,
@@ -465,14 +465,14 @@ def reverse_sweep(
 ) -> tuple[list[Any], list[Any]]:
     """Runs a sweep back over the steps of a bounded loop; can be differentiated and batched.
 
-    `forth` is a step without ys. `back` maps what is carried back (`returning`) over a step, whose
+    `forward` is a step without ys. `back` maps the carry back (`returning`) over a step, whose
     carry before it and xs are its entries, and is linear in `returning` and some xs. `checkpoints`
     are from a loop of at least as many steps, or None. `kept` lists the values of the carry in
     them, None for all; others must not matter to `back`. A y whose axis is None is summed over the
     steps. Returns what is carried back before the first step, and the ys.
     """
     # Settle mesh types of the forward step first, as its carry is an entry of the reverse step.
-    programs, _, carry, xs = settle(forth, guarded[0], consts, carry, xs, x_axes, count)
+    programs, _, carry, xs = settle(forward, guarded[0], consts, carry, xs, x_axes, count)
     types = [jax.typeof(x).strip_weak_type() for x in carry]
     more, _, returning, _ = settle(
         back, guarded[1], consts, returning, xs, x_axes, count, first_entries=types
@@ -487,7 +487,7 @@ def reverse_sweep(
     checkpoints = [varied(x, [aval]) for x, aval in zip(checkpoints, types, strict=True)]
     outs = reverse_sweep_p.bind(
         *(count, *held, *consts, *carry, *checkpoints, *returning, *xs),
-        forth=programs[0],
+        forward=programs[0],
         back=programs[2],
         guarded=(programs[1], programs[3]),
         form=form,
@@ -496,7 +496,7 @@ def reverse_sweep(
 
 
 def run_sweep(
-    *operands: Any, forth: Any, back: Any, guarded: Any, form: SweepSignature
+    *operands: Any, forward: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> list[Any]:
     """Runs the sweep as ordinary JAX operations."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
@@ -519,7 +519,7 @@ def run_sweep(
 
         def step(state: Any) -> Any:
             n, kept, places = state
-            new = inline_jaxpr(forth, [*consts, *whole(kept), *entries(n)])
+            new = inline_jaxpr(forward, [*consts, *whole(kept), *entries(n)])
             new = [_compat.unconsumed(new[i]) for i in form.kept]  # keys are used again
             place = place_of(n + one)
             places = [put_entry(p, x, place, 0) for p, x in zip(places, new, strict=True)]
@@ -532,7 +532,7 @@ def run_sweep(
     # Invariants at the start of a turn, which goes back over step `t` and maybe some before it:
     # - `returning` and `ys` are the derivative of all steps after `t`.
     # - The stack holds carries before steps up to `t`, each once, in order, and the first carry is
-    #   at the bottom: it never leaves. So each step can be reached from the top by `forth`.
+    #   at the bottom: it never leaves. So each step can be reached from the top by `forward`.
     # - Places above `height` are free.
     # `ahead` puts the carry before `t` on top. It takes the steps from the top to there once more
     # and keeps all carries on the way if they fit, for the turns that follow. If not, it keeps one,
