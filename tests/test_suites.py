@@ -5,7 +5,7 @@ import sys
 from suites.__main__ import Suite, compare, run
 
 TESTS = """
-import jax, jax.numpy as jnp, pytest
+import jax, jax.numpy as jnp, pytest, warnings
 from jax import vmap
 
 def test_results():
@@ -17,6 +17,9 @@ def test_what_it_is(function):
 
 def test_that_fails():
     assert vmap(jnp.sum)(jnp.ones((2, 3))).shape == (3,)
+
+def test_that_warns():
+    warnings.warn("of the library")
 
 @pytest.mark.skip
 def test_nothing():
@@ -30,14 +33,17 @@ def test_without_end():
 
 def test_differences(tmp_path, monkeypatch):
     monkeypatch.setattr("suites.__main__.SECONDS", 2)
-    (tmp_path / "env").symlink_to(sys.prefix)
-    (tmp_path / "source" / "tests").mkdir(parents=True)
-    (tmp_path / "source" / "tests" / "test_library.py").write_text(TESTS)
+    around = "[tool.pytest.ini_options]\nfilterwarnings = ['error']"  # settings of batchax
+    (tmp_path / "pyproject.toml").write_text(around)
+    folder = tmp_path / "library"
+    (folder / "source" / "tests").mkdir(parents=True)
+    (folder / "env").symlink_to(sys.prefix)
+    (folder / "source" / "tests" / "test_library.py").write_text(TESTS)
     suite = Suite("1", ("tests",), ())
-    plain, batched = (run(tmp_path, suite, vmap, []) for vmap in ("jax", "batchax"))
+    plain, batched = (run(folder, suite, vmap, []) for vmap in ("jax", "batchax"))
     outcomes = [plain[test]["outcome"] for test in plain]
-    assert outcomes == ["passed", "passed", "passed", "failed", "skipped", "timeout"]
-    assert [test["calls"] for test in plain.values()] == [1, 1, 1, 1, 0, 0]
+    assert outcomes == ["passed", "passed", "passed", "failed", "passed", "skipped", "timeout"]
+    assert [test["calls"] for test in plain.values()] == [1, 1, 1, 1, 0, 0, 0]
 
     file = "tests/test_library.py::"
     ours = [test for test in plain if "what_it_is" in test]

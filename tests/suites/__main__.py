@@ -132,7 +132,8 @@ def run(folder: Path, suite: Suite, vmap: str, arguments: list[str], every: int 
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         command = [folder / "env/bin/python", "-m", "pytest", "-p", "in_place_of_vmap", "-q"]
-        command += ["-p", "no:cacheprovider", "--tb=short"]
+        command += ["-p", "no:cacheprovider", "--tb=short", "--rootdir=."]
+        (folder / "pytest.ini").touch()  # a library without settings would get those of batchax
         named = [argument for argument in arguments if not argument.startswith("-")]
         command += arguments if named else [*suite.tests, *arguments]
         with outcomes.with_suffix(".log").open("w") as log:
