@@ -141,12 +141,12 @@ def bounded_while(
 
 
 # JAX's error for `while_loop` names an alternative to reverse mode. Here it names this, too.
-_refuse_reverse = ad.primitive_transposes[while_p]
+_reject_reverse = ad.primitive_transposes[while_p]
 
 
-def _refuse_with_hint(*args: Any, **params: Any) -> Any:
+def _reject_with_hint(*args: Any, **params: Any) -> Any:
     try:
-        return _refuse_reverse(*args, **params)
+        return _reject_reverse(*args, **params)
     except ValueError as error:
         error.add_note(
             "batchax.bounded_while(cond_fun, body_fun, init_val, max_steps) is a while loop that "
@@ -155,4 +155,4 @@ def _refuse_with_hint(*args: Any, **params: Any) -> Any:
         raise
 
 
-ad.primitive_transposes[while_p] = _refuse_with_hint
+ad.primitive_transposes[while_p] = _reject_with_hint

@@ -180,7 +180,7 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
         out, dots = map(prim.out_tree.flatten_up_to, (out, dots))
         return out, _zeros_as(SymbolicZero, dots)
 
-    def refuse(
+    def reject(
         primals: Any, _: Any
     ) -> Any:  # the object raises: `vjp_fwd` reads what it closes over
         prim.vjp_fwd(arguments([True] * len(prim.in_avals_flat)), *prim.in_avals)
@@ -189,7 +189,7 @@ def as_made_by_default(prim: Any) -> Callable[..., list[Any]] | None:
         if kind == "CustomVJPTraced":
             with _made_by_default():
                 closed_over = jax.custom_jvp(lambda x: x)
-                closed_over.defjvp(refuse)
+                closed_over.defjvp(reject)
                 xs = *map(closed_over, xs[:n_closed]), *xs[n_closed:]
             return _with_reverse_rule(prim, run, n_closed)(*xs)
         with _made_by_default():

@@ -363,7 +363,7 @@ def is_over(tracer: Any) -> bool:
     return not tracer._trace.is_valid()
 
 
-def refuse_escaped(tracer: Any) -> None:
+def reject_escaped(tracer: Any) -> None:
     """Raises JAX's error for a tracer whose trace has ended."""
     with jax.ensure_compile_time_eval():  # where nothing may be traced
         jax.lax.optimization_barrier(tracer)

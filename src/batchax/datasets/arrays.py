@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.datasets.addresses import reading
 from batchax.datasets.files import Column, InMemory, Layout, linked_files
-from batchax.datasets.plan import Rows, kept, refuse_several_axes
+from batchax.datasets.plan import Rows, kept, reject_several_axes
 from batchax.datasets.source import Files, Index, Labels, Source, check_shape, labels_of, native
 from batchax.errors import ArgumentTypeError
 from batchax.rows.building import elements_of
@@ -54,7 +54,7 @@ class Mapped(Source):
         return np.asarray(got, self.dtype, order="C")
 
 
-def refuse_masked(x: Any, name: str) -> None:
+def reject_masked(x: Any, name: str) -> None:
     if isinstance(x, np.ma.MaskedArray):
         raise ArgumentTypeError(
             f"{name} is a masked array, and what is masked would count as numbers. Fill it "
@@ -63,7 +63,7 @@ def refuse_masked(x: Any, name: str) -> None:
 
 
 def in_memory(x: Any, name: str) -> Source:
-    refuse_masked(x, name)
+    reject_masked(x, name)
     whole = x
     # The outermost map knows the file and its mode; slices of it do not.
     while isinstance(whole, np.memmap) and isinstance(whole.base, np.ndarray):
@@ -80,7 +80,7 @@ class InRagged(Source):
     lends = True
 
     def __init__(self, x: Any, name: str) -> None:
-        refuse_several_axes(x.axis, name)
+        reject_several_axes(x.axis, name)
         if elements_of(x.lengths) is None:
             raise ArgumentTypeError(f"{name}: lengths of rows must be known, and these are traced.")
         dtype = native(x.dtype, name)  # raises for random keys before they are converted

@@ -30,7 +30,7 @@ from batchax.datasets.store import (
     called,
     make_place,
     part_of,
-    refuse_ragged,
+    reject_ragged,
 )
 from batchax.errors import ArgumentTypeError, JobError, StorageError
 from batchax.rows.converters import dense, from_dense, lists_of_rows, rows_of
@@ -56,7 +56,7 @@ class NpyStore(Store):
                 "out=: `reduced` of the report holds reduced results. To resume such a job, pass "
                 f'out="{out.with_suffix(".zarr")}".'
             )
-        refuse_ragged(self.leaves, "a .npy file")
+        reject_ragged(self.leaves, "a .npy file")
         (self._leaf,) = self.leaves
         if self._leaf.grows and self._leaf.axis:
             raise ArgumentTypeError(
@@ -178,7 +178,7 @@ class ZarrStore(Store):
         super().__init__(out, leaves, unit_rows, options)
         self._tensorstore = needed("tensorstore", f"{out}: Zarr")
         in_folder("zarr3", out)  # which raises for a path that TensorStore could not read
-        refuse_ragged(self.leaves, "Zarr")
+        reject_ragged(self.leaves, "Zarr")
         self._check_names()
         self._given = self._options_of_arrays()
         self._chunk_shapes = {leaf.name: self._chunk_shape(leaf) for leaf in self.leaves}

@@ -114,7 +114,7 @@ def find_inputs(
                 "taken along an axis, so pass its number, or None for what all rows share. For a "
                 "random key of each row pass key= to map."
             )
-        _refuse_tables(leaf.value, leaf.path)
+        _reject_tables(leaf.value, leaf.path)
         with reading(leaf.path):  # a closed file raises its library's errors
             one_by_one = is_stream(leaf.value)
         if one_by_one:
@@ -156,7 +156,7 @@ _TABLES = {"DataFrame", "LazyFrame", "Dataset", "Table", "RecordBatch"}
 _GROUPS = ("GroupBy", "Resampler", "Resample", "Rolling", "Expanding", "Coarsen", "DataTree")
 
 
-def _refuse_tables(x: Any, path: str) -> None:
+def _reject_tables(x: Any, path: str) -> None:
     """Rejects tables of pandas, polars, xarray, and Arrow, whose columns are separate arrays."""
     library, kind = type(x).__module__.split(".")[0], type(x).__name__
     if library not in ("pandas", "polars", "xarray", "pyarrow"):

@@ -138,7 +138,7 @@ def as_ragged(x: Rows, axis: int, longest: int | None = None) -> Ragged:
     return Ragged(np.moveaxis(x.data, 0, axis), lengths, longest, axis=axis)
 
 
-def refuse_several_axes(axis: Any, name: str) -> None:
+def reject_several_axes(axis: Any, name: str) -> None:
     if isinstance(axis, tuple):
         raise UnsupportedError(
             f"{name} has rows that are ragged along the axes {axis}, and map reads and writes rows "

@@ -16,7 +16,7 @@ from jax import lax
 
 from batchax.datasets.fingerprint import digest
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
-from batchax.datasets.plan import Leaf, Rows, as_ragged, kept, refuse_several_axes
+from batchax.datasets.plan import Leaf, Rows, as_ragged, kept, reject_several_axes
 from batchax.datasets.source import native
 from batchax.divergence.runner import for_any_machine
 from batchax.errors import ArgumentTypeError, UnsupportedError
@@ -137,7 +137,7 @@ def find_outputs(
         x, spec = leaf.value, leaf.spec
         name = jax.tree_util.keystr(keys, simple=True, separator="/")  # of "out['a'][0].b": "a/0/b"
         if isinstance(x, Ragged):
-            refuse_several_axes(x.axis, leaf.path)
+            reject_several_axes(x.axis, leaf.path)
             if not is_position(spec):
                 raise UnsupportedError(
                     f"{leaf.path} has rows of different lengths, and out_axes gives {spec!r}: such "

@@ -68,7 +68,7 @@ class Files:
         self.path, self._name = path.resolve(), name
         self.count = 1  # of how many inputs these are one
         self._linked = linked
-        refuse_unfinished(self.path, name)
+        reject_unfinished(self.path, name)
         # Writes of other processes through memory maps must be flushed first, or they change the
         # time later.
         for file in (self.path, *linked):
@@ -139,7 +139,7 @@ def _changed(name: str, path: Address) -> StorageError:
     )
 
 
-def refuse_unfinished(address: Address, name: str) -> None:
+def reject_unfinished(address: Address, name: str) -> None:
     """Rejects output that a job has not computed yet, or that was lost: it would count as zeros."""
     for path in (address, *address.parents):
         if path.name.endswith(PARTIAL) and path in (address, address.parent):
@@ -195,7 +195,7 @@ class ObjectFiles:
 
     def __init__(self, path: ObjectPath, name: str) -> None:
         self.path, self._name = path, name
-        refuse_unfinished(path, name)
+        reject_unfinished(path, name)
         with reading(name):
             try:
                 self.seen = {path: objects.meta(path)}

@@ -23,7 +23,7 @@ from batchax.datasets.addresses import (
     needed,
     reading,
 )
-from batchax.datasets.arrays import ArrowColumn, InRagged, Sliced, in_memory, refuse_masked
+from batchax.datasets.arrays import ArrowColumn, InRagged, Sliced, in_memory, reject_masked
 from batchax.datasets.files import (
     Hdf5Dataset,
     InMemory,
@@ -219,7 +219,7 @@ def _is_numbers(x: Any) -> bool:
 
 def _array(x: Any, name: str) -> np.ndarray:
     """Copies a row to an array: a loader may reuse its memory for the next row."""
-    refuse_masked(x, name)
+    reject_masked(x, name)
     try:
         array = np.asarray(x)  # without `copy`, which tensors of PyTorch do not know
         array = array if isinstance(x, (list, numbers.Number)) else array.copy()

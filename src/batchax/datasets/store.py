@@ -335,7 +335,7 @@ def called(leaf: Leaf) -> str:
     return f"the result {leaf.name!r}" if leaf.name else "the result"
 
 
-def refuse_ragged(leaves: Sequence[Leaf], what: str) -> None:
+def reject_ragged(leaves: Sequence[Leaf], what: str) -> None:
     for leaf in leaves:
         if leaf.ragged is not None:
             raise ArgumentTypeError(

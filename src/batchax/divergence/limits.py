@@ -51,7 +51,7 @@ rule_of_user = Anywhere(lambda eqn: eqn.primitive.name in _WITH_RULE)
 _WITH_RULE = "custom_vmap_call", "custom_batched_call"
 
 
-def refuse_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
+def reject_collectives(programs: Iterable[ClosedJaxpr], where: str) -> None:
     """Rejects programs in which lanes, or devices, synchronize.
 
     Raises:

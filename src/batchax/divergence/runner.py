@@ -24,7 +24,7 @@ from batchax.divergence.limits import (
     VARYING,
     calls_back,
     can_move,
-    refuse_collectives,
+    reject_collectives,
     why_together,
 )
 from batchax.divergence.loops import VARIES_LESS, Waiting, bind, parting_loop
@@ -156,7 +156,7 @@ class Runner(Asked):
     def _why_together(self, programs: Sequence[Any], parting: Any) -> str:
         """Why lanes stay together, whatever it costs; empty if they need not."""
         if self.explicit:
-            refuse_collectives(programs, _WHERE[type(parting)])
+            reject_collectives(programs, _WHERE[type(parting)])
             nested = self.nesting and isinstance(parting, BoundedLoop)
             calls = calls_back(programs) and not isinstance(parting, Branches)
             return HOST if calls else _AROUND if nested else ""

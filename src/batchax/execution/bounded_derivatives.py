@@ -84,7 +84,7 @@ def loop_jvp(
         steps = lax.clamp(np.int32(0), given.count, np.int32(form.steps.most))
         checkpoints = no_checkpoints(body, recorded)
     which = derivative.consts, derivative.carry, derivative.xs
-    refuse_shared(steps, [*take(given.consts, which[0]), *take(given.xs, which[2])])
+    reject_shared(steps, [*take(given.consts, which[0]), *take(given.xs, which[2])])
     residuals = [steps, *given.consts, *given.carry, *checkpoints, *given.xs]
     tangents = [ad.instantiate_zeros(t) for group in map(take, dots, which) for t in group]
     if needed is None:
@@ -222,7 +222,7 @@ class _Derivative:
             return [*cts, *ys]
 
         program = _compat.stage(back, [*inputs[:n], *cts[:n_cts], *inputs[n:], *cts[n_cts:]])
-        _refuse_closures(self.differentiated, program.consts)
+        _reject_closures(self.differentiated, program.consts)
         # First the values that a reverse step reads, then, up to a fixed point, those that a
         # forward step reads to compute them.
         used = _compat.used_inputs(program, [True] * len(program.out_avals))[n + n_cts :][:n_carry]
@@ -260,7 +260,7 @@ def _by_forward_rules(program: Any, inputs: Sequence[int], outputs: Sequence[int
 _has_reverse_rule = Anywhere(lambda eqn: eqn.primitive.name == "custom_vjp_call")
 
 
-def _refuse_closures(body: Any, consts: Values) -> None:
+def _reject_closures(body: Any, consts: Values) -> None:
     """Rejects derivative rules that close over values traced outside of the loop.
 
     They are traced with the derivative of a step, whose constants `consts` are.
@@ -329,7 +329,7 @@ def zeros_like(x: Value) -> Any:
     return ad.instantiate_zeros(no_tangent(x))
 
 
-def refuse_shared(steps: Any, moving: Values) -> None:
+def reject_shared(steps: Any, moving: Values) -> None:
     """Rejects a sum over devices in a loop that each device leaves at another step."""
     # A cotangent of a shared value needs a `psum` each step, where devices would wait forever.
     axes = _compat.varying_axes(jax.typeof(steps))
@@ -415,7 +415,7 @@ def sweep_jvp(
     operands = [ad.instantiate_zeros(t) for group in given for t in group]
     if not operands:
         return outs, list(map(no_tangent, outs))
-    refuse_shared(count, [*take(consts, derivative.consts), *take(xs, derivative.xs)])
+    reject_shared(count, [*take(consts, derivative.consts), *take(xs, derivative.xs)])
     residuals = [count, *consts, *carry, *returning, *xs]
     return outs, linear_with_transpose(derivative.forward, derivative.back, residuals, operands)
 

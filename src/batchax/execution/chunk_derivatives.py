@@ -222,7 +222,7 @@ def jvp(
     outs = chunk_loop_p.bind(*primals, loop=loop, program=program)
     if not dependent:
         return outs, zeros
-    _refuse_effects(program)
+    _reject_effects(program)
     tangent_loop = _tangent_loop(loop, moving, dependent)
     given = _after(outs, primals) if calls_library(program.jaxpr) else primals
     given = map(_compat.unconsumed, given)  # the derivative uses keys again
@@ -296,7 +296,7 @@ def _reverse_of(
     return reverse, [*(both[i] for i in others), *cotangents]
 
 
-def _refuse_effects(program: Any) -> None:
+def _reject_effects(program: Any) -> None:
     if _compat.ordered_by_lane(program.effects):
         raise UnsupportedError(
             "a function that does input or output (io_callback, ordered debug callbacks) is "

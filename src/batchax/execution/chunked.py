@@ -216,7 +216,7 @@ def run_cuts(
     if setting.shards is None:
         run_whole(whole(None), held, env)
         return
-    local = replace(whole(setting.shards), size=setting.lanes.axis.size, divergence=_refusing)
+    local = replace(whole(setting.shards), size=setting.lanes.axis.size, divergence=_rejecting)
     apart = [eqn for eqn in held if not _together(local, eqn, env)]
     _run_gathered(setting.shards, whole(None), apart, env)
 
@@ -257,7 +257,7 @@ class LanesPart(Exception):
 
 
 @dataclass(frozen=True)
-class _Refusing:
+class _Rejecting:
     """Stands in for a divergence policy, and raises where lanes diverge."""
 
     @property
@@ -273,11 +273,11 @@ class _Refusing:
     def run(self, axis: Axis, parting: Any) -> Any:
         raise LanesPart
 
-    def with_max_width(self, width: int) -> _Refusing:
+    def with_max_width(self, width: int) -> _Rejecting:
         return self
 
 
-_refusing: Divergence = _Refusing()
+_rejecting: Divergence = _Rejecting()
 
 
 def _run_gathered(shards: Shards, axis: Axis, eqns: Sequence[Eqn], env: Env) -> None:

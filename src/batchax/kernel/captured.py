@@ -46,30 +46,30 @@ from batchax.kernel.interpreter import interpret
 from batchax.memo import kept_with
 
 
-def refuse_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
+def reject_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:
     """Checks that a traced jaxpr does not close over a value of a trace around it.
 
     A constant that belongs to `trace` itself is allowed. Raises UnsupportedError for a value of a
     derivative around it, and UnexpectedTracerError for one of a function that JAX has traced.
     """
-    _refuse_lost(program, trace, _compat.name_and_place(program.jaxpr))
+    _reject_lost(program, trace, _compat.name_and_place(program.jaxpr))
     return program
 
 
-def _refuse_lost(program: Any, trace: Any, called_at: str) -> None:
+def _reject_lost(program: Any, trace: Any, called_at: str) -> None:
     jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
     for x, v in zip(consts, jaxpr.constvars, strict=False):
         if isinstance(x, Tracer) and _compat.is_inside(x, trace):
             reader = _reader(jaxpr, v)
             place = called_at if reader is None else line_of(reader)
             if _compat.staged_variable(x) is not None:
-                _compat.refuse_escaped(x)  # JAX says where it was made
+                _compat.reject_escaped(x)  # JAX says where it was made
             raise UnsupportedError(of_what_is_around(place, jax.typeof(x).str_short()))
     for eqn in filter(programs_held, jaxpr.eqns):
         # `_tracers_inside` is cached on the equation, so programs without tracers are not walked.
         if _tracers_inside.in_equation(eqn):
             for inner in _run_by(eqn):
-                _refuse_lost(inner, trace, line_of(eqn))
+                _reject_lost(inner, trace, line_of(eqn))
 
 
 def of_what_is_around(place: str, type_of: str) -> str:

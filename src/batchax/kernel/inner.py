@@ -31,7 +31,7 @@ from batchax.kernel.axis import (
     names_in,
     sharding_on_mesh,
 )
-from batchax.kernel.captured import may_be_differentiated, refuse_lost
+from batchax.kernel.captured import may_be_differentiated, reject_lost
 from batchax.kernel.debug_nans import checks_nans_here
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import (
@@ -283,7 +283,7 @@ def stage_function(
                 program = _compat.stage(f, types, named, arg_names, transformation, selecting)
         finally:
             _staging_lanes.reset(token)
-        return refuse_lost(program, traces[-1])  # constants of this trace are not lost
+        return reject_lost(program, traces[-1])  # constants of this trace are not lost
 
     try:
         return stage(fun)

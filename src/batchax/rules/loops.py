@@ -73,7 +73,7 @@ def run_parting(
     programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
     programs = [p.jaxpr for p in programs if isinstance(p, ClosedJaxpr)]
     if any(_compat.in_order(program.effects) for program in programs):
-        _refuse_order(programs)
+        _reject_order(programs)
     if axis.divergence is None:
         recording.note_new(why=_NONE_LEAVES)
     placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
@@ -89,7 +89,7 @@ _NONE_LEAVES = (
 )
 
 
-def _refuse_order(programs: Sequence[Any]) -> None:
+def _reject_order(programs: Sequence[Any]) -> None:
     """Raises UnsupportedError for ordered effects of lanes that cannot run sequentially."""
     # Where they can, they do before any rule is called (`kernel/interpreter.py`).
     where = "a branch that not every lane takes, or a loop that ends at its own step in each lane,"

@@ -329,7 +329,7 @@ def jvp(
     else:
         # Effects occur with the results, not with the tangents.
         whole, jaxpr = jaxpr, without_effects(jaxpr)
-        _refuse_effects(jaxpr, of)
+        _reject_effects(jaxpr, of)
         call = dict(jaxpr=jaxpr, rule=rule)
         first = len(primals) - _count_linear(steps)
         # Before the results: a program that is batched has them of this call, too.
@@ -375,7 +375,7 @@ def _count_linear(steps: Sequence[DerivativeStep]) -> int:
     return 0
 
 
-def _refuse_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
+def _reject_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
     if of and _compat.ordered_by_lane(jaxpr.effects):
         raise UnsupportedError(
             "a function with a batching rule is differentiated whose results depend on input "

@@ -23,7 +23,7 @@ from batchax.datasets.engines.worker import (
     Attempts,
     Done,
     EndedError,
-    refuse_repeated,
+    reject_repeated,
     run_unit,
     saved,
 )
@@ -448,7 +448,7 @@ def find_engine(executor: Any, out: Address | None) -> Threads:
             "other process sees. Write to a disk or to object storage."
         )
     if shard is None:
-        refuse_repeated(JobFiles(out).folder)
+        reject_repeated(JobFiles(out).folder)
         return Workers(find_pool(executor), out)
     index, count = map(int, shard.groups())
     if not count:

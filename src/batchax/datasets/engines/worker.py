@@ -43,7 +43,7 @@ UNGUARDED = (
 )
 
 
-def refuse_repeated(job: Address) -> None:
+def reject_repeated(job: Address) -> None:
     """Raises a JobError in a worker that imports the unguarded script that started it."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     names = ((frame.f_globals.get("__name__"), frame.f_code.co_name) for frame in frames)
