@@ -39,8 +39,7 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(jobs.__file__).pare
 
 
 @pytest.fixture
-def x(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def x():
     return engine_calls.write_inputs()
 
 
@@ -169,8 +168,7 @@ def test_shards_run_again_with_another_number(x, capfd):
     assert_whole(x)
 
 
-def test_the_same_settings_of_jax(tmp_path, monkeypatch, processes, dask):
-    monkeypatch.chdir(tmp_path)
+def test_the_same_settings_of_jax(processes, dask):
     x = np.random.default_rng(0).standard_normal((8, 3))
     fun = lambda x: (x @ x.T, jax.random.normal(jax.random.key(0)) + x, jnp.arange(2.0))
     for wide, pool in itertools.product([True, False, True], [processes, dask]):

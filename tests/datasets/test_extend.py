@@ -12,24 +12,15 @@ import batchax as bx
 from batchax.datasets.inspect import status, verify
 
 from support import steps
+from support.map_calls import values
 
 X = np.arange(45 * 3, dtype=np.float32).reshape(45, 3)
 HOW = dict(batch_size=2, commit_rows=4, progress=False, resume="extend")
 OUTS = ["y.zarr", "y.npy", "y.parquet", "memory://{}/y.zarr", "memory://{}/y.parquet"]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def sin(x):
     return jnp.sin(x)
-
-
-def values(out):
-    where = f"{out}:result" if out.endswith(".parquet") else out
-    return bx.map(lambda y: y, where, progress=False).outputs
 
 
 def table(x):
@@ -62,10 +53,7 @@ def test_rows_that_were_added_are_computed(out, tmp_path):
 
 def test_reductions_go_on_from_their_parts():
     axes = {"y": 1, "mean": bx.Reduce("mean"), "most": bx.Reduce("max")}
-
-    def fun(x):
-        return {"y": x, "mean": x, "most": x.sum()}
-
+    fun = lambda x: {"y": x, "mean": x, "most": x.sum()}
     for rows in (7, 30, 45):
         report = bx.map(fun, X[:rows], out="y.zarr", out_axes=axes, **HOW)
         np.testing.assert_allclose(report.reduced["mean"], X[:rows].mean(0), rtol=1e-6)
@@ -177,6 +165,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("out", ["y.zarr", "y.npy", "y.parquet"])
+@pytest.mark.compiles(70)
 def test_killed_at_each_step_while_rows_are_added(out):
     """The next call adds them; or the call without them finds what it had."""
     left, ends = [0], set()

@@ -213,8 +213,3 @@ def test_of_many_units_some_are_shown(out):
     assert lines[0] == f"{out}: of 400 rows, 120 are not what was written:"
     assert lines[20] == "  rows 76 to 80: gone"
     assert lines[21] == "  and 10 more such units"
-
-
-def test_no_job_to_verify(out):
-    with pytest.raises(JobError, match="There is no job of"):
-        verify(out)

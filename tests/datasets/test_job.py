@@ -96,13 +96,6 @@ def test_another_call_is_refused_and_nothing_is_touched(out):
     assert before == {p: p.read_bytes() for p in out.parent.rglob("*") if p.is_file()}
 
 
-def test_an_output_of_something_else_is_refused(out):
-    out.mkdir()
-    with pytest.raises(JobError, match="output of something else: there is no job in"):
-        opened(out)
-    assert not folder(out).exists()
-
-
 def test_an_output_that_is_gone(out):
     completed(out)
     out.rename(out.with_name("away"))

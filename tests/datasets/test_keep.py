@@ -16,6 +16,8 @@ import batchax as bx
 from batchax.datasets.inspect import verify
 from batchax.datasets.plan import checksum
 
+from support.map_calls import stops_at
+
 ROWS = 23
 X = np.arange(ROWS, dtype=np.float32)
 HOW = dict(batch_size=2, commit_rows=4, progress=False)
@@ -36,8 +38,7 @@ NAMES = ["id", "n", "when", "kind", "ok", "raw"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def here():
     pyarrow.parquet.write_table(TABLE, "t.parquet", row_group_size=5)
 
 
@@ -52,13 +53,8 @@ def plain(table):
 @pytest.mark.parametrize("out", ["y.parquet", "memory://{}/y.parquet"])
 def test_columns_of_any_type(out, tmp_path):
     out = out.format(tmp_path.name)
-
-    def halfway(done, total):
-        if done >= 8:
-            raise TimeoutError
-
     with pytest.raises(TimeoutError):
-        bx.map(twice, "t.parquet:x", out=out, keep=NAMES, **{**HOW, "progress": halfway})
+        bx.map(twice, "t.parquet:x", out=out, keep=NAMES, **{**HOW, "progress": stops_at(8)})
     report = bx.map(twice, "t.parquet:x", out=out, keep=NAMES, **HOW)
     assert report.reused >= 8
     assert verify(out)

@@ -100,7 +100,7 @@ def leave(done, total):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_loaders_make(library, tmp_path, monkeypatch):
+def test_what_loaders_make(library, monkeypatch):
     """In memory, from a row on, to a disk and resumed: as the map of the arrays."""
     # Behind all else: what batchax is tested with comes first.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / ".cache" / "loaders")])
@@ -109,7 +109,6 @@ def test_what_loaders_make(library, tmp_path, monkeypatch):
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{library} is not installed: make loaders")
     module = importlib.import_module(library)
-    monkeypatch.chdir(tmp_path)
     whole = bx.map(fun, {"x": X, "y": Y}, out="whole.zarr", progress=False, **SIZES)
     expected = {p.name: p.read_bytes() for p in Path("whole.zarr/dot").iterdir()}
     assert whole.rows == ROWS

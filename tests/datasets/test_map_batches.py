@@ -35,8 +35,7 @@ def readers():
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _here():
     until(lambda: not readers())  # of tests before
     yield
     until(lambda: not readers())  # however a test went on, the thread ends

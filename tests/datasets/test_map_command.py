@@ -63,7 +63,6 @@ def patient(x):
 
 @pytest.fixture
 def x(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "model", raising=False)
     (tmp_path / "model.py").write_text(MODEL)

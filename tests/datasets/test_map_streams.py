@@ -27,11 +27,6 @@ def fun(x):
     return {"twice": x * 2, "in": {"max": x.max()}, "mean": x[0]}
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 class Table:
     """As a dataset of Hugging Face: rows have numbers."""
 

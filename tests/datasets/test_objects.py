@@ -33,6 +33,7 @@ from batchax.datasets.plan import Leaf, Plan
 from batchax.datasets.store import open_store
 
 from support import object_servers, steps
+from support.map_calls import stops_at
 from support.ports import reserved_port
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
@@ -227,8 +228,7 @@ def test_a_group_names_its_arrays(memory):
         (dict(out="memory://bucket/y.zarr", executor="shard:0/2"), "memory of this process"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(given, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_not_supported_is_refused_by_name(given, says, tmp_path):
     given = {"x": X, **given}
     with pytest.raises((bx.BatchaxError, TypeError), match=says) as caught:
         bx.map(double, given.pop("x"), **given, progress=False)
@@ -272,13 +272,8 @@ def test_a_store_that_is_there_is_not_written_over(root):
 
 def stopped(out, fun=double, rows=10):
     """A job that somebody left when it had so many rows."""
-
-    def leave(done, total):
-        if done >= rows:
-            raise TimeoutError
-
     with pytest.raises(TimeoutError):
-        bx.map(fun, X, out=out, **{**UNIT, "progress": leave})
+        bx.map(fun, X, out=out, **{**UNIT, "progress": stops_at(rows)})
 
 
 def test_a_job_goes_on_and_another_call_is_refused(root):
@@ -641,10 +636,7 @@ def test_credentials_are_in_no_message_no_log_and_no_file(s3, on_s3, monkeypatch
     out, messages = f"{on_s3}/y.zarr", []
     bx.map(double, X, out=out, **{**UNIT, "progress": True})
     stopped(f"{on_s3}/z.zarr")
-
-    def told(method, path):
-        return "fail"
-
+    told = lambda method, path: "fail"
     with object_servers.proxy(s3, told) as failing, reserved_port() as closed:
         for server in (failing, f"http://127.0.0.1:{closed}"):
             with object_servers.environment(AWS_ENDPOINT_URL=server), fresh_clients():
@@ -757,8 +749,7 @@ def test_workers(on_s3, executor):
     assert not [name for name in below(f"{out}.job") if name.startswith("engine-")]
 
 
-def test_the_command(on_s3, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command(on_s3, capsys):
     Path("model.py").write_text("def scaled(w, x):\n    return x @ w\n")
     put(f"{on_s3}/x.npy", npy(X))
     put(f"{on_s3}/w.npy", npy(np.ones((3, 2), np.float32)))

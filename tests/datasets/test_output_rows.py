@@ -11,6 +11,8 @@ import batchax as bx
 from batchax.datasets.inspect import verify
 from batchax.datasets.sources import as_source
 
+from support.map_calls import stops_at
+
 ROWS = 23
 X = np.random.default_rng(0).integers(-9, 9, (ROWS, 3)).astype(np.float32)
 IDS = [f"row {i}" for i in range(ROWS)]
@@ -18,8 +20,7 @@ HOW = dict(batch_size=2, commit_rows=4, progress=False)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def here():
     np.save("x.npy", X)
 
 
@@ -39,14 +40,9 @@ def by_hand(x=X):
 @pytest.mark.parametrize("out", ["y.parquet", "memory://{}/y.parquet"])
 def test_rows_that_are_dropped_and_several(out, tmp_path):
     out = out.format(tmp_path.name)
-
-    def halfway(done, total):
-        if done >= 8:
-            raise TimeoutError
-
     how = dict(out=out, keep={"id": IDS})
     with pytest.raises(TimeoutError):
-        bx.map(positive, "x.npy", **how, **{**HOW, "progress": halfway})
+        bx.map(positive, "x.npy", **how, **{**HOW, "progress": stops_at(8)})
     report = bx.map(positive, "x.npy", **how, **HOW)
     assert (report.rows, report.reused >= 8) == (ROWS, True)
     assert verify(out)

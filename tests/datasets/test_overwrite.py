@@ -15,15 +15,11 @@ from batchax.command import main
 from batchax.datasets import disk, objects
 
 from support import steps
+from support.map_calls import stops_at, values
 
 X = np.arange(40, dtype=np.float32)
 OUTS = ["y.zarr", "y.npy", "y.parquet", "memory://overwrite/y.zarr", "memory://overwrite/y.parquet"]
 HOW = dict(batch_size=8, commit_rows=8, progress=False)
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def sin(x):
@@ -32,16 +28,6 @@ def sin(x):
 
 def cos(x):
     return jnp.cos(x)
-
-
-def values(out):
-    where = f"{out}:result" if out.endswith(".parquet") else out
-    return bx.map(lambda y: y, where, progress=False).outputs
-
-
-def stop_halfway(done, total):
-    if done >= total / 2:
-        raise TimeoutError
 
 
 @pytest.mark.parametrize("out", OUTS)
@@ -53,10 +39,10 @@ def test_another_function_starts_over(out):
     assert (report.rows, report.reused) == (24, 0)
     np.testing.assert_allclose(values(out), np.cos(X[:24]), rtol=1e-6)
     with pytest.raises(TimeoutError):
-        bx.map(sin, X, out=out, overwrite=True, **{**HOW, "progress": stop_halfway})
+        bx.map(sin, X, out=out, overwrite=True, **{**HOW, "progress": stops_at(20)})
     assert bx.map(sin, X, out=out, **HOW).reused >= 16  # it can be resumed
     with pytest.raises(TimeoutError):
-        bx.map(cos, X, out=out, overwrite=True, **{**HOW, "progress": stop_halfway})
+        bx.map(cos, X, out=out, overwrite=True, **{**HOW, "progress": stops_at(20)})
     assert bx.map(sin, X, out=out, overwrite=True, **HOW).reused == 0  # of one that has not ended
     np.testing.assert_allclose(values(out), np.sin(X), rtol=1e-6)
 

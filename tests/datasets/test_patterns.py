@@ -20,11 +20,6 @@ X = np.arange(36, dtype=np.float32).reshape(12, 3)
 CUTS = (0, 5, 5, 6, 12)  # one of the parts has no rows
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def parts():
     return [X[start:stop] for start, stop in itertools.pairwise(CUTS)]
 

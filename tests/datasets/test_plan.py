@@ -40,21 +40,12 @@ def test_each_row_is_in_one_unit(rows, batch_size, row_bytes, row_seconds):
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
-def test_a_unit_is_half_a_second_of_work():
+def test_a_unit_is_half_a_second_of_work_and_several_fit_memory():
     assert Plan.of(10**6, 10, 100, 1e-3) == Plan(10**6, 10, 500)
     assert Plan.of(10**6, 64, 100, 1e-3) == Plan(10**6, 64, 512)
-
-
-def test_a_unit_is_one_batch_if_that_takes_longer():
-    assert Plan.of(10**6, 10, 100, 1.0).unit_rows == 10
-
-
-def test_several_units_fit_memory():
+    assert Plan.of(10**6, 10, 100, 1.0).unit_rows == 10  # one batch, if that takes longer
     assert Plan.of(10**6, 16, MIB / 8, 1e-9).unit_rows == 64
     assert Plan.of(10**6, 16, 1000 * MIB, 1e-9).unit_rows == 16
-
-
-def test_a_unit_is_no_larger_than_what_there_is():
     assert Plan.of(100, 16, 4, 1e-9) == Plan(100, 16, 112)
     assert Plan.of(5, 16, 4, 0.0).unit(0) == Unit(0, 0, 5)
     assert len(Plan.of(0, 16, 4, 1.0)) == 0

@@ -11,6 +11,8 @@ import pytest
 import batchax as bx
 from batchax.command import main
 
+from support.map_calls import values
+
 ROWS = 40
 OUTS = ["y.zarr", "y.npy", "y.parquet"]
 I = np.arange(ROWS, dtype=np.int32)
@@ -32,19 +34,9 @@ class Service:
         return jax.pure_callback(self, i, i, vmap_method="sequential")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def quiet(service, out="y.npy", **options):
     how = dict(batch_size=8, commit_rows=8, on_error="quarantine", version="1", progress=False)
     return bx.map(service.fun, I, out=out, **{**how, **options})
-
-
-def done(out):
-    where = f"{out}:result" if out.endswith(".parquet") else out
-    return bx.map(lambda y: y, where, progress=False).outputs
 
 
 @pytest.mark.parametrize("out", OUTS)
@@ -63,7 +55,7 @@ def test_quarantined_rows_are_computed_again_where_it_is_asked_for(out, shards):
     assert quiet(service, out).quarantined == 1
     service.bad = set()
     assert quiet(service, out, retry_quarantined=True).quarantined == 0
-    np.testing.assert_array_equal(done(out), I * 2)
+    np.testing.assert_array_equal(values(out), I * 2)
     assert Path(f"{out}.job/quarantine.jsonl").read_text() == ""
     assert np.load(f"{out}.job/ok.npy").all()
 
@@ -85,7 +77,7 @@ def test_streams_try_quarantined_rows_again():
     service.bad = set()
     report = call(retry_quarantined=True)
     assert (report.quarantined, report.reused) == (0, ROWS - 16)
-    np.testing.assert_array_equal(done("y.zarr"), I * 2)
+    np.testing.assert_array_equal(values("y.zarr"), I * 2)
 
 
 @pytest.mark.parametrize("batch", [dict(batch_size=8), dict(batch_size=40, commit_rows=40)])

@@ -15,6 +15,8 @@ import batchax as bx
 from batchax.command import main
 from batchax.datasets.inspect import follow, status, verify
 
+from support.map_calls import stops_at
+
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 CALL = "slurm model.py:scaled --in @w.npy --in x.npy --out y.zarr --commit-rows 4 --batch-size 2"
 
@@ -37,8 +39,7 @@ while queue:
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def here():
     np.save("x.npy", X)
     np.save("w.npy", np.ones((3, 2), np.float32))
     Path("model.py").write_text("def scaled(w, x):\n    return x @ w\n")
@@ -126,16 +127,12 @@ def test_status_follows_a_job_until_it_is_finished(capsys):
             if "no process at work" in line:
                 half.set()
 
-    def stop(done, total):
-        if done >= 8:
-            raise TimeoutError
-
     thread = threading.Thread(target=look)
     thread.start()
     assert first.wait(60)
     how = dict(out="y.zarr", batch_size=2, commit_rows=4)
     with pytest.raises(TimeoutError):
-        bx.map(lambda x: x + 1, "x.npy", **how, progress=stop)
+        bx.map(lambda x: x + 1, "x.npy", **how, progress=stops_at(8))
     assert half.wait(60)
     bx.map(lambda x: x + 1, "x.npy", **how, progress=False)
     thread.join(60)

@@ -13,16 +13,13 @@ import xarray
 import batchax as bx
 from batchax.datasets.inspect import verify
 
+from support.map_calls import stops_at
+
 X = np.arange(33 * 5, dtype=np.float32).reshape(33, 5)
 HOW = dict(batch_size=4, commit_rows=8, progress=False)
 ZSTD = [{"name": "bytes"}, {"name": "zstd", "configuration": {"level": 3}}]
 SHARDS = {"chunk_shape": [2, 5], "codecs": ZSTD}
 DISK, OBJECTS = "y.zarr", "memory://{}/y.zarr"
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def twice(x):
@@ -45,14 +42,9 @@ def document(path):
 )
 def test_zarr_is_written_as_asked_and_resumes(out, options, tmp_path):
     out = out.format(tmp_path.name)
-
-    def halfway(done, total):
-        if done >= 16:
-            raise TimeoutError
-
     how = dict(out=out, store_options=options)
     with pytest.raises(TimeoutError):
-        bx.map(twice, X, **how, **{**HOW, "progress": halfway})
+        bx.map(twice, X, **how, **{**HOW, "progress": stops_at(16)})
     report = bx.map(twice, X, **how, **HOW)
     assert report.reused >= 16
     assert verify(out)
@@ -79,9 +71,7 @@ def test_zarr_written_again_where_a_chunk_of_a_unit_is_gone():
 
 
 def test_each_array_of_a_group_may_have_its_own():
-    def both(x):
-        return {"y": x, "in": {"s": x.sum()}}
-
+    both = lambda x: {"y": x, "in": {"s": x.sum()}}
     options = {"codecs": ZSTD, "in/s": {"chunk_shape": [2]}, "y": {"codecs": [{"name": "bytes"}]}}
     bx.map(both, X, out="g.zarr", store_options=options, **HOW)
     assert [c["name"] for c in document("g.zarr/y")["codecs"]] == ["bytes"]

@@ -1,19 +1,17 @@
 """Where results go: what is written is read back, by others too; damage and mistakes are named."""
 
 import errno
-import json
 import os
 import sys
 
-import ml_dtypes
+import jax
 import numpy as np
 import pytest
 
 import batchax as bx
 from batchax.datasets.file_stores import NpyStore, ParquetStore, ZarrStore
-from batchax.datasets.plan import Leaf, Plan, checksum
-from batchax.datasets.sources import as_source
-from batchax.datasets.store import open_store, reopen_store
+from batchax.datasets.plan import Leaf, Plan
+from batchax.datasets.store import open_store
 
 from support.store_tests import StoreTests
 
@@ -43,52 +41,32 @@ def written(out, leaves, plan=PLAN):
     return store
 
 
-def check_all(store, leaves, plan=PLAN):
-    for number in range(len(plan)):
-        unit = plan.unit(number)
-        for each, got in zip(leaves, store.read(unit), strict=True):
-            assert got.dtype == each.dtype
-            assert got.flags.c_contiguous
-            np.testing.assert_array_equal(got, rows_of(each, unit))
-            assert checksum(got) == checksum(rows_of(each, unit))
+NUMBERS = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "float32", "float64"),
+)
 
 
 class TestZarr(StoreTests):
     store, suffix, ragged = ZarrStore, "zarr", False
-    dtypes = (*StoreTests.dtypes, "bfloat16", "float8_e4m3fn", "complex64")
+    dtypes = (*NUMBERS, "bfloat16", "float8_e4m3fn", "complex64")
 
 
 class TestNpy(StoreTests):
-    store, suffix = NpyStore, "npy"
+    store, suffix, dtypes = NpyStore, "npy", NUMBERS
     trees = ragged = mends = False  # units have no files of their own
 
 
 class TestParquet(StoreTests):
-    store, suffix, empty = ParquetStore, "parquet", False
+    store, suffix, empty, dtypes = ParquetStore, "parquet", False, NUMBERS
 
 
 KINDS = ("x.zarr", "x.npy", "x.parquet", None)
-NUMBERS = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64".split()
 
 
 @pytest.fixture
 def place(tmp_path):
     return lambda kind: None if kind is None else tmp_path / kind
-
-
-@pytest.mark.parametrize("dtype", NUMBERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read_back(kind, dtype, place):
-    leaves = [leaf(dtype=dtype)]
-    store = written(place(kind), leaves)
-    if kind is None:
-        np.testing.assert_array_equal(store.result(), values(leaves[0]))
-    else:
-        check_all(store, leaves)
-        np.testing.assert_array_equal(as_source(store.result(), "x").whole(), values(leaves[0]))
-        again = reopen_store(place(kind), json.loads(json.dumps(store.describe())))
-        again.check()
-        check_all(again, leaves)
 
 
 TREE = [leaf("y"), leaf("a/b", (10,), np.int32), leaf("a/0", (2, 10), np.float64, 1)]
@@ -161,6 +139,7 @@ REFUSED = [
     ("x.h5", [leaf()], "results are written to .zarr, .npy and .parquet"),
     ("x.csv", [leaf()], r"\.zarr, \.npy"),
     (7, [leaf()], "must be a path"),
+    (None, [Leaf("", (10,), jax.random.key(0).dtype)], "key_data"),
 ]
 
 
@@ -169,14 +148,6 @@ def test_what_cannot_be_written_is_refused_by_name(out, leaves, message, tmp_pat
     with pytest.raises(bx.ArgumentTypeError, match=message):
         open_store(tmp_path / out if isinstance(out, str) else out, leaves, PLAN)
     assert not os.listdir(tmp_path)
-
-
-def test_random_keys_are_refused():
-    import jax
-
-    keys = Leaf("", (10,), jax.random.key(0).dtype)
-    with pytest.raises(bx.ArgumentTypeError, match="key_data"):
-        open_store(None, [keys], PLAN)
 
 
 def test_what_cannot_fit_the_disk_is_refused_before_work(place):
@@ -200,19 +171,8 @@ def test_a_file_without_the_space_that_was_promised(place, monkeypatch):
         raise OSError(errno.EOPNOTSUPP, "not here")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    leaves = [leaf()]
-    check_all(written(place("x.npy"), leaves), leaves)
-
-
-def test_no_space_left_names_file_and_what_to_do(place, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store = written(place("x.npy"), [leaf()])
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(bx.StorageError, match=r"x\.npy.*no space is left") as caught:
-        store.write(PLAN.unit(0), [rows_of(leaf(), PLAN.unit(0))])
-    assert caught.value.__cause__.errno == errno.ENOSPC
+    written(place("x.npy"), [leaf()])
+    np.testing.assert_array_equal(np.load(place("x.npy")), values(leaf()))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +184,3 @@ def test_what_is_not_installed_is_asked_for(kind, module, package, place, monkey
     monkeypatch.setitem(sys.modules, f"{module}.parquet", None)
     with pytest.raises(ImportError, match=f"pip install '{package}'"):
         open_store(place(kind), [leaf()], PLAN)
-
-
-def test_dtypes_are_known_by_their_names():
-    assert np.dtype("bfloat16") == np.dtype(ml_dtypes.bfloat16)

@@ -22,11 +22,6 @@ def both(x):
     return {"sum": x.sum(), "twice": 2 * x}
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.fixture(params=[None, "y.zarr", "y.parquet"])
 def report(request):
     return bx.map(both, LABELLED, out=request.param, progress=False)

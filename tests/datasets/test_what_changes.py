@@ -40,8 +40,7 @@ LONG = np.tile(X, (10, 1))  # more units than are read before the first is writt
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def _here(monkeypatch):
     monkeypatch.setattr(pipeline, "_PAUSE", 0.0)
 
 
@@ -198,9 +197,7 @@ def test_the_function_itself_may_write_to_an_input(write):
                 file.write(b" ")
         return x
 
-    def fun(x):
-        return jax.pure_callback(on_host, x, x, vmap_method="sequential")
-
+    fun = lambda x: jax.pure_callback(on_host, x, x, vmap_method="sequential")
     for source in ("x.npy", np.load("x.npy", mmap_mode="r")):
         with pytest.raises(bx.StorageError, match="was changed since it was opened"):
             bx.map(fun, source, **UNIT)
@@ -374,13 +371,13 @@ def test_a_small_input_that_was_written_again_and_holds_the_same():
 def stopped(before_write):
     """A call that stops before it has written all."""
 
-    def stopped(fun, out):
+    def stopped(fun, out, at=3, **how):
         def stop():
             raise RuntimeError("stopped")
 
-        before_write(3, stop)
+        before_write(at, stop)
         with pytest.raises(RuntimeError, match="stopped"):
-            bx.map(fun, X, out=out, **UNIT)
+            bx.map(fun, X, out=out, **UNIT, **how)
 
     return stopped
 
@@ -420,15 +417,9 @@ def test_an_output_that_is_not_finished_is_no_input(out, stopped):
     )
 
 
-def test_a_copy_of_objects_that_are_not_all_there_is_no_input(before_write, tmp_path):
+def test_a_copy_of_objects_that_are_not_all_there_is_no_input(stopped, tmp_path):
     out = f"memory://{uuid.uuid4()}/y.parquet"
-
-    def stop():
-        raise RuntimeError("stopped")
-
-    before_write(3, stop)
-    with pytest.raises(RuntimeError, match="stopped"):
-        bx.map(double, X, out=out, **{**UNIT, "retries": 0})
+    stopped(double, out, retries=0)
     root = address(out, "out")
     copy = address(f"memory://{uuid.uuid4()}/y.parquet", "out")
     for path, _ in list(objects.below(root)):
@@ -539,14 +530,9 @@ LISTED = ["y.zarr", "y.parquet", "memory://{}/y.zarr", "memory://{}/y.parquet"]
 
 
 @pytest.mark.parametrize("out", LISTED)
-def test_a_file_of_a_stopped_job_that_is_gone_is_computed_again(out, before_write):
-    def stop():
-        raise RuntimeError("stopped")
-
+def test_a_file_of_a_stopped_job_that_is_gone_is_computed_again(out, stopped):
     out = out.format(uuid.uuid4())
-    before_write(5, stop)
-    with pytest.raises(RuntimeError, match="stopped"):
-        bx.map(double, X, out=out, **{**UNIT, "retries": 0})
+    stopped(double, out, 5, retries=0)
     number = min(read_journal(JobFiles(address(out, "out")).journal))
     remove_a_file(out, number)
     report = bx.map(double, X, out=out, **UNIT)
@@ -691,22 +677,16 @@ def test_links_in_the_folder_of_a_job_are_not_written_through(name, kind, stoppe
 
 @pytest.mark.parametrize("name", ["journal", "partials"])
 @pytest.mark.parametrize("there", [True, False])
-def test_links_in_place_of_folders_of_a_job_are_not_written_through(name, there, before_write):
+def test_links_in_place_of_folders_of_a_job_are_not_written_through(name, there, stopped):
     large = lambda x: (x, jnp.zeros(2000))  # its sum does not fit into a line of the journal
-    how = dict(UNIT, out="y.npy", out_axes=(0, bx.Reduce("sum")))
-
-    def stop():
-        raise RuntimeError("stopped")
-
-    before_write(3, stop)
-    with pytest.raises(RuntimeError, match="stopped"):
-        bx.map(large, X, **how)
+    how = dict(out="y.npy", out_axes=(0, bx.Reduce("sum")))
+    stopped(large, **how)
     place = Path("y.npy.job") / name
     shutil.move(place, "mine") if there else shutil.rmtree(place)
     place.symlink_to(Path("mine").absolute())
     before = {p: p.read_bytes() for p in Path().glob("mine/*")}
     with pytest.raises(bx.StorageError, match=f"{name} is a link"):
-        bx.map(large, X, **how)
+        bx.map(large, X, **UNIT, **how)
     assert before == {p: p.read_bytes() for p in Path().glob("mine/*")}
     assert Path("mine").exists() is there
 
@@ -792,13 +772,6 @@ def test_a_worker_that_finds_something_else(what, module):
     assert report.rows == ROWS
 
 
-def test_fewer_rows_than_a_batch():
-    report = bx.map(double, X, out="y.npy", batch_size=50, commit_rows=100, progress=False)
-    assert report.rows == ROWS
-    with pytest.raises(bx.AxisError, match="commit_rows=70 is not a multiple of batch_size=50"):
-        bx.map(double, X, out="z.npy", batch_size=50, commit_rows=70, progress=False)
-
-
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "var"])
 def test_rows_that_make_reductions_not_finite(kind):
     x = X.copy()
@@ -869,10 +842,10 @@ def test_what_has_no_rows_that_jax_has_numbers_for():
         bx.map(double, X.astype(np.longdouble), progress=False)
 
 
-@pytest.mark.parametrize("executor", ["processes:²", "processes:0", "shard:²/3"])
-def test_numbers_that_are_none(executor):
-    with pytest.raises(bx.OptionError, match=r'"processes:4".*; got '):
-        bx.map(double, X, out="y.npy", executor=executor, progress=False)
+def test_numbers_that_are_none():
+    for executor in ("processes:²", "processes:0", "shard:²/3"):
+        with pytest.raises(bx.OptionError, match=r'"processes:4".*; got '):
+            bx.map(double, X, out="y.npy", executor=executor, progress=False)
     with pytest.raises(bx.ArgumentTypeError, match="a path has no zero bytes"):
         bx.map(double, X, out="y\0.npy", progress=False)
 
