@@ -15,7 +15,8 @@ from batchax.execution.progress import Steps
 
 from support.compiled import compilations
 from support.forced import FORCED
-from support.oracle import at_once, check, direction, example, same, same_type
+from support.mistakes import cases
+from support.oracle import at_once, check, direction, example, same, same_type, total
 
 MOST = 12
 
@@ -49,10 +50,6 @@ def smooth(loop):
         return out["y"], out["seen"]
 
     return f
-
-
-def total(f):
-    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
 
 
 W = example((2, 2), seed=3)
@@ -288,9 +285,7 @@ def test_the_loop_ends_with_the_slowest_lane():
 def mean_of_lanes(x, w):
     """All lanes leave when their mean is small."""
 
-    def body(c):
-        return c[0] * w - 0.1 * lax.psum(c[0], "i"), c[1] + 1
-
+    body = lambda c: (c[0] * w - 0.1 * lax.psum(c[0], "i"), c[1] + 1)
     return bx.bounded_while(lambda c: lax.pmean(c[0], "i") > 0.2, body, (x, 0), 9)[0]
 
 
@@ -358,10 +353,7 @@ def test_inside_shard_map():
     got, want, *both = at_once(sharded, expected, *gradients)(XS, W)
     same(got, want)
     same(*both)
-
-    def shared(x, w):
-        return bx.bounded_while(lambda c: c.sum() > 1, lambda c: c * w, x, 5)
-
+    shared = lambda x, w: bx.bounded_while(lambda c: c.sum() > 1, lambda c: c * w, x, 5)
     sharded = jax.shard_map(shared, mesh=mesh, in_specs=(shards, everywhere), out_specs=shards)
     same(jax.jit(sharded)(jnp.ones(4), 0.7).shape, (4,))
     with pytest.raises(bx.UnsupportedError, match="pcast"):
@@ -545,55 +537,47 @@ def test_what_going_back_does_not_need_is_not_kept():
     assert memory < (n_checkpoints(most) + 3 * most) * x.nbytes
 
 
-# As a plain while
-
-
 # Mistakes
 
 
 MISTAKES = {
-    "cond_fun": (lambda: bx.bounded_while(1, id, 0, 3), bx.ArgumentTypeError, "as cond_fun"),
-    "max_steps": (
-        lambda: bx.bounded_while(bool, abs, 0, 2.0),
-        bx.ArgumentTypeError,
-        "max_steps must be a non-negative int, got 2.0 of type float",
-    ),
-    "fewer than none": (
-        lambda: bx.bounded_while(bool, abs, 0, -1),
-        bx.OptionError,
-        "non-negative int, got -1",
-    ),
-    "no array": (
-        lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),
-        bx.ArgumentTypeError,
-        r"init_val\['a'\], of the first carry, is of type str",
-    ),
-    "predicate": (
-        lambda: bx.bounded_while(lambda c: c, lambda c: c, 0.0, 3),
-        bx.ArgumentTypeError,
-        r"must return one truth value.*returned float(32|64)\[\]",
-    ),
-    "predicates": (
-        lambda: bx.bounded_while(lambda c: c > 0, lambda c: c, jnp.ones(2), 3),
-        bx.ArgumentTypeError,
-        r"returned bool\[2\]",
-    ),
-    "structure": (
-        lambda: bx.bounded_while(lambda c: True, lambda c: (c,), 0.0, 3),
-        bx.ArgumentTypeError,
-        r"must have the structure",
-    ),
-    "type": (
-        lambda: bx.bounded_while(lambda c: True, lambda c: (c[0], c[0]), (0.5, jnp.int32(1)), 3),
-        bx.ArgumentTypeError,
-        r"carry\[1\]: int32\[\] became float(32|64)\[\]",
-    ),
+    bx.ArgumentTypeError: {
+        "cond_fun": (lambda: bx.bounded_while(1, id, 0, 3), "as cond_fun"),
+        "max_steps": (
+            lambda: bx.bounded_while(bool, abs, 0, 2.0),
+            "max_steps must be a non-negative int, got 2.0 of type float",
+        ),
+        "no array": (
+            lambda: bx.bounded_while(lambda c: True, lambda c: c, {"a": "text"}, 3),
+            r"init_val\['a'\], of the first carry, is of type str",
+        ),
+        "predicate": (
+            lambda: bx.bounded_while(lambda c: c, lambda c: c, 0.0, 3),
+            r"must return one truth value.*returned float(32|64)\[\]",
+        ),
+        "predicates": (
+            lambda: bx.bounded_while(lambda c: c > 0, lambda c: c, jnp.ones(2), 3),
+            r"returned bool\[2\]",
+        ),
+        "structure": (
+            lambda: bx.bounded_while(lambda c: True, lambda c: (c,), 0.0, 3),
+            r"must have the structure",
+        ),
+        "type": (
+            lambda: bx.bounded_while(
+                lambda c: True, lambda c: (c[0], c[0]), (0.5, jnp.int32(1)), 3
+            ),
+            r"carry\[1\]: int32\[\] became float(32|64)\[\]",
+        ),
+    },
+    bx.OptionError: {
+        "fewer than none": (lambda: bx.bounded_while(bool, abs, 0, -1), "non-negative int, got -1")
+    },
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
-    call, error, message = MISTAKES[mistake]
+@pytest.mark.parametrize(("error", "call", "message"), cases(MISTAKES))
+def test_mistakes(error, call, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -690,12 +674,8 @@ def test_loops_that_are_batched_once_are_not_confused():
 
 
 def test_python_that_needs_what_is_carried_is_told_so():
-    def body(x):
-        return x + 1 if x > 1 else x + 2
-
-    def test(x):
-        return bool(x < 3)
-
+    body = lambda x: x + 1 if x > 1 else x + 2
+    test = lambda x: bool(x < 3)
     for call, fun in (
         (lambda: bx.bounded_while(lambda x: x < 3, body, 0.0, 3), body),
         (lambda: bx.bounded_while(test, lambda x: x + 1, 0.0, 3), test),

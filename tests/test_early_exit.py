@@ -8,7 +8,7 @@ from jax import lax
 
 import batchax as bx
 
-from support.oracle import at_once, check_derivatives, example, same
+from support.oracle import at_once, check_derivatives, example, same, total
 
 LENGTH = 7
 
@@ -57,10 +57,6 @@ def of_arrays(f, **options):
 
 C, W = jnp.zeros(2), jnp.abs(example((2, 2), seed=1))
 XS = 0.5 * jnp.abs(example((LENGTH, 2), seed=2))  # stops by itself
-
-
-def total(f):
-    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(f(*args)))
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
@@ -137,9 +133,7 @@ def test_a_step_that_was_not_taken_contributes_nothing():
 
 
 def test_keys_are_scanned_and_stacked():
-    def draw(c, key):
-        return c + jax.random.uniform(key), (key, jax.random.bits(key))
-
+    draw = lambda c, key: (c + jax.random.uniform(key), (key, jax.random.bits(key)))
     keys = jax.random.split(jax.random.key(1), 5)
     carry, (used, bits) = bx.scan(draw, until=lambda c: c > 1.0)(0.0, keys)
     _, (_, all_bits) = lax.scan(draw, 0.0, keys)

@@ -14,6 +14,7 @@ from jax import lax
 import batchax as bx
 
 from support.compiled import compilations
+from support.mistakes import cases
 from support.oracle import (
     Claim,
     alike,
@@ -24,6 +25,7 @@ from support.oracle import (
     same,
     same_type,
     settle,
+    total,
     types,
 )
 
@@ -112,11 +114,6 @@ XS = example((3, 5), seed=3)
 
 def both(fun, in_axes=0, out_axes=0, **options):
     return bx.scan(fun, in_axes, out_axes, **options), with_lax(fun, in_axes, out_axes, **options)
-
-
-def total(fun):
-    """A scalar of all outputs of `fun`."""
-    return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(fun(*args)))
 
 
 # Values, types and derivatives
@@ -573,133 +570,111 @@ def keep(carry, *xs):
 
 
 MISTAKES = {
-    "no function": (lambda: bx.scan(3), bx.ArgumentTypeError, ["scan expects", "int"]),
-    "as a decorator": (
-        lambda: bx.scan(out_axes=1),
-        bx.ArgumentTypeError,
-        ["scan() was given no function", "@functools.partial(batchax.scan, out_axes=...)"],
-    ),
-    "values": (
-        lambda: bx.scan(keep, 0.0, jnp.zeros(4)),
-        bx.ArgumentTypeError,
-        ["in_axes must be", "got 0.0", "what scan returns: batchax.scan(keep)(init, xs)."],
-    ),
-    "array as a carry": (
-        lambda: bx.scan(keep, (jnp.zeros(4), 0), jnp.zeros(4)),
-        bx.ArgumentTypeError,
-        ["in_axes[0] must be", "what scan returns: batchax.scan(keep)(init, xs)."],
-    ),
-    "int as a carry": (
-        lambda: bx.scan(keep, 0, jnp.zeros(4)),
-        bx.ArgumentTypeError,
-        ["out_axes must be an int or None", "what scan returns: batchax.scan(keep)(init, xs)."],
-    ),
-    "sizes": (
-        lambda: bx.scan(keep, (1, 0))(0, jnp.zeros((2, 3)), jnp.zeros(4)),
-        bx.AxisError,
-        ["xs[0]: shape (2, 3), axis 1, size 3", "xs[1]: shape (4,)", "at every step"],
-    ),
-    "length": (
-        lambda: bx.scan(keep, length=5)(0, jnp.zeros(4)),
-        bx.AxisError,
-        ["given as length, 5", "xs[0]"],
-    ),
-    "no length": (
-        lambda: bx.scan(keep, None)(0, jnp.zeros(4)),
-        bx.AxisError,
-        ["number of steps is unknown", "pass length"],
-    ),
-    "bad length": (lambda: bx.scan(keep, length=-1), bx.ArgumentTypeError, ["length must be"]),
-    "range": (
-        lambda: bx.scan(keep, 2)(0, jnp.zeros((3, 4))),
-        bx.AxisError,
-        ["xs[0]: shape (3, 4), axis 2"],
-    ),
-    "entries": (
-        lambda: bx.scan(keep, (0, 1))(0, jnp.zeros(3)),
-        bx.AxisError,
-        ["in_axes has 2 entries", "1 positional argument after the carry"],
-    ),
-    "structure": (
-        lambda: bx.scan(keep, ({"a": 0},))(0, {"b": jnp.zeros(3)}),
-        bx.AxisError,
-        ["in_axes does not match xs[0]"],
-    ),
-    "name": (
-        lambda: bx.scan(lambda carry, x: (carry, x), {"y": 0}),
-        bx.AxisError,
-        ["in_axes names 'y'", "are 'x'"],
-    ),
-    "name of the carry": (
-        lambda: bx.scan(lambda carry, x: (carry, x), {"carry": 0}),
-        bx.AxisError,
-        ["in_axes names 'carry'"],
-    ),
-    "type of in_axes": (lambda: bx.scan(keep, "0"), bx.ArgumentTypeError, ["in_axes must be"]),
-    "no array": (
-        lambda: bx.scan(keep)(0, "text"),
-        bx.ArgumentTypeError,
-        ["xs[0]", "of type str, not an array", "None in in_axes"],
-    ),
-    "out_axes AUTO": (
-        lambda: bx.scan(keep, out_axes=bx.AUTO),
-        bx.ArgumentTypeError,
-        ["out_axes must be an int or None, got batchax.AUTO", "carry"],
-    ),
-    "out_axes Reduce": (
-        lambda: bx.scan(keep, out_axes=(0, bx.Reduce("sum"))),
-        bx.ArgumentTypeError,
-        ["out_axes[1] must be an int", "a sum over the steps"],
-    ),
-    "out_axes None": (
-        lambda: bx.scan(keep, out_axes=(0, None))(0, jnp.zeros(3), jnp.zeros(3)),
-        bx.AxisError,
-        ["ys[1] may differ between steps, but out_axes says None for it", "into the carry"],
-    ),
-    "out_axes range": (
-        lambda: bx.scan(keep, out_axes=2)(0, jnp.zeros((3, 4))),
-        bx.AxisError,
-        ["out_axes gives 2 for ys[0], which has 2 axes with the axis of the steps"],
-    ),
-    "out_axes structure": (
-        lambda: bx.scan(keep, out_axes=(0, 1))(0, jnp.zeros(3)),
-        bx.AxisError,
-        ["out_axes does not match ys"],
-    ),
-    "unroll": (lambda: bx.scan(keep, unroll=-1), bx.ArgumentTypeError, ["unroll must be"]),
-    "no pair": (
-        lambda: bx.scan(lambda carry, x: carry)(0, jnp.zeros(3)),
-        bx.ArgumentTypeError,
-        ["must return a pair (carry, ys)", "'<lambda>'", "returned one array of shape ("],
-    ),
-    "carry structure": (
-        lambda: bx.scan(lambda carry, x: ((carry,), x))(0, jnp.zeros(3)),
-        bx.ArgumentTypeError,
-        ["must have the structure", "  *\nbecame\n  (*,)"],
-    ),
-    "carry type": (
-        lambda: bx.scan(lambda c, x: ({"a": x, "b": c["b"]}, x))(
-            {"a": jnp.int32(0), "b": 0}, jnp.zeros(3, jnp.float32)
+    bx.ArgumentTypeError: {
+        "no function": (lambda: bx.scan(3), ["scan expects", "int"]),
+        "as a decorator": (
+            lambda: bx.scan(out_axes=1),
+            ["scan() was given no function", "@functools.partial(batchax.scan, out_axes=...)"],
         ),
-        bx.ArgumentTypeError,
-        ["carry['a']: int32[] became float32[]", "convert the carry"],
-    ),
-    "carry no array": (
-        lambda: bx.scan(keep)({"a": "text"}, jnp.zeros(3)),
-        bx.ArgumentTypeError,
-        ["carry['a']", "of type str", "carry"],
-    ),
-    "output no array": (
-        lambda: bx.scan(lambda c, x: (c, "text"))(0, jnp.zeros(3)),
-        bx.ArgumentTypeError,
-        ["the output ys is of type str"],
-    ),
+        "values": (
+            lambda: bx.scan(keep, 0.0, jnp.zeros(4)),
+            ["in_axes must be", "got 0.0", "what scan returns: batchax.scan(keep)(init, xs)."],
+        ),
+        "array as a carry": (
+            lambda: bx.scan(keep, (jnp.zeros(4), 0), jnp.zeros(4)),
+            ["in_axes[0] must be", "what scan returns: batchax.scan(keep)(init, xs)."],
+        ),
+        "int as a carry": (
+            lambda: bx.scan(keep, 0, jnp.zeros(4)),
+            ["out_axes must be an int or None", "what scan returns: batchax.scan(keep)(init, xs)."],
+        ),
+        "bad length": (lambda: bx.scan(keep, length=-1), ["length must be"]),
+        "type of in_axes": (lambda: bx.scan(keep, "0"), ["in_axes must be"]),
+        "no array": (
+            lambda: bx.scan(keep)(0, "text"),
+            ["xs[0]", "of type str, not an array", "None in in_axes"],
+        ),
+        "out_axes AUTO": (
+            lambda: bx.scan(keep, out_axes=bx.AUTO),
+            ["out_axes must be an int or None, got batchax.AUTO", "carry"],
+        ),
+        "out_axes Reduce": (
+            lambda: bx.scan(keep, out_axes=(0, bx.Reduce("sum"))),
+            ["out_axes[1] must be an int", "a sum over the steps"],
+        ),
+        "unroll": (lambda: bx.scan(keep, unroll=-1), ["unroll must be"]),
+        "no pair": (
+            lambda: bx.scan(lambda carry, x: carry)(0, jnp.zeros(3)),
+            ["must return a pair (carry, ys)", "'<lambda>'", "returned one array of shape ("],
+        ),
+        "carry structure": (
+            lambda: bx.scan(lambda carry, x: ((carry,), x))(0, jnp.zeros(3)),
+            ["must have the structure", "  *\nbecame\n  (*,)"],
+        ),
+        "carry type": (
+            lambda: bx.scan(lambda c, x: ({"a": x, "b": c["b"]}, x))(
+                {"a": jnp.int32(0), "b": 0}, jnp.zeros(3, jnp.float32)
+            ),
+            ["carry['a']: int32[] became float32[]", "convert the carry"],
+        ),
+        "carry no array": (
+            lambda: bx.scan(keep)({"a": "text"}, jnp.zeros(3)),
+            ["carry['a']", "of type str", "carry"],
+        ),
+        "output no array": (
+            lambda: bx.scan(lambda c, x: (c, "text"))(0, jnp.zeros(3)),
+            ["the output ys is of type str"],
+        ),
+    },
+    bx.AxisError: {
+        "sizes": (
+            lambda: bx.scan(keep, (1, 0))(0, jnp.zeros((2, 3)), jnp.zeros(4)),
+            ["xs[0]: shape (2, 3), axis 1, size 3", "xs[1]: shape (4,)", "at every step"],
+        ),
+        "length": (
+            lambda: bx.scan(keep, length=5)(0, jnp.zeros(4)),
+            ["given as length, 5", "xs[0]"],
+        ),
+        "no length": (
+            lambda: bx.scan(keep, None)(0, jnp.zeros(4)),
+            ["number of steps is unknown", "pass length"],
+        ),
+        "range": (lambda: bx.scan(keep, 2)(0, jnp.zeros((3, 4))), ["xs[0]: shape (3, 4), axis 2"]),
+        "entries": (
+            lambda: bx.scan(keep, (0, 1))(0, jnp.zeros(3)),
+            ["in_axes has 2 entries", "1 positional argument after the carry"],
+        ),
+        "structure": (
+            lambda: bx.scan(keep, ({"a": 0},))(0, {"b": jnp.zeros(3)}),
+            ["in_axes does not match xs[0]"],
+        ),
+        "name": (
+            lambda: bx.scan(lambda carry, x: (carry, x), {"y": 0}),
+            ["in_axes names 'y'", "are 'x'"],
+        ),
+        "name of the carry": (
+            lambda: bx.scan(lambda carry, x: (carry, x), {"carry": 0}),
+            ["in_axes names 'carry'"],
+        ),
+        "out_axes None": (
+            lambda: bx.scan(keep, out_axes=(0, None))(0, jnp.zeros(3), jnp.zeros(3)),
+            ["ys[1] may differ between steps, but out_axes says None for it", "into the carry"],
+        ),
+        "out_axes range": (
+            lambda: bx.scan(keep, out_axes=2)(0, jnp.zeros((3, 4))),
+            ["out_axes gives 2 for ys[0], which has 2 axes with the axis of the steps"],
+        ),
+        "out_axes structure": (
+            lambda: bx.scan(keep, out_axes=(0, 1))(0, jnp.zeros(3)),
+            ["out_axes does not match ys"],
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes(mistake):
-    fails(*MISTAKES[mistake][:2], *MISTAKES[mistake][2])
+@pytest.mark.parametrize(("error", "call", "parts"), cases(MISTAKES))
+def test_mistakes(error, call, parts):
+    fails(call, error, *parts)
 
 
 def test_branching_on_a_computed_value_names_the_argument():
@@ -715,9 +690,7 @@ def test_branching_on_a_computed_value_names_the_argument():
 
 
 def test_a_reference_along_another_axis_is_refused():
-    def run(xs):
-        return bx.scan(lambda c, x: (c, x[...]), 1)(0, jax.new_ref(xs))
-
+    run = lambda xs: bx.scan(lambda c, x: (c, x[...]), 1)(0, jax.new_ref(xs))
     fails(
         lambda: jax.jit(run)(jnp.zeros((2, 3))), bx.UnsupportedError, "x is a reference", "axis 0"
     )

@@ -22,6 +22,7 @@ from batchax.kernel import registry
 from batchax.kernel.own_primitive import OF_OPERATIONS, NoDerivative, declared, own_primitive
 from batchax.kernel.registry import find_rule, rule_origin
 
+from support.mistakes import cases
 from support.oracle import check, example, same
 
 
@@ -411,83 +412,75 @@ def with_rule(rule, several=False):
     return bound
 
 
-# rule, whether there are two results, error, what the message says
+# For each error: rule, whether there are two results, what the message says
 WRONG = {
-    "no pair": (
-        lambda axis, args, axes: args[0],
-        False,
-        bx.ArgumentTypeError,
-        r"must return a pair `out, out_axis`, but it returned one array of shape \(3, 2\)",
-    ),
-    "nothing": (lambda axis, args, axes: None, False, bx.ArgumentTypeError, "returned a NoneType"),
-    "three": (
-        lambda axis, args, axes: (args[0], 0, 0),
-        True,
-        bx.ArgumentTypeError,
-        "must return a pair `outs, out_axes`, but it returned a tuple of length 3",
-    ),
-    "one of two": (
-        lambda axis, args, axes: ([args[0]], [0]),
-        True,
-        bx.ArgumentTypeError,
-        "a list of 2 in outs, one for each result of `mine`, but it returned a list of length 1",
-    ),
-    "one position for two": (
-        lambda axis, args, axes: ([args[0], args[0].sum(1)], 0),
-        True,
-        bx.ArgumentTypeError,
-        "a list of 2 in out_axes, one for each result of `mine`, but it returned a int",
-    ),
-    "shape": (
-        lambda axis, args, axes: (args[0].T, 0),
-        False,
-        bx.AxisError,
-        r"out: with out_axis 0 expected shape \(3, 2\), got \(2, 3\)",
-    ),
-    "lanes unsaid": (
-        lambda axis, args, axes: (args[0], None),
-        False,
-        bx.AxisError,
-        r"out: with out_axis None expected shape \(2,\), got \(3, 2\)",
-    ),
-    "both": (
-        lambda axis, args, axes: ([args[0].T, args[0]], [0, 0]),
-        True,
-        bx.AxisError,
-        r"(?s)outs\[0\]: with .* got \(2, 3\)\n  outs\[1\]: with .* expected shape \(3,\), got",
-    ),
-    "position": (
-        lambda axis, args, axes: (args[0], 2),
-        False,
-        bx.AxisError,
-        "out_axis = 2, but with the lanes that result has 2 dimensions, of which the last is 1",
-    ),
-    "position of one": (
-        lambda axis, args, axes: ([args[0], args[0].sum(1)], [0, 1]),
-        True,
-        bx.AxisError,
-        r"out_axes\[1\] = 1, but with the lanes that result has 1 dimension, of",
-    ),
-    "no position": (
-        lambda axis, args, axes: (args[0], True),
-        False,
-        bx.ArgumentTypeError,
-        "must return an int or None as out_axis, but it returned True of type bool",
-    ),
-    "dtype": (
-        lambda axis, args, axes: (args[0].astype(jnp.int32), 0),
-        False,
-        bx.AxisError,
-        "out: expected dtype float32, got int32",
-    ),
-    "no array": (lambda axis, args, axes: ("text", 0), False, bx.AxisError, "out: a str, which is"),
+    bx.ArgumentTypeError: {
+        "no pair": (
+            lambda axis, args, axes: args[0],
+            False,
+            r"must return a pair `out, out_axis`, but it returned one array of shape \(3, 2\)",
+        ),
+        "nothing": (lambda axis, args, axes: None, False, "returned a NoneType"),
+        "three": (
+            lambda axis, args, axes: (args[0], 0, 0),
+            True,
+            "must return a pair `outs, out_axes`, but it returned a tuple of length 3",
+        ),
+        "one of two": (
+            lambda axis, args, axes: ([args[0]], [0]),
+            True,
+            "a list of 2 in outs, one for each result of `mine`, but it returned a list of length",
+        ),
+        "one position for two": (
+            lambda axis, args, axes: ([args[0], args[0].sum(1)], 0),
+            True,
+            "a list of 2 in out_axes, one for each result of `mine`, but it returned a int",
+        ),
+        "no position": (
+            lambda axis, args, axes: (args[0], True),
+            False,
+            "must return an int or None as out_axis, but it returned True of type bool",
+        ),
+    },
+    bx.AxisError: {
+        "shape": (
+            lambda axis, args, axes: (args[0].T, 0),
+            False,
+            r"out: with out_axis 0 expected shape \(3, 2\), got \(2, 3\)",
+        ),
+        "lanes unsaid": (
+            lambda axis, args, axes: (args[0], None),
+            False,
+            r"out: with out_axis None expected shape \(2,\), got \(3, 2\)",
+        ),
+        "both": (
+            lambda axis, args, axes: ([args[0].T, args[0]], [0, 0]),
+            True,
+            r"(?s)outs\[0\]: with .* got \(2, 3\)\n  outs\[1\]: with .* expected shape \(3,\), got",
+        ),
+        "position": (
+            lambda axis, args, axes: (args[0], 2),
+            False,
+            "out_axis = 2, but with the lanes that result has 2 dimensions, of which the last is 1",
+        ),
+        "position of one": (
+            lambda axis, args, axes: ([args[0], args[0].sum(1)], [0, 1]),
+            True,
+            r"out_axes\[1\] = 1, but with the lanes that result has 1 dimension, of",
+        ),
+        "dtype": (
+            lambda axis, args, axes: (args[0].astype(jnp.int32), 0),
+            False,
+            "out: expected dtype float32, got int32",
+        ),
+        "no array": (lambda axis, args, axes: ("text", 0), False, "out: a str, which is"),
+    },
 }
 
 
 @VMAPS
-@pytest.mark.parametrize("case", WRONG)
-def test_what_a_rule_returns(vmap, case):
-    rule, several, error, message = WRONG[case]
+@pytest.mark.parametrize(("error", "rule", "several", "message"), cases(WRONG))
+def test_what_a_rule_returns(vmap, error, rule, several, message):
     f = with_rule(rule, several)
     with pytest.raises(error, match=message) as caught:
         vmap(f)(X_RULE_RESULTS)

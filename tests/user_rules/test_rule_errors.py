@@ -9,6 +9,8 @@ import pytest
 
 import batchax as bx
 
+from support.mistakes import cases
+
 VMAPS = pytest.mark.parametrize("vmap", [bx.vmap, jax.vmap], ids=["bx", "jax"])
 
 
@@ -25,87 +27,74 @@ def pair(x):
     return {"a": x, "b": (x.sum(), 1)}
 
 
-# rule, function, error, what the message says
+# For each error: rule, function, what the message says
 WRONG = {
-    "no pair": (
-        lambda n, b, x: x,
-        pair,
-        bx.ArgumentTypeError,
-        "must return a pair `out, out_batched`, but it returned",
-    ),
-    "three": (
-        lambda n, b, x: (x, x, x),
-        pair,
-        bx.ArgumentTypeError,
-        "but it returned a tuple of length 3",
-    ),
-    "structure": (
-        lambda n, b, x: ({"a": x}, True),
-        pair,
-        bx.AxisError,
-        r"\{'a': \*, 'b': \(\*, \*\)\}\nbecame\n  \{'a': \*\}",
-    ),
-    "list of two": (
-        lambda n, b, x: ([x, x], [True, True]),
-        lambda x: x,
-        bx.AxisError,
-        r"\*\nbecame\n  \[\*, \*\]",
-    ),
-    "flags structure": (
-        lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True}),
-        pair,
-        bx.AxisError,
-        r"out_batched of the structure of `out`, or a prefix of it",
-    ),
-    "flags type": (
-        lambda n, b, x: (x, 0),
-        lambda x: x,
-        bx.ArgumentTypeError,
-        "True or False for each result in out_batched, but it returned\n  out_batched: 0",
-    ),
-    "flags type inside": (
-        lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True, "b": (None, 1)}),
-        pair,
-        bx.ArgumentTypeError,
-        r"out_batched\['b'\]\[1\]: 1",
-    ),
-    "lanes missing": (
-        lambda n, b, x: (x[0], True),
-        lambda x: x,
-        bx.AxisError,
-        r"out: with out_batched True expected shape \(3, 2\), got \(2,\)",
-    ),
-    "lanes unsaid": (
-        lambda n, b, x: (x, False),
-        lambda x: x,
-        bx.AxisError,
-        r"out: with out_batched False expected shape \(2,\), got \(3, 2\)",
-    ),
-    "lanes elsewhere": (
-        lambda n, b, x: ({"a": x.T, "b": (x[:, 0], 1)}, {"a": True, "b": (True, False)}),
-        pair,
-        bx.AxisError,
-        r"out\['a'\]: with out_batched True expected shape \(3, 2\), got \(2, 3\)",
-    ),
-    "dtype": (
-        lambda n, b, x: (x.astype(jnp.int8), True),
-        lambda x: x,
-        bx.AxisError,
-        "out: expected dtype float(32|64), got int8",
-    ),
-    "no array": (
-        lambda n, b, x: ("text", True),
-        lambda x: x,
-        bx.AxisError,
-        "out: a str, which is not an array",
-    ),
+    bx.ArgumentTypeError: {
+        "no pair": (
+            lambda n, b, x: x,
+            pair,
+            "must return a pair `out, out_batched`, but it returned",
+        ),
+        "three": (lambda n, b, x: (x, x, x), pair, "but it returned a tuple of length 3"),
+        "flags type": (
+            lambda n, b, x: (x, 0),
+            lambda x: x,
+            "True or False for each result in out_batched, but it returned\n  out_batched: 0",
+        ),
+        "flags type inside": (
+            lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True, "b": (None, 1)}),
+            pair,
+            r"out_batched\['b'\]\[1\]: 1",
+        ),
+    },
+    bx.AxisError: {
+        "structure": (
+            lambda n, b, x: ({"a": x}, True),
+            pair,
+            r"\{'a': \*, 'b': \(\*, \*\)\}\nbecame\n  \{'a': \*\}",
+        ),
+        "list of two": (
+            lambda n, b, x: ([x, x], [True, True]),
+            lambda x: x,
+            r"\*\nbecame\n  \[\*, \*\]",
+        ),
+        "flags structure": (
+            lambda n, b, x: ({"a": x, "b": (x[:, 0], 1)}, {"a": True}),
+            pair,
+            r"out_batched of the structure of `out`, or a prefix of it",
+        ),
+        "lanes missing": (
+            lambda n, b, x: (x[0], True),
+            lambda x: x,
+            r"out: with out_batched True expected shape \(3, 2\), got \(2,\)",
+        ),
+        "lanes unsaid": (
+            lambda n, b, x: (x, False),
+            lambda x: x,
+            r"out: with out_batched False expected shape \(2,\), got \(3, 2\)",
+        ),
+        "lanes elsewhere": (
+            lambda n, b, x: ({"a": x.T, "b": (x[:, 0], 1)}, {"a": True, "b": (True, False)}),
+            pair,
+            r"out\['a'\]: with out_batched True expected shape \(3, 2\), got \(2, 3\)",
+        ),
+        "dtype": (
+            lambda n, b, x: (x.astype(jnp.int8), True),
+            lambda x: x,
+            "out: expected dtype float(32|64), got int8",
+        ),
+        "no array": (
+            lambda n, b, x: ("text", True),
+            lambda x: x,
+            "out: a str, which is not an array",
+        ),
+    },
 }
 
 
 @VMAPS
-@pytest.mark.parametrize("case", WRONG)
-def test_what_a_rule_returns(vmap, case):
-    rule, fun, error, message = WRONG[case]
+@pytest.mark.parametrize(("error", "rule", "fun", "message"), cases(WRONG))
+def test_what_a_rule_returns(vmap, error, rule, fun, message):
     with pytest.raises(error, match=message) as caught:
         vmap(with_rule(rule, fun))(jnp.ones((3, 2)))
     assert "the batching rule of my_function" in str(caught.value)
