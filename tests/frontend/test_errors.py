@@ -47,51 +47,86 @@ def never(*args, **kwargs):
 # Sizes.
 
 
-def test_sizes_that_disagree_are_all_listed_with_the_odd_one_out():
-    fails_as_in_jax(
+MISTAKES_OF_JAX = {
+    "sizes, with the odd one out": (
         lambda vmap: vmap(never, in_axes=(0, 1))(X, {"w": [Y.T, X.T], "v": X.T}),
-        bx.AxisError,
-        "the mapped axes must have one size, but they have 3, 4",
-        "args[0]: shape (3, 2), axis 0, size 3\n",
-        "args[1]['v']: shape (2, 3), axis 1, size 3\n",
-        "args[1]['w'][0]: shape (2, 4), axis 1, size 4   <- not 3\n",
-        "args[1]['w'][1]: shape (2, 3), axis 1, size 3\n",
-        "None in in_axes",
-    )
-
-
-def test_sizes_that_disagree_in_keyword_arguments_and_containers():
-    fails_as_in_jax(
+        [
+            "the mapped axes must have one size, but they have 3, 4",
+            "args[0]: shape (3, 2), axis 0, size 3\n",
+            "args[1]['v']: shape (2, 3), axis 1, size 3\n",
+            "args[1]['w'][0]: shape (2, 4), axis 1, size 4   <- not 3\n",
+            "args[1]['w'][1]: shape (2, 3), axis 1, size 3\n",
+            "None in in_axes",
+        ],
+    ),
+    "sizes, by keyword and in containers": (
         lambda vmap: vmap(never)(X, scale=X, pair=Pair(X, Y)),
-        bx.AxisError,
-        "scale: shape (3, 2), axis 0, size 3\n",
-        "pair.right: shape (4, 2), axis 0, size 4   <- not 3\n",
-    )
+        [
+            "scale: shape (3, 2), axis 0, size 3\n",
+            "pair.right: shape (4, 2), axis 0, size 4   <- n",
+        ],
+    ),
+    "sizes that are not axis_size": (
+        lambda vmap: vmap(never, axis_size=4)(X, Y),
+        [
+            "the size given as axis_size, 4",
+            "args[0]: shape (3, 2), axis 0, size 3   <- not 4\n",
+            "args[1]: shape (4, 2), axis 0, size 4\n",
+        ],
+    ),
+    **{
+        f"axis {axis} of several": (
+            lambda vmap, axis=axis: vmap(never, in_axes=(0, axis))(X, {"a": X, "b": jnp.ones(3)}),
+            [f"args[1]['a']: shape (3, 2), axis {axis}\n", f"['b']: shape (3,), axis {axis}\n"],
+        )
+        for axis in (2, -3, 7)
+    },
+    "a number": (lambda vmap: vmap(never)(X, 1.0), ["args[1]: shape (), axis 0", "Pass None"]),
+    **{
+        f"nothing mapped, {in_axes}": (
+            lambda vmap, axes=in_axes, args=args: vmap(never, in_axes=axes)(*args),
+            ["nothing is mapped", "axis_size"],
+        )
+        for in_axes, args in ((None, (X,)), ((None,), (X,)), (0, ()), (0, ({},)))
+    },
+    **{
+        f"{entries} for two": (
+            lambda vmap, axes=in_axes: vmap(never, in_axes=axes)(X, X),
+            [f"in_axes has {entries}", "2 positional arguments"],
+        )
+        for in_axes, entries in (((), "0 entries"), ((0,), "1 entry"), ([0, 0, 0], "3 entries"))
+    },
+    "an output that depends on the batch": (
+        lambda vmap: vmap(
+            lambda x: {"mean": X.mean(), "all": [x, x.sum()]},
+            out_axes={"mean": None, "all": [0, None]},
+            axis_name="batch",
+        )(X),
+        ["out['all'][1] depends on the batch (axis 'batch')", "batchax.AUTO", "batchax.Reduce"],
+    ),
+    "out_axes of another structure": (
+        lambda vmap: vmap(lambda x: (x, {"k": x}), out_axes=(0, [0]))(X),
+        ["out_axes does not match out[1]", "a list of length 1", "a dict with keys ['k']"],
+    ),
+    **{
+        f"output axis {axis}": (
+            lambda vmap, axis=axis: vmap(lambda x: (x, [x]), out_axes=(0, axis))(X),
+            [f"out_axes gives {axis} for out[1][0]", "2 axes with the batch axis", "[-2, 2)"],
+        )
+        for axis in (2, -3)
+    },
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_JAX)
+def test_mistakes_with_axes(mistake):
+    call, fragments = MISTAKES_OF_JAX[mistake]
+    fails_as_in_jax(call, bx.AxisError, *fragments)
 
 
 def test_two_sizes_that_disagree_have_no_odd_one_out():
     message = fails(lambda vmap: vmap(never)(X, Y), bx.AxisError, "size 3", "size 4")
     assert "<-" not in message
-
-
-def test_sizes_that_disagree_with_axis_size():
-    fails_as_in_jax(
-        lambda vmap: vmap(never, axis_size=4)(X, Y),
-        bx.AxisError,
-        "the size given as axis_size, 4",
-        "args[0]: shape (3, 2), axis 0, size 3   <- not 4\n",
-        "args[1]: shape (4, 2), axis 0, size 4\n",
-    )
-
-
-def test_nothing_mapped():
-    for in_axes, args in ((None, (X,)), ((None,), (X,)), (0, ()), (0, ({},))):
-        fails_as_in_jax(
-            lambda vmap: vmap(never, in_axes=in_axes)(*args),
-            bx.AxisError,
-            "nothing is mapped",
-            "axis_size",
-        )
 
 
 @pytest.mark.parametrize("size", [-1, 2.5, "3", True, (3,)])
@@ -100,22 +135,6 @@ def test_axis_size_that_is_no_size(size):
 
 
 # Axes of arguments.
-
-
-@pytest.mark.parametrize("axis", [2, -3, 7])
-def test_axis_out_of_range_lists_every_argument_that_has_no_such_axis(axis):
-    fails_as_in_jax(
-        lambda vmap: vmap(never, in_axes=(0, axis))(X, {"a": X, "b": jnp.ones(3)}),
-        bx.AxisError,
-        f"args[1]['a']: shape (3, 2), axis {axis}\n",
-        f"args[1]['b']: shape (3,), axis {axis}\n",
-    )
-
-
-def test_numbers_have_no_axis():
-    fails_as_in_jax(
-        lambda vmap: vmap(never)(X, 1.0), bx.AxisError, "args[1]: shape (), axis 0", "Pass None"
-    )
 
 
 @pytest.mark.parametrize(
@@ -138,36 +157,61 @@ def test_prefix_that_does_not_match(in_axes, arg, fragments):
     )
 
 
-def test_number_of_positional_arguments():
-    for in_axes, count in (((), "0 entries"), ((0,), "1 entry"), ([0, 0, 0], "3 entries")):
-        fails_as_in_jax(
-            lambda vmap: vmap(never, in_axes=in_axes)(X, X),
-            bx.AxisError,
-            f"in_axes has {count}",
-            "2 positional arguments",
-        )
-
-
-def test_unknown_parameter_names():
-    fails(
+MISTAKES = {
+    "unknown names": (
         lambda vmap: vmap(lambda a, b: never(), in_axes={"a": 0, "z": 1, "q": 0}),
         bx.AxisError,
-        "in_axes names 'z', 'q'",
-        "are 'a', 'b'",
-        "in_axes=({...},)",
-    )
-
-
-def test_parameter_names_that_cannot_be_read():
-    fails(lambda vmap: vmap(max, in_axes={"a": 0}), bx.ArgumentTypeError, "'max'", "by position")
-
-
-def test_number_of_axes_for_variable_arguments():
-    fails(
+        ["in_axes names 'z', 'q'", "are 'a', 'b'", "in_axes=({...},)"],
+    ),
+    "names that cannot be read": (
+        lambda vmap: vmap(max, in_axes={"a": 0}),
+        bx.ArgumentTypeError,
+        ["'max'", "by position"],
+    ),
+    "axes for variable arguments": (
         lambda vmap: vmap(lambda *xs: never(), in_axes={"xs": (0, 1)})(X, X, X),
         bx.AxisError,
-        "in_axes['xs'] has 2 entries, but 3 arguments were passed for *xs",
-    )
+        ["in_axes['xs'] has 2 entries, but 3 arguments were passed for *xs"],
+    ),
+    "a callable in_axes": (
+        lambda vmap: vmap(never, in_axes=lambda leaf: "first")({"a": X}),
+        bx.ArgumentTypeError,
+        ["args[0]['a']", "'first'"],
+    ),
+    "a callable out_axes": (
+        lambda vmap: vmap(lambda x: {"a": x}, out_axes=lambda leaf: "first")(X),
+        bx.ArgumentTypeError,
+        ["out['a']", "'first'"],
+    ),
+    "an entry of out_axes": (
+        lambda vmap: vmap(never, out_axes=(0, {"a": 0.5})),
+        bx.ArgumentTypeError,
+        ["out_axes[1]['a']"],
+    ),
+    **{
+        option: (
+            lambda vmap, option=option: vmap(never, **{option: ["i"]}),
+            bx.ArgumentTypeError,
+            [f"{option} must be", "['i']"],
+        )
+        for option in ("axis_name", "spmd_axis_name")
+    },
+    "axes for the arrays of a sparse matrix": (
+        lambda vmap: vmap(never, (jax.tree.map(lambda x: 0, sparse_matrix()),))(sparse_matrix()),
+        bx.AxisError,
+        ["in_axes gives a BCOO for args[0]"],
+    ),
+}
+
+
+def sparse_matrix():
+    return jax.experimental.sparse.BCOO.fromdense(jnp.ones((3, 4, 2)), n_batch=1)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake):
+    call, error, fragments = MISTAKES[mistake]
+    fails(call, error, *fragments)
 
 
 @pytest.mark.parametrize("in_axes", ["0", 0.5, True, X])
@@ -227,15 +271,6 @@ def test_what_is_no_function_is_refused_by_whom_it_was_given():
         bx.check_rule(3)
     with pytest.raises(bx.ArgumentTypeError, match="a rule for `sin` must be a function, got 3"):
         bx.register_rule(jax.lax.sin_p)(3)
-
-
-def test_callable_in_axes_that_returns_no_axis():
-    fails(
-        lambda vmap: vmap(never, in_axes=lambda leaf: "first")({"a": X}),
-        bx.ArgumentTypeError,
-        "args[0]['a']",
-        "'first'",
-    )
 
 
 @pytest.mark.parametrize(
@@ -307,22 +342,10 @@ def test_function_that_is_not_callable():
     fails_as_in_jax(lambda vmap: vmap(3), bx.ArgumentTypeError, "function of one example", "3")
 
 
-def test_axis_name_that_cannot_be_looked_up():
-    for option in ("axis_name", "spmd_axis_name"):
-        call = lambda vmap, option=option: vmap(never, **{option: ["i"]})
-        fails(call, bx.ArgumentTypeError, f"{option} must be", "['i']")
-
-
 @pytest.mark.parametrize("out_axes", ["x", 0.5, True, bx.Reduce])
 def test_out_axes_of_the_wrong_type(out_axes):
     fails(
         lambda vmap: vmap(never, out_axes=out_axes), bx.ArgumentTypeError, "out_axes must be an int"
-    )
-
-
-def test_out_axes_entry_of_the_wrong_type():
-    fails(
-        lambda vmap: vmap(never, out_axes=(0, {"a": 0.5})), bx.ArgumentTypeError, "out_axes[1]['a']"
     )
 
 
@@ -331,11 +354,6 @@ def test_of_no_lanes_there_is_no_extreme(options):
     greatest = bx.vmap(lambda x: {"a": x}, out_axes={"a": bx.Reduce("max")}, **options)
     with pytest.raises(bx.AxisError, match=r"out\['a'\], and the batch has no lanes.* no max"):
         greatest(jnp.ones((0, 3)))
-
-
-def test_unknown_reduction():
-    with pytest.raises(bx.OptionError, match=r'"sum", "mean".* or a batchax.Reduction.*median'):
-        bx.Reduce("median")
 
 
 # What Python cannot do with what is traced. JAX's errors, with what batchax knows on top.
@@ -403,41 +421,6 @@ def test_reverse_mode_of_a_while_loop():
 # Outputs. What a function returns is known only once it has been called.
 
 
-def test_mapped_output_where_out_axes_says_none():
-    fails_as_in_jax(
-        lambda vmap: vmap(
-            lambda x: {"mean": X.mean(), "all": [x, x.sum()]},
-            out_axes={"mean": None, "all": [0, None]},
-            axis_name="batch",
-        )(X),
-        bx.AxisError,
-        "out['all'][1] depends on the batch (axis 'batch')",
-        "batchax.AUTO",
-        "batchax.Reduce",
-    )
-
-
-def test_out_axes_that_does_not_match():
-    fails_as_in_jax(
-        lambda vmap: vmap(lambda x: (x, {"k": x}), out_axes=(0, [0]))(X),
-        bx.AxisError,
-        "out_axes does not match out[1]",
-        "a list of length 1",
-        "a dict with keys ['k']",
-    )
-
-
-@pytest.mark.parametrize("axis", [2, -3])
-def test_output_axis_out_of_range(axis):
-    fails_as_in_jax(
-        lambda vmap: vmap(lambda x: (x, [x]), out_axes=(0, axis))(X),
-        bx.AxisError,
-        f"out_axes gives {axis} for out[1][0]",
-        "2 axes with the batch axis",
-        "[-2, 2)",
-    )
-
-
 @pytest.mark.parametrize("value", ["text", {1.0}])
 def test_output_that_is_no_array(value):
     fails_as_in_jax(
@@ -454,15 +437,6 @@ def test_output_that_is_another_object_each_time(make):
         bx.ArgumentTypeError,
         "out[1][0] is of type",
         "is another object each time that the function is traced",
-    )
-
-
-def test_callable_out_axes_that_returns_no_axis():
-    fails(
-        lambda vmap: vmap(lambda x: {"a": x}, out_axes=lambda leaf: "first")(X),
-        bx.ArgumentTypeError,
-        "out['a']",
-        "'first'",
     )
 
 
@@ -709,14 +683,6 @@ def test_an_axis_name_that_is_not_mapped():
         bx.vmap(lambda x: jax.lax.psum(x, "batch"))(X)
 
 
-def test_axes_for_the_arrays_of_a_sparse_matrix():
-    matrix = jax.experimental.sparse.BCOO.fromdense(jnp.ones((3, 4, 2)), n_batch=1)
-    axes = jax.tree.map(lambda x: 0, matrix)
-    fails(
-        lambda vmap: vmap(never, (axes,))(matrix), bx.AxisError, "in_axes gives a BCOO for args[0]"
-    )
-
-
 @pytest.mark.parametrize(
     ("option", "says"),
     [
@@ -797,12 +763,6 @@ def test_sizes_that_depend_on_values(fun, advice):
         bx.vmap(fun)(X)
     assert advice in str(caught.value)
     assert "JAX says" in str(caught.value)
-
-
-def test_what_is_advised_for_masks_runs():
-    x = jnp.array([[1.0, -1.0, 2.0], [0.0, 3.0, -2.0]])
-    total = bx.vmap(lambda r: bx.compress(r > 0, r).sum())(x)
-    np.testing.assert_array_equal(total, [3.0, 3.0])
 
 
 def test_arrays_of_xarray_and_pandas():

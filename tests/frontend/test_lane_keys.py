@@ -81,14 +81,6 @@ def test_nothing_else_is_mapped():
     assert bx.vmap(jax.random.normal, bx.split_key, axis_size=0)(TYPED).shape == (0,)
 
 
-def test_the_mistake_that_it_removes():
-    """With None the key is the same in each lane, and so is what is drawn."""
-    draw = lambda key, x: x + jax.random.normal(key)
-    same_in_all = bx.vmap(draw, (None, 0))(TYPED, jnp.zeros(4))
-    assert len(set(same_in_all.tolist())) == 1
-    assert len(set(bx.vmap(draw, (bx.split_key, 0))(TYPED, jnp.zeros(4)).tolist())) == 4
-
-
 @pytest.mark.compiles(150)
 def test_rows():
     rows = [np.asarray(example((n,), seed=n)) for n in (3, 0, 5, 3)]
@@ -127,8 +119,6 @@ def test_lanes_that_leave_a_loop():
 def test_on_a_mesh(kind, options):
     """Lanes are counted over all shards."""
     devices = jax.devices()[:4]
-    if len(devices) < 4:
-        pytest.skip("needs four devices")
     x = example((8,), seed=5)
     expected = each(noisy, TYPED, x)
     mesh = jax.make_mesh((4,), ("d",), (kind,), devices=devices)
@@ -142,8 +132,6 @@ def test_on_a_mesh(kind, options):
 def test_keys_that_are_sharded_by_their_types():
     """From JAX 0.12 on functions of `jax.random` leave types with meshes, and come back."""
     devices = jax.devices()[:2]
-    if len(devices) < 2:
-        pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=devices)
     with jax.set_mesh(mesh):
         keys = jax.device_put(jax.random.split(TYPED, 4), NamedSharding(mesh, P("d")))
@@ -155,8 +143,6 @@ def test_keys_that_are_sharded_by_their_types():
 
 def test_on_a_mesh_that_is_not_set():
     devices = jax.devices()[:2]
-    if len(devices) < 2:
-        pytest.skip("needs two devices")
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Explicit,), devices=devices)
     x = jax.device_put(example((4,), seed=5), NamedSharding(mesh, P("d")))
     message = r"key needs the index of each lane, and x is sharded over 'd'.*set_mesh"
