@@ -89,10 +89,7 @@ def _everything(f, args, derivatives, forward, second):
                 found["jvp"] = jax.jvp(only, points, tangents, has_aux=True)[1]
             found["vjp"] = pull(cotangents)
             if second:
-
-                def gradient(*points):
-                    return jax.vjp(only, *points, has_aux=True)[1](cotangents)
-
+                gradient = lambda *points: jax.vjp(only, *points, has_aux=True)[1](cotangents)
                 found["jvp of vjp"] = jax.jvp(gradient, points, tangents)[1]
         return found
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import checkify, io_callback
+from jax.experimental import checkify, compute_on, io_callback
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import run_state
 from jax.lax import linalg as ll
@@ -39,19 +39,82 @@ from rules.test_linalg import DIFFERENTIABLE, VALUES_ONLY
 from rules.test_reduction import DTYPES, cumulative, reduction
 from rules.test_windows import PLAIN, START, WINDOW, pool
 
-from support.ways_to_call import (
-    batched_by_rule,
-    body_of_evaluation,
-    double,
-    in_program_order,
-    on_host,
-    own_backward,
-    own_batching,
-    own_jvp,
-    own_vjp,
-    third,
-    with_metadata,
-)
+# Functions that are called through one primitive or another.
+
+
+def body_of_evaluation(staged):
+    """Its parameters, of which one was renamed."""
+    return {"jaxpr": staged} if jax.__version_info__ < (0, 12) else {"call_jaxpr": staged}
+
+
+def third(r, x):
+    return x / r
+
+
+def double(ref):
+    ref[...] = ref[...] * 2
+
+
+def on_host(body):
+    place = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return place(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)(body)
+
+
+def with_metadata(body):
+    from jax.experimental.scheduling_groups import xla_metadata_call
+
+    return xla_metadata_call(body, tag="a")
+
+
+def in_program_order(body):
+    from jax.experimental.overlap import program_order  # in newer JAX
+
+    return program_order(enforce=True)(body)
+
+
+@jax.custom_vjp
+def own_backward(x):
+    return jnp.sin(x)
+
+
+own_backward.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda r, c: (c * r,), optimize_remat=True)
+
+
+@jax.custom_batching.custom_vmap
+def own_batching(x):
+    return jnp.sin(x)
+
+
+@own_batching.def_vmap
+def own_batching_rule(axis_size, in_batched, x):
+    return jnp.sin(x), in_batched[0]
+
+
+@bx.custom_vmap
+def batched_by_rule(x):
+    return jnp.sin(x)
+
+
+@batched_by_rule.def_vmap
+def batched_by_rule_rule(axis_size, in_batched, x):
+    return jnp.sin(x), in_batched[0]
+
+
+@jax.custom_jvp
+def own_jvp(x):
+    return jnp.sin(x)
+
+
+own_jvp.defjvps(lambda t, out, x: t * jnp.cos(x))
+
+
+@jax.custom_vjp
+def own_vjp(x):
+    return jnp.sin(x)
+
+
+own_vjp.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (c * jnp.cos(x),))
+
 
 LANES = 4
 NAME = "i"
@@ -361,16 +424,9 @@ def _scaled():
     return fun, *values, *scales
 
 
-def _on_devices(x):
-    return jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
-
-
-def _sum(_, xs):
-    return [x.sum() for x in xs]
-
-
-def _spread(_, cotangents):
-    return [jnp.broadcast_to(c, (3,)) for c in cotangents]
+_on_devices = lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
+_sum = lambda _, xs: [x.sum() for x in xs]
+_spread = lambda _, cotangents: [jnp.broadcast_to(c, (3,)) for c in cotangents]
 
 
 def _calls_of_lanes(active, x):

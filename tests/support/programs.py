@@ -188,9 +188,7 @@ def _operation(rng, avals, depth):
         reverse = bool(rng.integers(2))
 
         def scan(x, *r):
-            def step(c, e):
-                return body(c, *r), jnp.sum(c) * e
-
+            step = lambda c, e: (body(c, *r), jnp.sum(c) * e)
             c, ys = lax.scan(step, x, jnp.arange(3.0), reverse=reverse)
             return c + ys.sum() * 0.1
 
