@@ -248,21 +248,13 @@ def test_jax_empties_all_of_them():
 def test_options_of_jax_between_two_calls(way):
     """The second call is as `jax.vmap` is under the same options, not as the first."""
     call = WAYS[way]
-
-    def total(x):
-        return jnp.sum(jnp.floor(x).astype(jnp.int16).astype(int))
-
+    total = lambda x: jnp.sum(jnp.floor(x).astype(jnp.int16).astype(int))
     reduced = lambda: call(total, out_axes=bx.Reduce("sum"))
     for wide, dtype in ((False, np.int32), (True, np.int64), (False, np.int32)):
         with jax.enable_x64(wide):
             same(reduced(), jnp.asarray(15, dtype))
-
-    def random(x):
-        return jax.random.uniform(jax.random.key(3)) + 0 * x.sum()
-
-    def draw():
-        return np.asarray(call(random))[0]
-
+    random = lambda x: jax.random.uniform(jax.random.key(3)) + 0 * x.sum()
+    draw = lambda: np.asarray(call(random))[0]
     firsts = draw()
     with jax.default_prng_impl("rbg"):
         assert draw() == np.asarray(jax.random.uniform(jax.random.key(3)))

@@ -48,18 +48,6 @@ def test_lanes_leave_where_steps_are_expensive():
     assert notes["widths"][0] <= 1024
 
 
-def test_cheap_loops_are_as_they_were():
-    no_kernels = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000, kernel_lanes=0))
-    (notes,) = loops(power, COUNTS, POINTS, divergence=no_kernels)
-    assert notes["divergence"] == "masked"
-    assert notes["why"]
-    programs = [
-        jax.make_jaxpr(bx.vmap(power, divergence=d))(COUNTS, POINTS)
-        for d in (no_kernels, "predicate")
-    ]
-    assert str(programs[0]) == str(programs[1])
-
-
 def solver(count, x):
     """Steps of many cheap operations, as those of a solver, that update a table."""
 
@@ -235,17 +223,6 @@ def chosen(index, x, weights):
     return lax.switch(index, [jnp.negative, *expensive], x)
 
 
-def branches(fun, *args):
-    explained = bx.explain(fun, (0, 0, None), divergence=ONE_DEVICE)(*args)
-    return [e.notes for e in explained.equations if e.primitive == "cond"]
-
-
-def test_expensive_branches_run_for_the_lanes_that_take_them():
-    args = jnp.arange(8192) % 3, jnp.zeros((8192, 64)), jnp.zeros((64, 64))
-    (notes,) = branches(chosen, *args)
-    assert notes["apart"] == [1, 2]
-
-
 def test_few_lanes_take_branches_apart_if_each_had_a_copy_of_what_they_share():
     """Under ``jax.vmap``, that is, which takes longer than all of them in chunks."""
     xs, one = jnp.zeros((256, 64)), jnp.zeros((64, 64))
@@ -273,18 +250,6 @@ def test_derivatives_run_for_all_lanes_if_a_cache_holds_what_they_keep():
         assert ["chunk_loop" in text for text in texts(lanes)] == apart
 
 
-def test_branches_of_elementwise_functions_stay():
-    """On a CPU they are one loop with the selection, which skips what is not selected."""
-
-    def f(index, x, _):
-        fifty = lambda g, x: functools.reduce(lambda y, _: g(y), range(50), x)
-        many = [functools.partial(fifty, g) for g in (jnp.sin, jnp.tanh)]
-        return lax.switch(index, many, x)
-
-    (notes,) = branches(f, jnp.arange(8192) % 2, jnp.zeros((8192, 64)), 0.0)
-    assert notes["divergence"] == "masked"
-
-
 @pytest.mark.compiles(60)
 def test_rules_of_forward_mode_give_results_without_tangents():
     @jax.custom_jvp
@@ -297,10 +262,7 @@ def test_rules_of_forward_mode_give_results_without_tangents():
         return out, 2 * dot
 
     x = jnp.linspace(-1.0, 1.0, 5)
-
-    def total(divergence, x):
-        return bx.vmap(f, divergence=divergence)(x).sum()
-
+    total = lambda divergence, x: bx.vmap(f, divergence=divergence)(x).sum()
     grads = [jax.grad(functools.partial(total, d))(x) for d in (FORCED, "predicate")]
     same(*grads, None)
     hessians = [jax.hessian(functools.partial(total, d))(x) for d in (FORCED, "predicate")]
@@ -326,9 +288,7 @@ def test_a_loop_that_is_masked_may_ask_for_the_index_of_a_lane_around_it():
         step = lambda c: (c[0] + 1, c[1] / 2 + lax.axis_index("outer") / 9)
         return lax.while_loop(lambda c: (c[0] < 9) & (c[1] > 1), step, (0, x))
 
-    def both(vmap):
-        return jax.jit(vmap(vmap(fun), axis_name="outer"))
-
+    both = lambda vmap: jax.jit(vmap(vmap(fun), axis_name="outer"))
     xs = jnp.asarray(np.random.default_rng(0).uniform(0, 99, size=(3, N)), float)
     same(both(functools.partial(bx.vmap, divergence=FORCED))(xs), both(jax.vmap)(xs), None)
 

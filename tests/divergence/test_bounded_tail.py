@@ -53,16 +53,9 @@ def derivatives(name, divergence):
     fun, _, of_other = PROGRAMS[name]
     of = lambda f: bx.vmap(f, (0, 0, of_other), divergence=divergence)
     of_all, of_each = of(fun), of(jax.grad(lambda n, x, w: loss(fun(n, x, w)), (1, 2)))
-
-    def tangents(n, x, w):
-        return jax.jvp(lambda x, w: fun(n, x, w), (x, w), (jnp.cos(x), jnp.cos(w)))
-
-    def pull(n, x, w):
-        return jax.grad(lambda x, w: loss(of_all(n, x, w)), (0, 1))(x, w)
-
-    def each_again(n, x, w):
-        return jax.grad(lambda x, w: loss(of_each(n, x, w)), (0, 1))(x, w)
-
+    tangents = lambda n, x, w: jax.jvp(lambda x, w: fun(n, x, w), (x, w), (jnp.cos(x), jnp.cos(w)))
+    pull = lambda n, x, w: jax.grad(lambda x, w: loss(of_all(n, x, w)), (0, 1))(x, w)
+    each_again = lambda n, x, w: jax.grad(lambda x, w: loss(of_each(n, x, w)), (0, 1))(x, w)
     first = {"values": of_all, "vjp": pull, "vjp of each": of_each, "jvp of each": of(tangents)}
     second = {
         "jvp": lambda n, x, w: jax.jvp(lambda x: of_all(n, x, w), (x,), (jnp.cos(x),)),

@@ -128,9 +128,7 @@ def of_all(fun, *args):
 def of_each(fun, *args):
     """The same, lane by lane."""
 
-    def by_hand(x, w):
-        return sum(total(fun, x[i], args[1][i], w) for i in range(LANES))
-
+    by_hand = lambda x, w: sum(total(fun, x[i], args[1][i], w) for i in range(LANES))
     return by_hand
 
 

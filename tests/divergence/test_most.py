@@ -44,8 +44,7 @@ def drawn(rng, depth):
         x, (ys, _) = lax.scan(step, x, jnp.ones((most, wide)), reverse=most % 2 == 0)
         return x + ys[0]
 
-    def empty(n, x):
-        return lax.scan(lambda x, _: (inner(n, x), None), x, None, length=0)[0]
+    empty = lambda n, x: lax.scan(lambda x, _: (inner(n, x), None), x, None, length=0)[0]
 
     def bounded(n, x):
         step = lambda c: (c[0] + 1, inner(n, c[1]))
@@ -133,9 +132,7 @@ class Asked:
 def test_no_less_is_told_than_is_asked(seed, monkeypatch):
     rng = np.random.default_rng(seed)
     inner = drawn(rng, int(rng.integers(1, 4)))
-
-    def scan(n, x):
-        return lax.scan(lambda x, t: (inner(n + t, x), None), x, jnp.arange(3))[0]
+    scan = lambda n, x: lax.scan(lambda x, t: (inner(n + t, x), None), x, jnp.arange(3))[0]
 
     def loop(n, x):
         step = lambda c: (c[0] + 1, inner(n, c[1]))

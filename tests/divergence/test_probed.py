@@ -162,9 +162,7 @@ def test_chains_of_a_sampler_are_probed_by_default():
         momentum = jax.random.normal(key, x.shape)
         return lax.while_loop(lambda c: c[0] < steps, leapfrog, (0, x, momentum))[1], None
 
-    def chain(key, x):
-        return lax.scan(draw, x, jax.random.split(key, 50))[0]
-
+    chain = lambda key, x: lax.scan(draw, x, jax.random.split(key, 50))[0]
     keys, xs = jax.random.split(jax.random.key(0), 100), jnp.ones((100, 10))
     default = Runner(thresholds=TABLE["cpu-small"]._replace(max_devices=1_000))
     assert plans(chain, keys, xs, divergence=default) == ["probed"]

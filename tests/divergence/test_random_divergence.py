@@ -45,9 +45,7 @@ def drawn(rng, depth):
         step = lambda c, t: (first(n + t, c), c.sum())
         return lax.scan(step, x, jnp.arange(most))[0]
 
-    def nested(n, x):
-        return jax.vmap(lambda v: first(n, v[None])[0])(x) + second(n, x)
-
+    nested = lambda n, x: jax.vmap(lambda v: first(n, v[None])[0])(x) + second(n, x)
     return [loop, bounded, memory, branch, scan, nested][rng.integers(6)]
 
 

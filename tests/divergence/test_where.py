@@ -227,13 +227,6 @@ def test_each_platform_has_its_own_program():
         np.testing.assert_allclose(program.call(*args), expected, rtol=1e-5)
 
 
-def test_what_a_user_asks_for_is_exported():
-    args = COUNTS, POINTS
-    masked = exported(bx.vmap(loop, divergence="predicate"), args, "cuda").mlir_module()
-    asked = exported(bx.vmap(loop, divergence=bx.Compact(width=4)), args, "cuda").mlir_module()
-    assert moved(asked)["while"] > moved(masked)["while"]
-
-
 def test_derivatives_of_what_is_exported():
     args = COUNTS, POINTS
 

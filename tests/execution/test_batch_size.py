@@ -44,9 +44,7 @@ def test_sizes_with_and_without_remainder(batch_size):
 @pytest.mark.parametrize("batch_size", [LANES, LANES + 1, 10**9])
 @pytest.mark.parametrize("residuals", ["recompute", "keep"])
 def test_at_or_over_the_number_of_lanes_it_is_the_plain_program(batch_size, residuals):
-    def f(x, w):
-        return jnp.tanh(x @ w), w * 2, x
-
+    f = lambda x, w: (jnp.tanh(x @ w), w * 2, x)
     options = dict(in_axes=(0, None), out_axes=(0, None, 1), axis_name="i")
     chunked = bx.vmap(f, **options, batch_size=batch_size, residuals=residuals)
     args = X, W
@@ -100,9 +98,7 @@ def test_axes(in_axis, out_axis):
 
 
 def test_axes_by_name_and_keyword_arguments():
-    def f(x, w=None, *, scale=1.0, shift):
-        return x * (1 if w is None else w) * scale + shift
-
+    f = lambda x, w=None, *, scale=1.0, shift: x * (1 if w is None else w) * scale + shift
     scales, shift = example((LANES,), seed=5), example((3, LANES), seed=6)
     by_name = {"x": 0, "w": None, "scale": 0, "shift": 1}
     for batch_size in (2, LANES):
@@ -131,9 +127,7 @@ def test_no_mapped_argument():
 
 
 def test_outputs_that_do_not_depend_on_the_batch():
-    def f(x, w):
-        return x * 2, w * 2, jnp.ones(2), 5, w
-
+    f = lambda x, w: (x * 2, w * 2, jnp.ones(2), 5, w)
     for out_axes in ((0, None, None, None, None), (0, bx.AUTO, bx.AUTO, bx.AUTO, 1), bx.AUTO, 0):
         if out_axes == 0:
             check_chunks(f, X, W, in_axes=(0, None), out_axes=out_axes)
@@ -162,10 +156,7 @@ def test_work_that_does_not_depend_on_the_batch_is_done_once():
 
 def test_literals_and_constants_as_outputs():
     table = jnp.arange(6.0)
-
-    def f(x):
-        return 1, 2.5, True, table, np.float32(3), jnp.int8(4), 1j
-
+    f = lambda x: (1, 2.5, True, table, np.float32(3), jnp.int8(4), 1j)
     out_axes = (0, 0, 0, 1, 0, 0, 0)
     chunked, plain = (bx.vmap(f, 0, out_axes, batch_size=b) for b in (2, None))
     same(chunked(X), plain(X))
@@ -179,10 +170,7 @@ def test_literals_and_constants_as_outputs():
 
 def test_keys():
     keys = jax.random.split(jax.random.key(0), (3, LANES))
-
-    def f(ks, x):
-        return jax.random.split(ks[0]), ks, jax.random.normal(ks[1], (2,)) * x
-
+    f = lambda ks, x: (jax.random.split(ks[0]), ks, jax.random.normal(ks[1], (2,)) * x)
     check_chunks(f, keys, X[:, 0], in_axes=(1, 0), out_axes=(1, 0, 0))
     check_chunks(jax.random.normal, jax.random.split(jax.random.PRNGKey(1), 5), batch_size=2)
     check_chunks(lambda k: k, keys[0], out_axes=0)

@@ -144,9 +144,7 @@ def test_the_gradient_of_a_large_set_in_the_memory_of_a_chunk():
 
 
 def test_types_are_those_of_the_plain_program():
-    def f(x, n):
-        return x.astype(jnp.bfloat16), n > 2, n.astype(jnp.int8), x, n
-
+    f = lambda x, n: (x.astype(jnp.bfloat16), n > 2, n.astype(jnp.int8), x, n)
     n = jnp.arange(LANES)
     for kind in ("sum", "mean", "prod"):
         chunked, plain = (bx.vmap(f, 0, bx.Reduce(kind), batch_size=b) for b in (2, None))

@@ -64,10 +64,7 @@ def test_linear_functions_are_transposed():
     ct = example((3, LANES), seed=5)
     for i, point in enumerate((X, W)):
         other = W if i == 0 else X
-
-        def only(h, z):
-            return h(z, other) if i == 0 else h(other, z)
-
+        only = lambda h, z: h(z, other) if i == 0 else h(other, z)
         agree(*(jax.linear_transpose(functools.partial(only, h), point) for h in (f, g)), ct)
 
 
@@ -93,13 +90,8 @@ def test_under_an_outer_vmap(outer, chunked):
 @pytest.mark.each_commit(1)
 def test_integers_and_keys_have_no_derivative(chunked):
     keys, n = jax.random.split(jax.random.key(0), LANES), jnp.arange(LANES)
-
-    def f(key, n, x):
-        return jax.random.normal(key, (3,)) * x * n, n + 1, key
-
-    def total(v):
-        return lambda x: v(f)(keys, n, x)[0].sum()
-
+    f = lambda key, n, x: (jax.random.normal(key, (3,)) * x * n, n + 1, key)
+    total = lambda v: lambda x: v(f)(keys, n, x)[0].sum()
     same(jax.grad(total(chunked))(X), plainly(jax.grad(total(bx.vmap)), X))
     g = lambda v: jax.grad(lambda n, x: v(f)(keys, n, x)[0].sum(), (0, 1), allow_int=True)
     same(g(chunked)(n, X), g(bx.vmap)(n, X))
@@ -130,10 +122,7 @@ def tripled_vjp(closed=None):
 @pytest.mark.each_commit(2)
 def test_custom_rules(make, chunked):
     f = make()
-
-    def gradient(v):
-        return jax.value_and_grad(lambda *a: jnp.sin(v(f, (0, None))(*a)).sum(), (0, 1))
-
+    gradient = lambda v: jax.value_and_grad(lambda *a: jnp.sin(v(f, (0, None))(*a)).sum(), (0, 1))
     agree(gradient(chunked), gradient(jax.vmap), X, W)
     if make is tripled_jvp:
         second = lambda v: jax.hessian(lambda w: v(f, (0, None))(X, w).sum())
@@ -151,17 +140,13 @@ def test_rules_that_close_over_values_from_before_a_collective(make, chunked):
         r = q * 2  # known before the collective, needed after it
         return make(q + r)(x - mean, x).sum()
 
-    def gradient(v):
-        return jax.grad(lambda x: v(per_example, axis_name="i")(x, Y).sum())
-
+    gradient = lambda v: jax.grad(lambda x: v(per_example, axis_name="i")(x, Y).sum())
     agree(gradient(chunked), gradient(bx.vmap), X)
 
 
 @pytest.mark.parametrize("make", [tripled_jvp, tripled_vjp])
 def test_rules_that_close_over_values_that_the_batch_shares(make, chunked):
-    def per_example(x, w):
-        return make(jnp.cos(w) + 2)(x, x * w).sum()
-
+    per_example = lambda x, w: make(jnp.cos(w) + 2)(x, x * w).sum()
     expected = jnp.stack([jax.grad(per_example)(x, W) for x in X])
     f = chunked(per_example, (0, None))
     same(jax.jit(jax.grad(lambda x: f(x, W).sum()))(X), expected)
@@ -170,10 +155,7 @@ def test_rules_that_close_over_values_that_the_batch_shares(make, chunked):
 def test_rules_that_close_over_values_of_different_sizes(chunked):
     # Outside of jit one compiled program must not serve for both.
     for size in (2, 4):
-
-        def per_example(x, p):
-            return tripled_jvp(jnp.cos(p).sum() + 2)(x, x).sum()
-
+        per_example = lambda x, p: tripled_jvp(jnp.cos(p).sum() + 2)(x, x).sum()
         p = example((LANES, size))
         gradient = lambda v: jax.grad(lambda x: v(per_example)(x, p).sum())
         same(gradient(chunked)(X), gradient(bx.vmap)(X))
@@ -197,9 +179,7 @@ def wide(x, w):
 
 
 def gradient(batch_size, **options):
-    def total(x, w):
-        return bx.vmap(wide, (0, None), batch_size=batch_size, **options)(x, w).sum()
-
+    total = lambda x, w: bx.vmap(wide, (0, None), batch_size=batch_size, **options)(x, w).sum()
     return jax.grad(total, (0, 1))
 
 

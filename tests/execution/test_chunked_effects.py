@@ -88,9 +88,7 @@ def test_differentiating_input_and_output_is_refused_by_name(wrap):
         jax.debug.callback(lambda _: None, x, ordered=True)
         return jnp.sin(x)
 
-    def total(**options):
-        return lambda x: bx.vmap(f, batch_size=2, **options)(x).sum()
-
+    total = lambda **options: lambda x: bx.vmap(f, batch_size=2, **options)(x).sum()
     with pytest.raises(bx.errors.UnsupportedError, match=r"would do it twice.*residuals=.keep"):
         wrap(jax.grad(total()))(X)
 

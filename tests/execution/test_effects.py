@@ -91,9 +91,7 @@ def everywhere(ordered, turn):
         told += lax.cond(x < 3, lambda x: x * 0, branch, x)
         cases = [lambda x: tell("case 0", x), lambda x: tell("case 1", x), lambda x: x * 0]
         told += lax.switch(x % 3, cases, x)
-
-        def goes_on(c):
-            return c[0] + 0 * tell("condition", x, c[0]) > 0
+        goes_on = lambda c: c[0] + 0 * tell("condition", x, c[0]) > 0
 
         def step(c):
             even = lambda: tell("branch in loop", x, c[0])
@@ -239,9 +237,7 @@ def test_derivatives_call_as_the_values_do(capsys):
 
         return lax.cond(x > 2, branch, lambda x: x * 3, x)
 
-    def loss(x, **options):
-        return bx.vmap(f, **options)(x).sum()
-
+    loss = lambda x, **options: bx.vmap(f, **options)(x).sum()
     x = X.astype(float)
     expected = jnp.where(x > 2, jnp.sin(x) + x * jnp.cos(x), 3)
     calls = Counter(("branch", float(v)) for v in x if v > 2)

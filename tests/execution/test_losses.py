@@ -77,9 +77,7 @@ def test_what_has_no_reverse_mode_goes_forward():
     def growing(w, x):
         return jax.lax.while_loop(lambda c: c < 50.0, lambda c: c * 1.5 + w[0] ** 2, x[0] ** 2 + 1)
 
-    def total(w, x, **options):
-        return bx.vmap(growing, (None, 0), bx.Reduce("sum"), **options)(w, x)
-
+    total = lambda w, x, **options: bx.vmap(growing, (None, 0), bx.Reduce("sum"), **options)(w, x)
     chunked = functools.partial(total, batch_size=3)
     same(jax.jacfwd(chunked)(W, X), plainly(jax.jacfwd(total), W, X))
     with pytest.raises(ValueError, match="while_loop"):

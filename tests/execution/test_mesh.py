@@ -141,15 +141,12 @@ def test_derivatives(kind, lanes):
 @pytest.mark.compiles(100)
 @pytest.mark.each_commit(2)
 def test_derivatives_of_what_is_on_one_device_by_wish(shared, mapped, lanes):
-    def put(x, device):
-        return x if device is None else jax.device_put(x, jax.devices()[device])
+    put = lambda x, device: x if device is None else jax.device_put(x, jax.devices()[device])
 
     def with_shared_argument(w, x, **options):
         return bx.vmap(lambda w, x: jnp.sin(x @ w), (None, 0), bx.Reduce("sum"), **options)(w, x)
 
-    def with_held_value(w, x, **options):
-        return bx.vmap(lambda x: jnp.sin(x @ w), **options)(x)
-
+    with_held_value = lambda w, x, **options: bx.vmap(lambda x: jnp.sin(x @ w), **options)(x)
     given = W, example((lanes, 5))
     args = put(given[0], shared), put(given[1], mapped)
     for fun in (with_shared_argument, with_held_value):
@@ -382,10 +379,7 @@ def test_extremes_of_all_lanes(kind):
         "whole ones": jnp.arange(14).reshape(7, 2) % 5,
         "truth": jnp.arange(14).reshape(7, 2) % 4 > 1,
     }
-
-    def extreme(x, **options):
-        return bx.vmap(lambda x: x, out_axes=bx.Reduce(kind), **options)(x)
-
+    extreme = lambda x, **options: bx.vmap(lambda x: x, out_axes=bx.Reduce(kind), **options)(x)
     for x in values.values():
         same(jax.jit(functools.partial(extreme, mesh="all"))(x), extreme(x))
     # Several lanes hold the extreme and share its derivative: devices evenly, then lanes of each.
@@ -429,12 +423,8 @@ def test_what_devices_exchange_is_exact_for_all_numbers():
         same_for_all = bx.vmap(lambda x: (computed(x),) * len(kinds), out_axes=reduced, **options)
         return bx.vmap(one, axis_name="i", **options)(x), same_for_all(x)
 
-    def all_together(xs, **options):
-        return {dtype: together(x, **options) for dtype, x in xs.items()}
-
-    def told_apart(tree):
-        return jax.tree.map(lambda x: np.asarray(x).astype(complex), tree)
-
+    all_together = lambda xs, **options: {dtype: together(x, **options) for dtype, x in xs.items()}
+    told_apart = lambda tree: jax.tree.map(lambda x: np.asarray(x).astype(complex), tree)
     on_one = functools.partial(all_together, batch_size=3)
     expected, in_chunks = at_once(all_together, on_one)(EXCHANGED)
     most, least, *_ = expected["float32"][1]
@@ -502,8 +492,7 @@ def test_on_a_device_a_function_meets_no_mesh(set_mesh):
     def f(x, y):
         return known() * jnp.sin(x) * y
 
-    def forward(x, y):
-        return f(x.value, y.value), (x.value, y.value, jnp.zeros(()))
+    forward = lambda x, y: (f(x.value, y.value), (x.value, y.value, jnp.zeros(())))
 
     def backward(residuals, cotangent):
         assert set(types((residuals, cotangent))) == {None}

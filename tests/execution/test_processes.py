@@ -207,9 +207,7 @@ def a_mesh_of_two_axes():
 
 @case
 def random_streams():
-    def draw(key, x):
-        return jax.random.bits(key, (3,)), x * 2
-
+    draw = lambda key, x: (jax.random.bits(key, (3,)), x * 2)
     key = jax.random.key(3)
     x, own = rows_of(*uneven())
     expected = bx.vmap(draw, (bx.split_key, 0))(key, x)

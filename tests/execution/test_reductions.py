@@ -216,9 +216,7 @@ def test_of_what_all_lanes_share(options):
         fun = lambda x, w: dict.fromkeys(ALL, w) | {"x": x}
         return bx.vmap(fun, (0, None), specs, **options)(x, w)
 
-    def theirs(x, w):
-        return references(ALL, jnp.broadcast_to(w, (LANES, 3))) | {"x": jnp.var(x)}
-
+    theirs = lambda x, w: references(ALL, jnp.broadcast_to(w, (LANES, 3))) | {"x": jnp.var(x)}
     same(*at_once(ours, theirs)(x, w))
     keep = bx.Reduce("logsumexp", unmapped="keep")
     same(bx.vmap(lambda x, w: w, (0, None), keep, **options)(x, w), w)

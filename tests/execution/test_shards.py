@@ -33,16 +33,9 @@ def outputs(w, x, **options):
     return y, mean, bx.vmap(largest, 1, bx.Reduce("max"), **options)(x)
 
 
-def loss(w, x, **options):
-    return sum(jnp.sum(jnp.sin(y)) for y in outputs(w, x, **options))
-
-
-def gradient(w, x, **options):
-    return jax.grad(functools.partial(loss, **options), (0, 1))(w, x)
-
-
-def mesh_of(axis_type, count=4):
-    return jax.make_mesh((count,), ("d",), axis_types=(axis_type,))
+loss = lambda w, x, **options: sum(jnp.sum(jnp.sin(y)) for y in outputs(w, x, **options))
+gradient = lambda w, x, **options: jax.grad(functools.partial(loss, **options), (0, 1))(w, x)
+mesh_of = lambda axis_type, count=4: jax.make_mesh((count,), ("d",), axis_types=(axis_type,))
 
 
 def sharded(mesh):
@@ -127,9 +120,7 @@ def test_spmd_axis_name_tells_of_a_mesh_that_types_do_not():
 
 
 def test_each_shard_holds_the_temporaries_of_one_chunk():
-    def wide(x):
-        return jnp.sum(jnp.sort(jnp.outer(x, jnp.arange(500.0)), axis=0)[::2])
-
+    wide = lambda x: jnp.sum(jnp.sort(jnp.outer(x, jnp.arange(500.0)), axis=0)[::2])
     mesh = mesh_of(AxisType.Explicit)
 
     def temporaries(lanes):

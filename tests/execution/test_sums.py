@@ -205,10 +205,7 @@ def test_derivatives():
         "scaled",
     ]
     some = lambda *xs: {name: CASES[name](*xs) for name in names}
-
-    def value(batched, xs):
-        return sum(jnp.sum(jnp.cos(x)) for x in jax.tree.leaves(batched(*xs)))
-
+    value = lambda batched, xs: sum(jnp.sum(jnp.cos(x)) for x in jax.tree.leaves(batched(*xs)))
     plain = lambda *xs: jax.tree.map(lambda x: x.sum(0), jax.vmap(some)(*xs))
     ways = [plain, bx.vmap(some, out_axes=TOTAL), bx.vmap(some, out_axes=TOTAL, batch_size=3)]
     of = lambda xs: [jax.grad(functools.partial(value, f))(xs) for f in ways]

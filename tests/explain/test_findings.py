@@ -139,20 +139,10 @@ def cholesky_by_columns(a):
     return jnp.stack(columns, 1)
 
 
-def joined(x, y):
-    return jnp.concatenate([x, y])
-
-
-def in_carry(x, y):
-    return lax.fori_loop(0, 5, lambda _, c: (jnp.tanh(c[0]), c[1] + c[0]), (x, y))[1]
-
-
-def wide(x):
-    return jnp.sort(jnp.outer(x, x), axis=0).sum()
-
-
-def tiled(x):
-    return jnp.outer(x, x)
+joined = lambda x, y: jnp.concatenate([x, y])
+in_carry = lambda x, y: lax.fori_loop(0, 5, lambda _, c: (jnp.tanh(c[0]), c[1] + c[0]), (x, y))[1]
+wide = lambda x: jnp.sort(jnp.outer(x, x), axis=0).sum()
+tiled = lambda x: jnp.outer(x, x)
 
 
 B = 1000

@@ -19,16 +19,9 @@ def rows(lengths=LENGTHS, spare=0):
     return bx.Ragged(data, np.array(lengths, np.int32))
 
 
-def abstract(x):
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
-
-
-def packs(x):
-    return jnp.tanh(x).sum(0)
-
-
-def pads(x):
-    return jnp.cumsum(jnp.tanh(x), axis=0)
+abstract = lambda x: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+packs = lambda x: jnp.tanh(x).sum(0)
+pads = lambda x: jnp.cumsum(jnp.tanh(x), axis=0)
 
 
 def groups(x):

@@ -74,24 +74,15 @@ TRIED = [
 @pytest.mark.each_commit(3)
 @pytest.mark.compiles(50)
 def test_nothing_is_found_where_examples_have_nothing(way, mode):
-    def every(x):
-        return sum(f(x) for f in CLEAN)
-
+    every = lambda x: sum(f(x) for f in CLEAN)
     run = MODES[mode](WAYS[way](every))
     with jax.debug_nans(True), jax.debug_infs(True):
         jax.block_until_ready(run(jnp.asarray(X)))
 
 
-def logarithm(x):
-    return jnp.log(x - 2) + 1
-
-
-def hidden(x):
-    return jnp.where(x > 2, jnp.log(x - 2), 0.0)
-
-
-def in_a_branch(x):
-    return lax.cond(x > 1, jnp.cos, lambda x: jnp.log(x - 2), x)
+logarithm = lambda x: jnp.log(x - 2) + 1
+hidden = lambda x: jnp.where(x > 2, jnp.log(x - 2), 0.0)
+in_a_branch = lambda x: lax.cond(x > 1, jnp.cos, lambda x: jnp.log(x - 2), x)
 
 
 def in_a_loop(x):

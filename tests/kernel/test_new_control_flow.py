@@ -162,10 +162,7 @@ def test_chunks(batch_size):
     x, shared = example((5, 3)), example((3,), seed=1)
     for f, args, axes in ((wave, (x,), 0), (carried, (x, shared), (0, None))):
         same(bx.vmap(f, axes, batch_size=batch_size)(*args), bx.vmap(f, axes)(*args))
-
-    def loss(x, batch_size=None):
-        return bx.vmap(wave, batch_size=batch_size)(x).sum()
-
+    loss = lambda x, batch_size=None: bx.vmap(wave, batch_size=batch_size)(x).sum()
     same(jax.grad(loss)(x, batch_size), jax.grad(loss)(x))
 
 

@@ -48,9 +48,7 @@ def points(dtype, *shape, low=-2.0, high=2.0):
 
 @program
 def equinox_gradient_of_an_ensemble(dtype):
-    def mlp(key):
-        return eqx.nn.MLP(2, 1, 4, 1, key=key, dtype=dtype)
-
+    mlp = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key, dtype=dtype)
     arrays, static = eqx.partition(eqx.filter_vmap(mlp)(KEYS), eqx.is_array)
 
     @eqx.filter_value_and_grad
@@ -103,8 +101,7 @@ def optax_line_search(dtype):
     optimizer = optax.lbfgs(memory_size=2)
 
     def minimise(x, a):
-        def f(x):
-            return jnp.sum((x - a) ** 4) + jnp.prod(x) ** 2
+        f = lambda x: jnp.sum((x - a) ** 4) + jnp.prod(x) ** 2
 
         def step(carry, _):
             x, state = carry
@@ -291,8 +288,7 @@ def test_program_traced_again(name):
 
 
 def equinox_calls():
-    def mlp(key):
-        return eqx.nn.MLP(2, 1, 4, 1, key=key)
+    mlp = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)
 
     def run(model, x):
         return model(x)

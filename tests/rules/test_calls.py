@@ -145,9 +145,7 @@ def test_custom_vmap_with_a_wrong_rule():
 def divide(x, denominator):
     """x / denominator, linear in x, transposed to something seven times too large."""
 
-    def t(r, c):
-        return 7 * c / r
-
+    t = lambda r, c: 7 * c / r
     return jax.custom_derivatives.linear_call(lambda r, x: x / r, t, denominator, x)
 
 
@@ -161,9 +159,7 @@ def test_linear_call(in_axes):
     def transposed(f):
         return lambda x, d: jax.linear_transpose(lambda z: f(z, d), x)(X)[0]
 
-    def one_by_one(x, d):
-        return loop(divide, (x, d), in_axes)
-
+    one_by_one = lambda x, d: loop(divide, (x, d), in_axes)
     same(transposed(batched)(*args), transposed(one_by_one)(*args))
     twice = jax.linear_transpose(
         lambda c: jax.linear_transpose(lambda z: batched(z, args[1]), args[0])(c)[0], X
@@ -212,8 +208,5 @@ def test_programs_over_references():
     same(got, loop(f, (X, W), (0, None), out_axes))
     same(jax.jit(bx.vmap(f))(X, X), loop(f, (X, X), (0, 0)))
     same(bx.vmap(lambda x: f(W, x))(X), loop(lambda x: f(W, x), (X,), (0,)))
-
-    def forward(g):
-        return jax.jvp(lambda x, w: g(x, w)[0], (X, W), (X + 1, W + 1))
-
+    forward = lambda g: jax.jvp(lambda x, w: g(x, w)[0], (X, W), (X + 1, W + 1))
     same(forward(bx.vmap(f, (0, None))), forward(lambda x, w: loop(f, (x, w), (0, None))))

@@ -60,9 +60,7 @@ CALLS = {
 def test_what_is_differentiated_is_refused_by_name(around, where):
     """Where nobody needs what the rule computes of it, too: then JAX itself would run it."""
 
-    def f(x):
-        return IN_LOOPS[around](with_rule(where, jnp.sin(x)), x * 1.0) * 1.5
-
+    f = lambda x: IN_LOOPS[around](with_rule(where, jnp.sin(x)), x * 1.0) * 1.5
     for call in (lambda f: jax.grad(f)(1.0), *CALLS.values()):
         # Of programs in which JAX has staged a part, it says that there is no constant handler.
         with pytest.raises((*REFUSALS, TypeError), match=r"unexpected tracer|argument|handler"):

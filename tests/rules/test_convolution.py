@@ -196,9 +196,7 @@ def test_blocks_of_lanes_are_the_same_as_all_at_once(monkeypatch):
 def test_lanes_of_the_same_convolution_share_a_program():
     """Once staged it is emitted again for other arrays of the same types, and for no others."""
 
-    def twice(x, w):
-        return convolution()(x, w), convolution()(2 * x, w)
-
+    twice = lambda x, w: (convolution()(x, w), convolution()(2 * x, w))
     x, w = batch((1, 2, 6, 6), 0), batch((2, 2, 3, 3), 0)
     outs = bx.vmap(twice)(x, w)
     same(outs, loop_function(twice, (0, 0), 0)(x, w))

@@ -54,10 +54,7 @@ def check_reverse(fun, *args, in_axes=0, **options):
 
     def pull(v, wrap=lambda h: h):
         batched = wrap(v(fun, in_axes))
-
-        def total(*a):
-            return sum(jnp.sin(t).sum() for t in jax.tree.leaves(batched(*a)))
-
+        total = lambda *a: sum(jnp.sin(t).sum() for t in jax.tree.leaves(batched(*a)))
         return jax.grad(total, tuple(range(len(args))))
 
     ways = {
@@ -87,13 +84,8 @@ def test_custom_jvp_nested():
 def test_custom_vjp(in_axes):
     args = [X if a == 0 else W for a in in_axes]
     f, g = (bx.vmap(scaled_product(), in_axes), jax.vmap(scaled_product(), in_axes))
-
-    def loss(h):
-        return lambda *a: (jnp.sin(h(*a)[0]) * X).sum()
-
-    def grad(h, wrap=lambda h: h):
-        return jax.grad(wrap(loss(h)), (0, 1, 2))
-
+    loss = lambda h: lambda *a: (jnp.sin(h(*a)[0]) * X).sum()
+    grad = lambda h, wrap=lambda h: h: jax.grad(wrap(loss(h)), (0, 1, 2))
     ways = f, g, grad(f), grad(f, jax.jit), grad(g)
     got, expected, *gradients, gradient = at_once(*ways)(*args)
     same(got, expected)
@@ -259,10 +251,7 @@ def test_integers_keys_and_booleans():
     g.defvjp(lambda x, k, key: (g(x, k, key), k), bwd)
     for h in (f, g):
         agree(bx.vmap(h), jax.vmap(h), X, K, key)
-
-        def total(v):
-            return jax.grad(lambda x: jnp.sin(v(h)(x, K, key)[0]).sum())
-
+        total = lambda v: jax.grad(lambda x: jnp.sin(v(h)(x, K, key)[0]).sum())
         agree(total(bx.vmap), total(jax.vmap), X)
         agree(bx.vmap(h, (None, 0, None)), jax.vmap(h, (None, 0, None)), W, K, key[0])
 
@@ -321,13 +310,8 @@ def test_a_rule_that_makes_a_constant_depend_on_the_batch():
     )
     for f in (inject, inject_forward):
         scales = jnp.arange(1.0, 4.0)
-
-        def total(x, w):
-            return (bx.vmap(f, (0, None))(x, w) * scales).sum()
-
-        def expected(x, w):
-            return sum(f(row, w) * s for row, s in zip(x, scales, strict=True))
-
+        total = lambda x, w: (bx.vmap(f, (0, None))(x, w) * scales).sum()
+        expected = lambda x, w: sum(f(row, w) * s for row, s in zip(x, scales, strict=True))
         ways = [jax.grad(g, (0, 1)) for g in (expected, total, jax.jit(total))]
         want, *results = at_once(*ways)(X, W)
         for got in results:
@@ -388,9 +372,7 @@ def test_rules_that_call_their_function_run_once(kind, mixing):
         f, log = counted(kind, mixing)
         return make(f)(a, b), len(log)
 
-    def gradient(sums):
-        return lambda f: jax.grad(sums(f), (0, 1))
-
+    gradient = lambda sums: lambda f: jax.grad(sums(f), (0, 1))
     one_by_one = lambda f: lambda a, b: sum(sum(f(a, x)) for x in b)
     expected = jax.jit(jax.grad(one_by_one(counted(kind, mixing)[0]), (0, 1)))(a, b)
     # JAX 0.12 refuses outputs that all lanes share; what runs is the same if there are none.
@@ -476,10 +458,7 @@ def test_rules_that_close_over_values_of_the_example(kind, where):
                 vmap(per_example)(X, X)
         return
     gradient, v = jax.grad(per_example), bx.vmap(per_example)
-
-    def of_nested(outer):
-        return lambda x, p: outer(v)(x[None], p[None])
-
+    of_nested = lambda outer: lambda x, p: outer(v)(x[None], p[None])
     functions = [v]
     # jax.vmap itself refuses a reverse rule that closes over values of its example.
     functions += map(of_nested, (bx.vmap, jax.vmap)[: 2 if kind == "jvp" else 1])
@@ -527,10 +506,7 @@ def test_optimize_remat():
     )
     in_axes = (0, None)
     agree(bx.vmap(f, in_axes), jax.vmap(f, in_axes), X, W)
-
-    def total(v, wrap):
-        return lambda x, w: wrap(v(f, in_axes))(x, w).sum()
-
+    total = lambda v, wrap: lambda x, w: wrap(v(f, in_axes))(x, w).sum()
     for wrap in (lambda h: h, jax.jit, jax.checkpoint):
         ours, jaxs = (total(bx.vmap, wrap), total(jax.vmap, lambda h: h))
         agree(jax.grad(ours, (0, 1)), jax.grad(jaxs, (0, 1)), X, W)
@@ -555,10 +531,7 @@ def test_forward_mode_of_custom_vjp_is_refused():
     f = scaled_product()
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: bx.vmap(f)(x, X, X)[0], (X,), (X,))
-
-    def linear(x):
-        return jax.linearize(lambda z: f(z, x, x)[0], x)[1](x)
-
+    linear = lambda x: jax.linearize(lambda z: f(z, x, x)[0], x)[1](x)
     with pytest.raises((TypeError, NotImplementedError), match=r"custom_vjp|CustomVJP"):
         bx.vmap(linear)(X)
 
@@ -689,9 +662,7 @@ def test_a_jitted_function_is_traced_again(ways, refuses):
     jitted = jax.jit(scaled)
 
     def gradient(vmap, argnums, size):
-        def loss(x, y):
-            return sum(jnp.sum(out) for out in vmap(jitted, in_axes=(0, None))(x, y))
-
+        loss = lambda x, y: sum(jnp.sum(out) for out in vmap(jitted, in_axes=(0, None))(x, y))
         x = jnp.linspace(0.1, 1, size)
         got = jax.jit(jax.grad(loss, argnums))(x, 2.0)
         want = jnp.cos(x) * 2, jnp.sin(x).sum() + size * 4.0
@@ -739,11 +710,8 @@ def test_gradients_in_chunks_with_the_next_derivatives(next_derivatives, around)
 
 def test_a_shared_output_with_the_next_derivatives(next_derivatives):
     # The cotangent of an output that all lanes share is counted once, however rules are given.
-    def product_and_square():
-        return jax.custom_vjp(lambda x, y: (x * y, y**2))
-
-    def cotangents(r, c):
-        return 3 * c[0] * r[1], c[0] * r[0] + c[1] * 2 * r[1]
+    product_and_square = lambda: jax.custom_vjp(lambda x, y: (x * y, y**2))
+    cotangents = lambda r, c: (3 * c[0] * r[1], c[0] * r[0] + c[1] * 2 * r[1])
 
     def accumulate(r, c, *accumulators):
         for accumulator, cotangent in zip(accumulators, cotangents(r, c), strict=True):

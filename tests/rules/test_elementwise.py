@@ -338,9 +338,7 @@ def test_bitcast_to_the_same_width_emits_one_operation():
 
 
 def test_sum_of_cotangents_of_which_one_is_shared():
-    def fun(x, w):
-        return jax.vjp(lambda w: (w * x, jnp.sin(w)), w)[1]((x, jnp.ones_like(w)))
-
+    fun = lambda x, w: jax.vjp(lambda w: (w * x, jnp.sin(w)), w)[1]((x, jnp.ones_like(w)))
     quickly(fun, example((B, 3)), example((3,), seed=1), in_axes=(0, None), nested=True)
 
 

@@ -202,13 +202,8 @@ def test_compiled_loop_copies_nothing():
 def insertion_sort(n, x):
     def insert(i, x):
         key = x[i]
-
-        def test(c):
-            return (c[0] >= 0) & (c[1][jnp.maximum(c[0], 0)] > key)
-
-        def shift(c):
-            return c[0] - 1, c[1].at[c[0] + 1].set(c[1][c[0]])
-
+        test = lambda c: (c[0] >= 0) & (c[1][jnp.maximum(c[0], 0)] > key)
+        shift = lambda c: (c[0] - 1, c[1].at[c[0] + 1].set(c[1][c[0]]))
         i, x = lax.while_loop(test, shift, (i - 1, x))
         return x.at[i + 1].set(key)
 
@@ -282,8 +277,7 @@ def ring_buffer(n, x):
 
 
 def in_a_scan(n, x):
-    def row(x, y):
-        return x.at[(y * 100).astype(int)].add(y), x[3]
+    row = lambda x, y: (x.at[(y * 100).astype(int)].add(y), x[3])
 
     def body(i, c):
         x, _ = c
@@ -301,10 +295,7 @@ def in_calls(n, x):
 def with_a_shared_loop(n, x):
     """The number of steps of the inner loop is the same for all lanes."""
     steps = jnp.sum(jnp.arange(3))
-
-    def body(i, x):
-        return lax.fori_loop(0, steps, lambda j, x: x.at[i + j].add(x[j]), x)
-
+    body = lambda i, x: lax.fori_loop(0, steps, lambda j, x: x.at[i + j].add(x[j]), x)
     return lax.fori_loop(0, n, body, x)
 
 
@@ -386,8 +377,7 @@ def test_forward_mode_through_loops():
 def trapped(i, x, w):
     """Branches that are NaN, or whose derivatives are, for lanes that do not take them."""
 
-    def root(x):
-        return x.at[3].set(jnp.log(x[i]) * w).at[4].multiply(w), jnp.sqrt(x[i])
+    root = lambda x: (x.at[3].set(jnp.log(x[i]) * w).at[4].multiply(w), jnp.sqrt(x[i]))
 
     def power(x):
         x = lax.dynamic_update_slice(x, x[:3] * w, (i,))
@@ -397,9 +387,6 @@ def trapped(i, x, w):
         step = lambda x, y: (x.at[5].add(jnp.log(x[i]) * y), x[i])
         x, ys = lax.scan(step, x, jnp.arange(2.0))
         return x, ys.sum()
-
-    def most(x):
-        return jnp.log(x.at[: SIZE - 1].set(x[i])).at[0].set(x.reshape(-1)[2]), x[0]
 
     return lax.switch(i, [root, power, lambda x: (x, 1.0), inner][:4], x)
 

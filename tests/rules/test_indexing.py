@@ -26,9 +26,7 @@ def subsets(*choices):
 
 @pytest.mark.parametrize("of_array", [None, 0, 2])
 def test_dynamic_slice(of_array):
-    def fun(x, i, j):
-        return lax.dynamic_slice(x, (i, j), (2, 3))
-
+    fun = lambda x, i, j: lax.dynamic_slice(x, (i, j), (2, 3))
     x, cases = on_axes((3, 4), of_array), {}
     for in_axes in subsets((of_array,), (None, 0), (None, 0)):
         i, j = (STARTS if a == 0 else np.array(1) for a in in_axes[1:])
@@ -77,9 +75,7 @@ def test_dynamic_update_slice(of_array):
 
 
 def test_whole_update_at_a_place_of_each_lane():
-    def fun(x, i, u):
-        return lax.dynamic_update_slice(x, u, (i, i))
-
+    fun = lambda x, i, u: lax.dynamic_update_slice(x, u, (i, i))
     one = dict(in_axes=(None, 0, None))
     cases = {
         "all": (fun, example((4, 2, 3)), STARTS, example((4, 2, 3), seed=1), {}),
@@ -207,9 +203,7 @@ def test_gather(in_axes):
 
 @pytest.mark.parametrize("of_indices", [None, 0, 1])
 def test_scatter(of_indices):
-    def fun(x, i, u):
-        return [getattr(x.at[i], method)(u) for method in METHODS]
-
+    fun = lambda x, i, u: [getattr(x.at[i], method)(u) for method in METHODS]
     cases = {}
     for in_axes in subsets((None, 0, 1), (of_indices,), (None, 0)):
         x, u = on_axes((3,), in_axes[0]), on_axes((2,), in_axes[2], seed=1)
@@ -259,9 +253,7 @@ def test_promises_survive_where_they_hold():
 
 
 def test_function_applied_at_indices():
-    def fun(x, i):
-        return x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3)
-
+    fun = lambda x, i: (x.at[i].apply(jnp.square), x.at[i[0]].apply(lambda v: v * 3))
     cases = {}
     for in_axes in ((0, 0), (1, None), (None, 0)):
         x, i = on_axes((3,), in_axes[0]), put(WITHIN, in_axes[1])
@@ -285,9 +277,7 @@ def test_typed_keys_of_gather_scatter():
 
 
 def test_nothing_is_transposed_where_the_order_permits():
-    def fun(x, i, u):
-        return x[:, i].sum(), x.at[i].add(u)
-
+    fun = lambda x, i, u: (x[:, i].sum(), x.at[i].add(u))
     x, i, u = example((3, 3, 4)), INDICES.T, example((2, 3, 4))
     for in_axes in ((2, None, 2), (2, 0, 2), (2, 0, None)):
         args = (x, i[:, 0] if in_axes[1] is None else i.T, u[..., 0] if in_axes[2] is None else u)
@@ -297,9 +287,7 @@ def test_nothing_is_transposed_where_the_order_permits():
 
 
 def test_only_what_a_scatter_needs_is_broadcast():
-    def fun(x, i, u):
-        return x.at[i].add(u)
-
+    fun = lambda x, i, u: x.at[i].add(u)
     x, i, u = example((4, 3)), INDICES, example((4, 2))
     counts = operations(bx.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)
     jaxs = operations(jax.vmap(fun, in_axes=(0, None, 0)), x, i[0], u)

@@ -27,16 +27,9 @@ def matrices(*lead, seed=0, dtype=float):
     return jnp.asarray(x * x.dtype.type(0.3) + np.diag(np.arange(1.0, N + 1)).astype(x.dtype))
 
 
-def placed(x, axis):
-    return jnp.asarray(np.moveaxis(np.asarray(x), 0, axis))
-
-
-def positive(x):
-    return x @ jnp.swapaxes(x, -1, -2).conj() + jnp.eye(N, dtype=x.dtype)
-
-
-def symmetric(x):
-    return (x + jnp.swapaxes(x, -1, -2).conj()) / 2
+placed = lambda x, axis: jnp.asarray(np.moveaxis(np.asarray(x), 0, axis))
+positive = lambda x: x @ jnp.swapaxes(x, -1, -2).conj() + jnp.eye(N, dtype=x.dtype)
+symmetric = lambda x: (x + jnp.swapaxes(x, -1, -2).conj()) / 2
 
 
 def bind(name, **params):
@@ -367,9 +360,7 @@ def test_iterative_solvers(solver, in_axes):
 
 
 def root(a):
-    def newton(f, x):
-        return lax.fori_loop(0, 20, lambda _, x: x - f(x) / jax.grad(f)(x), x)
-
+    newton = lambda f, x: lax.fori_loop(0, 20, lambda _, x: x - f(x) / jax.grad(f)(x), x)
     return lax.custom_root(lambda x: x**3 + x - a, 1.0, newton, lambda g, y: y / g(1.0))
 
 
@@ -382,9 +373,7 @@ def test_custom_root():
 @pytest.mark.nightly
 def test_minimize():
     def minimum(p):
-        def rosenbrock(x):
-            return (p - x[0]) ** 2 + 5 * (x[1] - x[0] ** 2) ** 2
-
+        rosenbrock = lambda x: (p - x[0]) ** 2 + 5 * (x[1] - x[0] ** 2) ** 2
         return jax.scipy.optimize.minimize(rosenbrock, jnp.zeros(2), method="BFGS").x
 
     p = jnp.array([0.5, 1.0, -1.0])
@@ -395,8 +384,5 @@ def test_minimize():
 
 def test_gradient_of_a_matrix_shared_by_all_lanes():
     a, b = matrices_of_solvers(), vectors(2)
-
-    def total(vmapped):
-        return jax.jit(jax.grad(lambda a: (vmapped(a, b) ** 2).sum()))(a)
-
+    total = lambda vmapped: jax.jit(jax.grad(lambda a: (vmapped(a, b) ** 2).sum()))(a)
     same(total(bx.vmap(dense, (None, 0))), total(loop_function(dense, (None, 0), 0)), LOOSE)

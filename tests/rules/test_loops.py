@@ -266,52 +266,18 @@ def test_sequence_that_is_a_reference():
 # Compiling once.
 
 
-def step(c, x):
-    return jnp.sin(c) * x, c
-
-
-def scanning(x):
-    return lax.scan(step, x[0], x)
-
-
-def keep_going(c):
-    return c < 4
-
-
-def double(c):
-    return c * 2 + 1
-
-
-def doubling(x):
-    return lax.while_loop(keep_going, double, x)
-
-
-def halve_twice(c):
-    return lax.while_loop(is_even, halve, c) - 1
-
-
-def is_even(c):
-    return c % 2 == 0
-
-
-def halve(c):
-    return c // 2
-
-
-def is_positive(c):
-    return c > 0
-
-
-def loop_in_loop(x):
-    return lax.while_loop(is_positive, halve_twice, x)
-
-
-def keep(x):
-    return x
-
-
-def loop_in_branch(x):
-    return lax.cond(x > 1, loop_in_loop, keep, x)
+step = lambda c, x: (jnp.sin(c) * x, c)
+scanning = lambda x: lax.scan(step, x[0], x)
+keep_going = lambda c: c < 4
+double = lambda c: c * 2 + 1
+doubling = lambda x: lax.while_loop(keep_going, double, x)
+halve_twice = lambda c: lax.while_loop(is_even, halve, c) - 1
+is_even = lambda c: c % 2 == 0
+halve = lambda c: c // 2
+is_positive = lambda c: c > 0
+loop_in_loop = lambda x: lax.while_loop(is_positive, halve_twice, x)
+keep = lambda x: x
+loop_in_branch = lambda x: lax.cond(x > 1, loop_in_loop, keep, x)
 
 
 @pytest.mark.parametrize("f", [scanning, doubling, loop_in_loop, loop_in_branch])

@@ -46,9 +46,7 @@ POINTS = {
 def test_traps_reach_no_gradient(name):
     """Neither of the operand nor of a weight all lanes share, of first and second order."""
     trap = TRAPS[name]
-
-    def f(x, w):
-        return lax.cond(x > 0, lambda: jnp.sum(trap(x) * w @ w), lambda: -x)
+    f = lambda x, w: lax.cond(x > 0, lambda: jnp.sum(trap(x) * w @ w), lambda: -x)
 
     def total(x, w, active):
         return jnp.where(jnp.isinf(x), 0.0, bx.vmap(f, in_axes=(0, None))(x, w)).sum()
@@ -80,8 +78,7 @@ def test_traps_reach_no_gradient(name):
 
 
 def test_shared_operand_alone_is_untouched_unless_some_lane_takes_the_branch():
-    def f(p, w):
-        return lax.cond(p, lambda: jnp.log(w), lambda: 0.0)
+    f = lambda p, w: lax.cond(p, lambda: jnp.log(w), lambda: 0.0)
 
     @jax.jit
     def gradient(p):
@@ -92,9 +89,7 @@ def test_shared_operand_alone_is_untouched_unless_some_lane_takes_the_branch():
 
 
 def test_shared_weight_stays_one_matrix():
-    def f(x, w):
-        return lax.cond(x[0] > 0, lambda: jnp.tanh(w @ x), lambda: x)
-
+    f = lambda x, w: lax.cond(x[0] > 0, lambda: jnp.tanh(w @ x), lambda: x)
     x, w = example((4, 3)), example((3, 3))
     text = str(jax.make_jaxpr(bx.vmap(f, in_axes=(0, None)))(x, w))
     assert "4,3,3" not in text
@@ -136,9 +131,7 @@ def test_linear_branches_are_safe_as_they_are():
     def gradients(x, w):
         return [jax.grad(total(f), (0, 1))(x, w) for f in LINEAR]
 
-    def of_taken(x, w):
-        return [jax.grad(lambda x, w: f(x[0], w).sum(), (0, 1))(x, w) for f in LINEAR]
-
+    of_taken = lambda x, w: [jax.grad(lambda x, w: f(x[0], w).sum(), (0, 1))(x, w) for f in LINEAR]
     agree(gradients, of_taken, x, w)
 
 
@@ -266,9 +259,7 @@ def test_loop_in_the_body_of_a_loop_that_some_lanes_have_finished():
             (n, 0),
         )[0]
 
-    def f(n):
-        return lax.while_loop(lambda c: c[0] > 1, lambda c: (inner(c[0]) // 2, c[1] + 1), (n, 0))
-
+    f = lambda n: lax.while_loop(lambda c: c[0] > 1, lambda c: (inner(c[0]) // 2, c[1] + 1), (n, 0))
     n = jnp.array([0, 12, 40, 1, 7])
     agree(bx.vmap(f), in_turn(f, (0,)), n)
     before = visits.count
@@ -352,10 +343,7 @@ def test_no_derivative_flows_through_masked_lanes():
     f = lambda x: safe_lanes(active, x, 1)
     g = lambda x: jnp.where(active[:, None], x, lax.stop_gradient(x[1]))
     t = example((3, 2), seed=1)
-
-    def both(h):
-        return lambda x, t: (jax.jvp(h, (x,), (t,)), jax.vjp(h, x)[1](t))
-
+    both = lambda h: lambda x, t: (jax.jvp(h, (x,), (t,)), jax.vjp(h, x)[1](t))
     # A linear operand can be transposed, which stop_gradient cannot.
     transposed = lambda x, t: jax.linear_transpose(f, x)(t)
     ways = [both(h) for h in (g, f, jax.jit(f), jax.checkpoint(f))]

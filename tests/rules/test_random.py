@@ -120,12 +120,8 @@ def test_samplers_of_streams():
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.each_commit(1)
 def test_seeds_and_data_on_any_side(impl):
-    def seeded(s):
-        return jr.key_data(jax.vmap(lambda s: jr.key(s, impl=impl))(s))
-
-    def fold(key, data):
-        return jax.vmap(jr.fold_in, (None, 0))(key, data)
-
+    seeded = lambda s: jr.key_data(jax.vmap(lambda s: jr.key(s, impl=impl))(s))
+    fold = lambda key, data: jax.vmap(jr.fold_in, (None, 0))(key, data)
     keys, data = keys_of(impl), {0: (B, 2), 1: (2, B), None: (2,)}
     data = {axis: np.arange(np.prod(shape)).reshape(shape) for axis, shape in data.items()}
     cases = {"seeds": (seeded, (data[1],), 1)}
@@ -190,10 +186,7 @@ def test_bounds_of_samplers():
 
 def test_gamma_derivatives():
     keys, shape = keys_of("threefry2x32"), np.linspace(0.5, 3.0, B)
-
-    def slope(vmapped):
-        return jax.grad(lambda a: (vmapped(keys, a) ** 2).sum())
-
+    slope = lambda vmapped: jax.grad(lambda a: (vmapped(keys, a) ** 2).sum())
     agree(slope(bx.vmap(jr.gamma)), slope(in_turn(jr.gamma, (0, 0))), shape)
 
 

@@ -111,10 +111,7 @@ def largest_and_place(a, b):
 def test_reduce_of_several_operands(in_axes):
     x = batch(SHAPE, in_axes[0])
     i = batch(SHAPE, in_axes[1], jnp.int32)
-
-    def fun(x, i):
-        return lax.reduce((x, i), (-jnp.inf, np.int32(-1)), largest_and_place, (1,))
-
+    fun = lambda x, i: lax.reduce((x, i), (-jnp.inf, np.int32(-1)), largest_and_place, (1,))
     check(fun, x, i, in_axes=in_axes, **VALUES_ONLY)
 
 
@@ -136,9 +133,7 @@ def test_reduce_from_an_initial_value_for_each_lane(length, axis):
 
 
 def test_reduce_of_several_operands_from_initial_values_for_each_lane():
-    def fun(x, i, start):
-        return lax.reduce((x, i), (start, np.int32(-1)), largest_and_place, (0, 2))
-
+    fun = lambda x, i, start: lax.reduce((x, i), (start, np.int32(-1)), largest_and_place, (0, 2))
     x, i, start = batch((2, 3, 4), 1), batch((2, 3, 4), None, jnp.int32), batch((), 0, seed=2)
     check(fun, x, i, start, in_axes=(1, None, 0), against_jax=False, **VALUES_ONLY)
 

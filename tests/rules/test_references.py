@@ -162,10 +162,7 @@ def test_reference_as_a_mapped_argument():
 def test_shared_reference():
     """Read freely, written only with what is the same for all lanes."""
     ref = jax.new_ref(jnp.arange(3.0))
-
-    def reads(i, x):
-        return ref[i] * x
-
+    reads = lambda i, x: ref[i] * x
     same(bx.vmap(reads)(jnp.array([2, 0]), jnp.array([1.0, 5.0])), jnp.array([2.0, 0.0]))
     same(jax.jit(bx.vmap(reads))(jnp.array([2, 0]), jnp.ones(2)), jnp.array([2.0, 0.0]))
 

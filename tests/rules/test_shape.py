@@ -89,9 +89,7 @@ def test_one_array(names):
 
 def test_broadcast_that_permutes():
     # JAX cannot transpose this form for reverse mode, batched or not.
-    def fun(x):
-        return lax.broadcast_in_dim(x, (3, 4, 2), (2, 0))
-
+    fun = lambda x: lax.broadcast_in_dim(x, (3, 4, 2), (2, 0))
     cases = {
         str(position): (fun, on_axes((2, 3), position), dict(in_axes=position))
         for position in (0, 1, 2)
@@ -148,9 +146,7 @@ WEAK = {
 
 @pytest.mark.parametrize("name", WEAK)
 def test_weak_types_are_kept(name):
-    def fun(i):
-        return WEAK[name](i * 1.0)
-
+    fun = lambda i: WEAK[name](i * 1.0)
     i = np.arange(4)
     ours, jaxs = (jax.eval_shape(v(fun), i) for v in (bx.vmap, jax.vmap))
     assert ours.weak_type
@@ -161,9 +157,7 @@ def test_weak_types_are_kept(name):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_concatenate_and_stack(axis):
-    def fun(x, y):
-        return jnp.concatenate([x, y, x], axis), jnp.stack([y, x], axis)
-
+    fun = lambda x, y: (jnp.concatenate([x, y, x], axis), jnp.stack([y, x], axis))
     cases = {}
     for in_axes in subsets((None, 0, 2), (None, 0, 1)):
         x, y = (on_axes((2, 3), a, seed=i) for i, a in enumerate(in_axes))
@@ -180,9 +174,7 @@ def test_stack_puts_whole_arrays_after_each_other():
 
 
 def test_padding_value_for_each_lane():
-    def fun(x, v):
-        return lax.pad(x, v, [(1, 2, 1)]), lax.pad(x, v, [(-1, 1, 0)])
-
+    fun = lambda x, v: (lax.pad(x, v, [(1, 2, 1)]), lax.pad(x, v, [(-1, 1, 0)]))
     cases = {}
     for in_axes in subsets((None, 0, 1), (None, 0)):
         x, value = on_axes((3,), in_axes[0]), on_axes((), in_axes[1], seed=1)
@@ -193,9 +185,7 @@ def test_padding_value_for_each_lane():
 
 
 def test_padding_with_infinity_reaches_no_gradient():
-    def fun(x, v):
-        return lax.pad(x, v, [(1, 1, 0)])[1:-1].sum()
-
+    fun = lambda x, v: lax.pad(x, v, [(1, 1, 0)])[1:-1].sum()
     values = jnp.array([jnp.inf, jnp.nan, 1.0, 0.0])
     gradient = jax.jit(jax.grad(lambda x, v: bx.vmap(fun)(x, v).sum(), (0, 1)))
     got = gradient(example((4, 3)), values)
@@ -203,9 +193,7 @@ def test_padding_with_infinity_reaches_no_gradient():
 
 
 def test_select_against_a_number():
-    def fun(p, x):
-        return jnp.where(p, x, 0.0), jnp.where(x > 0, p, x), jnp.where(p, 1.0, 2.0)
-
+    fun = lambda p, x: (jnp.where(p, x, 0.0), jnp.where(x > 0, p, x), jnp.where(p, 1.0, 2.0))
     p, x = jnp.array([True, False, True, True]), example((4, 3))
     one = dict(in_axes=(None, 0), out_axes=(0, 0, None))
     cases = {
@@ -233,16 +221,12 @@ def test_bitcast_to_another_width(dtype):
 
 
 def test_barrier_keeps_unbatched_unbatched():
-    def fun(x, w):
-        return lax.optimization_barrier((x, w))
-
+    fun = lambda x, w: lax.optimization_barrier((x, w))
     check(fun, example((4, 3)), example((3,)), in_axes=(0, None), out_axes=(0, None))
 
 
 def test_device_put_of_several():
-    def fun(x, w):
-        return jax.device_put((x, x[0], w), jax.devices()[0])
-
+    fun = lambda x, w: jax.device_put((x, x[0], w), jax.devices()[0])
     # JAX wants the batch axis at one position in all operands.
     axes = {"in_axes": (1, None), "out_axes": (1, 0, None)}
     check(fun, example((3, 4)), example((3,)), against_jax=False, **axes)

@@ -76,9 +76,7 @@ def test_sharding_constraint_derivatives():
 
 
 def test_unconstrained_dimensions():
-    def f(x):
-        return lax.with_sharding_constraint(x, NamedSharding(MESH, P(P.UNCONSTRAINED, "a")))
-
+    f = lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P(P.UNCONSTRAINED, "a")))
     for spmd in (None, "b"):
         ours, theirs = (equation(v(f, 1, spmd_axis_name=spmd), X) for v in (bx.vmap, jax.vmap))
         assert ours.params["unconstrained_dims"] == theirs.params["unconstrained_dims"]
@@ -111,9 +109,7 @@ def test_shardings_of_jit():
 
 
 def test_layout_constraint():
-    def f(x):
-        return with_layout_constraint(x, Layout((1, 0)))
-
+    f = lambda x: with_layout_constraint(x, Layout((1, 0)))
     for in_axes in (0, 1, 2):
         ours, theirs = (equation(v(f, in_axes), X) for v in (bx.vmap, jax.vmap))
         position = ours.params["layout"].major_to_minor.index
@@ -154,9 +150,7 @@ def test_shard_map(in_axes, checked):
     ]
 
     def per_example(x, w):
-        def body(x, w):
-            return (x * w[:, None]).sum(1) - lax.pmean(x, "a").sum(), lax.psum(w, "a")
-
+        body = lambda x, w: ((x * w[:, None]).sum(1) - lax.pmean(x, "a").sum(), lax.psum(w, "a"))
         return on_devices(body, (P("a"), P("a")), (P("a"), P()), check_vma=checked)(x, w)
 
     out_axes = (0, None if in_axes[1] is None else 0)
@@ -171,9 +165,7 @@ def test_shard_map(in_axes, checked):
 
 @pytest.mark.parametrize("in_axes", [0, 1])
 def test_shard_map_with_the_batch_sharded(in_axes):
-    def per_example(x):
-        return on_devices(lambda x: jnp.sin(x) - lax.psum(x, "a"), P("a"), P("a"))(x)
-
+    per_example = lambda x: on_devices(lambda x: jnp.sin(x) - lax.psum(x, "a"), P("a"), P("a"))(x)
     x = jnp.moveaxis(example((4, 2), seed=5), 0, in_axes)
     options = dict(in_axes=in_axes, spmd_axis_name="b")
     ours, theirs = (equation(v(per_example, **options), x) for v in (bx.vmap, jax.vmap))

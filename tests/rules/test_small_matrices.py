@@ -109,10 +109,7 @@ def test_every_way_is_what_jax_computes(name, part):
         assert "small_matrices" in primitives(pairs[way][0], xs), way
     shapes = [jax.eval_shape(theirs, xs).shape for _, theirs in pairs.values()]
     most = max(map(math.prod, shapes))
-
-    def flat(fun):
-        return lambda xs: (lambda y: jnp.pad(y, (0, most - len(y))))(fun(xs).ravel())
-
+    flat = lambda fun: lambda xs: (lambda y: jnp.pad(y, (0, most - len(y))))(fun(xs).ravel())
     # One at a time, as calls of the library wait for each other.
     each = [fun for pair in pairs.values() for fun in map(flat, pair)]
     run = jax.jit(lambda i, xs: lax.switch(i, each, xs))
@@ -251,9 +248,7 @@ def test_lanes_that_are_not_finite_get_what_the_library_makes_of_them():
         signs = LA.slogdet(a), LA.det(a), LA.inv(a), LA.solve(a, jnp.arange(3, dtype=a.dtype))
         return ll.lu(a), signs, LA.cholesky(near), LA.qr(a, mode="r")
 
-    def run(xs=xs, **options):
-        return jax.tree.leaves(jax.jit(bx.vmap(every, **options))(xs))
-
+    run = lambda xs=xs, **options: jax.tree.leaves(jax.jit(bx.vmap(every, **options))(xs))
     together, library = run(), run(small_matrices="library")
     for x, y in zip(together, library, strict=True):
         if jnp.issubdtype(x.dtype, jnp.integer):

@@ -41,9 +41,7 @@ def test_nan_and_signed_zeros():
 
 @pytest.mark.parametrize("num_keys", [1, 2])
 def test_sort_of_several_operands(num_keys):
-    def fun(*xs):
-        return lax.sort(xs, num_keys=num_keys, is_stable=True)
-
+    fun = lambda *xs: lax.sort(xs, num_keys=num_keys, is_stable=True)
     cases = {}
     for in_axes in positions(1, 1, 1)[::2]:
         # Keys with ties, so that the second key and stability show.
@@ -60,10 +58,7 @@ def test_sort_of_several_operands(num_keys):
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_keys_that_all_lanes_share_are_sorted_once(position, dimension):
     keys = example(SHAPE)
-
-    def fun(x):
-        return lax.sort((keys, x), dimension, num_keys=1)
-
+    fun = lambda x: lax.sort((keys, x), dimension, num_keys=1)
     x = batch(SHAPE, position, seed=1)
     check(fun, x, in_axes=position, out_axes=(None, 0), against_jax=False, **VALUES_ONLY)
     check(lambda x: fun(x)[1], x, in_axes=position, **VALUES_ONLY)

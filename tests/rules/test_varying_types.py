@@ -49,19 +49,13 @@ def endless(x, w, k):
             lambda c: c[0] < j % 3, lambda c: (c[0] + 1, c[1] * 1.1 + w[0]), (0, y)
         )[1]
 
-    def step(c):
-        return c[0] + 1, inner(c[1], c[0] + k) + inner(c[1], c[0])
-
+    step = lambda c: (c[0] + 1, inner(c[1], c[0] + k) + inner(c[1], c[0]))
     return lax.while_loop(lambda c: c[0] < k % 4, step, (0, x))[1]
 
 
 def in_branches(x, w, k):
-    def steps(y):
-        return lax.fori_loop(0, 5, lambda i, c: jnp.tanh(w @ c), y)
-
-    def until(y):
-        return lax.while_loop(lambda c: c.sum() < k, lambda c: c + 1.0, abs(y))
-
+    steps = lambda y: lax.fori_loop(0, 5, lambda i, c: jnp.tanh(w @ c), y)
+    until = lambda y: lax.while_loop(lambda c: c.sum() < k, lambda c: c + 1.0, abs(y))
     taken = lax.switch(k % 3, [lambda: w[0] + 0 * x, lambda: steps(x), lambda: until(x)])
     return taken + lax.cond(w[0, 0] > 0, lambda: x, lambda: 2 * x)
 
@@ -93,9 +87,7 @@ scaled.defjvp(lambda p, t: (scaled(*p), t[0] * jnp.cos(p[0]) * p[1] + jnp.sin(p[
 
 
 def in_place(x, w, k):
-    def step(c):
-        return c[0] + 1, c[1].at[c[0]].add(w[0, 0])
-
+    step = lambda c: (c[0] + 1, c[1].at[c[0]].add(w[0, 0]))
     return lax.while_loop(lambda c: c[0] < k % 3, step, (0, x))[1]
 
 
@@ -199,8 +191,7 @@ def test_lanes_spread_by_spmd_axis_name(count):
 
 
 def test_the_index_of_a_lane():
-    def f(x):
-        return x * lax.axis_index("lanes") + lax.axis_index("d")
+    f = lambda x: x * lax.axis_index("lanes") + lax.axis_index("d")
 
     def mapped(v, **options):
         vmapped = v(f, axis_name="lanes", **options)

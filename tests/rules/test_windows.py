@@ -62,17 +62,13 @@ def test_windows_over_several_operands(in_axes):
         (x, i), (y, j) = a, b
         return lax.select(x >= y, x, y), lax.select(x >= y, i, j)
 
-    def fun(x, i):
-        return lax.reduce_window((x, i), (-jnp.inf, np.int32(-1)), largest, **PLAIN)
-
+    fun = lambda x, i: lax.reduce_window((x, i), (-jnp.inf, np.int32(-1)), largest, **PLAIN)
     args = batch(SHAPE, in_axes[0]), batch(SHAPE, in_axes[1], jnp.int32)
     check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
 
 
 def test_windows_that_start_from_a_value_of_the_lane():
-    def fun(x, start):
-        return lax.reduce_window(x, start, lambda a, b: a + b, **PLAIN)
-
+    fun = lambda x, start: lax.reduce_window(x, start, lambda a, b: a + b, **PLAIN)
     for axis in (1, None):
         args = batch(SHAPE, axis), batch((), 0, seed=1)
         check(fun, *args, in_axes=(axis, 0), against_jax=False, **VALUES_ONLY)
@@ -86,10 +82,7 @@ SIDES = [(0, 0), (1, 1), (0, 2), (0, None), (None, 1)]
 @pytest.mark.parametrize("select", [lax.ge_p, lax.le_p])
 def test_select_and_gather_add(in_axes, select):
     primitive = _compat.find_primitive("select_and_gather_add")
-
-    def fun(tangents, operand):
-        return primitive.bind(tangents, operand, select_prim=select, **WINDOW)
-
+    fun = lambda tangents, operand: primitive.bind(tangents, operand, select_prim=select, **WINDOW)
     args = batch(SHAPE, in_axes[0]), batch(SHAPE, in_axes[1], seed=1)
     check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
     no_more_operations(fun, *args, in_axes=in_axes)
@@ -98,10 +91,7 @@ def test_select_and_gather_add(in_axes, select):
 @pytest.mark.parametrize("in_axes", SIDES)
 def test_select_and_scatter_add(in_axes):
     primitive = _compat.find_primitive("select_and_scatter_add")
-
-    def fun(source, operand):
-        return primitive.bind(source, operand, select_prim=lax.ge_p, **PLAIN)
-
+    fun = lambda source, operand: primitive.bind(source, operand, select_prim=lax.ge_p, **PLAIN)
     args = batch((2, 4), in_axes[0]), batch(SHAPE, in_axes[1], seed=1)
     check(fun, *args, in_axes=in_axes, **VALUES_ONLY)
     no_more_operations(fun, *args, in_axes=in_axes)

@@ -35,9 +35,7 @@ def seen_by(fun):
 
 @VMAPS
 def test_defaults_come_by_position_and_keyword_only_arguments_by_name(vmap):
-    def f(x, y=2.0, *, scale, mode="plain"):
-        return x * y * scale if mode == "plain" else x
-
+    f = lambda x, y=2.0, *, scale, mode="plain": x * y * scale if mode == "plain" else x
     g, noted = seen_by(f)
     xs = example((3,))
     same(vmap(lambda x, s: g(x, scale=s))(xs, xs), xs * 2.0 * xs)
@@ -110,9 +108,7 @@ def test_none_and_empty_trees(vmap):
 
 @VMAPS
 def test_trees_are_flagged_leaf_by_leaf(vmap):
-    def f(params, x):
-        return {"y": params["w"] @ x["a"] + params["b"][0], "z": (x["n"] + 1,)}
-
+    f = lambda params, x: {"y": params["w"] @ x["a"] + params["b"][0], "z": (x["n"] + 1,)}
     g, noted = seen_by(f)
     params = {"w": example((2, 3)), "b": [example(())]}
     xs = {"a": example((4, 3)), "n": jnp.arange(4)}

@@ -106,10 +106,7 @@ def test_in_chunks_other_rules_have_a_chunk():
 
 def test_in_chunks_and_a_loop():
     f = with_rule(by_sums)
-
-    def looped(x):
-        return lax.fori_loop(0, 2, lambda i, c: f(c), x)
-
+    looped = lambda x: lax.fori_loop(0, 2, lambda i, c: f(c), x)
     expected = jax.vmap(lambda x: plain(plain(x)), axis_name="lanes")(example((4, 2)))
     for batch_size in (None, 2):
         same(bx.vmap(looped, axis_name="lanes", batch_size=batch_size)(example((4, 2))), expected)

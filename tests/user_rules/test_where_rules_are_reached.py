@@ -39,24 +39,11 @@ def counted(f):
     )
 
 
-def chosen(f):
-    return lambda x, w: lax.cond(x[0] > -1e9, f, lambda x, w: x, x, w)
-
-
-def pushed(f):
-    return lambda x, w: jax.jvp(f, (x, w), (2 * x, 3 * w))
-
-
-def pulled(f):
-    return lambda x, w: jax.vjp(f, x, w)[1](x)
-
-
-def linearized(f):
-    return lambda x, w: jax.linearize(f, x, w)[1](w, x)
-
-
-def gradient(f):
-    return jax.grad(total(f), (0, 1))
+chosen = lambda f: lambda x, w: lax.cond(x[0] > -1e9, f, lambda x, w: x, x, w)
+pushed = lambda f: lambda x, w: jax.jvp(f, (x, w), (2 * x, 3 * w))
+pulled = lambda f: lambda x, w: jax.vjp(f, x, w)[1](x)
+linearized = lambda f: lambda x, w: jax.linearize(f, x, w)[1](w, x)
+gradient = lambda f: jax.grad(total(f), (0, 1))
 
 
 INSIDE = {
