@@ -171,7 +171,7 @@ def test_no_rule(vmap):
 @VMAPS
 def test_function_that_returns_no_array(vmap):
     f = with_rule(lambda n, b, x: (x, True), lambda x: {"y": (x, "text")})
-    with pytest.raises(bx.ArgumentTypeError, match=r"out\['y'\]\[1\] of type str"):
+    with pytest.raises(bx.ArgumentTypeError, match=r"out\['y'\]\[1\] is of type str"):
         vmap(f)(jnp.ones(3))
 
 
