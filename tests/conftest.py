@@ -45,7 +45,7 @@ from hypothesis import HealthCheck, settings
 from jax import lax
 from jax._src.interpreters import mlir
 
-from batchax.rows import specialize
+from batchax.rows import size_classes, specialize
 
 from support import slow_tests
 
@@ -279,6 +279,13 @@ def own_registrations(monkeypatch):
     yield
     for added in set(containers._containers) - before:  # JAX knows of them, too
         containers.unregister_container(added)
+
+
+@pytest.fixture
+def free_groups(monkeypatch):
+    """Groups of rows cost nothing to compile, so that there are three, if any gain anything."""
+    monkeypatch.setattr(size_classes, "_RUNS", float("inf"))
+    monkeypatch.setattr(size_classes, "_MOST_GROUPS", 3)
 
 
 @pytest.fixture

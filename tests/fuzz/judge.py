@@ -124,7 +124,7 @@ class Case:
 # What is refused by name, as documented.
 REFUSALS = [
     "a function that does input or output",  # differentiated in chunks
-    "a callback is to be called in order",  # in groups of rows
+    "a callback with ordered=True is not supported",  # in groups of rows
     "a callback has ordered=True",  # on devices
     "the function contains a host callback, and mesh leaves",
 ]

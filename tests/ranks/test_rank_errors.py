@@ -133,7 +133,10 @@ def test_a_new_name_in_the_outputs():
         (lambda: foo(1.0, jnp.ones(3)), "foo.*missing a required argument: 'm'"),
         (lambda: foo(1.0, jnp.ones(3), jnp.eye(3), 4), r"foo\(\): too many"),
         (lambda: foo(1.0, jnp.ones(3), m=jnp.eye(3), q=4), "unexpected keyword argument 'q'"),
-        (lambda: bx.auto_vmap(0)(lambda x: {"y": "text"})(jnp.ones(3)), r"out\['y'\] is of type str"),
+        (
+            lambda: bx.auto_vmap(0)(lambda x: {"y": "text"})(jnp.ones(3)),
+            r"out\['y'\] is of type str",
+        ),
     ],
 )
 def test_arguments_and_outputs_of_other_types(call, message):

@@ -6,19 +6,15 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.layouts import Costs, choose_layouts, flatten
+from batchax.rows.layouts import Costs, choose_packed, flatten
 from batchax.rows.regions import find_regions
 from batchax.rows.sizes import Sizes
 
 from support.oracle import same, shares
-from support.rows import check_rows, check_rows_of_all, layouts, ragged
+from support.rows import attend, check_rows, check_rows_of_all, ragged, ways
 
-BOTH = layouts("packed", "padded")
+BOTH = ways("packed", "padded")
 WEIGHTS = jnp.asarray(np.random.default_rng(3).normal(size=(3, 3)), float)
-
-
-def attend(x):
-    return jax.nn.softmax(x @ x.T) @ x
 
 
 @jax.custom_jvp
@@ -71,7 +67,7 @@ def test_packed_rows_give_what_each_row_alone_gives(names):
 
 @pytest.mark.parametrize("name", ["a network, pooled", "attention between networks"])
 def test_other_layouts_give_the_same(name):
-    check_rows(FUNCTIONS[name], ragged(3), ways=layouts("auto", "padded"))
+    check_rows(FUNCTIONS[name], ragged(3), ways=ways("auto", "padded"))
 
 
 @pytest.mark.parametrize("layout", ["auto", "packed"])
@@ -120,8 +116,9 @@ def chosen(fun, *, rows=64, bound=100, total=1000):
     staged = jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((n, 3), jnp.float32))
     program = flatten(staged)
     costs = Costs(Sizes({"n": total}, {}), Sizes({"n": bound}, {}), rows)
-    layouts = choose_layouts(program, [True], costs)
-    return [region.layout for region in find_regions(program, layouts)]
+    packed = choose_packed(program, [True], costs)
+    regions = find_regions(program.steps, packed)
+    return ["packed" if region.packed else "padded" for region in regions]
 
 
 def test_each_part_of_a_function_has_the_layout_that_costs_less():

@@ -71,31 +71,24 @@ def test_rows_are_the_parts_of_the_data(name):
             np.testing.assert_array_equal(mine, row)
 
 
+def forms(x):
+    """Padded rows, and the same rows made of these, and of offsets."""
+    padded = x.to_padded()
+    again = bx.Ragged.from_padded(padded, x.lengths, axis=x.axis)
+    of_offsets = bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
+    return x.to_padded(1), again, of_offsets
+
+
 @functools.cache
-def traced_of_all_kinds(function):
-    """What `function` makes of each of `KINDS`, traced: one program."""
-    return jax.jit(lambda kinds: {name: function(x) for name, x in kinds.items()})(KINDS)
-
-
-def padded_with_ones(x):
-    return x.to_padded(1)
-
-
-def through_padded_rows(x):
-    return bx.Ragged.from_padded(x.to_padded(), x.lengths, axis=x.axis)
-
-
-def through_offsets(x):
-    return bx.Ragged.from_offsets(x.data, x.offsets, x.max_length, axis=x.axis)
+def traced_forms():
+    return jax.jit(lambda kinds: {name: forms(x) for name, x in kinds.items()})(KINDS)
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.each_commit(14)
-def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
+def test_padded_rows_and_offsets_make_the_same_rows_again(name, traced):
     x = KINDS[name]
-    pad = padded_with_ones
-    padded = np.asarray(traced_of_all_kinds(pad)[name] if traced else pad(x))
+    padded, *made = traced_forms()[name] if traced else forms(x)
     shape = list(x.data.shape)
     shape[x.axis] = x.max_length
     expected = np.ones((len(x), *shape), x.dtype)
@@ -105,31 +98,13 @@ def test_padded_rows_hold_each_row_and_then_the_fill_value(name, traced):
         expected[tuple(part)] = row
     assert padded.dtype == x.dtype
     np.testing.assert_array_equal(padded, expected)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.each_commit(14)
-def test_padded_rows_and_their_lengths_make_the_same_rows_again(name, traced):
-    x = KINDS[name]
-    again = through_padded_rows
-    got = traced_of_all_kinds(again)[name] if traced else again(x)
-    assert (got.max_length, got.axis) == (x.max_length, x.axis)
-    for mine, row in zip(rows_of(got), rows_of(x), strict=True):
-        assert mine.dtype == x.dtype
-        np.testing.assert_array_equal(mine, row)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("traced", [False, True])
-def test_offsets_and_the_flat_array_make_the_same_rows_again(name, traced):
-    x = KINDS[name]
-    again = through_offsets
-    got = traced_of_all_kinds(again)[name] if traced else again(x)
     np.testing.assert_array_equal(x.offsets, [0, *np.cumsum(np.asarray(x.lengths))])
     assert x.offsets.dtype == np.int32
-    for mine, row in zip(rows_of(got), rows_of(x), strict=True):
-        np.testing.assert_array_equal(mine, row)
+    for again in made:
+        assert (again.max_length, again.axis) == (x.max_length, x.axis)
+        for mine, row in zip(rows_of(again), rows_of(x), strict=True):
+            assert mine.dtype == x.dtype
+            np.testing.assert_array_equal(mine, row)
 
 
 @pytest.mark.parametrize("name", [k for k, x in KINDS.items() if len(x)])

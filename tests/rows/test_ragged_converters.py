@@ -147,93 +147,6 @@ def test_lists_of_lists_are_rows_along_several_axes(library):
         getattr(bx.Ragged.from_rows([np.ones((2, 3, 4))], axis=(1, 2)), there)()
 
 
-class Arrow:
-    """What is used of arrays of pyarrow: of numbers, of lists, and of lists of a fixed size."""
-
-    null_count = 0
-    type = SimpleNamespace()
-
-    def __init__(self, values):
-        self.array = np.asarray(values)
-
-    def __len__(self):
-        return len(self.array)
-
-    def to_numpy(self, zero_copy_only=True):
-        assert not zero_copy_only
-        return self.array
-
-    def slice(self, start, count):
-        return Arrow(self.array[start : start + count])
-
-
-class ArrowFixed(Arrow):
-    def __init__(self, values):
-        super().__init__(values)
-        self.type = SimpleNamespace(list_size=self.array.shape[1])
-
-    def slice(self, start, count):
-        return ArrowFixed(self.array[start : start + count])
-
-    def flatten(self):
-        inner = self.array.reshape(-1, *self.array.shape[2:])
-        return Arrow(inner) if inner.ndim == 1 else ArrowFixed(inner)
-
-
-def arrow_lists(values, offsets):
-    return SimpleNamespace(values=values, offsets=Arrow(offsets), null_count=0)
-
-
-def test_an_arrow_array_is_its_values_and_offsets():
-    array = arrow_lists(Arrow(np.concatenate(ROWS)), [0, 2, 2, 5])
-    same_rows(bx.Ragged.from_arrow(array), ROWS)
-    chunked = SimpleNamespace(combine_chunks=lambda: array)
-    same_rows(bx.Ragged.from_arrow(chunked), ROWS)
-    sliced = arrow_lists(Arrow(np.concatenate(ROWS)), [2, 2, 5])
-    same_rows(bx.Ragged.from_arrow(sliced), ROWS[1:])
-    wide = arrow_lists(ArrowFixed(np.concatenate(WIDE)), [0, 2, 2, 5])
-    same_rows(bx.Ragged.from_arrow(wide), WIDE, np.float32)
-
-
-def test_an_arrow_array_with_nulls_is_refused():
-    array = arrow_lists(Arrow(np.concatenate(ROWS)), [0, 2, 2, 5])
-    array.null_count = 2
-    with pytest.raises(bx.ArgumentTypeError, match="2 entries are null"):
-        bx.Ragged.from_arrow(array)
-    array.null_count, array.values.null_count = 0, 1
-    array.values.slice = lambda start, count: array.values
-    with pytest.raises(bx.ArgumentTypeError, match="1 entries are null"):
-        bx.Ragged.from_arrow(array)
-
-
-def awkward_array(content, offsets):
-    layout = SimpleNamespace(offsets=np.array(offsets), content=content)
-    layout.to_packed = lambda: layout
-    return SimpleNamespace(layout=layout)
-
-
-class Regular:
-    def __init__(self, content, size, length):
-        self.content, self.size, self.length = content, size, length
-
-    def __len__(self):
-        return self.length
-
-
-def test_an_awkward_array_is_its_content_and_offsets():
-    numbers = lambda rows: SimpleNamespace(data=np.concatenate(rows).reshape(-1))
-    array = awkward_array(numbers(ROWS), [0, 2, 2, 5])
-    same_rows(bx.Ragged.from_awkward(array), ROWS)
-    content = Regular(Regular(numbers(WIDE), 3, 10), 2, 5)
-    same_rows(bx.Ragged.from_awkward(awkward_array(content, [0, 2, 2, 5])), WIDE, np.float32)
-    array.layout.content = SimpleNamespace(contents=[])
-    with pytest.raises(bx.ArgumentTypeError, match="choose one field of a record"):
-        bx.Ragged.from_awkward(array)
-    del array.layout.offsets
-    with pytest.raises(bx.ArgumentTypeError, match="not a list of variable size"):
-        bx.Ragged.from_awkward(array)
-
-
 @pytest.mark.parametrize("name", ["torch", "tensorflow", "arrow", "awkward"])
 def test_what_is_of_another_kind_is_refused(name):
     with pytest.raises(bx.ArgumentTypeError, match=rf"from_{name} takes .*, got list.*from_rows"):
@@ -259,8 +172,7 @@ def test_what_cannot_leave_jax_says_so(name):
 def test_a_jagged_tensor_is_made_of_the_values_and_offsets_of_rows(monkeypatch):
     made = lambda *args, **options: (args, options)
     torch = SimpleNamespace(
-        from_numpy=lambda array: array,
-        nested=SimpleNamespace(nested_tensor_from_jagged=made),
+        from_numpy=lambda array: array, nested=SimpleNamespace(nested_tensor_from_jagged=made)
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     spare = bx.Ragged(np.arange(9.0), [2, 0, 3])

@@ -12,6 +12,7 @@ import batchax as bx
 from batchax.rows.building import RaggedDict
 
 from support.oracle import example
+from support.rows import ways
 
 LENGTHS = (3, 1, 0, 2)
 is_rows = lambda x: isinstance(x, bx.Ragged)
@@ -85,11 +86,7 @@ def test_a_number_of_programs_for_one_size():
 
 
 OPTIONS = {
-    "batch_size": {"batch_size": 3},
-    "mesh": {"mesh": "all"},
-    "buckets": {"buckets": 2},
-    "packed": {"layout": "packed"},
-    "padded": {"layout": "padded"},
+    **ways("chunks", "mesh", "buckets", "packed", "padded"),
     "each entry's axis": {"in_axes": ({"x": 0, "w": 0},)},
     "a callable": {"in_axes": lambda leaf: 0},
 }

@@ -10,272 +10,119 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax import Ragged
 
+from support.mistakes import check_raises, raising
 from support.rows import ragged
 
 EXAMPLE = bx.Ragged(np.arange(6.0), [2, 0, 3, 1])
 LONG = bx.Ragged(np.arange(42.0), [40, 2])  # more sizes than have programs of their own
-TWO = np.zeros((2, 3), np.float32)
+zeros, TWO = np.zeros, np.zeros((2, 3), np.float32)
 MISTAKES = {
-    "a list of rows as data": (
-        lambda: bx.Ragged([[1.0], [1.0, 2.0]], [1, 2]),
-        bx.ArgumentTypeError,
-        r"data must be an array, got list.*from_rows",
-    ),
-    "data without axes": (
-        lambda: bx.Ragged(1.0, [1]),
-        bx.AxisError,
-        "axis is 0, but a row has 0 axes",
-    ),
-    **{
-        f"{value} after rows of {dtype}": (
-            lambda value=value, dtype=dtype: bx.Ragged(np.ones(3, dtype), [2, 1]).to_padded(value),
-            bx.ArgumentTypeError,
-            f"fill_value must be a number of dtype {dtype}",
-        )
-        for value, dtype in [
-            (1.5, "int32"),
-            (np.nan, "int32"),
-            (-1, "uint8"),
-            ("0", "float32"),
-            (1j, "float32"),
-            ([0.0], "float32"),
-        ]
-    },
-    "float lengths": (
-        lambda: bx.Ragged(np.zeros(3), [1.0, 2.0]),
-        bx.ArgumentTypeError,
-        "lengths must be integers.*float",
-    ),
-    "bool lengths": (
-        lambda: bx.Ragged(np.zeros(3), [True, False]),
-        bx.ArgumentTypeError,
-        "lengths must be integers.*bool",
-    ),
-    "nested lengths": (
-        lambda: bx.Ragged(np.zeros(3), [[1, 2]]),
-        bx.AxisError,
-        r"lengths must have one axis.*\(1, 2\)",
-    ),
-    "a number as lengths": (
-        lambda: bx.Ragged(np.zeros(3), 3),
-        bx.AxisError,
-        r"lengths must have one axis.*\(\)",
-    ),
-    "ragged axes in no order": (
-        lambda: bx.Ragged(np.zeros(4), ([2], [2]), axis=(1, 0)),
-        bx.AxisError,
-        r"axis is \(1, 0\); ragged axes are different ones, and in order",
-    ),
-    "a ragged axis that no row has": (
-        lambda: bx.Ragged(np.zeros(4), ([2], [2]), axis=(0, 2)),
-        bx.AxisError,
-        "axis is 2, but a row has 2 axes",
-    ),
-    "lengths along one of two axes": (
-        lambda: bx.Ragged(np.zeros(4), [4], axis=(0, 1)),
-        bx.AxisError,
-        "2 ragged axes, but lengths are 1",
-    ),
-    "lengths of other rows along the second axis": (
-        lambda: bx.Ragged(np.zeros(4), ([2], [1, 1]), axis=(0, 1)),
-        bx.AxisError,
-        r"lengths\[0\] is of 1 rows, and lengths\[1\] of 2",
-    ),
-    "a negative length along the second axis": (
-        lambda: bx.Ragged(np.zeros(4), ([2, 0], [2, -1]), axis=(0, 1)),
-        bx.AxisError,
-        r"lengths\[1\]\[1\] is -1",
-    ),
-    "a bound for one of two axes": (
-        lambda: bx.Ragged(np.zeros(4), ([2], [2]), (3,), axis=(0, 1)),
-        bx.AxisError,
-        r"max_length is \(3,\), for the ragged axes \(0, 1\)",
-    ),
-    "more elements than data has": (
-        lambda: bx.Ragged(np.zeros(4), ([2, 1], [2, 1]), axis=(0, 1)),
-        bx.AxisError,
-        r"rows of these lengths have 5 elements, but data, of shape \(4,\)",
-    ),
-    "traced lengths along two axes without a bound": (
-        lambda: jax.jit(lambda n: bx.Ragged(jnp.zeros(4), (n, n), axis=(0, 1)).data)(
-            jnp.array([2])
+    bx.ArgumentTypeError: {
+        r"data must be an array, got list.*from_rows": lambda: Ragged([[1.0], [1.0, 2.0]], [1, 2]),
+        "lengths must be integers.*float": lambda: Ragged(zeros(3), [1.0, 2.0]),
+        "lengths must be integers.*bool": lambda: Ragged(zeros(3), [True, False]),
+        r"lengths along the axes \(0, 1\) are traced. Pass a bound": lambda: jax.jit(
+            lambda n: Ragged(jnp.zeros(4), (n, n), axis=(0, 1)).data
+        )(jnp.array([2])),
+        "must be integers.* got dtype object": lambda: Ragged(zeros(3), [[1], [1, 2]]),
+        r"max_length must be an int, got 3\.0": lambda: Ragged(zeros(3), [0, 3], 3.0),
+        "axis must be an int, got 'n'": lambda: Ragged(zeros(3), [3], axis="n"),
+        r"rows\[1\] has dtype float32, but rows\[0\] has int32": lambda: Ragged.from_rows(
+            [zeros(2, np.int32), zeros(2, np.float32)]
         ),
-        bx.ArgumentTypeError,
-        r"lengths along the axes \(0, 1\) are traced. Pass a bound",
-    ),
-    "rows that differ along a third axis": (
-        lambda: bx.Ragged.from_rows([np.zeros((1, 2, 3)), np.zeros((2, 1, 4))], axis=(0, 1)),
-        bx.AxisError,
-        r"may differ along axes \(0, 1\) only",
-    ),
-    "two axes elsewhere": (
-        lambda: bx.Ragged(np.zeros((3, 4)), ([2], [2]), axis=(1, 2)).to_arrow(),
-        bx.AxisError,
-        r"ragged along axis \(1, 2\), and there only the first axes of a row can be",
-    ),
-    "lengths that are no array": (
-        lambda: bx.Ragged(np.zeros(3), [[1], [1, 2]]),
-        bx.ArgumentTypeError,
-        "lengths must be integers",
-    ),
-    "a negative length": (
-        lambda: bx.Ragged(np.zeros(3), [1, -2]),
-        bx.AxisError,
-        r"lengths\[1\] is -2",
-    ),
-    "more than data has": (
-        lambda: bx.Ragged(np.zeros(3), [2, 2]),
-        bx.AxisError,
-        r"add up to 4, but data, of shape \(3,\), has 3 elements along axis 0",
-    ),
-    "more than any data has": (
-        lambda: bx.Ragged(np.zeros(3), [2**40]),
-        bx.AxisError,
-        "add up to",
-    ),
-    "padded rows in place of packed ones": (
-        lambda: bx.Ragged(TWO, [3, 1]),
-        bx.AxisError,
-        r"from_padded\(padded, lengths\)",
-    ),
-    "a length over the bound": (
-        lambda: bx.Ragged(np.zeros(3), [0, 3], 2),
-        bx.AxisError,
-        r"lengths\[1\] is 3, more than max_length, 2",
-    ),
-    "a negative bound": (
-        lambda: bx.Ragged(np.zeros(3), [0, 3], -1),
-        bx.AxisError,
-        "max_length is -1",
-    ),
-    "a bound that is no int": (
-        lambda: bx.Ragged(np.zeros(3), [0, 3], 3.0),
-        bx.ArgumentTypeError,
-        r"max_length must be an int, got 3\.0",
-    ),
-    "an axis out of range": (
-        lambda: bx.Ragged(np.zeros(3), [3], axis=1),
-        bx.AxisError,
-        "axis is 1, but a row has 1 axes",
-    ),
-    "an axis that is no int": (
-        lambda: bx.Ragged(np.zeros(3), [3], axis="n"),
-        bx.ArgumentTypeError,
-        "axis must be an int, got 'n'",
-    ),
-    "no rows to make it from": (
-        lambda: bx.Ragged.from_rows([]),
-        bx.AxisError,
-        "needs at least one row",
-    ),
-    "rows of different dtypes": (
-        lambda: bx.Ragged.from_rows([np.zeros(2, np.int32), np.zeros(2, np.float32)]),
-        bx.ArgumentTypeError,
-        r"rows\[1\] has dtype float32, but rows\[0\] has int32",
-    ),
-    "lists of numbers of different dtypes": (
-        lambda: bx.Ragged.from_rows([[1.0, 2], [3]]),
-        bx.ArgumentTypeError,
-        r"rows\[1\] has dtype int\d+, .* Pass np\.asarray\(row, np\.float\d+\)",
-    ),
-    "numbers for rows": (
-        lambda: bx.Ragged.from_rows([1.0, 2.0]),
-        bx.AxisError,
-        r"Ragged.from_rows: rows\[0\] is a number",
-    ),
-    "rows of different widths": (
-        lambda: bx.Ragged.from_rows([np.zeros((1, 2)), np.zeros((1, 3))]),
-        bx.AxisError,
-        r"rows\[1\] has shape \(1, 3\) and rows\[0\] \(1, 2\).*axis 0 only",
-    ),
-    "rows of different ranks": (
-        lambda: bx.Ragged.from_rows([np.zeros(2), np.zeros((2, 1))]),
-        bx.AxisError,
-        r"rows\[1\] has shape \(2, 1\)",
-    ),
-    "a row that is no array": (
-        lambda: bx.Ragged.from_rows(["a"]),
-        bx.ArgumentTypeError,
-        r"rows\[0\] must be an array, got str",
-    ),
-    "padded rows of one axis": (
-        lambda: bx.Ragged.from_padded(np.zeros(3), [1]),
-        bx.AxisError,
-        r"padded has shape \(3,\)",
-    ),
-    "a length for each padded row": (
-        lambda: bx.Ragged.from_padded(TWO, [1]),
-        bx.AxisError,
-        r"padded has 2 rows.*lengths has shape \(1,\)",
-    ),
-    "a length over a padded row": (
-        lambda: bx.Ragged.from_padded(TWO, [1, 4]),
-        bx.AxisError,
-        r"lengths\[1\] is 4, more than the 3 elements",
-    ),
-    "a length of padded rows over the bound": (
-        lambda: bx.Ragged.from_padded(TWO, [1, 3], 2),
-        bx.AxisError,
-        r"lengths\[1\] is 3, more than max_length, 2",
-    ),
-    "offsets that go back": (
-        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 2, 1]),
-        bx.AxisError,
-        r"never decrease.*\[0, 2, 1\]",
-    ),
-    "offsets past the end": (
-        lambda: bx.Ragged.from_offsets(np.zeros(3), [0, 4]),
-        bx.AxisError,
-        "within the 3 elements",
-    ),
-    "negative offsets": (
-        lambda: bx.Ragged.from_offsets(np.zeros(3), [-1, 2]),
-        bx.AxisError,
-        "begin at 0 or later",
-    ),
-    "no offsets": (
-        lambda: bx.Ragged.from_offsets(np.zeros(3), []),
-        bx.AxisError,
-        "one entry more than there are rows",
-    ),
-    "float offsets": (
-        lambda: bx.Ragged.from_offsets(np.zeros(3), [0.0, 3.0]),
-        bx.ArgumentTypeError,
-        "offsets must be integers",
-    ),
-    "a row that there is not": (lambda: EXAMPLE[4], IndexError, "no row 4 of 4 rows"),
-    "a row before the first": (lambda: EXAMPLE[-5], IndexError, "no row -5 of 4 rows"),
-    "a row of traced lengths": (
-        lambda: jax.jit(lambda x: x[0])(EXAMPLE),
-        bx.ArgumentTypeError,
-        r"lengths must be known.*traced.*to_padded\(\)",
-    ),
-    "separate sizes of traced lengths": (
-        lambda: jax.jit(bx.vmap(lambda a, b: a + b))(LONG, LONG[:]),
-        TypeError,
-        r'(?s)may have different sizes.*: n elements.*: m elements.*in_axes=bx.ragged\("n"\)',
-    ),
-    "rows of traced lengths": (
-        lambda: jax.jit(lambda x: x.rows())(EXAMPLE),
-        bx.ArgumentTypeError,
-        r"lengths must be known.*traced.*to_padded\(\)",
-    ),
-    "other data that is too short": (
-        lambda: EXAMPLE.with_data(np.zeros(5)),
-        bx.AxisError,
-        "add up to 6",
-    ),
-    "a name that is none": (lambda: bx.ragged("2n"), bx.ArgumentTypeError, "got '2n'"),
-    "an operation as a name": (lambda: bx.ragged("mod"), bx.ArgumentTypeError, "got 'mod'"),
+        r"rows\[1\] has dtype int\d+, .* Pass np\.asarray\(row, np\.float": lambda: (
+            Ragged.from_rows([[1.0, 2], [3]])
+        ),
+        r"rows\[0\] must be an array, got str": lambda: Ragged.from_rows(["a"]),
+        "offsets must be integers": lambda: Ragged.from_offsets(zeros(3), [0.0, 3.0]),
+        r"must be known.*traced.*outside of jit": lambda: jax.jit(lambda x: x[0])(EXAMPLE),
+        r"lengths must be known.*traced.*to_padded\(\)": lambda: jax.jit(lambda x: x.rows())(
+            EXAMPLE
+        ),
+    },
+    bx.AxisError: {
+        "axis is 0, but a row has 0 axes": lambda: Ragged(1.0, [1]),
+        r"lengths must have one axis.*\(1, 2\)": lambda: Ragged(zeros(3), [[1, 2]]),
+        r"lengths must have one axis.*\(\)": lambda: Ragged(zeros(3), 3),
+        r"axis is \(1, 0\); ragged axes are .* in order": lambda: Ragged(
+            zeros(4), ([2], [2]), axis=(1, 0)
+        ),
+        "axis is 2, but a row has 2 axes": lambda: Ragged(zeros(4), ([2], [2]), axis=(0, 2)),
+        "2 ragged axes, but lengths are 1": lambda: Ragged(zeros(4), [4], axis=(0, 1)),
+        r"lengths\[0\] is of 1 rows, and lengths\[1\] of 2": lambda: Ragged(
+            zeros(4), ([2], [1, 1]), axis=(0, 1)
+        ),
+        r"lengths\[1\]\[1\] is -1": lambda: Ragged(zeros(4), ([2, 0], [2, -1]), axis=(0, 1)),
+        r"max_length is \(3,\), for .* \(0, 1\)": lambda: Ragged(
+            zeros(4), ([2], [2]), (3,), axis=(0, 1)
+        ),
+        r"have 5 elements, but data, of shape \(4,\)": lambda: Ragged(
+            zeros(4), ([2, 1], [2, 1]), axis=(0, 1)
+        ),
+        r"may differ along axes \(0, 1\) only": lambda: Ragged.from_rows(
+            [zeros((1, 2, 3)), zeros((2, 1, 4))], axis=(0, 1)
+        ),
+        r"ragged along axis \(1, 2\), and there only the first axes": lambda: Ragged(
+            zeros((3, 4)), ([2], [2]), axis=(1, 2)
+        ).to_arrow(),
+        r"lengths\[1\] is -2": lambda: Ragged(zeros(3), [1, -2]),
+        r"add up to 4, but .* \(3,\), has 3 .* axis 0": lambda: Ragged(zeros(3), [2, 2]),
+        "add up to": lambda: Ragged(zeros(3), [2**40]),
+        r"from_padded\(padded, lengths\)": lambda: Ragged(TWO, [3, 1]),
+        r"lengths\[1\] is 3, more than max_length, 2": lambda: Ragged(zeros(3), [0, 3], 2),
+        "max_length is -1": lambda: Ragged(zeros(3), [0, 3], -1),
+        "axis is 1, but a row has 1 axes": lambda: Ragged(zeros(3), [3], axis=1),
+        "needs at least one row": lambda: Ragged.from_rows([]),
+        r"Ragged.from_rows: rows\[0\] is a number": lambda: Ragged.from_rows([1.0, 2.0]),
+        r"rows\[1\] has shape \(1, 3\) and rows\[0\] \(1, 2\).*axis 0 only": lambda: (
+            Ragged.from_rows([zeros((1, 2)), zeros((1, 3))])
+        ),
+        r"rows\[1\] has shape \(2, 1\)": lambda: Ragged.from_rows([zeros(2), zeros((2, 1))]),
+        r"padded has shape \(3,\)": lambda: Ragged.from_padded(zeros(3), [1]),
+        r"padded has 2 rows.*lengths has shape \(1,\)": lambda: Ragged.from_padded(TWO, [1]),
+        r"lengths\[1\] is 4, more than the 3 elements": lambda: Ragged.from_padded(TWO, [1, 4]),
+        r": lengths\[1\] is 3, more than max_length, 2": lambda: Ragged.from_padded(TWO, [1, 3], 2),
+        r"never decrease.*\[0, 2, 1\]": lambda: Ragged.from_offsets(zeros(3), [0, 2, 1]),
+        "within the 3 elements": lambda: Ragged.from_offsets(zeros(3), [0, 4]),
+        "begin at 0 or later": lambda: Ragged.from_offsets(zeros(3), [-1, 2]),
+        "one entry more than there are rows": lambda: Ragged.from_offsets(zeros(3), []),
+        "add up to 6": lambda: EXAMPLE.with_data(zeros(5)),
+    },
+    IndexError: {
+        "no row 4 of 4 rows": lambda: EXAMPLE[4],
+        "no row -5 of 4 rows": lambda: EXAMPLE[-5],
+    },
+    TypeError: {
+        r'may have different sizes.*: n elements.*: m elements.*bx.ragged\("n"\)': lambda: jax.jit(
+            bx.vmap(lambda a, b: a + b)
+        )(LONG, LONG[:])
+    },
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_named(name):
-    make, error, match = MISTAKES[name]
-    with pytest.raises(error, match=f"(?s){match}"):
-        make()
+@raising(MISTAKES)
+def test_a_mistake_is_named(call, error, match):
+    check_raises(call, error, match)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1.5, "int32"),
+        (np.nan, "int32"),
+        (-1, "uint8"),
+        ("0", "float32"),
+        (1j, "float32"),
+        ([0.0], "float32"),
+    ],
+    ids=str,
+)
+def test_a_fill_value_of_another_kind(value, dtype):
+    rows = Ragged(np.ones(3, dtype), [2, 1])
+    with pytest.raises(bx.ArgumentTypeError, match=f"fill_value must be a number of dtype {dtype}"):
+        rows.to_padded(value)
 
 
 def test_an_axis_of_another_type_for_an_array_names_the_output():

@@ -25,13 +25,6 @@ look_up = TABLE.get
 DEFAULTS = defaultdict(float, TABLE)
 
 
-class Model:
-    table = TABLE
-
-
-MODEL = Model()
-
-
 def matched(x):
     match x.shape:
         case (1, _):
@@ -39,14 +32,6 @@ def matched(x):
         case (n, 3) if n > 3:
             return 3.0
     return 4.0
-
-
-def over_lines(x):
-    return (
-        MODEL
-        .table
-        .get(x.shape[0], 1.0)
-    )  # fmt: skip
 
 
 # Of rows of 3, 5, 1 and 4 elements of shape (3,), some answer one way and some the other.
@@ -73,7 +58,6 @@ QUESTIONS = {
     "in a set": lambda x: x.shape[0] in {1, 2},
     "a shape in a dict": lambda x: x.shape in {(1, 3): 1},
     "looked up": lambda x: TABLE.get(x.shape[0], 1.0),
-    "looked up over lines": over_lines,
     "looked up by a function": lambda x: look_up(x.shape[0], 1.0),
     "looked up by a map": lambda x: sum(map(look_up, (x.shape[0], 1), (1.0, 1.0))),
     "looked up by an operator": lambda x: operator.contains(TABLE, x.shape[0]),

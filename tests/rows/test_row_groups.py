@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.rows.buckets import groups_of, join_lanes, join_rows, split_lanes, split_rows
+from batchax.rows.buckets import groups_of, join_rows, split_rows
 
 from support.known_lengths import with_known_lengths
+from support.mistakes import check_raises, raising
 from support.rows import check_rows, ragged
 
 LENGTHS = (3, 5, 1, 3, 5, 3)
@@ -34,13 +35,9 @@ def windows(x):
 
 FUNCTIONS = {
     "fourier transform": lambda x: jnp.fft.fft(x[:, 0]).real,
-    "real fourier transform": lambda x: jnp.abs(jnp.fft.rfft(x, axis=0)) ** 2,
     "eigenvalues": lambda x: jnp.linalg.eigvalsh(x @ x.T + jnp.diag(jnp.arange(len(x)) * 1.0)),
-    "the largest": lambda x: jax.lax.top_k(x[:, 0], 1)[0],
-    "associative scan": lambda x: jax.lax.associative_scan(jnp.multiply, x),
     "a branch on the length": polynomial,
     "a loop over the length": lambda x: sum((x[i] * i for i in range(len(x))), jnp.zeros(3)),
-    "evenly spaced": lambda x: x[:, 0] * jnp.linspace(0.0, 1.0, len(x)),
     "static slices": windows,
     "halves": lambda x: x[: len(x) // 2],
     "shorter by one": lambda x: x[1:] - x[:-1],
@@ -56,21 +53,6 @@ DIFFERENTIATED = {"fourier transform", "eigenvalues", "a branch on the length", 
 def test_a_row_is_computed_as_if_alone(name):
     ways = dict(traced=False, derivatives=name in DIFFERENTIATED, eager=name == "several outputs")
     check_rows(FUNCTIONS[name], rows(3), layout="grouped", **ways)
-
-
-def test_arguments_of_other_kinds_go_with_the_rows():
-    x, y = rows(3), rows(2, lengths=(2, 4, 4, 2, 1, 2), seed=1)
-    lanes = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
-
-    def fun(x, y, lane, w):
-        return (x[0] + lane) @ w, y.sum() * len(x), x * len(y)
-
-    check_rows(fun, x, y, lanes, WEIGHTS, in_axes=(0, 0, 0, None), traced=False, layout="grouped")
-
-
-def test_rows_may_be_ragged_along_another_axis():
-    fun = lambda x: (jnp.fft.fft(x).real, x.sum(0))
-    check_rows(fun, rows(2, axis=1), traced=False, derivatives=False, layout="grouped")
 
 
 def test_lanes_may_be_along_another_axis():
@@ -127,12 +109,6 @@ def test_groups_are_made_under_other_transformations_where_lengths_are_known(tra
     }[transformation]
     expected = jax.jit({"vmap": jax.vmap}.get(transformation, of)(alone))(points)
     np.testing.assert_allclose(of(loss)(points), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_derivatives_of_groups_have_no_scatter():
-    x = rows(3)
-    loss = lambda data: (grouped(jnp.sin)(x.with_data(data)).data ** 2).sum()
-    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(x.data))
 
 
 # What outputs are like does not depend on which lengths a batch has.
@@ -201,21 +177,6 @@ def test_none_is_for_what_all_rows_share():
         grouped(lambda x: (x.sum(), len(x)), out_axes=(0, None))(x)
 
 
-REDUCTIONS = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
-
-
-@pytest.mark.parametrize("kind", REDUCTIONS)
-def test_reductions_are_over_all_rows(kind):
-    x = rows(3)
-    fun = lambda x: (x.sum(0), jnp.int32(x.shape[0]))
-    got = grouped(fun, out_axes=bx.Reduce(kind))(x)
-    every = jax.jit(lambda: [jnp.stack(out) for out in zip(*map(fun, x.rows()), strict=True)])()
-    for mine, results in zip(got, every, strict=True):
-        expected = REDUCTIONS[kind](results, 0)
-        assert mine.dtype == expected.dtype
-        np.testing.assert_allclose(mine, expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize("position", [0, 1, -1])
 def test_the_axis_of_the_rows_goes_where_out_axes_says(position):
     x = rows(3)
@@ -237,57 +198,35 @@ def test_chunks_of_rows_are_those_of_each_group():
     np.testing.assert_allclose(whole[1], parts[1], rtol=1e-5)
 
 
-def longer_for_some(x):
-    return (x, x) if len(x) > 3 else (x,)
+def refused(fun, **options):
+    return lambda: grouped(fun, **options)(rows())
 
 
 REFUSED = {
-    "collectives": (
-        lambda x: x.sum() - jax.lax.pmean(x.sum(), "rows"),
-        dict(axis_name="rows"),
-        bx.UnsupportedError,
-        "uses the axis 'rows', whose lanes are all rows",
-    ),
-    "its place in the batch": (
-        lambda x: x.sum() * jax.lax.axis_index("rows"),
-        dict(axis_name="rows"),
-        bx.UnsupportedError,
-        "uses the axis 'rows'",
-    ),
-    "a reduction of rows": (
-        lambda x: x,
-        dict(out_axes=bx.Reduce("sum")),
-        bx.AxisError,
-        r"Reduce\('sum'\) for out",
-    ),
-    "rows along another axis": (lambda x: x, dict(out_axes=1), bx.AxisError, "gives 1 for out"),
-    "rows without a batch axis": (lambda x: x, dict(out_axes=None), bx.AxisError, "for out"),
-    "different numbers of outputs": (
-        longer_for_some,
-        {},
-        bx.UnsupportedError,
-        "same number of arrays",
-    ),
-    "different dtypes": (
-        lambda x: x.sum() if len(x) > 3 else jnp.int8(x.argmax()),
-        {},
-        bx.UnsupportedError,
-        r"returns int8\[\] for a row of length 1, and float(32|64)\[\] for one of length 5",
-    ),
-    "different ranks": (
-        lambda x: x.sum() if len(x) > 3 else x[:1],
-        {},
-        bx.UnsupportedError,
-        "numbers of axes",
-    ),
+    bx.UnsupportedError: {
+        "uses the axis 'rows', whose lanes are all rows": refused(
+            lambda x: x.sum() - jax.lax.pmean(x.sum(), "rows"), axis_name="rows"
+        ),
+        "uses the axis 'rows'": refused(
+            lambda x: x.sum() * jax.lax.axis_index("rows"), axis_name="rows"
+        ),
+        "same number of arrays": refused(lambda x: (x, x) if len(x) > 3 else (x,)),
+        r"int8\[\] for a row of length 1, and float(32|64)\[\] for one of length 5": refused(
+            lambda x: x.sum() if len(x) > 3 else jnp.int8(x.argmax())
+        ),
+        "numbers of axes": refused(lambda x: x.sum() if len(x) > 3 else x[:1]),
+    },
+    bx.AxisError: {
+        r"Reduce\('sum'\) for out": refused(jnp.sin, out_axes=bx.Reduce("sum")),
+        "gives 1 for out": refused(jnp.sin, out_axes=1),
+        "None for out": refused(jnp.sin, out_axes=None),
+    },
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_groups_cannot_do_is_refused(name):
-    fun, options, error, match = REFUSED[name]
-    with pytest.raises(error, match=match):
-        grouped(fun, **options)(rows())
+@raising(REFUSED)
+def test_what_groups_cannot_do_is_refused(call, error, match):
+    check_raises(call, error, match)
 
 
 def test_traced_lengths_are_refused_with_what_to_do():
@@ -347,20 +286,6 @@ def test_groups_are_of_equal_lengths_and_hold_each_row_once():
 GROUPS = [np.array([4, 0]), np.array([2]), np.array([1, 3, 5])]
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, bool, np.complex64], ids=str)
-def test_rows_taken_apart_and_put_together_are_the_same(axis, dtype):
-    x = rows(2, axis=axis, dtype=dtype)
-    parts, alone = split_rows(x, GROUPS), jax.device_get(x).rows()
-    for part, group in zip(parts, GROUPS, strict=True):
-        for row, i in zip(jax.device_get(part).rows(), group, strict=True):
-            np.testing.assert_array_equal(row, alone[int(i)])
-    joined = jax.device_get(join_rows(parts, GROUPS))
-    np.testing.assert_array_equal(joined.lengths, x.lengths)
-    for i in range(6):
-        np.testing.assert_array_equal(joined[i], alone[i])
-
-
 def test_parts_may_have_room_to_spare():
     x = rows(2)
     parts = [
@@ -374,14 +299,3 @@ def test_parts_may_have_room_to_spare():
         assert not np.isnan(g.data).any()
         np.testing.assert_array_equal(g.data[-2:], 0)
         np.testing.assert_array_equal(part.with_data(g.data)[0][:, 0] % 1, 0)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_lanes_taken_apart_and_put_together_are_the_same(axis):
-    x = jnp.moveaxis(jnp.arange(18.0).reshape(6, 3), 0, axis)
-    parts = split_lanes(x, GROUPS, axis)
-    for part, group in zip(parts, GROUPS, strict=True):
-        np.testing.assert_array_equal(part, np.take(np.asarray(x), group, axis))
-    np.testing.assert_array_equal(join_lanes(parts, GROUPS, axis), x)
-    back = jax.vjp(lambda x: split_lanes(x, GROUPS, axis), x)[1]
-    np.testing.assert_array_equal(back(parts)[0], x)

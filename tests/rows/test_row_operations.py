@@ -10,13 +10,8 @@ import pytest
 import batchax as bx
 
 from support.row_operations import FEW, calls, function_of, kind_of, left_out, page, rows
+from support.rows import ways
 
-WAYS = {
-    "auto": {},
-    "packed": {"layout": "packed"},
-    "padded": {"layout": "padded"},
-    "chunks": {"batch_size": 2},
-}
 CALLS = calls()
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operations.md"
 TOGETHER = 12  # functions in one program, which takes less time to compile than many
@@ -64,12 +59,15 @@ def test_as_the_row_alone(first):
     functions = {name: function_of(name, CALLS[name]) for name in [*CALLS][first:][:TOGETHER]}
     any_length = {name: f for name, f in functions.items() if kind_of(f) == "any"}
     others = {name: f for name, f in functions.items() if name not in any_length}
-    for chosen, ways in ((any_length, WAYS), (others, {"auto": {}, "chunks": WAYS["chunks"]})):
+    for chosen, options_of in (
+        (any_length, ways("auto", "packed", "padded", "chunks")),
+        (others, ways("auto", "chunks")),
+    ):
         if not chosen:
             continue
         together = lambda x, chosen=chosen: {name: f(x) for name, f in chosen.items()}
         alone = [jax.jit(together)(row) for row in bx.Ragged(x.data, np.asarray(x.lengths)).rows()]
-        for way, options in ways.items():
+        for way, options in options_of.items():
             agree(jax.jit(bx.vmap(together, **options))(x), alone, way)
 
 
@@ -113,12 +111,6 @@ def has_derivative(moving, x):
         return all(jax.eval_shape(moving, row) for row in rows)
     except (NotImplementedError, TypeError):  # nor has it one alone
         return False
-
-
-def test_a_reshape_to_another_number_of_elements_is_told_by_jax():
-    x = bx.Ragged.from_rows([np.ones((n, 2), np.float32) for n in (3, 0, 2)])
-    with pytest.raises(ValueError, match="number of output elements"):
-        bx.vmap(lambda x: jax.lax.reshape(x, (x.shape[0], 3)))(x)
 
 
 def test_a_batch_of_rows_for_each_lane_is_refused_by_name():

@@ -13,38 +13,45 @@ from support.rows import check_rows, check_rows_of_all, chosen, ragged
 
 LENGTHS = (4, 2)
 
-FUNCTIONS = {
+# What runs in packed rows, in part: beside others, which share its row, it would be padded.
+PACKED = {
+    "turned": lambda x: (jnp.flip(x), jnp.rot90(x), jnp.swapaxes(x, 0, 1) * 2),
+    "columns": lambda x: (jnp.split(x, 3, 1)[1], jnp.unstack(x, axis=1)[0], jnp.hstack([x, x])),
+    "reversed": lambda x: x[::-1] * x,
+    "repeat": lambda x: jnp.repeat(x, 2, 0),
+    "flat by columns": lambda x: x.T.reshape(-1),
+    "as rows of three": lambda x: x.T.reshape(-1, 3),
+    "as three rows": lambda x: jnp.sin(x.reshape(3, -1)) * x.T,
+}
+# What there is of an empty row too.
+EMPTY = {
     "difference": lambda x: x[1:] - x[:-1],
     "last three": lambda x: x[-3:],
-    "between fixed bounds": lambda x: (x[1:-1], x[:2], x[2:5]),
     "halves": lambda x: (x[x.shape[0] // 2 :], x[: x.shape[0] // 2]),
     "every second": lambda x: (x[1::2], x[::-2]),
-    "turned": lambda x: (jnp.flip(x), jnp.rot90(x), jnp.swapaxes(x, 0, 1) * 2),
     "roll": lambda x: (jnp.roll(x, 1, 0), jnp.roll(x, -2)),
-    "columns": lambda x: (jnp.split(x, 3, 1)[1], jnp.unstack(x, axis=1)[0], jnp.hstack([x, x])),
+    "with itself": lambda x: jnp.concatenate([x, 2 * x]),
+    "tile": lambda x: jnp.tile(x, (2, 2)),
+    "pad": lambda x: jnp.pad(x, ((1, 2), (0, 1)), constant_values=0.5),
+    "all pairs": lambda x: (x[:, None] - x[None]).reshape(-1, 3),
+    **chosen(PACKED, ["turned", "flat by columns"]),
+}
+PADDED = {
+    "between fixed bounds": lambda x: (x[1:-1], x[:2], x[2:5]),
     "grid": lambda x: (jnp.meshgrid(x[:, 0], x[:, 1])[0].sum(1), jnp.trace(x @ x.T)),
     "flat": lambda x: x.reshape(-1),
-    "reversed": lambda x: x[::-1] * x,
     "slice with a stride": lambda x: lax.slice_in_dim(x, 0, None, 2),
     "first and last": lambda x: x[0] * x[-1],
     "roll by as much as data says": lambda x: jnp.roll(x, jnp.argmax(x[:, 0]), 0),
-    "with itself": lambda x: jnp.concatenate([x, 2 * x]),
     "between constants": lambda x: jnp.concatenate([jnp.ones((1, 3)), x, x[1:], jnp.ones((2, 3))]),
     "after a constant": lambda x: jnp.concatenate([jnp.ones((2, 3)), x]),
     "stacked": lambda x: jnp.stack([x, x[::-1]], 1),
     "without the first": lambda x: jnp.delete(x, 0, axis=0),
-    "tile": lambda x: jnp.tile(x, (2, 2)),
-    "repeat": lambda x: jnp.repeat(x, 2, 0),
     "halves of a tile": lambda x: jnp.split(jnp.tile(x, (2, 1)), 2)[1],
-    "pad": lambda x: jnp.pad(x, ((1, 2), (0, 1)), constant_values=0.5),
     "pad by the edge": lambda x: jnp.pad(x, ((1, 2), (0, 0)), mode="edge"),
     "pad with gaps": lambda x: lax.pad(x, 0.5, ((-1, 2, 2), (0, 0, 0))),
     "pad by a variable": lambda x: lax.pad(x, x[0, 0], ((2, -1, 0), (0, 0, 0))),
     "one-sided window": lambda x: lax.pad(x[:1], 0.0, ((x.shape[0] - 1, 0, 0), (0, 0, 0))),
-    "flat by columns": lambda x: x.T.reshape(-1),
-    "as rows of three": lambda x: x.T.reshape(-1, 3),
-    "as three rows": lambda x: jnp.sin(x.reshape(3, -1)) * x.T,
-    "all pairs": lambda x: (x[:, None] - x[None]).reshape(-1, 3),
     "all pairs, by row": lambda x: (x[:, None] * x[None]).reshape(x.shape[0], -1).sum(1),
     "pairs to a square": lambda x: (
         jnp.outer(x[:, 0], x[:, 1]).reshape(-1).reshape(x.shape[0], x.shape[0]) @ x
@@ -53,50 +60,21 @@ FUNCTIONS = {
 }
 
 
-# What there is of an empty row too.
-EMPTY = [
-    "difference",
-    "last three",
-    "halves",
-    "every second",
-    "turned",
-    "roll",
-    "with itself",
-    "tile",
-    "pad",
-    "flat by columns",
-    "all pairs",
-]
-
-
-# What runs in packed rows, in part: beside others, which share its row, it would be padded.
-PACKED = [
-    "turned",
-    "columns",
-    "reversed",
-    "repeat",
-    "flat by columns",
-    "as rows of three",
-    "as three rows",
-]
-PADDED = [name for name in FUNCTIONS if name not in EMPTY + PACKED]
-
-
 @pytest.mark.parametrize("name", PACKED)
 def test_parts_of_a_packed_row_are_where_its_own_size_puts_them(name):
-    check_rows(FUNCTIONS[name], ragged(3, lengths=LENGTHS))
+    check_rows(PACKED[name], ragged(3, lengths=LENGTHS))
 
 
 @pytest.mark.parametrize("names", shares(PADDED, 3), ids=" ".join)
 @pytest.mark.each_commit(2)
 def test_parts_of_a_row_are_where_its_own_size_puts_them(names):
-    check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=LENGTHS))
+    check_rows_of_all(chosen(PADDED, names), ragged(3, lengths=LENGTHS))
 
 
 @pytest.mark.parametrize("names", shares(EMPTY, 2), ids=" ".join)
 @pytest.mark.each_commit(1)
 def test_an_empty_row_among_others_has_the_parts_it_has_alone(names):
-    check_rows_of_all(chosen(FUNCTIONS, names), ragged(3, lengths=(0, *LENGTHS)))
+    check_rows_of_all(chosen(EMPTY, names), ragged(3, lengths=(0, *LENGTHS)))
 
 
 GRADIENTS = {

@@ -9,15 +9,9 @@ import batchax as bx
 from batchax.errors import ArgumentTypeError, AxisError
 
 from support.oracle import example, same
-from support.rows import check_rows, ragged
+from support.rows import check_rows, ragged, ways
 
-WAYS = {
-    "auto": {},
-    "padded": {"layout": "padded"},
-    "packed": {"layout": "packed"},
-    "in chunks": {"batch_size": 2},
-    "in classes": {"buckets": 2},
-}
+WAYS = ways("auto", "padded", "packed", "chunks", "buckets")
 LENGTHS = (3, 5, 0, 1, 2)
 W, S = example((3, 2), seed=1), example((5,), seed=2)
 
@@ -51,10 +45,7 @@ def norms(told):
         top = jax.ops.segment_max(jax.lax.stop_gradient(z), rows.ids, len(rows) + 1)
         weights = jnp.exp(z - top[rows.ids])
         weights /= jax.ops.segment_sum(weights, rows.ids, len(rows) + 1)[rows.ids]
-        return (
-            (s * total, weights, jnp.sin(w).sum((-2, -1))),
-            (False, True, of_w),
-        )
+        return ((s * total, weights, jnp.sin(w).sum((-2, -1))), (False, True, of_w))
 
     return fun
 

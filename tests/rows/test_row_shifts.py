@@ -7,14 +7,14 @@ import pytest
 
 import batchax as bx
 from batchax.jaxprs.inside import with_inside
-from batchax.rows.layouts import Costs, choose_layouts, flatten
+from batchax.rows.layouts import Costs, choose_packed, flatten
 from batchax.rows.sizes import Sizes
 
 from support.oracle import same
-from support.rows import check_rows_of_all, layouts, ragged
+from support.rows import check_rows_of_all, ragged, ways
 
 LONG = (2, 5, 3, 9)  # of a single element there is no difference to compare with
-BOTH = layouts("packed", "auto")
+BOTH = ways("packed", "auto")
 
 FUNCTIONS = {
     "differences": lambda x: jnp.diff(x, axis=0),
@@ -59,11 +59,10 @@ def test_they_need_no_padding(name):
     staged = jax.make_jaxpr(FUNCTIONS[name])(jax.ShapeDtypeStruct((n, 3), jnp.float32))
     program = flatten(staged, {"n": 100})
     costs = Costs(Sizes({"n": 1000}, {}), Sizes({"n": 100}, {}), 64)
-    chosen = choose_layouts(program, [True], costs)
+    chosen = choose_packed(program, [True], costs)
     moves = {"gather", "slice", "scatter-add", "sub"}
-    assert {c for s, c in zip(program.steps, chosen, strict=True) if s.eqn.primitive.name in moves}
-    for step, layout in zip(program.steps, chosen, strict=True):
-        assert step.eqn.primitive.name not in moves or layout == "packed"
+    steps = zip(program.steps, chosen, strict=True)
+    assert {packed for step, packed in steps if step.eqn.primitive.name in moves} == {True}
 
 
 def test_messages_between_nodes_are_read_and_added_packed():

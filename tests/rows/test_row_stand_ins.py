@@ -17,10 +17,10 @@ from jax import lax
 import batchax as bx
 from batchax.errors import UnsupportedError
 
-from support.rows import check_rows, layouts, ragged
+from support.rows import check_rows, ragged, ways
 
 KERNEL = np.random.default_rng(5).normal(size=3).astype(np.float32)
-LAYOUTS = layouts("packed", "padded", "auto")
+LAYOUTS = ways("packed", "padded", "auto")
 
 
 def indexed(x):
@@ -61,10 +61,8 @@ def test_places_in_a_function_that_is_differentiated():
 
 
 @pytest.mark.compiles(100)
-@pytest.mark.parametrize("name", ["convolve", "correlate"])
-@pytest.mark.each_commit(1)
-def test_a_row_is_convolved_with_what_is_shorter_or_longer(name):
-    function = lambda *args: getattr(jnp, name)(*args)
+def test_a_row_is_convolved_with_what_is_shorter_or_longer():
+    function = lambda *args: jnp.convolve(*args)
 
     def every(x, kernel):
         modes = "full", "same", "valid"
@@ -218,6 +216,9 @@ NUMBERS = {
     "the largest": lambda x: lax.top_k(x, 2)[0],
     "differences": lambda x: jnp.gradient(x),
     "another array": lambda x: x + jnp.ones(3),
+    "roots": lambda x: jnp.poly(x),
+    "a window": lambda x: x * jnp.hanning(x.shape[0]),
+    "a fit": lambda x: jnp.polyfit(x, x, 1),
 }
 
 
@@ -245,6 +246,33 @@ def test_what_is_mapped_is_not_looked_up():
         rows = out.rows() if isinstance(out, bx.Ragged) else out
         for y, row in zip(rows, x.rows(), strict=True):
             np.testing.assert_allclose(y, f(row), rtol=1e-5)
+
+
+def test_a_covariance_of_no_observations_is_none():
+    check_rows(lambda x: jnp.cov(x), ragged(lengths=(3, 0, 1)), derivatives=False)
+
+
+def test_parts_of_one_size_are_of_rows_that_have_so_many():
+    x = bx.Ragged(np.zeros(40), [4, 36])
+    with pytest.raises(bx.UnsupportedError, match=r"\(<lambda>\).*slice the row instead"):
+        jax.jit(bx.vmap(lambda x: jnp.split(x, 2)))(x)
+
+
+def groups_of_elements(x):
+    n = jnp.asarray(x.shape[0], jnp.int32)
+    sizes = jnp.stack([jnp.minimum(n, 2), jnp.maximum(n - 2, 0)])
+    weights = np.sin(np.arange(6)).reshape(2, 1, 3).astype(x.dtype)
+    of_three = jnp.array([1, 2, 0], jnp.int32)
+    a_group_each = jnp.ones_like(x, dtype=jnp.int32)
+    return {
+        "free": jax.lax.ragged_dot(x[:, None], weights, sizes),
+        "contracted": jax.lax.ragged_dot(weights[0].T * x, jnp.stack([x[:, None]] * 3), of_three),
+        "groups": jax.lax.ragged_dot(x[:, None], x[:, None, None], a_group_each),
+    }
+
+
+def test_products_with_groups_of_elements():
+    check_rows(groups_of_elements, ragged(lengths=(3, 1)))
 
 
 MISTAKES = {

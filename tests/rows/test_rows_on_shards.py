@@ -11,15 +11,9 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 
 from support.oracle import example, same
+from support.rows import ways
 
-OPTIONS = {
-    "auto": {},
-    "padded": {"layout": "padded"},
-    "size buckets": {"buckets": 2},
-    "chunks": {"batch_size": 1},
-    "compact": {"divergence": "compact"},
-}
-
+OPTIONS = ways("auto", "padded", "buckets", "chunks", "compact")
 DATA, LENGTHS, Y = example((16,)), jnp.array([3, 2, 5, 1], jnp.int32), example((4,))
 SHARDS = 2
 

@@ -50,8 +50,3 @@ def test_an_integer_that_does_not_fit_is_refused(way):
         with pytest.raises(OverflowError, match=r"Ragged: .*int64 does not fit into int32"):
             WAYS[way](LARGE)
     np.testing.assert_array_equal(WAYS[way](LARGE % 1000).data, LARGE % 1000)
-
-
-def test_numpy_wants_an_array_and_is_told_of_the_padded_one():
-    with pytest.raises(bx.errors.ArgumentTypeError, match=r"x\.data; rows padded .*x\.to_padded"):
-        np.asarray(bx.Ragged(np.arange(3), [1, 2]))

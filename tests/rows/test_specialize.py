@@ -11,7 +11,7 @@ from batchax.errors import UnsupportedError
 from batchax.rows.specialize import MOST_LENGTHS
 
 from support.oracle import same
-from support.rows import check_rows, images, ragged
+from support.rows import check_rows, images, ragged, ways
 
 FUNCTIONS = {
     "range": lambda x: sum(x[i] * i for i in range(len(x))),
@@ -53,12 +53,7 @@ def test_there_is_no_program_for_all_lengths(function):
 def test_in_chunks_under_vmaps_and_with_what_rows_share():
     x = ragged(**ROWS, poison=False)
     check_rows(
-        spectrum,
-        x,
-        jnp.arange(4.0),
-        in_axes=(0, 0),
-        ways={"all": {}, "chunks": {"batch_size": 2}},
-        derivatives=False,
+        spectrum, x, jnp.arange(4.0), in_axes=(0, 0), ways=ways("auto", "chunks"), derivatives=False
     )
     s = jnp.arange(1.0, 4.0)
     of_s = jax.jit(
@@ -178,7 +173,7 @@ def test_what_is_refused():
         refused(lambda x: jax.lax.psum(by_number(x).sum(), "rows"))
     with pytest.raises(UnsupportedError, match="needs the length of a row as a number"):
         refused(lambda x: x.sum().astype(int if len(x) > 2 else float))
-    with pytest.raises(UnsupportedError, match="callback is to be called in order"):
+    with pytest.raises(UnsupportedError, match="a callback with ordered=True is not"):
         refused(lambda x: jax.debug.callback(lambda x: None, x.sum() + len(x), ordered=True))
     with pytest.raises(TypeError, match="can only concatenate"):
         refused(lambda x: x.shape + 1)

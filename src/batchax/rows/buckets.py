@@ -1,4 +1,4 @@
-"""Groups of rows: chosen, taken apart by row, put together in row order.
+"""Groups of rows: chosen, split by row, joined in the order of the rows.
 
 Whole rows, or the elements of rows, move to positions that are known while a program is staged. So
 each move is one gather, and its transpose is the gather that takes everything back; JAX's own
@@ -114,7 +114,7 @@ def split_rows(x: Ragged, groups: Sequence[np.ndarray]) -> list[Ragged]:
 
 
 def join_rows(parts: Sequence[Ragged], groups: Sequence[np.ndarray]) -> Ragged:
-    """What `split_rows` took apart."""
+    """The reverse of `split_rows`."""
     axis, order = parts[0].element_axis, np.concatenate(groups)
     place = _inverse(order, len(order))
     elements = np.concatenate([known_elements(part) for part in parts])[place]
@@ -137,7 +137,7 @@ def split_elements(
 def join_elements(
     parts: Sequence[Value], lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
 ) -> Any:
-    """What `split_elements` took apart. Behind the last row of a part there may be room."""
+    """The reverse of `split_elements`. Parts may have elements behind their last row."""
     capacities = [part.shape[axis] for part in parts]
     counts = [lengths[rows] for rows in groups]
     within = [np.cumsum(count) - count for count in counts]
@@ -303,12 +303,12 @@ class Buckets(GroupsOfRows):
                 "one part for each bucket, in their order."
             )
         if not parts:
-            raise AxisError("Buckets.join: there are no rows, and so nothing to join.")
+            raise AxisError("Buckets.join: the batch has no rows, so there is nothing to join.")
         ragged = [isinstance(part, Ragged) for part in parts]
         if any(ragged) and not all(ragged):
             raise ArgumentTypeError(
                 "Buckets.join: parts must be all Ragged or all arrays; "
-                f"parts[{ragged.index(False)}] is no Ragged and parts[{ragged.index(True)}] is."
+                f"parts[{ragged.index(False)}] is not a Ragged and parts[{ragged.index(True)}] is."
             )
         for i, (part, rows) in enumerate(zip(parts, self.rows, strict=True)):
             if ragged[0]:
@@ -404,7 +404,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
         if value < 1:
             raise AxisError(f"bucket: {name} must be a positive int, got {value}.")
     every = _lengths_of(ragged_or_lengths)
-    # A row of no elements takes room too: many operations have no meaning for size zero.
+    # Empty rows are padded to one element: many operations are undefined for size zero.
     needed = np.maximum(-(-np.stack(every, 1) // multiple_of), 1) * multiple_of
     groups = lightest_groups(needed, int(max_buckets), lambda sizes: sizes.prod(1))
     groups.sort(key=lambda rows: int(needed[rows].max(0).prod()))
@@ -441,8 +441,8 @@ def _lengths_of(x: Value) -> tuple[np.ndarray, ...]:
 def _checked_lengths(x: Value, lengths: Any) -> np.ndarray:
     if isinstance(lengths, Tracer):
         raise ArgumentTypeError(
-            "bucket: the lengths are traced, and rows are put into buckets by what they are: call "
-            "it outside of jit."
+            "bucket: the lengths are traced, and buckets are chosen by their values. Call it "
+            "outside of jit."
         )
     try:
         lengths = np.asarray(lengths)

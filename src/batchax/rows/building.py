@@ -73,8 +73,8 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
         if lengths.size == 0 and lengths.ndim == 1:
             lengths = lengths.astype(np.int32)
         if np.issubdtype(lengths.dtype, np.integer):
-            # A length that int32 cannot hold becomes its largest number: still more than `data` has
-            # room for, and so refused where lengths are checked.
+            # A length beyond int32 becomes its largest number: still more than `data` can hold,
+            # so the check of lengths raises.
             lengths = np.clip(lengths, -(2**31), 2**31 - 1).astype(np.int32)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ArgumentTypeError(
@@ -178,7 +178,7 @@ def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None,
 
 
 def as_tuple(x: Any) -> tuple[Any, ...]:
-    """What is said of each ragged axis, of which there may be one."""
+    """The values for each ragged axis, as a tuple also where there is one."""
     return x if isinstance(x, tuple) else (x,)
 
 
@@ -291,7 +291,7 @@ class RowBatch:
         return as_tuple(self.max_length)
 
     def check_is_one_batch(self, called: str = "Ragged") -> None:
-        """Refuses a derivative, and a stack of several batches.
+        """Raises for a derivative, and for a stack of several batches.
 
         :meta private:
         """
@@ -369,7 +369,7 @@ class Selecting(RowBatch):
         """
         batches = list(batches)
         if not batches:
-            raise AxisError("Ragged.concatenate needs at least one Ragged.")
+            raise AxisError("Ragged.concatenate: batches is empty. Pass at least one Ragged.")
         for k, x in enumerate(batches):
             if not isinstance(x, Selecting):
                 raise ArgumentTypeError(
@@ -410,7 +410,7 @@ class Selecting(RowBatch):
         return type(self)(data, lengths, self.each_bound, axis=self.axes)
 
     def _packed(self, ends: np.ndarray) -> Any:
-        """The elements of rows, without room behind the last."""
+        """The elements of rows, without those behind the last row."""
         return self._part(0, int(ends[-1]) if len(ends) else 0)
 
     def _known_ends(self) -> np.ndarray:
@@ -418,8 +418,8 @@ class Selecting(RowBatch):
         elements = elements_of(self.lengths)
         if elements is None:
             raise ArgumentTypeError(
-                "Ragged: a row has a shape of its own, for which lengths must be known, but these "
-                "are traced: take rows outside of jit, or use to_padded()."
+                "Ragged: a row has its own shape, so lengths must be known, but these are traced. "
+                "Take rows outside of jit, or use to_padded()."
             )
         return np.cumsum(elements)
 
@@ -511,8 +511,8 @@ def join(path: str, rows: Sequence[Any], axis: Any) -> tuple[Any, list[np.ndarra
     if path and not first.ndim:
         raise AxisError(
             f"{_NAME}[0]{path} is a number, which has no axis for the elements of a row. Stack "
-            f"what each row has one of, jnp.stack([row{path} for row in rows]), and map it beside "
-            "the rows."
+            f"what each row has one of, jnp.stack([row{path} for row in rows]), and pass it as "
+            "another argument."
         )
     checked = checked_axes(axis, first)
     axes = (checked,) if isinstance(checked, int) else checked
@@ -547,8 +547,8 @@ def check_same_lengths(
         i = int(np.argmax(lengths != others))
         raise AxisError(
             f"{_NAME}[{i}]{there} has length {others[i]}, but rows[{i}]{path} has length "
-            f"{lengths[i]}: the leaves of a row have one length. Others are a batch of their own, "
-            f"Ragged.from_rows([row{there} for row in rows]); or, if all rows have as many, "
+            f"{lengths[i]}: the leaves of a row have one length. Make another batch of the others, "
+            f"Ragged.from_rows([row{there} for row in rows]), or if all have one length, "
             f"jnp.stack([row{there} for row in rows])."
         )
 
@@ -788,7 +788,7 @@ class Building(RowBatch):
                 check_each(x, bound, f"max_length, {bound}", name)
             capacity = int(elements.sum())
         index = RowIndex.of_axes(each, capacity, sizes)
-        return cls(pack_rows(padded, index, at, capacity), each, most, axis=axes)
+        return cls(pack_rows(padded, index, at), each, most, axis=axes)
 
     @classmethod
     def from_offsets(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,6 +37,7 @@ from batchax.rows.building import (
     shown_lengths,
 )
 from batchax.rows.index import RowIndex, pack_rows
+from batchax.rows.numpy_patches import rows_of_one_length
 from batchax.rows.packed_forms import shorten, shorter
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged, rows_of_one_size
@@ -73,8 +73,8 @@ class RaggedSize(AxisSpec):
         if jnp.ndim(value) < len(self.names):
             what = "a number" if not jnp.ndim(value) else "an array of one axis"
             raise AxisError(
-                f"out_axes gives {self!r} for {path}, which is {what} for each lane: a row has "
-                f"{'an axis' if len(self.names) == 1 else 'axes'} of its own. Pass an int."
+                f"out_axes gives {self!r} for {path}, which is {what} for each lane: a row needs "
+                f"{'an axis' if len(self.names) == 1 else 'axes'} for its elements. Pass an int."
             )
         axes = range(len(self.names))
         as_rows = lambda x: x if isinstance(x, Ragged) else rows_of_one_size(jnp.asarray(x), axes)
@@ -85,7 +85,7 @@ class RaggedSize(AxisSpec):
 
 
 class SizeAlone(RaggedSize):
-    """Rows that nobody reads, for the size that they have."""
+    """Rows whose elements are not used, only their size."""
 
 
 @_compat.api_boundary
@@ -120,7 +120,7 @@ def ragged(*names: str) -> RaggedSize:
     if not names:
         raise ArgumentTypeError(
             'ragged() takes a name for the size of rows, such as ragged("n"), or for each of '
-            'several, ragged("h", "w"); none is given.'
+            'several, ragged("h", "w"), got none.'
         )
     for name in names:
         check_size_name(name, "ragged")
@@ -152,16 +152,16 @@ class LaneSize(AxisSpec):
             room, bound = count * (self.max_size or 0), self.max_size
         else:
             room, bound = int(values.sum()), self.max_size or int(values.max(initial=0))
-        # Rows of those lengths that nobody reads. What the function is given is their size.
+        # Rows of those lengths, of which the function receives the size alone.
         rows = Ragged(jnp.zeros(room, bool), sizes, bound)
         return Parts([rows], [SizeAlone((self.name,))], lambda examples: examples[0].shape[0])
 
     def _checked(self, value: Value, path: str) -> Any:
         if isinstance(value, LocalRows):
             raise UnsupportedError(
-                f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes of different "
-                "sizes are dealt out to devices by sizes that all processes must know. Pass all "
-                "sizes on all processes, without local."
+                f"in_axes gives {self!r} for {path}, which is batchax.local(x): lanes are "
+                "distributed by sizes that all processes must know. Pass all sizes on all "
+                "processes, without local."
             )
         try:
             shape, dtype = np.shape(value), jnp.result_type(value)
@@ -235,7 +235,7 @@ class NotedSize:
 
     rows: int  # how many rows there are
     bound: int  # no row is longer
-    capacity: int  # the room that packed arrays have
+    capacity: int  # how many elements packed arrays hold
     lengths: np.ndarray | None  # those of the rows, or None where they are not known
 
 
@@ -247,7 +247,7 @@ class RowSize:
     symbol: Any  # the symbolic size
     lengths: Any  # of the rows, as the first argument that has it says
     bound: int  # no row is longer
-    capacity: int  # the room of packed arrays
+    capacity: int  # how many elements packed arrays hold
     of_lanes: bool  # whether a lane was given the size, and has no rows
 
     @property
@@ -275,15 +275,10 @@ def index_in(batch: Ragged, sizes: SizesOf) -> RowIndex:
     return RowIndex.of_axes(batch.each_length, capacity_of(batch), [s.bound for s in sizes])
 
 
-def all_known(mapped: Sequence[Mapped]) -> bool:
-    ragged = [m.value for m in mapped if isinstance(m.value, Ragged)]
-    return all(elements_of(x.lengths) is not None for x in ragged)
-
-
 def check_meshes(mapped: Sequence[Mapped]) -> None:
-    """Refuses rows whose types tell of a mesh, where they do not run.
+    """Raises for rows whose types carry a mesh, where they do not run.
 
-    Rows of several lengths have no boundaries where shards have theirs.
+    Rows of several lengths do not begin and end where shards do.
     """
     outside = jax.sharding.get_abstract_mesh().empty
     for m in mapped:
@@ -316,13 +311,10 @@ class _Along:
     name: str | None  # what `in_axes` calls the size
 
 
-def find_sizes(
-    mapped: Sequence[Mapped], among: np.ndarray | None = None
+def _find_sizes(
+    mapped: Sequence[Mapped], among: np.ndarray | None
 ) -> tuple[list[SizesOf], list[RowSize]]:
-    """The sizes of each argument, none for those that are not ragged; and all that there are.
-
-    `among` are the lengths that rows have, where those of others run otherwise; for one size.
-    """
+    """The sizes of each argument, none for those that are not ragged; and all sizes."""
     groups: list[list[_Along]] = []
     of = lambda along: mapped[along.argument].value.each_length[along.at]
     for along in _ragged_axes(mapped):
@@ -348,8 +340,9 @@ def find_sizes(
     lengths = [of(members[0]) for members in groups]
     if among is not None:
         bounds = [int(among.max())] * len(bounds)
-    there_are = Lengths(dict.fromkeys(names, among), False) if among is not None else None
-    symbols = _symbols(names, there_are or _lengths(names, lengths, bounds))
+        symbols = _symbols(names, Lengths(dict.fromkeys(names, among), False))
+    else:
+        symbols = _symbols(names, _lengths(names, lengths, bounds))
     size_of: dict[tuple[int, int], RowSize] = {}
     sizes = []
     described = zip(groups, names, symbols, lengths, bounds, strict=True)
@@ -430,53 +423,34 @@ def _check_equal(name: str, paths: tuple[str, str], first: Any, second: Any) -> 
     )
 
 
-def row_avals(
-    axis: Axis,
-    mapped: Sequence[Mapped],
-    sizes_of: Sequence[SizesOf],
-    sizes: Sequence[RowSize],
-    dims: Sequence[Any],
-) -> list[Any]:
-    """The types of the arguments of one row, where its `sizes` are `dims`."""
-    dim_of = {size.name: dim for size, dim in zip(sizes, dims, strict=True)}
-    avals = []
-    for m, own in zip(mapped, sizes_of, strict=True):
-        if not own:
-            aval = example_aval(axis, jax.typeof(m.value), m.axis)
-            if not isinstance(m.value, Tracer) and not any(aval.sharding.spec):
-                # What is staged may run on each device, where this mesh is another one.
-                aval = ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-            avals.append(aval)
-            continue
-        aval = jax.typeof(m.value.data)
-        shape = m.value.shape_of_row([dim_of[size.name] for size in own])
-        row = ShapedArray(shape, aval.dtype, weak_type=False)
-        lengths = (_compat.varying_axes(jax.typeof(x)) for x in m.value.each_length)
-        avals.append(_compat.with_varying_axes(row, _compat.varying_axes(aval).union(*lengths)))
-    return avals
+def _row_aval(axis: Axis, m: Mapped, dims: Sequence[Any]) -> Any:
+    """The type of an argument of one row, with `dims` along its ragged axes."""
+    if not dims:
+        aval = example_aval(axis, jax.typeof(m.value), m.axis)
+        if not isinstance(m.value, Tracer) and not any(aval.sharding.spec):
+            # What is staged may run on each device, where this mesh is another one.
+            aval = ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return aval
+    aval = jax.typeof(m.value.data)
+    row = ShapedArray(m.value.shape_of_row(dims), aval.dtype, weak_type=False)
+    varying = (_compat.varying_axes(jax.typeof(x)) for x in m.value.each_length)
+    return _compat.with_varying_axes(row, _compat.varying_axes(aval).union(*varying))
 
 
-@contextmanager
-def sizes_in_errors(
-    mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
-) -> Iterator[None]:
-    """Puts on top of errors about shapes which arguments have rows of different lengths."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        message = str(error.args[0]) if error.args else ""
-        of_shapes = ABOUT_SHAPES.search(message) and not isinstance(error, BatchaxError)
-        if len(sizes) > 1 and of_shapes and not message.startswith(SIZES_DIFFER):
-            lines = [
-                f"  {m.path}: {' x '.join(size.name for size in own)} elements"
-                + "".join(map(_shown, own))
-                for m, own in zip(mapped, sizes_of, strict=True)
-                if own
-            ]
-            remedy = 'Where they are the same, say so: in_axes=bx.ragged("n") for each of them.'
-            message = "\n".join([SIZES_DIFFER, *lines, remedy, f"JAX says: {message}"])
-            error.args = (message, *error.args[1:])
-        raise
+def _name_sizes(error: Exception, arguments: Sequence[tuple[Mapped, SizesOf]]) -> None:
+    """Puts on top of an error about shapes which arguments have rows of different lengths."""
+    message = str(error.args[0]) if error.args else ""
+    several = len({size.name for _, own in arguments for size in own}) > 1
+    of_shapes = ABOUT_SHAPES.search(message) and not isinstance(error, BatchaxError)
+    if several and of_shapes and not message.startswith(SIZES_DIFFER):
+        lines = [
+            f"  {m.path}: {' x '.join(s.name for s in own)} elements" + "".join(map(_shown, own))
+            for m, own in arguments
+            if own
+        ]
+        remedy = 'If the lengths are equal, pass in_axes=bx.ragged("n") for each of them.'
+        message = "\n".join([SIZES_DIFFER, *lines, remedy, f"JAX says: {message}"])
+        error.args = (message, *error.args[1:])
 
 
 def _shown(size: RowSize) -> str:
@@ -544,7 +518,7 @@ def as_ragged(
     if len(dims) == 1:
         size = next((size for size in sizes if size.symbol == dims[0]), None)
         if size is not None:
-            data = pack_rows(padded, size.index, axes[0], size.capacity)
+            data = pack_rows(padded, size.index, axes[0])
             return Ragged(data, size.lengths, bounds[0], axis=axes[0])
     lengths = [
         sizes_found[str(dim)][0] if str(dim) in sizes_found else _lengths_of(dim, sizes)
@@ -560,7 +534,7 @@ def as_ragged(
     else:
         room = min(room, _capacity(dims, bounds, sizes, arguments))
     index = RowIndex.of_axes(lengths, room, bounds)
-    return Ragged(pack_rows(padded, index, axes, room), lengths, tuple(bounds), axis=axes)
+    return Ragged(pack_rows(padded, index, axes), lengths, tuple(bounds), axis=axes)
 
 
 def as_shorter(
@@ -603,7 +577,7 @@ def _capacity(
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
 ) -> int:
-    """Room enough for all rows, which have axes of the sizes `dims`."""
+    """How many elements all rows have at most, with axes of the sizes `dims`."""
     rows = sizes[0].rows
     capacity = rows * math.prod(bounds)
     for m, own in arguments:  # one may have some of these axes, and no more elements
@@ -614,7 +588,7 @@ def _capacity(
     names = frozenset().union(*map(_compat.symbols, dims))
     used = [size for size in sizes if size.name in names]
     if len(used) == 1:
-        # Often less room is enough: ``a + b * length`` is at least the number of elements for every
+        # Often fewer are enough: ``a + b * length`` is at least the number of elements for every
         # length, and all lengths together are at most the capacity of rows of that size.
         total = used[0].capacity
         at = np.arange(used[0].bound + 1)
@@ -636,8 +610,9 @@ class RowCall(Call):
     gives_lengths: bool = False
 
     @classmethod
-    def of(cls, call: Call) -> RowCall:
-        sizes_of, sizes = find_sizes(call.mapped)
+    def of(cls, call: Call, among: np.ndarray | None = None) -> RowCall:
+        """For the sizes of rows; `among` are the lengths of the rows that run, for one size."""
+        sizes_of, sizes = _find_sizes(call.mapped, among)
         return cls(call.axis, call.function, call.mapped, call.way, sizes_of=sizes_of, sizes=sizes)
 
     @property
@@ -675,10 +650,25 @@ class RowCall(Call):
         return staged, replace(outputs, described=described)
 
     def staged_for(self, dims: Sequence[Any]) -> tuple[ClosedJaxpr, FlatOutputs]:
-        given, sizes_of = self.mapped[self.constants :], self.sizes_of[self.constants :]
-        avals = row_avals(self.axis, given, sizes_of, self.sizes, dims)
-        with sizes_in_errors(given, sizes_of, self.sizes):
-            return stage_described(self.axis, self.function, avals, [m.path for m in given])
+        """The function of one row, whose sizes are `dims`, and its outputs."""
+        dim_of = {size.name: dim for size, dim in zip(self.sizes, dims, strict=True)}
+        given = self.arguments[self.constants :]
+        avals = [_row_aval(self.axis, m, [dim_of[s.name] for s in own]) for m, own in given]
+        try:
+            return stage_described(self.axis, self.function, avals, [m.path for m, _ in given])
+        except (TypeError, ValueError) as error:
+            _name_sizes(error, given)
+            raise
+
+    def staged_at(self, lengths: Sequence[Any]) -> tuple[ClosedJaxpr, FlatOutputs]:
+        """As `staged_for`, for rows of some lengths among others."""
+        with rows_of_one_length(self.axis.name):
+            return self.staged_for(lengths)
+
+    @property
+    def lengths_known(self) -> bool:
+        ragged = (m.value for m, own in self.arguments if own)
+        return all(elements_of(x.lengths) is not None for x in ragged)
 
     @property
     def traced(self) -> bool:
@@ -759,51 +749,57 @@ def _put(m: Mapped, array: Value, lengths: Any) -> Mapped:
     return m.put(Ragged(array, lengths, m.value.each_bound, axis=m.value.axes))
 
 
-def refuse_order(program: ClosedJaxpr) -> None:
+def reject_ordered(program: ClosedJaxpr) -> None:
     for call in (call for eqn in program.jaxpr.eqns for call in calls_in(eqn)):
         if _compat.in_order(call.effects):
             raise UnsupportedError(
-                f"{_compat.user_line(call.source_info)}: a callback is to be called in order "
-                "(ordered=True), and rows run in groups, by their lengths (buckets= or "
-                'layout="grouped" was given, or the function needs lengths as numbers). Leave out '
-                "ordered, or what groups them."
+                f"{_compat.user_line(call.source_info)}: a callback with ordered=True is not "
+                "supported for rows that run in groups, by their lengths. Remove ordered=True, or "
+                'what groups the rows: buckets=, layout="grouped", or code of the function that '
+                "needs lengths as numbers."
             )
 
 
-def refuse_calls(program: ClosedJaxpr) -> None:
+def reject_effects(program: ClosedJaxpr) -> None:
     for call in (call for eqn in program.jaxpr.eqns for call in calls_in(eqn)):
         raise UnsupportedError(
-            f"{_compat.user_line(call.source_info)}: a callback with effects is called for rows "
-            "that are dealt out to devices (mesh was given): some have a row that is there twice, "
-            "and would make its calls twice. Return values instead, or remove mesh."
+            f"{_compat.user_line(call.source_info)}: mesh does not support callbacks with effects "
+            "for rows of different lengths: some rows run on two devices, so a callback would be "
+            "called twice. Return values instead, or remove mesh."
         )
 
 
-def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: Any) -> Exception:
-    """What to raise where a function fails for symbolic sizes, and lengths are not known.
-
-    `works_for_known` tells whether it can be staged for rows of some known length.
-    """
-    asked = asked_for_number(error)
+def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
+    """What to raise where a function fails for symbolic sizes, and lengths are not known."""
+    asked, sizes = asked_for_number(error), call.sizes
+    of_lanes = all(size.of_lanes for size in sizes)  # the user may have passed sizes alone
+    row, length, batch, size = (
+        ("lane", "size", "array of sizes", "n")
+        if of_lanes
+        else ("row", "length", "Ragged", "x.shape[0]")
+    )
+    remedy = f"Call it outside of jit, or close over the {batch}, so that"
+    if call.program is not None and isinstance(error, CannotPad):
+        return UnsupportedError(
+            f"{error}\n{row.capitalize()}s of one {length} could run together, but the {length}s "
+            f"are traced here. {remedy} they are known" + (", and remove mesh." if on_mesh else ".")
+        )
     if isinstance(error, BatchaxError) and not asked:
         return error
     names = ", ".join(size.name for size in sizes)
-    words = row, length, batch, own = _words(sizes)
-    if asked or works_for_known():
-        line = line_of(error)
+    if asked or call.program is not None or _works_for_known(call):
         if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
-            return UnsupportedError(f"{line + ': ' if line else ''}{error}")
+            return UnsupportedError(f"{_line(error)}{error}")
         before = _compat.looked_up_before(names_of(error))
         return UnsupportedError(
-            f"{line + ': ' if line else ''}the function needs the {length} of a {row} as a number, "
-            f"and here {row}s have a symbolic size ({names}), because their {length}s are traced: "
-            f"{question_of(error)}."
-            f"\nCall it outside of jit, or close over the {batch}, so that {length}s are "
-            f"known: then {row}s of one {length} run together, and with buckets= those of which it "
-            f"holds alike. To compute with a size use jnp.asarray({own})."
+            f"{_line(error)}the function needs the {length} of a {row} as a number, but {row}s "
+            f"have a symbolic size ({names}) here, because their {length}s are traced: "
+            f"{question_of(error)}.\n{remedy} {length}s are known: then {row}s of one {length} "
+            f"run together, or those of one bucket with buckets=, if all of its {length}s have one "
+            f"answer. To compute with a size, use jnp.asarray({size})."
             + (
-                f"\n{before[0]} was looked up beforehand, so that it is JAX's own. Call it as "
-                f"{before[1]}, which takes symbolic sizes while {row}s are staged."
+                f"\n{before[0]} was looked up before the call, so it is JAX's function. Call it as "
+                f"{before[1]}, which takes symbolic sizes while {row}s are traced."
                 if before
                 else ""
             )
@@ -814,52 +810,36 @@ def cannot_stage(error: Exception, sizes: Sequence[RowSize], works_for_known: An
         + (
             " Arguments whose rows have the same lengths share a size if in_axes says so: "
             'batchax.ragged("n") for each of them.'
-            if len(sizes) > 1 and words == _ROWS
+            if len(sizes) > 1 and not of_lanes
             else ""
         )
     )
     return error
 
 
-def _words(sizes: Sequence[RowSize]) -> tuple[str, str, str, str]:
-    """How messages speak of what has a size: the user may have given rows, or sizes alone."""
-    of_lanes = all(size.of_lanes for size in sizes)
-    return ("lane", "size", "array of sizes", "n") if of_lanes else _ROWS
-
-
-_ROWS = ("row", "length", "Ragged", "x.shape[0]")
-
-
-def cannot_pad(error: Exception, sizes: Sequence[RowSize], on_mesh: bool) -> Exception:
-    row, length, batch, _ = _words(sizes)
-    return UnsupportedError(
-        f"{error}\n{row.capitalize()}s of one {length} could run together, but the {length}s are "
-        f"traced here: call it outside of jit, or close over the {batch}, so that they are known"
-        + (", and remove mesh." if on_mesh else ".")
-    )
+def _line(error: Exception) -> str:
+    line = line_of(error)
+    return f"{line}: " if line else ""
 
 
 def why_grouped(error: Exception) -> str:
     """Why rows run grouped by their known lengths: the operation, and the user's line."""
     if isinstance(error, CannotPad):
         return str(error).rstrip(".")
-    line = line_of(error)
-    return f"{line + ': ' if line else ''}the function needs a length as a number: " + question_of(
-        error
-    )
+    return f"{_line(error)}the function needs a length as a number: {question_of(error)}"
 
 
-def works_for_known(stage: Callable[[Sequence[int]], Any], sizes: Sequence[RowSize]) -> bool:
+def _works_for_known(call: RowCall) -> bool:
     """Whether rows of some lengths could be staged, where rows of any length cannot."""
-    most = max(size.bound for size in sizes)
+    most = max(size.bound for size in call.sizes)
     for length in (most, most - 1, 4, 3, 2, 1):
         # Sizes of different names may differ, so they do here. None is 1 if there are several: JAX
         # repeats a single element along any number of others.
-        lengths = [min(length - i, size.bound) for i, size in enumerate(sizes)]
+        lengths = [min(length - i, size.bound) for i, size in enumerate(call.sizes)]
         if min(lengths) < min(len(lengths), 2):
             continue
         try:
-            stage(lengths)
+            call.staged_for(lengths)
         except Exception:
             continue
         return True

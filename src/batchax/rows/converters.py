@@ -1,7 +1,7 @@
 """Ragged batches of other libraries, and arrays of Arrow as arrays of NumPy and back.
 
-None of them is needed: what they hand over is known by its methods, and they are imported where
-one of their own types is made. `who` is the name of what the user called, for messages.
+None of the libraries is needed: their objects are recognized by their methods, and a library is
+imported where one of its objects is made. `who` is the name of what the user called, for messages.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Converters(Building):
           [[0], [1, 2, 3], [4, 5]]
         """
         values, lengths = self._parts("to_arrow", first=True)
-        with _refused("to_arrow", values):
+        with _rejected("to_arrow", values):
             return lists_of_rows(values, lengths)
 
     @classmethod
@@ -206,7 +206,7 @@ class Converters(Building):
         values, lengths = self._parts("to_awkward", first=True)
         import awkward  # pyright: ignore[reportMissingImports]
 
-        with _refused("to_awkward", values):
+        with _rejected("to_awkward", values):
             content = awkward.from_numpy(values, regulararray=True).layout
         for sizes in list_sizes(lengths):
             index = awkward.index.Index64(offsets_of(sizes))
@@ -254,8 +254,8 @@ def _check_has(method: str, x: Value, what: str, attributes: tuple[str, ...]) ->
 
 
 @contextlib.contextmanager
-def _refused(method: str, values: np.ndarray) -> Iterator[None]:
-    """Says of rows that another library refuses what they hold."""
+def _rejected(method: str, values: np.ndarray) -> Iterator[None]:
+    """Turns an error of another library into one that names the rows."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -331,8 +331,8 @@ def rows_of(array: Value, who: str) -> tuple[np.ndarray, np.ndarray]:
     """Of an array of lists, as of `lists`: all elements, and the lengths of lists.
 
     Lists of lists are rows that are ragged along several axes: those of a row are of one length,
-    and lengths are of shape (rows, axes). Of a row that has no lists nobody knows how long they
-    would be: that is 0.
+    and lengths are of shape (rows, axes). A row without lists has the length 0 along the inner
+    axes.
     """
     if not is_lists(array.values.type):
         values, offsets = lists(array, who)
@@ -437,7 +437,7 @@ def without_gaps(starts: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.
 def _check_no_nulls(array: Value, who: str) -> None:
     if array.null_count:
         raise ArgumentTypeError(
-            f"{who}: {array.null_count} entries are null, which stands for no number. Drop them "
+            f"{who}: {array.null_count} entries are null, which is not a number. Drop them "
             "(drop_null), or fill them (fill_null)."
         )
 

@@ -1,13 +1,13 @@
 """Sizes that a function computes: `compress`, `nonzero`, `unique`.
 
-Such a size differs from lane to lane, as the length of a row does, but nobody knows it before the
+Such a size differs from lane to lane, as the length of a row does, but it is known only when the
 function has computed it. The function is staged with a symbol for it, by one equation, whose result
 has that size: the places where a condition holds. On padded rows that equation says what the size
 comes to in the row at hand, and from there on it is a size as any other.
 
-A function of arrays that finds a size is staged a second time, on padded rows without a length of
-their own. What that makes is an ordinary function of arrays, which returns the sizes of its results
-beside them, and so chunks, devices, loops that lanes leave and derivatives know nothing of it.
+A function of arrays that finds a size is staged a second time, on padded rows. The result is an
+ordinary function of arrays, which also returns the sizes of its results. So chunks, devices,
+divergent loops, and derivatives need no rules for it.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def with_sizes_found(function: Described) -> Described:
 
 @_compat.patched()
 def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any], FlatOutputs]:
-    """What a function that finds sizes returns, as arrays with room for all there may be."""
+    """What a function that finds sizes returns, as arrays that can hold all elements."""
     scope = _scopes.get(None, lambda: _compat.RowScope(Lengths({}, False)))
 
     def staged(*examples: Any) -> tuple[list[Any], FlatOutputs]:
@@ -203,8 +203,8 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
         ) from None
     if any(has_symbols(jnp.shape(x)) for x in program.consts):
         raise UnsupportedError(
-            "a function that finds sizes closes over an array of a function around it that has a "
-            "size of its own, of a row or found there. Find sizes in the outer function alone."
+            "a function that finds sizes closes over an array of a function around it, whose size "
+            "differs from lane to lane. Find sizes in the outer function alone."
         )
     shapes = [jnp.shape(aval) for aval in program.out_avals]
     described = list(map(place_ragged, outputs.described, shapes))
@@ -214,7 +214,7 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     except CannotPad as error:
         raise UnsupportedError(
             f"{error}\nA size that is found is not known before the program runs. Find sizes in a "
-            "call of their own, and pass them to a second one: bx.size, in in_axes."
+            "first call, and pass them to a second one with bx.size in in_axes."
         ) from None
     return with_lengths(sizes, rows, replace(outputs, described=described), outputs.rebuild)
 
@@ -226,7 +226,7 @@ def with_lengths(
     rebuild: Callable[[list[Any]], Any],
     call: RowCall | None = None,
 ) -> tuple[list[Any], FlatOutputs]:
-    """The results of one padded row as arrays, and the sizes that were found beside them.
+    """The results of one padded row as arrays, and then the sizes that were found.
 
     `rebuild` makes the outputs of the results of all rows, some of which are rows. `call` is that
     of the function, if its arguments are rows.
@@ -375,7 +375,7 @@ def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
     given = condition
     condition = _array(condition, called, "condition")
     if condition.ndim == 0:
-        raise AxisError(f"{called}: condition must have an axis, and is a number.")
+        raise AxisError(f"{called}: condition must have at least one axis, but is a number.")
     rest = _places(condition.reshape(-1) != 0, max_size, called, given).astype(int)
     indices = []
     for size in condition.shape[:0:-1]:
@@ -443,10 +443,10 @@ def _places(condition: Any, max_size: int | None, called: str, given: Any) -> An
         finding = finding_sizes()
         if finding is None:
             raise UnsupportedError(
-                f"{called}: how many elements there are is known when it runs, and so it needs "
-                "values outside of jax.jit and jax.vmap. Call it in a function under batchax.vmap, "
-                "or batchax.map without out=, where a result may have a size of its own for each "
-                "lane; of one example, use jax.numpy with size=."
+                f"{called}: its result has a size that depends on values, which are traced under "
+                "jax.jit and jax.vmap. Call it in a function under batchax.vmap, "
+                "or batchax.map without out=, where each lane has its own size; for one example, "
+                "use jax.numpy with size=."
             )
         return finding.places_of(condition, max_size, called, given)
     (places,) = np.nonzero(condition)
@@ -520,7 +520,7 @@ def rows_of_output(out: Any) -> Any:
     if not is_rows(out):
         if any(map(is_rows, jax.tree.leaves(out, is_leaf=is_rows))):
             raise ArgumentTypeError(
-                "the function returns OutputRows within something else. Return one OutputRows, "
+                "the function returns OutputRows inside another container. Return one OutputRows, "
                 "whose values are a dict of all arrays."
             )
         return out
@@ -528,7 +528,7 @@ def rows_of_output(out: Any) -> Any:
     shapes = [jnp.shape(x) for x in values]
     if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
         raise ArgumentTypeError(
-            "OutputRows: values must be arrays with as many rows along axis 0 each, and have the "
+            "OutputRows: values must be arrays with one number of rows along axis 0, but have the "
             f"shapes {shapes}."
         )
     count = out.count
@@ -545,7 +545,7 @@ def rows_of_output(out: Any) -> Any:
 # that serves for all lanes runs. What comes before runs once.
 
 SHARES = 16, 1
-"""What fits into such a part of the elements of a condition has a program of its own."""
+"""The parts of the elements of a condition for which there is a separate program each."""
 
 _LEAST = 256  # elements of a condition: of fewer, all programs take as long
 

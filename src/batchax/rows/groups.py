@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.execution.call import Call, apply_passes, execute
+from batchax.execution.call import Call, Way, apply_passes, execute
 from batchax.execution.call import Outputs as CallOutputs
 from batchax.execution.chunked import Chunking
 from batchax.execution.on_devices import chunk_lanes
@@ -25,7 +24,7 @@ from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis
-from batchax.kernel.inner import batch_function, stage_described
+from batchax.kernel.inner import batch_function
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.canonical import Table
 from batchax.programs.canonical_form import same_results
@@ -40,17 +39,7 @@ from batchax.rows.buckets import (
     split_rows,
 )
 from batchax.rows.building import as_tuple, known_lengths
-from batchax.rows.call import (
-    RowSize,
-    SizesOf,
-    find_sizes,
-    place_ragged,
-    refuse_order,
-    row_avals,
-    sizes_in_errors,
-    with_room,
-)
-from batchax.rows.numpy_patches import rows_of_one_length
+from batchax.rows.call import RowCall, SizesOf, place_ragged, reject_ordered, with_room
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packed_forms import names_of
 from batchax.rows.ragged import Ragged, rows_of_one_size
@@ -102,15 +91,14 @@ def run_in_groups(
     ]
 
 
-def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> CallOutputs:
+def run_in_buckets(call: RowCall, way: Way, buckets: int | GroupsOfRows) -> CallOutputs:
     """The outputs of a function of one row, run for the rows of each bucket by itself.
 
     Buckets are for the lengths of that `Ragged` with the most elements, and of those that have the
-    same; others are as long in each bucket as their longest row there.
+    same; others are as long in each bucket as their longest row there. `way` runs each bucket.
     """
     axis, mapped = call.axis, call.mapped
-    sizes_of, _ = find_sizes(mapped)
-    rows = [(m, own) for m, own in zip(mapped, sizes_of, strict=True) if own]
+    rows = [(m, own) for m, own in call.arguments if own]
     x, leading = max(rows, key=lambda each: int(known_elements(each[0].value).sum()))
     if isinstance(buckets, int):
         buckets = bucket(x.value, buckets)
@@ -121,7 +109,7 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> CallOutputs:
             "Make them for these lengths: batchax.bucket(x)."
         )
     if not axis.size:
-        return execute(call)
+        return execute(Call(axis, call.function, mapped, way))
     of_row: list[Any] = []  # what describes the outputs of one row, and how many axes each has
 
     def one_row_in_bucket(*values: Any) -> tuple[list[Any], FlatOutputs]:
@@ -139,14 +127,14 @@ def run_in_buckets(call: Call, buckets: int | GroupsOfRows) -> CallOutputs:
             most = tuple(bounds.get(s.name, n) for s, n in zip(own, x.each_bound, strict=True))
             return replace(m, value=Ragged(x.data, x.each_length, most, axis=x.axes))
 
-        given = list(map(bounded, part, sizes_of))
-        outs, outputs = execute(replace(call, axis=group, function=one_row_in_bucket, mapped=given))
+        given = list(map(bounded, part, call.sizes_of))
+        outs, outputs = execute(Call(group, one_row_in_bucket, given, way))
         return [
             (x, 0 if isinstance(x, Ragged) or np.ndim(x) > ndim else None)
             for x, ndim in zip(outs, of_row[1], strict=True)
         ], outputs
 
-    # In turn: whether the function calls a library is known only once the first bucket has run.
+    # One by one: whether the function calls a library is known only when one bucket has run.
     outs = run_in_groups(axis, mapped, buckets.rows, run_group)
     return _placed(axis, of_row[0], outs), of_row[0]
 
@@ -166,15 +154,14 @@ Lengths = tuple[Any, ...]
 """The length of a row, for each of the sizes that rows have: a number, or a symbol."""
 
 
-def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> CallOutputs:
+def group_by_length(call: RowCall, chunking: Chunking | None, why: str = "") -> CallOutputs:
     """The outputs of a function of one row, by a batch for each length of rows.
 
     `why` is why rows of any length cannot run together, if they cannot.
     """
-    axis, one_row, mapped = call.axis, call.function, call.mapped
-    sizes_of, sizes = find_sizes(mapped)
-    each = [x for size in sizes if (x := known_lengths(size.lengths)) is not None]
-    if len(each) < len(sizes):
+    axis, one_row = call.axis, call.function
+    each = [x for size in call.sizes if (x := known_lengths(size.lengths)) is not None]
+    if len(each) < len(call.sizes):
         raise UnsupportedError(
             "the function needs rows grouped by their length, and the lengths are traced here: "
             "call it outside of jit, or close over the Ragged so that its lengths are known."
@@ -183,24 +170,23 @@ def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Cal
         groups = groups_of(*each)
         lengths = [tuple(int(x[rows[0]]) for x in each) for rows in groups]
     else:  # a group of no rows, for what the outputs are
-        groups, lengths = [np.zeros(0, np.int32)], [tuple(size.bound for size in sizes)]
+        groups, lengths = [np.zeros(0, np.int32)], [tuple(size.bound for size in call.sizes)]
     recording.fact(
         "groups", lengths=lengths, rows=[len(rows) for rows in groups], why=why, branches=False
     )
-    stage = functools.partial(stage_at, call, sizes_of, sizes)
-    staged = [stage(at) for at in lengths]
+    staged = list(map(call.staged_at, lengths))
     programs, outputs = [program for program, _ in staged], staged[-1][1]
     _check_programs(axis, programs, lengths)
     if len(groups) > 1:
         for program in programs:
-            refuse_order(program)
+            reject_ordered(program)
     check_constants([each for _, each in staged])
     # Lengths that no row has, to see how outputs change: longer ones, one size at a time.
     longest = lengths[-1]
     for i, n in enumerate(longest):
         for longer in (n + 1, 2 * n + 16):
             try:
-                more, _ = stage((*longest[:i], longer, *longest[i + 1 :]))
+                more, _ = call.staged_at((*longest[:i], longer, *longest[i + 1 :]))
             except Exception:  # no row has this length, so the function need not work for it
                 continue
             if kinds(more) == kinds(programs[0]):
@@ -226,13 +212,13 @@ def group_by_length(call: Call, chunking: Chunking | None, why: str = "") -> Cal
     # What the name of the axis stands for is all rows, in each of the groups.
     with _compat.named_scope(axis.name, axis.size):
         in_turn = any(calls_library(program.jaxpr) for program in programs)
-        outs = run_in_groups(replace(axis, name=None), mapped, groups, run_group, in_turn)
+        outs = run_in_groups(replace(axis, name=None), call.mapped, groups, run_group, in_turn)
     return _placed(axis, outputs, outs), outputs
 
 
 @dataclass(frozen=True)
 class KnownGroups:
-    """Rows in groups, each of which is padded to the longest of its own."""
+    """Rows in groups, each of which is padded to its longest row."""
 
     rows: Sequence[np.ndarray]  # the indices of the rows of each group. Each row is in one.
     lengths: Mapping[str, np.ndarray]  # of all rows, for each size
@@ -245,7 +231,7 @@ class KnownGroups:
         shapes: Sequence[tuple[Any, ...]],
     ) -> list[Packed]:
         """The results of a function of one padded row for all rows: see `regions.RunPadded`."""
-        whole = Sizes({name: s.index.bound for name, s in rows.segments.items()}, {})
+        whole = Sizes(rows.bounds, {})
         outputs = FlatOutputs([OutputArray("a result", 0) for _ in shapes], list, [])
         weak: list[bool] = []
 
@@ -325,15 +311,6 @@ def execute_as_arrays(call: Call, chunking: Chunking | None) -> tuple[list[Any],
     A padded row is computed by a program that was staged for one mesh, so it stays where it is.
     """
     return execute(apply_passes([chunk_lanes(chunking, where_types_say=False)], call))
-
-
-def stage_at(
-    call: Call, sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize], at: Lengths
-) -> tuple[ClosedJaxpr, FlatOutputs]:
-    axis, mapped = call.axis, call.mapped
-    avals = row_avals(axis, mapped, sizes_of, sizes, at)
-    with rows_of_one_length(axis.name), sizes_in_errors(mapped, sizes_of, sizes):
-        return stage_described(axis, call.function, avals, [m.path for m in mapped])
 
 
 def shapes_of(program: ClosedJaxpr) -> list[tuple[int, ...]]:
@@ -464,8 +441,8 @@ def _split_argument(axis: Axis, m: Mapped, groups: Sequence[np.ndarray]) -> list
     if _compat.is_reference(m.value):
         raise UnsupportedError(
             f"{m.path} is a reference (jax.new_ref), and rows are run here in groups by their "
-            "length, for which it would have to be taken apart. Pass an array, and return what is "
-            "to be written."
+            "length, for which it would have to be split. Pass an array, and return what is to be "
+            "written."
         )
     if axis.mesh_axis is not None:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
 """Where the elements of each row are, and rows between packed and padded arrays.
 
 Packed, the elements of all rows follow one another along an axis; padded, each row has an array of
-the same size. Both ways are gathers, each the transpose of the other. JAX is told so: by itself it
+the same size. Both ways are gathers, each the transpose of the other, by a rule: JAX
 would transpose a gather to a scatter, a hundred times slower on a CPU.
 
 A row that is ragged along several axes is so many *pieces* along the last of them, one after
@@ -15,7 +15,8 @@ is one function, and runs faster (`docs/decisions/short_loops.md`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -93,10 +94,10 @@ index_arrays_p = own_primitive(
 def row_places(lengths: Value, capacity: int, bound: int, starts: Any = None) -> list[Any]:
     """Where each row begins, how many elements it has, and the row and the place of each element.
 
-    Rows follow one another in an array with room for `capacity` elements, of which there are none
-    beyond; those that are longer than `bound` are cut off. Places are those in another array, where
-    rows begin at `starts`; None is for padded rows that follow one another. Elements of no row have
-    row B, and a place beyond the last.
+    Rows follow one another in an array of `capacity` elements, and end where it ends; those that
+    are longer than `bound` are cut off. Places are those in another array, where rows begin at
+    `starts`; None is for padded rows that follow one another. Elements of no row have row B, and a
+    place beyond the last.
     """
     operands = [lengths] if starts is None else [lengths, starts]
     return index_arrays("rows", operands, capacity=capacity, bound=bound)
@@ -178,30 +179,29 @@ def _row_places_shapes(lengths: Aval, *starts: Aval, capacity: int, bound: int) 
 PROGRAMS["rows"] = IndexProgram(_row_places, _row_places_on_cpu, _row_places_shapes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowIndex:
     """Where the rows of a packed array are."""
 
     starts: Any  # where each row begins, int32 of shape (B,)
     lengths: Any  # how many elements each has, int32 of shape (B,); within the array and the bound
     bound: int  # no row is longer
-    exact: bool  # whether it is known that rows fill the packed array to its end
+    capacity: int  # the size of the packed array
     # The bounds of ragged axes before the last one, of rows that have several: there are so
     # many pieces in each, and B counts those.
     before: tuple[int, ...] = ()
     # Where lengths are traced the row of each element of the packed array, and its place in
     # padded rows that follow one another.
-    traced: tuple[Any, Any] | None = field(default=None, compare=False)
-    _places: dict[int, Any] = field(default_factory=dict, compare=False)
+    traced: tuple[Any, Any] | None = None
 
     @classmethod
     def of(cls, lengths: Any, capacity: int, bound: int) -> RowIndex:
         if not isinstance(lengths, Tracer):  # checked when the Ragged was made
             sizes = np.asarray(lengths).astype(np.int32)
             starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-            return cls(starts, sizes, bound, int(sizes.sum()) == capacity)
+            return cls(starts, sizes, bound, capacity)
         starts, sizes, rows, places = row_places(lengths.astype(jnp.int32), capacity, bound)
-        return cls(starts, sizes, bound, False, traced=(rows, places))
+        return cls(starts, sizes, bound, capacity, traced=(rows, places))
 
     @classmethod
     def of_axes(cls, lengths: Sequence[Any], capacity: int, bounds: Sequence[int]) -> RowIndex:
@@ -218,6 +218,15 @@ class RowIndex:
             pieces = numpy.where(inside, pieces, 0)
         return replace(cls.of(pieces.reshape(-1), capacity, bounds[-1]), before=before)
 
+    def inside(self) -> RowIndex:
+        """This for a program that is staged within another, whose tracers must not be kept here."""
+        return replace(self)
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether it is known that rows fill the packed array to its end."""
+        return self.traced is None and int(self.lengths.sum()) == self.capacity
+
     @property
     def full(self) -> bool:
         """Whether it is known that each row is as long as it may be, and nothing is behind them."""
@@ -227,30 +236,31 @@ class RowIndex:
     def total(self) -> Any:
         return self.starts[-1] + self.lengths[-1] if self.starts.shape[0] else np.int32(0)
 
-    def row_of(self, capacity: int) -> Any:
+    @cached_property
+    def rows(self) -> Any:
         """The row of each element of the packed array; B for those that belong to none."""
-        return self._of_ended_rows(np.int32(1), capacity) if self.traced is None else self.traced[0]
+        return self._of_ended_rows(np.int32(1)) if self.traced is None else self.traced[0]
 
-    def place_of(self, capacity: int) -> Any:
+    @cached_property
+    def places(self) -> Any:
         """The place within its row of each element of the packed array."""
         if self.traced is not None:
             return self.traced[1] - self.traced[0] * np.int32(self.bound)
-        return np.arange(capacity, dtype=np.int32) - self._of_ended_rows(self.lengths, capacity)
+        return np.arange(self.capacity, dtype=np.int32) - self._of_ended_rows(self.lengths)
 
-    def place_in_padded(self, capacity: int) -> Any:
+    @cached_property
+    def places_in_padded(self) -> Any:
         """The place of each element in padded rows that follow one another."""
         if self.traced is not None:
             return self.traced[1]
-        if capacity not in self._places:  # one constant of the program, however many need it
-            gaps = self._of_ended_rows(self.bound - self.lengths, capacity)
-            self._places[capacity] = np.arange(capacity, dtype=np.int32) + gaps
-        return self._places[capacity]
+        gaps = self._of_ended_rows(self.bound - self.lengths)
+        return np.arange(self.capacity, dtype=np.int32) + gaps
 
-    def _of_ended_rows(self, amounts: Any, capacity: int) -> Any:
+    def _of_ended_rows(self, amounts: Any) -> Any:
         """For each element of the packed array, the sum of `amounts` of the rows before its own."""
-        marks = np.zeros(capacity + 1, np.int32)
-        np.add.at(marks, np.minimum(self.starts + self.lengths, capacity), amounts)
-        return np.cumsum(marks[:capacity], dtype=np.int32)
+        marks = np.zeros(self.capacity + 1, np.int32)
+        np.add.at(marks, np.minimum(self.starts + self.lengths, self.capacity), amounts)
+        return np.cumsum(marks[:-1], dtype=np.int32)
 
     def mask(self) -> Any:
         return _mask(self.lengths, self.bound)
@@ -289,14 +299,14 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
         return jnp.full(shape, fill_value, data.dtype)
     if index.full:  # elements stay where they are
         return jnp.moveaxis(data.reshape(*shape[1 : axis + 1], rows, *shape[axis + 1 :]), axis, 0)
-    filled = _linear_gather(_pad, _pack, index, data, axis, capacity)
+    filled = _linear_gather(_pad, _pack, index, data, axis)
     if isinstance(fill_value, (int, float)) and fill_value == 0:
         return filled  # as it is
     mask = lax.broadcast_in_dim(index.mask(), filled.shape, (0, axis + 1))
     return jnp.where(mask, filled, jnp.asarray(fill_value, data.dtype))
 
 
-def pack_rows(padded: Any, index: RowIndex, axis: Axes, capacity: int) -> Any:
+def pack_rows(padded: Any, index: RowIndex, axis: Axes) -> Any:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
     axes = _axes(axis)
     if len(axes) > 1:
@@ -305,12 +315,11 @@ def pack_rows(padded: Any, index: RowIndex, axis: Axes, capacity: int) -> Any:
         padded = padded.reshape(-1, *padded.shape[len(axes) :])
     if index.full:
         return lax.collapse(jnp.moveaxis(padded, 0, axes[0]), axes[0], axes[0] + 2)
-    return _linear_gather(_pack, _pad, index, padded, axes[0], capacity)
+    return _linear_gather(_pack, _pad, index, padded, axes[0])
 
 
-def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, *how: int) -> Any:
-    axis, capacity = how
-    residuals = [index.starts, index.lengths, index.place_in_padded(capacity)]
+def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, axis: int) -> Any:
+    residuals = [index.starts, index.lengths, index.places_in_padded]
 
     def of(gather: Any) -> Any:
         return lambda arrays, xs: [gather(xs[0], *arrays, axis, index.bound, index.exact)]
@@ -328,7 +337,7 @@ def _pad(
     rows = starts.shape[0]
     if rows == 0 or bound == 0 or data.shape[axis] == 0:
         return jnp.zeros((rows, *shape), data.dtype)
-    # Room behind the last row: JAX moves a slice that would reach beyond the end to begin earlier.
+    # Zeros behind the last row: JAX moves a slice that would reach beyond the end.
     data = jnp.concatenate([data, jnp.zeros(shape, data.dtype)], axis)
     window = lambda start: lax.dynamic_slice_in_dim(data, start, bound, axis)
     return _zero_unless(jax.vmap(window)(starts), _mask(lengths, bound), (0, axis + 1))

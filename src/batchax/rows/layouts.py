@@ -277,14 +277,6 @@ def _always(eqn: Eqn, at: int) -> bool:
     return True
 
 
-def _whole_slice(eqn: Eqn, at: int) -> bool:
-    dim = eqn.invars[0].aval.shape[at]
-    params = eqn.params
-    stride = 1 if params["strides"] is None else params["strides"][at]
-    limit = params["limit_indices"][at]
-    return bool(params["start_indices"][at] == 0 and limit == dim and stride == 1)
-
-
 def _plain_reshape(eqn: Eqn, at: int) -> bool:
     """Whether a reshape leaves the ragged axis alone, and only changes the axes of its elements."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -365,7 +357,7 @@ def _custom_jvp(eqn: Eqn, look: _Look) -> bool:
     # it may call the function again, whose rule then reads as this one does.
     try:
         rule = staged_jvp_rule(eqn)
-    except Exception:  # the user's, who is told where the derivative is taken, if it is
+    except Exception:  # of the user's rule: it is raised where the derivative is taken
         return False
     text = str(rule)
     if text in look.rules:
@@ -388,7 +380,6 @@ _ACTS_ON_ELEMENTS: dict[str, Callable[[Any, int], bool]] = {
     "pad": _unpadded,
     "reshape": _plain_reshape,
     "rev": _apart("dimensions"),
-    "slice": _whole_slice,
     "sort": _apart("dimension"),
 }
 
@@ -474,10 +465,6 @@ def _dense_operands(program: RowProgram, step: RowStep, differs: Sequence[bool])
     ]
 
 
-def other_layout(layout: Layout) -> Layout:
-    return Layout.PADDED if layout == Layout.PACKED else Layout.PACKED
-
-
 @dataclass(frozen=True)
 class Costs:
     """What steps cost in either layout."""
@@ -485,28 +472,26 @@ class Costs:
     packed: Sizes  # the sizes of one long row
     padded: Sizes  # the bounds of each row
     rows: int  # how many there are
-    # How many elements packed rows have room for that are ragged along several axes, by their
-    # sizes.
+    # How many elements packed rows hold that are ragged along several axes, by their sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
 
-    def of(self, step: RowStep, layout: Layout, differs: Sequence[bool]) -> float:
+    def of(self, step: RowStep, packed: bool, differs: Sequence[bool]) -> float:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
         eqn = step.eqn
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
-        sizes, times = (self.packed, 1) if layout == Layout.PACKED else (self.padded, self.rows)
-        merged = merge(eqn) if layout == Layout.PACKED and has_several(eqn) else None
+        if not packed and eqn.primitive.name == "sort":
+            return self._of_sort(eqn, own)
+        sizes, times = (self.packed, 1) if packed else (self.padded, self.rows)
+        merged = merge(eqn) if packed and has_several(eqn) else None
         if merged is not None:
-            eqn, sizes, times = merged, Sizes({merged.size: self.room[merged.names]}, {}), 1
-        elif layout == Layout.PACKED and size_of_rule(eqn) is not None:  # which tells rows apart
+            eqn, sizes = merged, Sizes({merged.size: self.room[merged.names]}, {})
+        elif packed and size_of_rule(eqn) is not None:  # which tells rows apart
             each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
             sizes, times = Sizes(each, {}), self.rows
-        if eqn.primitive.name == "sort" and layout == Layout.PADDED:
-            return self._of_sort(eqn, own)
         with reading_symbols(sizes.bound):
             cost = times * cost_of_equation(eqn, differs=own)
-        reduced = eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape)
-        if reduced and layout == Layout.PACKED:  # each element is added to the result of its row
-            cost += Cost(places=2 * max(sizes.bounds.values()))
+        if packed and eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape):
+            cost += Cost(places=2 * max(sizes.bounds.values()))  # elements are added one by one
         return ROWS.time(cost)
 
     def _of_sort(self, eqn: Eqn, differs: Sequence[bool]) -> float:
@@ -527,7 +512,7 @@ class Costs:
 
     @property
     def held(self) -> int:
-        """How many elements packed rows have room for, of the argument that has most."""
+        """How many elements packed rows hold, of the argument that holds most."""
         return max([*(self.packed.bounds[name] for name in self.alone), *self.room.values()])
 
     @property
@@ -551,13 +536,12 @@ def differing_values(program: RowProgram, batched: Sequence[bool]) -> list[bool]
     return [differs[i] for i in range(len(differs))]
 
 
-def choose_layouts(
-    program: RowProgram, batched: Sequence[bool], costs: Costs, only: Layout | None = None
-) -> list[Layout | None]:
-    """The layout of each step; None for those that no ragged value takes part in.
+def choose_packed(
+    program: RowProgram, batched: Sequence[bool], costs: Costs, layout: Layout = Layout.AUTO
+) -> list[bool | None]:
+    """Whether each step runs packed, or else padded; None for those without a ragged value.
 
-    `batched` says which arguments differ between rows, and `only` which layout to use where it can
-    be.
+    `batched` says which arguments differ between rows. `layout` is the user's option.
     """
     differs = differing_values(program, batched)
     ragged = {i for i, shape in program.shapes.items() if has_symbols(shape)}
@@ -569,16 +553,10 @@ def choose_layouts(
         dense = _dense_operands(program, step, differs)
         held = all(names in costs.room for names in groups_in(step.eqn))
         possible.append(held and can_pack(step.eqn, dense, costs.padded.bounds))
-    if only is not None:
-        packed = [p is True and only == Layout.PACKED for p in possible]
-    elif False in possible and True in possible:
+    packed = [p is True and layout != Layout.PADDED for p in possible]
+    if layout == Layout.AUTO and False in possible and True in possible:
         packed = _cheaper(program, possible, ragged, differs, costs)
-    else:
-        packed = [p is True for p in possible]
-    return [
-        None if p is None else Layout.PACKED if is_packed else Layout.PADDED
-        for p, is_packed in zip(possible, packed, strict=True)
-    ]
+    return [None if p is None else own for p, own in zip(possible, packed, strict=True)]
 
 
 def _cheaper(
@@ -644,21 +622,20 @@ def _cost(
     packed: Sequence[bool],
     possible: Sequence[bool | None],
     ragged: set[int],
-    price: Callable[[RowStep, Layout], float],
+    price: Callable[[RowStep, bool], float],
     costs: Costs,
 ) -> float:
     """Nanoseconds, roughly, of all steps, and of moving what is wanted in another layout."""
-    made: dict[int, Layout] = {}
+    padded: set[int] = set()  # values that padded steps made: others are packed, as arguments are
     moved: set[int] = set()
     total = 0.0
     for step, is_packed, may_be in zip(program.steps, packed, possible, strict=True):
         if may_be is None:
             continue
-        layout: Layout = Layout.PACKED if is_packed else Layout.PADDED
-        total += price(step, layout) if may_be else 0.0  # where there is no choice it is the same
-        moved |= {v for v in step.used if v in ragged and made.get(v, Layout.PACKED) != layout}
-        made.update(dict.fromkeys(step.outputs, layout))
-    for v in program.outputs:  # what is returned is packed, as arguments are
+        total += price(step, is_packed) if may_be else 0.0  # without a choice it is the same
+        moved |= {v for v in step.used if v in ragged and (v in padded) == is_packed}
+        padded.update(() if is_packed else step.outputs)
+    for v in program.outputs:  # what is returned is packed
         if isinstance(v, int) and v in ragged and can_hold(costs.room, program.shapes[v]):
-            moved |= {v} if made.get(v, Layout.PACKED) != Layout.PACKED else set()
+            moved |= {v} & padded
     return total + sum(costs.move(program.shapes[v]) for v in moved)

@@ -9,7 +9,6 @@ symbolic size go to JAX's own function.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,9 +28,9 @@ from batchax.rows.sizes import agreed, greatest
 
 @_compat.patches("psum")
 def _psum(original: Any, x: Value, names: Any, **kwargs: Any) -> Any:
-    # JAX takes what is no array for a constant, and multiplies it by the number of lanes. The
-    # length of a row is no constant: a symbolic one is made an array; a number that may be one,
-    # where rows are grouped by length, is refused.
+    # JAX multiplies a constant that is not an array by the number of lanes. The length of a row is
+    # not a constant: a symbolic one becomes an array. A number that may be a length, where rows are
+    # grouped by length, raises.
     grouped = _grouped.get()
     if grouped is not None and grouped in names:
         for leaf in jax.tree.leaves(x):
@@ -116,43 +115,23 @@ def _rounds(size: int) -> int:
 
 
 @_compat.patches("jax.numpy.convolve")
-def _convolve(original: Any, a: Any, v: Any, mode: str = "full", **options: Any) -> Any:
-    return _convolution(original, a, v, mode, options, 0)
-
-
-@_compat.patches("jax.numpy.correlate")
-def _correlate(original: Any, a: Any, v: Any, mode: str = "valid", **options: Any) -> Any:
-    return _convolution(original, a, v, mode, options, 1)
-
-
-def _convolution(
-    original: Any, x: Value, y: Value, mode: str, options: dict[str, Any], turned: int
-) -> Any:
+def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: Any) -> Any:
     # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
     # sizes that all rows share, and the wanted part of the result begins at a place that depends
     # on the row.
-    ragged = [x for x in (x, y) if np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])]
-    if not ragged or np.ndim(x) != np.ndim(y) or mode not in ("full", "same", "valid"):
-        return original(x, y, mode, **options)
-    n, m = np.shape(x)[0], np.shape(y)[0]
-    x, y = _resized(x, greatest(n)), _resized(y, greatest(m))
-    whole = original(x, y, "full", **options)
-    first = y.shape[0] - m if turned else 0
-    start, size = _part_of_convolution(mode, n, m)
-    if mode == "same" and turned and not agreed(n, m):  # JAX turns the result round
-        start = jnp.where(jnp.asarray(n) >= jnp.asarray(m), start, n // 2)
-    return jnp.take(whole, jnp.arange(size) + (start + first), mode="clip")
-
-
-def _part_of_convolution(mode: str, n: Any, m: Any) -> tuple[Any, Any]:
-    """Where the part that NumPy's mode asks for begins in the whole, and its size."""
-    if mode == "full":
-        return 0, n + m - 1
+    ragged = [x for x in (a, v) if np.ndim(x) == 1 and _compat.is_row_size(np.shape(x)[0])]
+    if not ragged or np.ndim(a) != np.ndim(v) or mode not in ("full", "same", "valid"):
+        return original(a, v, mode, **options)
+    n, m = np.shape(a)[0], np.shape(v)[0]
+    whole = original(_resized(a, greatest(n)), _resized(v, greatest(m)), "full", **options)
     is_longer = agreed(n, m)
     shorter = min_dim(n, m) if is_longer is None else m if is_longer else n
-    if mode == "valid":
-        return shorter - 1, n + m - 2 * shorter + 1
-    return (shorter - 1) // 2, n + m - shorter
+    start, size = {
+        "full": (0, n + m - 1),
+        "same": ((shorter - 1) // 2, n + m - shorter),
+        "valid": (shorter - 1, n + m - 2 * shorter + 1),
+    }[mode]
+    return jnp.take(whole, jnp.arange(size) + start, mode="clip")
 
 
 @_compat.patches("jax.numpy.linspace")
@@ -306,16 +285,6 @@ def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
         return jnp.where(mask.reshape(shape), x, other)
 
     return jax.tree.map(pick, xs, others)
-
-
-@_compat.patches("jax.numpy.array_split")
-def _array_split(original: Any, ary: Any, indices_or_sections: Any, axis: int = 0) -> Any:
-    parts, shape = indices_or_sections, np.shape(ary)
-    n: Any = shape[axis] if isinstance(axis, int) and -len(shape) <= axis < len(shape) else None
-    if not (_compat.is_row_size(n) and isinstance(parts, int) and parts > 0):
-        return original(ary, parts, axis)
-    sizes = [(n + parts - 1 - i) // parts for i in range(parts)]
-    return jnp.split(ary, list(itertools.accumulate(sizes[:-1])), axis)
 
 
 @_compat.patches("jax.numpy.cov")

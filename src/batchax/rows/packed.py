@@ -59,59 +59,43 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Where the rows of one size are in packed arrays."""
-
-    index: RowIndex  # the rows
-    capacity: int  # the size of packed arrays
-
-    @cached_property
-    def rows(self) -> Any:
-        return self.index.row_of(self.capacity)
-
-    @cached_property
-    def places(self) -> Any:
-        return self.index.place_of(self.capacity)
-
-
-@dataclass(frozen=True)
 class PackedRows:
     """All rows of a batch, for the sizes that there are."""
 
     axis: Axis  # the axis being mapped, whose lanes are rows
-    segments: Mapping[str, Segments]  # by the name of each size
+    index: Mapping[str, RowIndex]  # where they are, by the name of each size
     # Of packed arrays that are ragged along several axes, by their sizes.
     room: Mapping[Names, int] = field(default_factory=dict)
 
     @cached_property
     def bounds(self) -> dict[str, int]:
-        return {name: s.index.bound for name, s in self.segments.items()}
+        return {name: own.bound for name, own in self.index.items()}
 
-    def of(self, dim: Any) -> Segments:
+    def of(self, dim: Any) -> RowIndex:
         named = shorter(dim, self.bounds)
         assert named is not None
-        return self.segments[named[0]]
+        return self.index[named[0]]
 
     def holds(self, shape: Sequence[Any]) -> bool:
         """Whether values of that shape are packed: see `merged.can_hold`."""
         return can_hold(self.room, shape)
 
-    def along(self, names: Names) -> Segments:
+    def along(self, names: Names) -> RowIndex:
         """Where rows are that are ragged along axes of these sizes."""
         if len(names) == 1:
-            return self.segments[names[0]]
-        (lengths, bounds), capacity = self._several(names), self.room[names]
-        return Segments(RowIndex.of_axes(lengths, capacity, bounds), capacity)
+            return self.index[names[0]]
+        lengths, bounds = self._several(names)
+        return RowIndex.of_axes(lengths, self.room[names], bounds)
 
     def _several(self, names: Names) -> tuple[list[Any], list[int]]:
-        index = [self.segments[name].index for name in names]
+        index = [self.index[name] for name in names]
         return [x.lengths for x in index], [x.bound for x in index]
 
     def merged(self, names: Names, size: str) -> PackedRows:
         """These rows, with one axis in place of several, whose size has that name."""
-        (lengths, bounds), capacity = self._several(names), self.room[names]
-        index = RowIndex.of(math.prod(lengths), capacity, math.prod(bounds))
-        return PackedRows(self.axis, {size: Segments(index, capacity)})
+        lengths, bounds = self._several(names)
+        index = RowIndex.of(math.prod(lengths), self.room[names], math.prod(bounds))
+        return PackedRows(self.axis, {size: index})
 
     def cut(self, x: Packed) -> Any:
         """The array of a value; if it is packed, no derivative passes through what is no row's."""
@@ -124,28 +108,25 @@ class PackedRows:
         return Operation(None, rows.sizes).cut(x.value, shape)
 
     def inside(self) -> PackedRows:
-        """These for a program that is staged within another.
-
-        What is computed while that is staged are its tracers, and is not kept for the outer one.
-        """
-        segments = {name: Segments(s.index, s.capacity) for name, s in self.segments.items()}
-        return PackedRows(self.axis, segments, self.room)
+        """These for a program that is staged within another."""
+        index = {name: own.inside() for name, own in self.index.items()}
+        return PackedRows(self.axis, index, self.room)
 
     @cached_property
     def sizes(self) -> PackedSizes:
         """The sizes of packed arrays, as those of one long row."""
         totals = {
-            name: np.int32(s.capacity) if s.index.exact else s.index.total
-            for name, s in self.segments.items()
+            name: np.int32(own.capacity) if own.exact else own.total
+            for name, own in self.index.items()
         }
-        exact = frozenset(name for name, s in self.segments.items() if s.index.exact)
-        room = {name: s.capacity for name, s in self.segments.items()}
-        row_of = {name: functools.partial(getattr, s, "rows") for name, s in self.segments.items()}
-        count = next((len(s.index.starts) for s in self.segments.values()), 0)
+        exact = frozenset(name for name, own in self.index.items() if own.exact)
+        room = {name: own.capacity for name, own in self.index.items()}
+        row_of = {name: functools.partial(getattr, own, "rows") for name, own in self.index.items()}
+        count = next((len(own.starts) for own in self.index.values()), 0)
         return PackedSizes(room, totals, exact, of_row=self.bounds, row_of=row_of, count=count)
 
     def size_of_rows(self, dim: Any) -> Any:
-        lengths = {name: jnp.asarray(s.index.lengths) for name, s in self.segments.items()}
+        lengths = {name: jnp.asarray(own.lengths) for name, own in self.index.items()}
         return _compat.evaluate_size(dim, lengths)
 
 
@@ -218,7 +199,7 @@ def _merged(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed
 
 def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) -> list[Packed]:
     recording.note(service="user", rule=eqn.params["rule"].for_rows.__qualname__)
-    segments, op = rows.segments[size], Operation(eqn, rows.sizes)
+    op = Operation(eqn, rows.sizes)
     operands = []
     for x in values:
         if has_symbols(x.shape):  # what is behind the last row is not the rule's to see
@@ -227,7 +208,7 @@ def _by_rule(rows: PackedRows, eqn: Eqn, size: str, values: Sequence[Packed]) ->
             operands.append((x.value, None))
         else:
             operands.append((move_axis(x.value, x.axis, 0), False))
-    outs, said = in_packed_rows(eqn, Rows(segments.index, segments.capacity), operands)
+    outs, said = in_packed_rows(eqn, Rows(rows.index[size]), operands)
     return [
         Packed(x, v.aval.shape, 0 if s is False else None)
         for x, s, v in zip(outs, said, eqn.outvars, strict=True)
@@ -263,15 +244,15 @@ def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
 def _places(rows: PackedRows, eqn: Eqn) -> Packed:
     """Each element's place in its row, as counted by an `iota` over the row."""
     aval, at = eqn.outvars[0].aval, eqn.params["dimension"]
-    segments = rows.of(aval.shape[at])
-    places = jnp.asarray(segments.places, aval.dtype)
+    index = rows.of(aval.shape[at])
+    places = jnp.asarray(index.places, aval.dtype)
     bounds = rows.sizes.bounds_of(aval.shape)
     return Packed(lax.broadcast_in_dim(places, bounds, (at,)), aval.shape)
 
 
 def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
     name, axes = eqn.primitive.name, eqn.params["axes"]
-    segments = rows.of(x.shape[at])
+    index = rows.of(x.shape[at])
     value = x.value
     others = tuple(a for a in axes if a != at)
     if others:  # those first: what is left is smaller
@@ -285,9 +266,7 @@ def _reduce(rows: PackedRows, eqn: Eqn, x: Packed, at: int) -> Packed:
         value = op.masked(
             Row(value, own), NEUTRAL[REDUCED[name].removeprefix("reduce_")](value.dtype)
         )
-    reduced = reduce_segments(
-        REDUCED[name], value, jnp.asarray(segments.rows), len(segments.index.starts)
-    )
+    reduced = reduce_segments(REDUCED[name], value, jnp.asarray(index.rows), len(index.starts))
     return Packed(reduced, eqn.outvars[0].aval.shape, 0)
 
 
@@ -297,7 +276,7 @@ def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any
         return Row(x.value, x.shape)
     at = ragged_axis(shape)
     assert at is not None
-    segments = rows.of(shape[at])
+    index = rows.of(shape[at])
     dims = eqn.params.get("broadcast_dimensions", range(len(x.shape)))
     if len(x.shape) == 0:
         dims = ()
@@ -309,7 +288,7 @@ def _for_each_element(rows: PackedRows, eqn: Eqn, x: Packed, shape: Sequence[Any
     assert spread[at] == 1
     del spread[at]
     value = move_axis(lax.reshape(value, (value.shape[0], *spread)), 0, at)
-    value = take_clipped(value, segments.rows, at, indices_are_sorted=True)
+    value = take_clipped(value, index.rows, at, indices_are_sorted=True)
     bounds = rows.sizes.bounds_of(shape)
     value = lax.broadcast_in_dim(value, bounds, tuple(range(len(bounds))))
     return Row(Operation(eqn, rows.sizes).cut(value, shape), tuple(shape))

@@ -121,7 +121,7 @@ def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Any, capac
         row = jnp.minimum(row, len(lengths) - 1)
         there = target - starts[row] < lengths[row]
         return moved(x, axis, source, jnp.where(there, target, -1))
-    row = RowIndex.of(lengths, capacity, most).row_of(capacity)
+    row = RowIndex.of(lengths, capacity, most).rows
     gone = np.append(index.lengths - lengths, 0)
     source = np.arange(capacity, dtype=np.int32) + (np.cumsum(gone) - gone)[row].astype(np.int32)
     target = np.full(room, -1, np.int32)
@@ -284,7 +284,7 @@ def _targets(rows: Any, x: Any, indices: Any) -> tuple[Any, Any]:
     of = shorter(dim, rows.bounds)
     assert of is not None  # or the rows would not be packed
     name, less = of
-    index, row = rows.segments[name].index, rows.of(indices.shape[along]).rows
+    index, row = rows.index[name], rows.of(indices.shape[along]).rows
     place = as_index(lax.squeeze(indices.value, (len(indices.shape) - 1,)))
     each = lambda x: lax.broadcast_in_dim(
         take_clipped(jnp.asarray(x), row, 0, indices_are_sorted=True).astype(place.dtype),
@@ -346,8 +346,8 @@ def groups_in(eqn: Eqn) -> set[Names | None]:
 def can_hold(room: Container[Names], shape: Sequence[Any]) -> bool:
     """Whether values of that shape are packed: with sizes of the row.
 
-    Those of several axes are so if arguments are (`room`): of others nobody knows how many elements
-    there are at most, or they are made and used up on the way.
+    Those of several axes are so if arguments are (`room`): for others no bound of their elements is
+    known, or they exist only between two steps.
     """
     names = names_of(shape)
     return names is not None and (len(names) < 2 or names in room)

@@ -133,7 +133,7 @@ class Operation:
     def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
-    def refuse(self, why: str) -> CannotPad:
+    def reject(self, why: str) -> CannotPad:
         return CannotPad(shown(self.eqn.primitive), why).within(self.eqn)
 
 
@@ -210,11 +210,11 @@ def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     op = Operation(eqn, sizes)
     rule = _find_rule(eqn.primitive)
     if rule is None:
-        raise op.refuse(_OWN.get(eqn.primitive.name, "it has no rule for rows."))
+        raise op.reject(_OWN.get(eqn.primitive.name, "it has no rule for rows."))
     if is_replaced_in_jax(eqn.primitive) and not facts_of(eqn.primitive).elementwise:
-        raise op.refuse("a rule of yours batches it in jax.vmap, which is for arrays of one size.")
+        raise op.reject("your rule for it in jax.vmap is for arrays of one size.")
     if (size := leaves_with_found(eqn)) is not None:
-        raise op.refuse(
+        raise op.reject(
             f"it returns an array of the size {size}, which is found in it. Return what does not "
             "have that size, or find it outside."
         )

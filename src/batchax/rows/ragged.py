@@ -44,21 +44,21 @@ _ADVICE = (
 
 
 class NoArray:
-    """Refuses arithmetic, comparisons but ``==``, and functions and methods of arrays, by name."""
+    """Raises for arithmetic, order comparisons, and functions and methods of arrays, by name."""
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("NumPy wants an array")
+        _reject("NumPy wants an array")
 
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(f"numpy.{ufunc.__name__} is of arrays")
+        _reject(f"numpy.{ufunc.__name__} is of arrays")
 
     @property
     def __jax_array__(self) -> Any:
-        # Of its primitives' operands JAX asks only whether they have this, and refuses them without
-        # a word of what they are.
+        # Of operands of its primitives, JAX reads only this attribute, and then raises without
+        # naming their type.
         if sys._getframe(1).f_code.co_name in ("typeof", "shaped_abstractify", "bind"):
-            _refuse("JAX wants an array")
-        return functools.partial(_refuse, "JAX wants an array")
+            _reject("JAX wants an array")
+        return functools.partial(_reject, "JAX wants an array")
 
     if not TYPE_CHECKING:  # else every name would be an attribute to type checkers
 
@@ -69,15 +69,15 @@ class NoArray:
             raise AttributeError(told, name=name, obj=self)
 
 
-def _refuse(why: str) -> NoReturn:
+def _reject(why: str) -> NoReturn:
     raise ArgumentTypeError(f"a Ragged is a batch of rows, no array, and {why}. {_ADVICE}")
 
 
-def _refusing(operator: str) -> Any:
-    def refuse(self: Any, *others: Any) -> NoReturn:
-        _refuse(f"`{operator}` is of arrays")
+def _rejecting(operator: str) -> Any:
+    def reject(self: Any, *others: Any) -> NoReturn:
+        _reject(f"`{operator}` is of arrays")
 
-    return refuse
+    return reject
 
 
 _OPERATORS = {
@@ -90,9 +90,9 @@ _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _NUMBERS = {"float": "float", "int": "int", "complex": "complex", "index": "an index"}
 
 for _name, _operator in {**_OPERATORS, **_UNARY, **_COMPARISONS, **_NUMBERS}.items():
-    setattr(NoArray, f"__{_name}__", _refusing(_operator))
+    setattr(NoArray, f"__{_name}__", _rejecting(_operator))
 for _name, _operator in _OPERATORS.items():
-    setattr(NoArray, f"__r{_name}__", _refusing(_operator))
+    setattr(NoArray, f"__r{_name}__", _rejecting(_operator))
 
 
 @_compat.api_boundary

@@ -23,15 +23,7 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function
 from batchax.memo import Memo
-from batchax.rows.call import (
-    RowCall,
-    SizesOf,
-    all_known,
-    as_ragged,
-    as_shorter,
-    capacity_of,
-    with_room,
-)
+from batchax.rows.call import RowCall, SizesOf, as_ragged, as_shorter, capacity_of, with_room
 from batchax.rows.groups import of_one_row
 from batchax.rows.index import pack_rows, pad_rows
 from batchax.rows.layouts import (
@@ -39,12 +31,11 @@ from batchax.rows.layouts import (
     Costs,
     RowProgram,
     RowStep,
-    choose_layouts,
+    choose_packed,
     differing_values,
     flatten,
-    other_layout,
 )
-from batchax.rows.packed import Packed, PackedRows, Segments, run_and_note
+from batchax.rows.packed import Packed, PackedRows, run_and_note
 from batchax.rows.packed_forms import names_of
 from batchax.rows.padded import CannotPad, Row, run_equation
 from batchax.rows.ragged import Ragged
@@ -66,54 +57,47 @@ in front. Ragged results are packed, if rows hold such values packed, others pad
 
 @dataclass(frozen=True)
 class Region:
-    layout: Layout
+    packed: bool  # whether it holds rows packed, or else padded
     steps: list[RowStep]
 
 
-def find_regions(program: RowProgram, layouts: Sequence[Layout | None]) -> list[Region]:
-    """The steps in an order that changes between layouts seldom.
+def find_regions(steps: Sequence[RowStep], packed: Sequence[bool | None]) -> list[Region]:
+    """The steps in an order that seldom changes between packed and padded.
 
-    Whatever is ready in the layout at hand is taken before another one begins.
+    A region takes all steps that are ready. Steps for which `packed` is None run in any region.
     """
-    waiting = list(zip(program.steps, layouts, strict=True))
-    done = set(program.shapes) - {v for step in program.steps for v in step.outputs}
+    waiting = list(zip(steps, packed, strict=True))
+    missing = {v for step in steps for v in step.outputs}
     regions: list[Region] = []
-    layout: Layout = (
-        Layout.PADDED if next(filter(None, layouts), None) == Layout.PADDED else Layout.PACKED
-    )
+    is_packed = next((p for p in packed if p is not None), True)
     while waiting:
         taken: list[RowStep] = []
         left = []
         for step, chosen in waiting:
-            if chosen in (None, layout) and done.issuperset(step.used):
+            if chosen in (None, is_packed) and missing.isdisjoint(step.used):
                 taken.append(step)
-                done.update(step.outputs)
+                missing.difference_update(step.outputs)
             else:
                 left.append((step, chosen))
         if taken:
-            regions.append(Region(layout, taken))
-        waiting = left
-        layout = other_layout(layout)
+            regions.append(Region(is_packed, taken))
+        waiting, is_packed = left, not is_packed
     return regions
 
 
 def regions_of_groups(
-    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool]
+    program: RowProgram, packed: Sequence[bool | None], batched: Sequence[bool]
 ) -> list[Region]:
     """As `find_regions`, for rows in groups.
 
-    What rows share is computed first, or each group of rows would compute it again.
+    Values that all rows share are computed first, or each group of rows would recompute them.
     """
     differs = differing_values(program, batched)
-    own: dict[RowStep, Layout | None] = {
-        step: layout
-        for step, layout in zip(program.steps, layouts, strict=True)
-        if any(differs[i] for i in step.outputs)
-    }
+    pairs = zip(program.steps, packed, strict=True)
+    own = {step: p for step, p in pairs if any(differs[i] for i in step.outputs)}
     shared = [step for step in program.steps if step not in own]
-    rest = replace(program, steps=list(own))
-    regions = find_regions(rest, list(own.values()))
-    return [*([Region(Layout.PACKED, shared)] if shared else []), *regions]
+    regions = find_regions(list(own), list(own.values()))
+    return [Region(True, shared), *regions] if shared else regions
 
 
 def run_regions(
@@ -132,14 +116,14 @@ def run_regions(
     values = _Values(rows, bounds)
     constants = {i: Packed(x, program.shapes[i]) for i, x in program.consts.items()}
     for number, value in [*enumerate(arguments), *constants.items()]:
-        values.put(number, value, Layout.PACKED if rows.holds(value.shape) else Layout.PADDED)
+        values.put(number, value, packed=rows.holds(value.shape))
     last_use = {
         v: k for k, region in enumerate(regions) for step in region.steps for v in step.used
     }
     last_use.update((v, len(regions)) for v in program.outputs if isinstance(v, int))
     for k, region in enumerate(regions):
         live = {v for v, last in last_use.items() if last > k}
-        if region.layout == Layout.PACKED:
+        if region.packed:
             _run_packed(values, region)
         else:
             _run_padded(values, region, live, program, in_groups)
@@ -149,54 +133,53 @@ def run_regions(
         if isinstance(v, Constant):
             results.append(Packed(v.value, v.shape))
         else:  # packed, if rows of these sizes are; of rows that are shorter what there is
-            packed = rows.holds(program.shapes[v]) or values.has(v, Layout.PACKED)
-            results.append(values.get(v, Layout.PACKED if packed else Layout.PADDED))
+            packed = rows.holds(program.shapes[v]) or values.has_packed(v)
+            results.append(values.get(v, packed))
     return results
 
 
 class _Values:
-    """Values by number, in the layouts that they have been needed in."""
+    """Values by number, packed and padded as they have been needed."""
 
     def __init__(self, rows: PackedRows, bounds: Mapping[str, int]) -> None:
         self.rows, self.bounds = rows, bounds
         self.left_padded: set[int] = set()  # by a region: their padding may hold anything
-        self._found: dict[tuple[int, Layout], Packed] = {}
+        self._found: dict[tuple[int, bool], Packed] = {}  # by number, and whether it is packed
 
-    def put(self, number: int, value: Packed, layout: Layout) -> None:
-        self._found[number, layout] = value
+    def put(self, number: int, value: Packed, packed: bool) -> None:
+        self._found[number, packed] = value
 
-    def get(self, number: int, layout: Layout) -> Packed:
-        """A value; if it is ragged, in that layout: padded ones have the rows in front."""
-        value = self._found.get((number, layout))
+    def get(self, number: int, packed: bool) -> Packed:
+        """A value; if it is ragged, packed, or else padded with the rows in front."""
+        value = self._found.get((number, packed))
         if value is None:
-            value = self._found[number, other_layout(layout)]
+            value = self._found[number, not packed]
             if has_symbols(value.shape):
-                value = self._moved(number, value, layout)
-            self._found[number, layout] = value
+                value = self._moved(number, value, packed)
+            self._found[number, packed] = value
         return value
 
-    def has(self, number: int, layout: Layout) -> bool:
-        return (number, layout) in self._found
+    def has_packed(self, number: int) -> bool:
+        return (number, True) in self._found
 
     def keep_only(self, numbers: set[int]) -> None:
         self._found = {k: v for k, v in self._found.items() if k[0] in numbers}
 
-    def _moved(self, number: int, x: Packed, layout: Layout) -> Packed:
+    def _moved(self, number: int, x: Packed, packed: bool) -> Packed:
         at, names = tuple(ragged_axes(x.shape)), names_of(x.shape)
         if names is None:  # rows that are shorter are where those are that they are part of
             (axis,), dim = at, x.shape[at[0]]
-            index, bound = self.rows.of(dim).index, Sizes(self.bounds, {}).bound(dim)
-            if layout == Layout.PACKED:
+            index, bound = self.rows.of(dim), Sizes(self.bounds, {}).bound(dim)
+            if packed:
                 padded = with_room(x.value, axis + 1, index.bound)
-                return Packed(pack_rows(padded, index, axis, self.rows.of(dim).capacity), x.shape)
+                return Packed(pack_rows(padded, index, axis), x.shape)
             self.left_padded.add(number)
             padded = pad_rows(x.value, index, axis)
             return Packed(lax.slice_in_dim(padded, 0, bound, axis=axis + 1), x.shape, 0)
-        segments = self.rows.along(names)
-        if layout == Layout.PACKED:
-            value = pack_rows(x.value, segments.index, at, segments.capacity)
-            return Packed(value, x.shape)
-        return Packed(pad_rows(x.value, segments.index, at), x.shape, 0)
+        index = self.rows.along(names)
+        if packed:
+            return Packed(pack_rows(x.value, index, at), x.shape)
+        return Packed(pad_rows(x.value, index, at), x.shape, 0)
 
 
 def _run_packed(values: _Values, region: Region) -> None:
@@ -204,13 +187,13 @@ def _run_packed(values: _Values, region: Region) -> None:
     for step in region.steps:
         eqn = step.eqn
         operands = [
-            Packed(v.value, v.shape) if isinstance(v, Constant) else values.get(v, Layout.PACKED)
+            Packed(v.value, v.shape) if isinstance(v, Constant) else values.get(v, packed=True)
             for v in step.inputs
         ]
         with _compat.user_source(eqn.source_info, outer_names), eqn.ctx.manager:
             outs = run_and_note(values.rows, eqn, operands)
         for number, out in zip(step.outputs, outs, strict=True):
-            values.put(number, out, Layout.PACKED)
+            values.put(number, out, packed=True)
 
 
 def _run_padded(
@@ -225,7 +208,7 @@ def _run_padded(
     needed = sorted({v for step in region.steps for v in step.used} - made)
     results = sorted(made & live)
     packed = {v for v in needed if in_groups and values.rows.holds(program.shapes[v])}
-    operands = {v: values.get(v, Layout.PACKED if v in packed else Layout.PADDED) for v in needed}
+    operands = {v: values.get(v, v in packed) for v in needed}
     constants = {v: x for v, x in operands.items() if isinstance(x.value, np.ndarray)}
     inputs = {v: x for v, x in operands.items() if v not in constants}
 
@@ -249,9 +232,9 @@ def _run_padded(
             is_padded = has_symbols(out.shape) and out.axis is not None
             if is_padded:
                 values.left_padded.add(v)
-            values.put(v, out, Layout.PADDED if is_padded else Layout.PACKED)
+            values.put(v, out, not is_padded)
         return
-    every = {name: values.rows.segments[name].index.lengths for name in values.bounds}
+    every = {name: values.rows.index[name].lengths for name in values.bounds}
     axes: list[Position] = [*[0] * len(every), *(x.axis for x in inputs.values())]
     arrays = [*map(jnp.asarray, every.values()), *(x.value for x in inputs.values())]
     padded_row = of_one_row(one_row, every, values.bounds)
@@ -261,7 +244,7 @@ def _run_padded(
         if has_symbols(shape):
             x, axis = axis_to_front(values.rows.axis, x, axis), 0
             values.left_padded.add(v)
-        values.put(v, Packed(x, shape, axis), Layout.PADDED)
+        values.put(v, Packed(x, shape, axis), packed=False)
 
 
 def _run_step(sizes: Sizes, step: RowStep, operands: Sequence[Row]) -> list[Row]:
@@ -286,7 +269,7 @@ class InRegions(Way):
 
     compiles: ClassVar[bool] = True
 
-    layout: Layout  # that of all regions that may have it, or `Layout.AUTO`
+    layout: Layout  # the user's option, which regions follow where they can
     classes: Classes = None  # how many size buckets padded rows may be in
 
     @property
@@ -295,16 +278,16 @@ class InRegions(Way):
 
     def run(self, call: Call) -> tuple[list[Any], list[Position]]:
         assert isinstance(call, RowCall)
-        segments = {size.name: Segments(size.index, size.capacity) for size in call.sizes}
+        index = {size.name: size.index.inside() for size in call.sizes}
         room = {
             tuple(size.name for size in own): capacity_of(m.value)
             for m, own in reversed(call.arguments)  # of several the first
             if len(own) > 1
         }
-        rows = PackedRows(call.axis, segments, room)
+        rows = PackedRows(call.axis, index, room)
         program, regions, in_groups, called = self._find_regions(call, rows)
         for region in regions if recording.is_on() else ():
-            name = called if region.layout == Layout.PADDED else region.layout
+            name = "packed" if region.packed else called
             recording.fact("region", layout=name, steps=region.steps, rows=call.noted)
         arguments = [_held(rows, m, own) for m, own in call.arguments]
         with recording.run(call.staged.jaxpr):
@@ -341,36 +324,35 @@ class InRegions(Way):
         program = flatten(call.staged, call.bounds)
         batched = [m.axis is not None for m in call.mapped]
         room = {size.name: size.capacity for size in call.sizes}
-        packed, padded = Sizes(room, {}), Sizes(call.bounds, {})
-        costs = Costs(packed, padded, call.sizes[0].rows, rows.room)
-        only = None if self.layout == Layout.AUTO else self.layout
-        layouts = choose_layouts(program, batched, costs, only)
-        in_groups, called = self._in_groups(call, program, layouts, batched, costs)
+        sizes = Sizes(room, {}), Sizes(call.bounds, {})
+        costs = Costs(*sizes, call.sizes[0].rows, rows.room)
+        packed = choose_packed(program, batched, costs, self.layout)
+        in_groups, called = self._in_groups(call, program, packed, batched, costs)
         if in_groups is None:
-            return program, find_regions(program, layouts), None, called
-        return program, regions_of_groups(program, layouts, batched), in_groups, called
+            return program, find_regions(program.steps, packed), None, called
+        return program, regions_of_groups(program, packed, batched), in_groups, called
 
     def _in_groups(
         self,
         call: RowCall,
         program: RowProgram,
-        layouts: Sequence[Layout | None],
+        packed: Sequence[bool | None],
         batched: Sequence[bool],
         costs: Costs,
     ) -> tuple[RunPadded | None, str]:
         groups = classes = None
-        if self.classes == "auto" and all_known(call.mapped):
+        if self.classes == "auto" and call.lengths_known:
             lengths = {size.name: np.asarray(size.lengths) for size in call.sizes}
-            groups = choose_groups(program, layouts, batched, costs, lengths)
+            groups = choose_groups(program, packed, batched, costs, lengths)
         elif self.classes == "auto":
-            classes = choose_classes(program, layouts, batched, costs)
+            classes = choose_classes(program, packed, batched, costs)
         elif self.classes is not None:
             classes = find_classes(program, batched, costs, self.classes)
         if groups is not None:
             return groups.run, "in groups"
         if classes is not None:
             return functools.partial(run_in_classes, classes=classes), "in size buckets"
-        return None, Layout.PADDED
+        return None, "padded"
 
 
 def _held(rows: PackedRows, m: Mapped, own: SizesOf) -> Packed:

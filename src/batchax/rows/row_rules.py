@@ -35,22 +35,20 @@ from batchax.user_rules.rule import Form, UserRule
 
 @dataclass(frozen=True, repr=False)
 class Rows:
-    """Where rows are in packed arrays: what a rule for rows is told.
-
-    Attributes:
-      index: the rows.
-      capacity: the size of packed arrays along the axis of elements. It is at least the sum of
-        the lengths: what is behind the last row belongs to none.
-    """
+    """Where rows are in packed arrays: the first argument of a rule for rows."""
 
     index: RowIndex
-    capacity: int
 
     def __repr__(self) -> str:  # messages of JAX's show it to those who take it for a size
         return f"<Rows: where {len(self)} rows are; len(rows) is how many>"
 
     def __len__(self) -> int:
         return int(self.index.starts.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """The size of packed arrays along the axis of elements, at least the sum of lengths."""
+        return self.index.capacity
 
     @property
     def lengths(self) -> Any:
@@ -67,7 +65,7 @@ class Rows:
     @cached_property
     def ids(self) -> Any:
         """The row of each element, B for those of no row: int32 of shape (capacity,)."""
-        return jnp.asarray(self.index.row_of(self.capacity))
+        return jnp.asarray(self.index.rows)
 
     @property
     def max_length(self) -> int:
@@ -139,7 +137,7 @@ def run_packed_rule(
 
 
 def in_packed_rows(eqn: Eqn, rows: Rows, values: Sequence[tuple[Value, bool | None]]) -> Any:
-    """The call of an equation on packed rows: results, and what is said of them as of `values`."""
+    """The call of an equation on packed rows: results, and a flag for each as in `values`."""
     rule: UserRule = eqn.params["rule"]
     count = len(rule.closed)
     closed = [x for x, _ in values[:count]]
@@ -156,7 +154,7 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     at = [ragged_axis(aval.shape) for aval in given[count:]]
 
     def alone(length: Any, *xs: Any) -> list[Any]:
-        one = Rows(RowIndex.of(length[None], bound, bound), bound)
+        one = Rows(RowIndex.of(length[None], bound, bound))
         said = [None if k is None else True for k in at]
         outs, flags = run_packed_rule(rule, one, said, xs[:count], xs[count:])
         return [lax.squeeze(x, (0,)) if f is False else x for x, f in zip(outs, flags, strict=True)]
@@ -174,18 +172,17 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
             axes = [0 if b else None for b in (of_length, *batched)]
             return jax.vmap(alone, axes)(length, *xs), [True] * len(made)
         index = RowIndex.of(jnp.broadcast_to(length, (size,)), size * bound, bound)
-        packed = Rows(index, size * bound)
         operands: list[Any] = []
         for x, b, k in zip(xs[count:], batched[count:], at, strict=True):
             if k is not None:
                 x = x if b else jnp.broadcast_to(x, (size, *x.shape))
-                x = pack_rows(x, index, k, packed.capacity)
+                x = pack_rows(x, index, k)
             operands.append(x)
         said = [
             True if k is not None else False if b else None
             for k, b in zip(at, batched[count:], strict=True)
         ]
-        outs, flags = run_packed_rule(rule, packed, said, xs[:count], operands)
+        outs, flags = run_packed_rule(rule, Rows(index), said, xs[:count], operands)
         padded = [
             pad_rows(x, index, ragged_axis(aval.shape) or 0) if flag else x
             for x, flag, aval in zip(outs, flags, made, strict=True)
@@ -206,8 +203,8 @@ def _batch_later(
     return batch_function(axis, function, args, axes)
 
 
-# A rule is told what differs between rows, which is not known before they are batched; and so it
-# runs for a row alone only where that turns out to be.
+# A rule receives which operands differ between rows, which is known when they are batched. So it
+# runs for a row alone only where rows are not batched.
 call_later_p = own_primitive(
     "call_later",
     called="function with a rule for rows",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,17 +37,13 @@ from batchax.rows.buckets import Buckets
 from batchax.rows.call import (
     RowCall,
     SizesOf,
-    all_known,
-    cannot_pad,
-    cannot_stage,
     capacity_of,
     check_meshes,
-    find_sizes,
+    explained,
     index_in,
-    refuse_calls,
-    refuse_order,
+    reject_effects,
+    reject_ordered,
     why_grouped,
-    works_for_known,
 )
 from batchax.rows.groups import group_by_length, in_front, run_in_buckets
 from batchax.rows.index import RowIndex, moved, take_clipped
@@ -93,16 +88,13 @@ class Dealt:
 class _Elements:
     """Where the elements of rows are: packed in one array, and in an array for each device.
 
-    Of the row of each slot `lengths` says how many elements it has; each device's array has `room`
-    for so many, and the packed one `capacity`.
+    `lengths` are those of the row of each slot. Each device's array has `room` elements.
     """
 
-    def __init__(
-        self, dealt: Dealt, packed: RowIndex, capacity: int, lengths: Any, room: int
-    ) -> None:
+    def __init__(self, dealt: Dealt, packed: RowIndex, lengths: Any, room: int) -> None:
         def of_device(lengths: Any) -> tuple[Any, Any, Any]:
             index = RowIndex.of(lengths, room, packed.bound)
-            return index.starts, index.row_of(room), index.place_of(room)
+            return index.starts, index.rows, index.places
 
         starts, slots, places = jax.vmap(of_device)(jnp.asarray(lengths, np.int32))
         devices, count = dealt.row.shape
@@ -110,13 +102,13 @@ class _Elements:
         taken = jnp.minimum(slots, count - 1)
         rows = jnp.take_along_axis(dealt.row, taken, 1)
         there = jnp.asarray(packed.starts)[rows] + places
-        there = jnp.where((slots < count) & (there < capacity), there, -1)
+        there = jnp.where((slots < count) & (there < packed.capacity), there, -1)
         real = jnp.take_along_axis(jnp.asarray(dealt.real), taken, 1)
         self._there = there.reshape(-1)
         self._real = jnp.where(real, there, -1).reshape(-1)
-        row = jnp.asarray(packed.row_of(capacity))
+        row = jnp.asarray(packed.rows)
         slot = take_clipped(dealt.slot, row, 0)
-        place = slot // count * room + starts.reshape(-1)[slot] + packed.place_of(capacity)
+        place = slot // count * room + starts.reshape(-1)[slot] + packed.places
         self._back = jnp.where(row < packed.starts.shape[0], place, -1)
 
     def spread(self, x: Value) -> Any:
@@ -142,7 +134,7 @@ kept_on_devices = Memo("calls outside of jit, of rows on devices", most=64)
 
 @dataclass(frozen=True)
 class RowsOnDevices(Way):
-    """Rows dealt out to devices, each of which runs those that it has.
+    """Rows distributed over devices, each of which runs its own rows.
 
     One program serves all batches of arrays of the same size: lengths are arguments of it.
     """
@@ -172,7 +164,7 @@ class RowsOnDevices(Way):
             return replace(call, way=self.of_each)
         check_shared([], call.staged.consts)
         if self.shards.count > 1:
-            refuse_calls(call.staged)
+            reject_effects(call.staged)
         return replace(call, gives_lengths=True)
 
     def passes_constants(self, call: Call) -> bool:
@@ -192,7 +184,7 @@ class RowsOnDevices(Way):
 
 
 def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
-    """The outputs of a call, whose rows are dealt out to devices."""
+    """The outputs of a call whose rows are distributed over devices."""
     shards = way.shards
     shapes = {tuple(s.name for s in own): own for own in call.sizes_of if own}
     weights = sum(math.prod([jnp.asarray(s.index.lengths) for s in x]) for x in shapes.values())
@@ -209,7 +201,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
             packed, capacity = _packed_in(x, own), capacity_of(x)
             of_slots = math.prod([length_of[size.name] for size in own])
             room = _room(own, capacity, len(shapes) == 1, (devices, slots, call.axis.size))
-            elements = _Elements(dealt, packed, capacity, of_slots, room)
+            elements = _Elements(dealt, packed, of_slots, room)
             x = elements.spread(jnp.moveaxis(x.data, x.element_axis, 0))
         elif m.axis is not None:
             x = dealt.dealt(jnp.moveaxis(x, m.axis, 0))
@@ -274,7 +266,7 @@ def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]
     devices, slots, rows = counts
     room = own[0].capacity if len(own) == 1 else capacity
     bound = math.prod(size.bound for size in own)
-    if not alone:  # dealt out by their sum, of which one may be all
+    if not alone:  # they are distributed by their sum, and one may be all of it
         return min(slots * bound, room + bound)
     # By no more than the longest row over the mean, with a shortest row that is there twice.
     return min(slots * bound, -(-room // devices) + bound + min(bound, room // rows))
@@ -317,7 +309,7 @@ def _collected(
         clipped = [jnp.clip(n, 0, most) for n, most in zip(own, noted.bounds, strict=True)]
         packed = RowIndex.of(math.prod(clipped), capacity, bound)
         lengths = [jnp.clip(n, 0, most) for n, most in zip(lengths, noted.bounds, strict=True)]
-    data = _Elements(dealt, packed, capacity, math.prod(lengths), room).packed(x)
+    data = _Elements(dealt, packed, math.prod(lengths), room).packed(x)
     data = jnp.moveaxis(data, 0, noted.axes[0])
     return Ragged(data, own, noted.bounds, axis=noted.axes)
 
@@ -339,12 +331,12 @@ def in_rows(options: RowOptions, shards: Shards | None, chunking: Chunking | Non
 
 @dataclass(frozen=True)
 class InRows(Way):
-    """Rows in whatever way is theirs: in buckets, by length, on devices, packed or padded."""
+    """Rows run in buckets, by length, on devices, packed, or padded."""
 
     makes_calls: ClassVar[bool] = True
 
-    options: RowOptions  # what was asked for
-    shards: Shards | None = None  # the devices that rows are dealt out to, if the user said so
+    options: RowOptions  # the user's
+    shards: Shards | None = None  # the devices that rows are distributed over, with mesh=
     # How many rows run at a time where they are arrays; None for all.
     chunking: Chunking | None = None
     is_bucket: bool = False  # whether there are other rows, in other buckets
@@ -365,10 +357,10 @@ class InRows(Way):
                 "the rows of one bucket run at a time. Remove one of them. To reduce over all "
                 "rows, use out_axes=batchax.Reduce(...)."
             )
-        if buckets is not None and all_known(mapped):  # else rows are put there while they run
+        rows = RowCall.of(call)
+        if buckets is not None and rows.lengths_known:  # else rows are put there while they run
             options = replace(self.options, buckets=None)
-            each = replace(self, options=options, is_bucket=True)
-            return run_in_buckets(replace(call, way=each), buckets)
+            return run_in_buckets(rows, replace(self, options=options, is_bucket=True), buckets)
         if isinstance(buckets, Buckets):
             raise UnsupportedError(
                 "buckets: the lengths of rows are traced here, and these buckets are for known "
@@ -381,13 +373,12 @@ class InRows(Way):
                     'mesh does not support layout="grouped": rows of one length are grouped '
                     "before they are sharded over devices. Remove one of them."
                 )
-            return group_by_length(call, self.chunking)
-        lengths_known = all_known(mapped) and self.shards is None
-        outs = self._of_any_length(RowCall.of(call), lengths_known)
+            return group_by_length(rows, self.chunking)
+        outs = self._of_any_length(rows, rows.lengths_known and self.shards is None)
         if isinstance(outs, Exception):
             by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
-            parted = run_specialized(call, self.chunking, outs) if by_answer else None
-            return parted or group_by_length(call, self.chunking, why_grouped(outs))
+            parted = run_specialized(rows, self.chunking, outs) if by_answer else None
+            return parted or group_by_length(rows, self.chunking, why_grouped(outs))
         return outs
 
     def _of_any_length(self, call: RowCall, lengths_known: bool) -> Outputs | Exception:
@@ -400,48 +391,34 @@ class InRows(Way):
         except Exception as error:
             # The function may need sizes as numbers, for an `if n > 5`: rows of one length have
             # these. If it is wrong, it fails again.
-            if lengths_known:
-                return error
-            works = lambda: works_for_known(call.staged_for, call.sizes)
-            return self._specialized(
-                call, functools.partial(cannot_stage, error, call.sizes, works)
-            )
+            return self._failed(call, error, lengths_known)
         if self.is_bucket:
-            refuse_order(call.staged)
+            reject_ordered(call.staged)
         way: Way = AnyLength(self.options, self.chunking, self.is_bucket)
         if self.shards is not None:
             way = RowsOnDevices(self.shards, way, call.tells_of_mesh)
         try:
             return execute(replace(call, way=way))
-        except ASKED_FOR_NUMBERS as error:  # in a derivative rule, which is staged by now
-            if lengths_known:
-                return error
-            told = functools.partial(cannot_stage, error, call.sizes, lambda: True)
-            return self._specialized(call, told)
-        except CannotPad as error:
-            if lengths_known:
-                return error
-            on_mesh = self.shards is not None
-            return self._specialized(
-                call, functools.partial(cannot_pad, error, call.sizes, on_mesh)
-            )
+        except (ASKED_FOR_NUMBERS, CannotPad) as error:  # such as in a derivative rule
+            return self._failed(call, error, lengths_known)
 
-    def _specialized(self, call: Call, told: functools.partial[Exception]) -> Outputs:
-        """By a branch for each length, if that can be; else raises what is `told` of an error."""
+    def _failed(self, call: RowCall, error: Exception, lengths_known: bool) -> Outputs | Exception:
+        """The error for known lengths; else the outputs by a branch for each length, or raises."""
+        if lengths_known:
+            return error
         if self.shards is None and self.options.layout == Layout.AUTO:
-            outs = run_specialized(call, self.chunking, told.args[0])
+            outs = run_specialized(call, self.chunking, error)
             if outs is not None:
                 return outs
-        cause, raised = told.args[0], told()
-        sizes = find_sizes(call.mapped)[1]
-        if isinstance(raised, UnsupportedError) and not are_few(sizes):
-            several = "" if len(sizes) == 1 else ", or, of several sizes, so many together"
+        raised = explained(call, error, self.shards is not None)
+        if isinstance(raised, UnsupportedError) and not are_few(call.sizes):
+            several = "" if len(call.sizes) == 1 else ", or, of several sizes, so many together"
             raised.add_note(
                 f"Where the Ragged has a max_length of at most {MOST_LENGTHS - 1}{several}, a "
                 "program for each length is compiled instead."
             )
-        hidden = isinstance(cause, CannotPad)
-        raise raised from (None if hidden else _compat.without_hidden_frames(cause))
+        hidden = isinstance(error, CannotPad)
+        raise raised from (None if hidden else _compat.without_hidden_frames(error))
 
 
 @dataclass(frozen=True)
@@ -450,9 +427,9 @@ class AnyLength(Way):
 
     makes_calls: ClassVar[bool] = True
 
-    options: RowOptions  # what was asked for
+    options: RowOptions  # the user's
     chunking: Chunking | None  # how many padded rows run at a time; None for all
-    # Whether these are rows of a bucket, as many of which there are as was asked for.
+    # Whether these are rows of one of the buckets of the user.
     is_bucket: bool = False
 
     def run(self, call: Call) -> Outputs:

@@ -3,7 +3,7 @@
 Lengths are known, and each row is padded to the longest of its group (`groups.py`). Or they are
 traced, and rows run in *blocks*, as their bounds are the greatest length, half of it, and so on. A
 block has the same number of elements whatever its class, as twice as many rows fit where each is
-half as long. How many blocks there are at most follows from the room that packed rows have, since a
+half as long. How many blocks there are at most follows from the size of packed arrays, since a
 row fills more than half of its place, but in the last class. A chunk loop runs one block after
 another, each by the program of its class; its derivatives are chunk loops as well.
 """
@@ -32,7 +32,6 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
 )
 from batchax.execution.slices import entry_of, put_entry, put_part
-from batchax.frontend.rows import Layout
 from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
@@ -68,15 +67,15 @@ class SizeClasses:
     ) -> SizeClasses:
         """At most so many classes, for `count` rows.
 
-        Sizes have these bounds, and packed rows have that room for elements, by size. A block holds
-        so many `rows` of the longest.
+        Sizes have these bounds, and packed arrays hold so many elements (`room`), by size. A block
+        holds so many `rows` of the longest.
         """
         number = max(1, min(most, max(bounds.values()).bit_length()))
         whole = {n: _divisible(b, 1 << (number - 1)) for n, b in bounds.items()}
         halved = tuple({n: max(1, b >> k) for n, b in whole.items()} for k in range(number))
         # A row of class k that is not the last is longer, in one of its sizes, than half of the
-        # bound of its class. So those of a full block take more than half the room of `rows` rows
-        # of the greatest length.
+        # bound of its class. So those of a full block have more than half the elements of `rows`
+        # rows of the greatest length.
         longer = sum(2 * room[n] // (rows * max(b, 1)) for n, b in bounds.items())
         fewest = longer + count // (rows << (number - 1))
         blocks = min(fewest + len(bounds), count // rows) + number  # the last of each is not full
@@ -86,7 +85,7 @@ class SizeClasses:
         return Sizes(self.bounds[k], values)
 
     def widths(self, dim: Any) -> np.ndarray:
-        """The room that a row has in each class along a dimension of size `dim`."""
+        """The bound of a dimension of size `dim` in each class."""
         return np.array([self.sizes(k, {}).bound(dim) for k in range(len(self.rows))], np.int32)
 
     def elements(self, dims: Dims) -> int:
@@ -98,7 +97,7 @@ _MOST_ADDED = 1 / 16  # of a bound
 
 
 def _divisible(bound: int, by: int) -> int:
-    """A bound that halves come out even of, if one is near.
+    """A bound that can be halved without a remainder, if one is near.
 
     Rows of each class then fill a block to its end, and nothing is cut off or added, which would
     be a function to compile for each array and class.
@@ -110,7 +109,7 @@ def _divisible(bound: int, by: int) -> int:
 _MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
 _MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
 _MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
-_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, beside which to begin a block weighs little
+_WORTH_ON_CPU = 100_000.0  # nanoseconds of work, compared with which the start of a block is cheap
 _WORTH = 50_000_000.0  # the same where many rows run at a time
 _RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
 _LEAST_BLOCKS = 16  # that rows of one length should make
@@ -121,7 +120,7 @@ def find_classes(
 ) -> SizeClasses:
     differs = differing_values(program, batched)
     steps = (s for s in program.steps if any(differs[i] for i in s.outputs))
-    work = sum(costs.of(step, Layout.PADDED, differs) for step in steps) / costs.rows
+    work = sum(costs.of(step, packed=False, differs=differs) for step in steps) / costs.rows
     worth = _WORTH_ON_CPU if jax.default_backend() == "cpu" else _WORTH
     # Of the longest rows a block holds so many. The more, the less it weighs to begin a block; the
     # fewer, the less is computed in vain, as the last block of each class is seldom full.
@@ -132,10 +131,10 @@ def find_classes(
 
 
 def choose_classes(
-    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
+    program: RowProgram, packed: Sequence[bool | None], batched: Sequence[bool], costs: Costs
 ) -> SizeClasses | None:
     """The size buckets that padded steps take least time in; None for one bound for all rows."""
-    steps, time_of_each = _padded_steps(program, layouts, batched, costs)
+    steps, time_of_each = _padded_steps(program, packed, batched, costs)
     bounds = costs.padded.bounds
     time = lambda bounds: float(time_of_each(bounds).sum())
     if not steps:
@@ -174,13 +173,13 @@ _MOST_GROUPS = 8  # of rows of known lengths: what more of them gain is little
 
 def choose_groups(
     program: RowProgram,
-    layouts: Sequence[Layout | None],
+    packed: Sequence[bool | None],
     batched: Sequence[bool],
     costs: Costs,
     lengths: Mapping[str, np.ndarray],
 ) -> KnownGroups | None:
     """The groups that padded steps take least time in; None for one bound for all rows."""
-    steps, times = _padded_steps(program, layouts, batched, costs)
+    steps, times = _padded_steps(program, packed, batched, costs)
     if not steps:
         return None
     needed = np.maximum(np.stack(list(lengths.values()), 1), 1)
@@ -223,7 +222,7 @@ _SMALLER = 4  # of the greatest size, at which the time that steps take is estim
 
 
 def _filled(costs: Costs, names: Names) -> float:
-    """The share of each size that rows have at the mean, if they fill the room that there is."""
+    """The share of each size that rows have at the mean, if packed arrays are full."""
     several = math.prod(costs.padded.bounds[name] for name in names)
     room = costs.room[names] if names in costs.room else costs.packed.bounds["".join(names)]
     return (room / several / costs.rows) ** (1 / len(names))
@@ -244,15 +243,14 @@ Times = Callable[[Mapping[str, int]], np.ndarray]
 
 
 def _padded_steps(
-    program: RowProgram, layouts: Sequence[Layout | None], batched: Sequence[bool], costs: Costs
+    program: RowProgram, packed: Sequence[bool | None], batched: Sequence[bool], costs: Costs
 ) -> tuple[list[RowStep], Times]:
-    pairs = zip(program.steps, layouts, strict=True)
-    steps = [step for step, layout in pairs if layout == Layout.PADDED]
+    steps = [step for step, p in zip(program.steps, packed, strict=True) if p is False]
     differs = differing_values(program, batched)
 
     def times(bounds: Mapping[str, int]) -> np.ndarray:
         each = replace(costs, padded=Sizes(bounds, {}))
-        of_steps = [each.of(step, Layout.PADDED, differs) for step in steps]
+        of_steps = [each.of(step, packed=False, differs=differs) for step in steps]
         return np.array(of_steps) / costs.rows + 1e-3
 
     return steps, times
@@ -262,7 +260,7 @@ def obstacle(axis: Axis, program: ClosedJaxpr, in_chunks: bool) -> str | None:
     """Why a program cannot run in blocks of rows that are in no order; None if it can."""
     jaxpr = program.jaxpr
     if in_chunks:
-        return "batch_size was given, too, and rows run in blocks of their own"
+        return "batch_size splits rows into chunks, and buckets split them into blocks"
     if axis.mesh_axis is not None or axis.spmd_name is not None:
         return "rows are spread over a mesh"
     if _compat.calls_back(program.effects):
@@ -291,7 +289,7 @@ def run_in_classes(
 
     `classes` are those that rows may be in.
     """
-    lengths = {name: jnp.asarray(each.index.lengths) for name, each in rows.segments.items()}
+    lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
     given = [*(Packed(x, (), 0) for x in lengths.values()), *arguments]
     whole = [ragged_axis(x.shape) is None and x.axis is None for x in given]
     move = _Moving(rows, classes)
@@ -385,7 +383,7 @@ def _rows_of_block(classes: SizeClasses, k: int, x: Value, shape: Sequence[Any])
 
 
 def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
-    """The reverse of `_rows_of_block`, with as much room as a block of any class needs."""
+    """The reverse of `_rows_of_block`, with the size of the largest block of any class."""
     at = ragged_axes(shape)
     x, _ = _collapsed(x, at)
     size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
@@ -413,13 +411,13 @@ class _Moving:
 
     def __init__(self, rows: PackedRows, classes: SizeClasses) -> None:
         self.rows, self.classes = rows, classes
-        self.lengths = {name: each.index.lengths for name, each in rows.segments.items()}
+        self.lengths = {name: each.lengths for name, each in rows.index.items()}
         limits = tuple(tuple(each[name] for name in self.lengths) for each in classes.bounds)
         how = {"limits": limits, "rows": classes.rows, "blocks": classes.blocks}
         own = list(self.lengths.values())
         self.blocks = RowsOfBlocks(*find_positions("blocks", own, **how))
         self._slots = self.blocks.slots(classes.rows[-1])
-        self._bounds = Sizes({name: each.index.bound for name, each in rows.segments.items()}, {})
+        self._bounds = Sizes(rows.bounds, {})
         self._of_elements: dict[Any, PlacesOfElements] = {}
 
     def into_blocks(self, given: Packed) -> Any:
@@ -460,8 +458,8 @@ class _Moving:
         if key in self._of_elements:
             return self._of_elements[key]
         if bounds is None:
-            segments = self.rows.along(tuple(map(str, dims)))
-            index, row_of, places = segments.index, segments.rows, [segments.places]
+            index = self.rows.along(tuple(map(str, dims)))
+            row_of, places = index.rows, [index.places]
             starts = index.starts[:: math.prod(index.before)]
             for bound in reversed(index.before):
                 places.insert(0, row_of % np.int32(bound))
@@ -553,7 +551,7 @@ def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> l
     of_class = ints((kind[:, None] == classes[None]).sum(0))
     first, order = sums(of_class) - of_class, in_order(kind)
     rank = in_order(order) - first[kind]
-    # A row opens a block if those before it in its class fill theirs.
+    # A row opens a block if the rows before it in its class fill the last one.
     room = numpy.take(capacity, kind)
     opens = rank % room == 0
     opener = order[first[kind] + rank // room * room]
@@ -608,9 +606,9 @@ def _elements(numpy: Any, *operands: Any, widths: Any, room: Any, size: int) -> 
     """As `PlacesOfElements` has them.
 
     Operands are those of `RowsOfBlocks`, where each row begins, and the row of each element; then
-    for each axis the sizes of rows, and for each axis the places of elements. `widths` are the room
-    of a row in each class along each axis, and `room` that outside of blocks; None where it has its
-    own size. A block has room for `size` elements.
+    for each axis the sizes of rows, and for each axis the places of elements. `widths` are the size
+    of a padded row in each class along each axis, and `room` that outside of blocks; None if rows
+    are packed. A block holds `size` elements.
     """
     rows, axes = RowsOfBlocks(*operands[:6]), len(widths)
     starts, row_of, *rest = operands[6:]

@@ -221,7 +221,7 @@ def _in_params(params: Any) -> bool:
 
 _JAX = frozenset({"jax", "jaxlib", "batchax"})
 
-# What they do they do on behalf of whoever calls them, be that the user or JAX.
+# They act for their caller, the user or JAX.
 _TOOLS = frozenset({"numpy", "scipy", "opt_einsum", *sys.stdlib_module_names})
 
 
@@ -282,7 +282,7 @@ def _line(frame: FrameType, line: int) -> str:
     return f"{frame.f_code.co_filename}:{line} ({frame.f_code.co_name})"
 
 
-_MOST_COMPARED = 1 << 20  # of lengths that a question is asked for; arrays hold them all
+_MOST_COMPARED = 1 << 20  # lengths for which a comparison is evaluated; arrays hold them all
 
 
 @dataclass(frozen=True)
@@ -356,14 +356,14 @@ def asked_for_number(error: Exception) -> bool:
 
 
 def question_of(error: Exception) -> str:
-    """What was asked, if `error` is that a size does not say; else what that says."""
+    """The question that `error` reports, or else its first line."""
     if isinstance(error, UndecidedSizeError):
         return error.question
     told = str(error)
     if _NO_NUMBER.search(told):
         return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
     if _NO_EQUAL_PARTS in told:
-        return "`jnp.split` into parts takes a multiple of how many they are; use `jnp.array_split`"
+        return "`jnp.split` takes a multiple of the number of parts; slice the row instead"
     hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
     return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
 
@@ -413,7 +413,7 @@ class SizeOfRow(_compat.RowDimension):
         return _answer(frame, operator.ne, self, 0, f"bool({self})") if is_users(frame) else True
 
     def __hash__(self) -> int:
-        # Whoever asks may look for a number, of which nothing is said here.
+        # A size is equal to a number in some rows, and must then have its hash.
         frame = sys._getframe(1)
         if is_users(frame):
             raise HashedSizeError(line_around(frame), self)
@@ -447,8 +447,8 @@ class SizeOfRow(_compat.RowDimension):
         return answer
 
 
-# JAX takes a size by a name of its own to be positive, and so it is told of ``n - 1``, too: the
-# normalization of indices asks. Of no elements the row alone raises, or there is no result.
+# JAX takes a size with a name to be positive. Here ``n - 1`` is positive, too, for the
+# normalization of indices. For no elements the row alone raises, or has no result.
 _ARE_THERE_ANY = {
     (operator.ge, 1): True,
     (operator.gt, 0): True,

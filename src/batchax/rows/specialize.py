@@ -25,7 +25,6 @@ from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
-from batchax.frontend.rows import Layout
 from batchax.jaxprs.words import Aval, ClosedJaxpr
 from batchax.kernel import recording
 from batchax.kernel.named_axes import any_uses_axis
@@ -35,21 +34,13 @@ from batchax.rows.call import (
     RowCall,
     RowSize,
     SizesOf,
-    all_known,
     as_ragged,
-    find_sizes,
     index_in,
-    refuse_order,
+    reject_ordered,
     why_grouped,
 )
 from batchax.rows.dynamic_sizes import with_lengths
-from batchax.rows.groups import (
-    check_constants,
-    execute_as_arrays,
-    kinds,
-    place_for_lengths,
-    stage_at,
-)
+from batchax.rows.groups import check_constants, execute_as_arrays, kinds, place_for_lengths
 from batchax.rows.index import pad_rows
 from batchax.rows.layouts import flatten
 from batchax.rows.padded import Row, run_padded
@@ -65,14 +56,13 @@ def are_few(sizes: Sequence[RowSize]) -> bool:
     return programs <= MOST_LENGTHS and not any(size.of_lanes for size in sizes)
 
 
-def padded_arguments(
-    mapped: Sequence[Mapped], sizes_of: Sequence[SizesOf], sizes: Sequence[RowSize]
-) -> list[Mapped]:
+def _padded_arguments(call: RowCall) -> list[Mapped]:
     """The lengths of rows, for each size, and the arguments, each row padded to the longest."""
     arguments = [
-        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0) for size in sizes
+        Mapped(f"the lengths {size.name}", jnp.asarray(size.index.lengths), 0)
+        for size in call.sizes
     ]
-    for m, own in zip(mapped, sizes_of, strict=True):
+    for m, own in call.arguments:
         if own:
             padded = pad_rows(m.value.data, index_in(m.value, own), m.value.axis)
             m = Mapped(m.path, padded, 0)
@@ -83,7 +73,7 @@ def padded_arguments(
 def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any], FlatOutputs]:
     if recording.is_on():
         steps = flatten(call.staged).steps
-        recording.fact("region", layout=Layout.PADDED, steps=steps, rows=call.noted)
+        recording.fact("region", layout="padded", steps=steps, rows=call.noted)
     recording.found_program(call.axis, call.staged, call.mapped)
     staged, bounds = call.staged, call.bounds
 
@@ -92,8 +82,8 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
         rows = _run_padded_row(sizes, staged, call.sizes_of, values[len(bounds) :])
         return with_lengths(sizes, rows, call.outputs, list, call)
 
-    arguments = padded_arguments(call.mapped, call.sizes_of, call.sizes)
-    outs, outputs = execute_as_arrays(Call(call.axis, padded_row, arguments), chunking)
+    rows = Call(call.axis, padded_row, _padded_arguments(call))
+    outs, outputs = execute_as_arrays(rows, chunking)
     return outputs.rebuild(outs), call.outputs
 
 
@@ -106,7 +96,7 @@ def _run_padded_row(
     return run_padded(sizes, program.jaxpr, program.consts, rows)
 
 
-def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> Outputs | None:
+def run_specialized(call: RowCall, chunking: Chunking | None, error: Exception) -> Outputs | None:
     """The outputs of a function of one row, by a branch for each part of the lengths.
 
     In a part all lengths have one answer to what the function asks, or there is one length. Rows of
@@ -116,14 +106,14 @@ def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> 
     Returns:
       None where lengths are known, and few, or needed as numbers: then rows run by length. Or where
       lengths are many, or the function uses the name of the axis, or returns what differs in kind
-      with the length; or it is asked that all rows share an output, which is not known of all.
+      with the length; or ``out_axes=None`` requires an output that all lengths share.
     """
-    sizes = find_sizes(call.mapped)[1]
+    sizes = call.sizes
     if not all(size.bound for size in sizes):
         return None
     lengths, why = AllLengths(sizes), why_grouped(error)
     by_answer = len(sizes) == 1 and not sizes[0].of_lanes
-    if all_known(call.mapped):
+    if call.lengths_known:
         own = np.unique(np.asarray(sizes[0].lengths))
         if not by_answer or len(own) <= MOST_KNOWN:
             return None
@@ -143,7 +133,7 @@ def run_specialized(call: Call, chunking: Chunking | None, error: Exception) -> 
 
 
 def _switched(
-    call: Call, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part], why: str
+    call: RowCall, chunking: Chunking | None, lengths: AllLengths, parts: Sequence[_Part], why: str
 ) -> Outputs | None:
     """The outputs of a call by a branch for each part of the lengths; see `run_specialized`."""
     axis, longest = call.axis, parts[-1].staged
@@ -161,9 +151,9 @@ def _switched(
     if not each and any(output.spec is None for output in outputs.described):
         return None  # whether all rows have one result is not known for all lengths
     for program in programs:
-        refuse_order(program)
+        reject_ordered(program)
     check_constants([outputs for _, outputs in staged])
-    sizes_of, sizes = find_sizes(call.mapped)
+    sizes = call.sizes
     avals = {k: own for part in parts for k, own in part.avals().items()}
     of_groups = [lengths.of(int(part.numbers[-1])) for part in parts if part.staged is not None]
     recording.fact("groups", lengths=of_groups, rows=[sizes[0].rows], why=why, branches=True)
@@ -173,7 +163,7 @@ def _switched(
         place_for_lengths(axis, output, result.shape, alike)
         for output, result, alike in zip(outputs.described, results, same, strict=True)
     ]
-    branches = [_branch(part.run(sizes_of, call.mapped, lengths), results) for part in parts]
+    branches = [_branch(part.run(call, lengths), results) for part in parts]
     which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.numbers) for p in parts])
 
     def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
@@ -182,9 +172,8 @@ def _switched(
         branch = place if each else jnp.asarray(which)[place]
         return lax.switch(branch, branches, own, arrays), replace(outputs, described=placed)
 
-    arguments = padded_arguments(call.mapped, sizes_of, sizes)
     with _compat.named_scope(axis.name, axis.size):
-        rows = Call(replace(axis, name=None), padded_row, arguments)
+        rows = Call(replace(axis, name=None), padded_row, _padded_arguments(call))
         outs, _ = execute_as_arrays(rows, chunking)
     return [
         result.packed(x)
@@ -195,7 +184,7 @@ def _switched(
 
 
 Run = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
-"""The results for a row of the lengths, and arrays with room for the longest, that it is given."""
+"""The results for a row, from its lengths and from arrays padded to the longest row."""
 
 
 class AllLengths:
@@ -243,7 +232,7 @@ class _Result:
 
     def __init__(self, lengths: AllLengths, taken: list[int], avals: Sequence[Aval]) -> None:
         shapes = [getattr(aval, "shape", ()) for aval in avals]
-        # The shape of an array that has room for that of each row.
+        # The shape of an array that can hold the result of any row.
         self.bounds = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
         self.dtype, self._lengths = jnp.result_type(avals[-1]), lengths
         self._tables: dict[str, np.ndarray] = {}  # what sizes come to, by number of the lengths
@@ -252,7 +241,7 @@ class _Result:
         )
 
     def _dim(self, axis: int, own: Sequence[int], taken: list[int]) -> Any:
-        """What a result has along an axis: a number, a size of the rows, or a size of its own."""
+        """The size of a result along an axis: a number, a size of the rows, or another size."""
         if len(set(own)) == 1:
             return own[0]
         for size, along in zip(self._lengths.sizes, self._lengths.along, strict=True):
@@ -264,7 +253,7 @@ class _Result:
         return dim
 
     def padded(self, x: Any) -> Any:
-        """The result of one row as part of an array with room for that of each."""
+        """The result of one row, padded to the largest result."""
         room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
             words = jax.random.key_data(x)
@@ -310,8 +299,8 @@ class _Part:
     numbers: np.ndarray  # those of the lengths, in order (`AllLengths`)
     # The function of one such row, and what describes its outputs; None if it takes none.
     staged: tuple[ClosedJaxpr, FlatOutputs] | None = None
-    # For one length that function; for several, one of the length and of arrays with room for
-    # the longest.
+    # For one length that function; for several, one of the length and of arrays padded to the
+    # longest.
     program: ClosedJaxpr | None = None
 
     def without_nothing(self, lengths: AllLengths, longest: ClosedJaxpr) -> _Part:
@@ -329,9 +318,7 @@ class _Part:
             return {int(self.numbers[0]): of_row}
         return {int(n): [_at_length(aval, n) for aval in of_row] for n in self.numbers}
 
-    def run(
-        self, sizes_of: Sequence[SizesOf], mapped: Sequence[Mapped], lengths: AllLengths
-    ) -> Run | None:
+    def run(self, call: RowCall, lengths: AllLengths) -> Run | None:
         """The branch of these rows; None if the function does not take them."""
         program, most = self.program, lengths.named(int(self.numbers[-1]))
         if self.staged is None or program is None:
@@ -339,7 +326,7 @@ class _Part:
 
         def run(own: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
             cropped = []
-            for x, sizes, m in zip(arrays, sizes_of, mapped, strict=True):
+            for x, (m, sizes) in zip(arrays, call.arguments, strict=True):
                 for axis, size in zip(m.value.axes, sizes, strict=True) if sizes else ():
                     x = lax.slice_in_dim(x, 0, most[size.name], axis=axis)
                 cropped.append(x)
@@ -359,7 +346,7 @@ def _at_length(aval: Any, length: Any) -> Any:
     return jax.ShapeDtypeStruct(dims, aval.dtype)
 
 
-def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
+def _parts_by_answer(call: RowCall, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
     """Parts of the lengths, in each of which all questions of the function have one answer."""
     asked = asked_by(error)
     answers = None if asked is None else asked.answers()
@@ -368,7 +355,7 @@ def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[
     runs = np.split(lengths, np.flatnonzero(answers[1:] != answers[:-1]) + 1)
     if len(runs) == 1 or len(runs) > MOST_PARTS:
         return None
-    every = AllLengths(find_sizes(call.mapped)[1])
+    every = AllLengths(call.sizes)
     parts: list[_Part] = []
     for run in runs:
         own = _single_parts(call, every, run) if len(run) <= 2 else _parts_of_many(call, run)
@@ -378,19 +365,18 @@ def _parts_by_answer(call: Call, lengths: np.ndarray, error: Exception) -> list[
     return parts
 
 
-def _parts_of_many(call: Call, lengths: np.ndarray) -> list[_Part] | None:
+def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | None:
     """One part for all of the lengths, or as many as it takes."""
-    sizes_of, sizes = find_sizes(call.mapped, lengths)
-    (size,) = sizes
+    part = RowCall.of(call, lengths)
+    (size,), bounds = part.sizes, part.bounds
     try:
-        staged, outputs = stage_at(call, sizes_of, sizes, (size.symbol,))
+        staged, outputs = part.staged_at((size.symbol,))
         if find_found(staged):
             return None
-        bounds = {size.name: size.bound}
 
         def padded(length: Any, *arrays: Any) -> list[Any]:
             sizes = Sizes(bounds, {size.name: length})
-            return [row.value for row in _run_padded_row(sizes, staged, sizes_of, arrays)]
+            return [row.value for row in _run_padded_row(sizes, staged, part.sizes_of, arrays)]
 
         room = Sizes(bounds, {})
         avals = [v.aval.update(shape=room.bounds_of(v.aval.shape)) for v in staged.jaxpr.invars]
@@ -400,14 +386,13 @@ def _parts_of_many(call: Call, lengths: np.ndarray) -> list[_Part] | None:
     return [_Part(lengths, (staged, outputs), program)]
 
 
-def _single_parts(call: Call, lengths: AllLengths, numbers: Iterable[Any]) -> list[_Part]:
+def _single_parts(call: RowCall, lengths: AllLengths, numbers: Iterable[Any]) -> list[_Part]:
     """A part for each of some lengths."""
-    sizes_of, sizes = find_sizes(call.mapped)
     parts = []
     for number in numbers:
         part = _Part(np.array([number]))
         try:
-            staged = stage_at(call, sizes_of, sizes, lengths.of(int(number)))
+            staged = call.staged_at(lengths.of(int(number)))
             part = replace(part, staged=staged, program=staged[0])
         except Exception:  # maybe no row has this length, and so the function need not take it
             pass

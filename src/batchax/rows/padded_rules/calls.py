@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ class SizedCall:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[Self, list[Any]]:
+    def of(cls, op: Operation, rows: Sequence[Row]) -> tuple[SizedCall, list[Any]]:
         """For an equation and its operands, and the values of those: rules may outlive them."""
         sizes, operands = op.sizes, Moving(rows)
         values = [*sizes.values.values(), *operands.values]
@@ -104,6 +104,44 @@ class SizedCall:
         count = len(self.names)
         sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
         return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
+
+    def for_each(self, values: Sequence[Value], other: Any) -> list[Any]:
+        """From one entry for each value of the call to one for each operand, else `other`."""
+        given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
+        return [given.get(i, other) for i in range(len(self.operands.rows))]
+
+    def for_values(self, given: Sequence[Value], other: Any) -> list[Any]:
+        """From one entry for each operand of the equation to one for each value of the call."""
+        return [other] * len(self.names) + [given[i] for i in self.operands.places]
+
+    def run(self, body: Any, *values: Any) -> list[Any]:
+        op, rows = self.opened(values)
+        return arrays(run_inside(op.sizes, body, rows), body.out_avals)
+
+    def zeros(self, values: Sequence[Value], types: Sequence[Aval], symbolic: bool) -> list[Any]:
+        """Derivatives in which those that are zero, or None, have the form that the rule wants.
+
+        That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
+        """
+        return [
+            x
+            if x is not None and not isinstance(x, SymbolicZero)
+            else SymbolicZero(aval)
+            if symbolic
+            else np.zeros(self.op.sizes.bounds_of(aval.shape), aval.dtype)
+            for x, aval in zip(values, types, strict=True)
+        ]
+
+    def constants(self, consts: Iterable[Value]) -> list[Row]:
+        """What a rule closes over, which is to be no part of the row."""
+        for x in consts:
+            if isinstance(x, Tracer) and not _compat.is_live(x):
+                raise self.op.reject(
+                    "its derivative rule closes over a value that the function of the row "
+                    f"computes, of shape {jax.typeof(x).str_short()}. Pass the value as an "
+                    "argument of the function that has the rule."
+                )
+        return [Row(x, jax.typeof(x).shape) for x in consts]
 
 
 def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
@@ -194,7 +232,7 @@ def _cond(op: Operation, index: Row, *rows: Row, branches: Any, **params: Any) -
 def _scan(
     op: Operation, *rows: Row, jaxpr: Jaxpr, length: Any, reverse: bool, unroll: int, **params: Any
 ) -> list[Any]:
-    """The carry after the last step, and what steps give out, as many as the row takes."""
+    """The carry after the last step of the row, and the outputs of its steps."""
     n_consts, n_carry = _compat.scan_counts(params)
     consts, carry, xs = rows[:n_consts], rows[n_consts:][:n_carry], rows[n_consts + n_carry :]
     body = _compat.close(jaxpr)
@@ -204,7 +242,7 @@ def _scan(
     steps, sizes, size = op.sizes.bound(length), op.sizes, None
     again: _Harmless | None = None
     if not op.sizes.is_exact(length):
-        _refuse_effects(op, body, length)
+        _reject_effects(op, body, length)
         size = op.sizes.size(length)
         first = _compat.varying_alike(first, like=[size])  # in a shard_map, of other rows elsewhere
         danger = hazards(body.jaxpr)
@@ -308,15 +346,15 @@ def _without_derivative(x: Value) -> Any:
     return safe_lanes(np.zeros((), bool), x, 0, "keep") if is_inexact(x) else x
 
 
-def _refuse_effects(op: Operation, body: Any, length: Any) -> None:
+def _reject_effects(op: Operation, body: Any, length: Any) -> None:
     if hazards(body.jaxpr).collective:
-        raise op.refuse(
+        raise op.reject(
             f"it takes {length} steps, as many as the row has, with a collective in each: rows "
-            "that have ended would have nothing to give. Put the collective outside the loop."
+            "that have ended take no part in it. Put the collective outside the loop."
         )
     written = any(hasattr(aval, "inner_aval") for aval in body.in_avals)
     if written or _compat.calls_back(body.effects):
-        raise op.refuse(
+        raise op.reject(
             f"it takes {length} steps, as many as the row has, with an effect in each (a print, "
             "a callback, a write to a reference), which would come also from rows that have "
             "ended. Return values instead, or put the effect outside the loop."
@@ -376,48 +414,6 @@ For a function whose rule asks whether a size is 1: JAX says no for any symbolic
 """
 
 
-class _Call(SizedCall):
-    """A call of a function that has derivative rules."""
-
-    def for_each(self, values: Sequence[Value], other: Any) -> list[Any]:
-        """From one entry for each value of the call to one for each operand, else `other`."""
-        given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
-        return [given.get(i, other) for i in range(len(self.operands.rows))]
-
-    def for_values(self, given: Sequence[Value], other: Any) -> list[Any]:
-        """From one entry for each operand of the equation to one for each value of the call."""
-        return [other] * len(self.names) + [given[i] for i in self.operands.places]
-
-    def run(self, body: Any, *values: Any) -> list[Any]:
-        op, rows = self.opened(values)
-        return arrays(run_inside(op.sizes, body, rows), body.out_avals)
-
-    def zeros(self, values: Sequence[Value], types: Sequence[Aval], symbolic: bool) -> list[Any]:
-        """Derivatives in which those that are zero, or None, have the form that the rule wants.
-
-        That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
-        """
-        return [
-            x
-            if x is not None and not isinstance(x, SymbolicZero)
-            else SymbolicZero(aval)
-            if symbolic
-            else np.zeros(self.op.sizes.bounds_of(aval.shape), aval.dtype)
-            for x, aval in zip(values, types, strict=True)
-        ]
-
-    def constants(self, consts: Iterable[Value]) -> list[Row]:
-        """What a rule closes over, which is to be no part of the row."""
-        for x in consts:
-            if isinstance(x, Tracer) and not _compat.is_live(x):
-                raise self.op.refuse(
-                    "its derivative rule closes over a value that the function of the row "
-                    f"computes, of shape {jax.typeof(x).str_short()}. Pass the value as an "
-                    "argument of the function that has the rule."
-                )
-        return [Row(x, jax.typeof(x).shape) for x in consts]
-
-
 def staged_jvp_rule(eqn: Eqn) -> ClosedJaxpr:
     """The derivative rule of a ``custom_jvp``, where every operand has a tangent."""
     count = len(eqn.invars) - eqn.params["num_consts"]
@@ -440,7 +436,7 @@ def _custom_jvp(
     outs = None if own is None else own(op, *rows)
     if outs is not None:
         return outs
-    call, values = _Call.of(op, rows)
+    call, values = SizedCall.of(op, rows)
     op = call.op
 
     @jax.custom_jvp
@@ -480,7 +476,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
     body = expanded(_prim, [v.aval for v in op.eqn.invars])
     if not any(map(is_inexact, body.out_avals)):
         return run_padded(op.sizes, body.jaxpr, body.consts, rows)
-    call, values = _Call.of(op, rows)
+    call, values = SizedCall.of(op, rows)
     op = call.op
 
     @jax.custom_jvp
@@ -496,7 +492,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
         try:
             ahead, back = _staged_derivatives(op.eqn, moving)
         except NotImplementedError as error:
-            raise op.refuse(f"it has no derivative for rows of any length: {error}.") from error
+            raise op.reject(f"it has no derivative for rows of any length: {error}.") from error
 
         def linear(program: ClosedJaxpr) -> Any:
             def run(values: Sequence[Value], given: Sequence[Value]) -> list[Any]:
@@ -563,7 +559,7 @@ def _custom_vjp(
     **params: Any,
 ) -> Any:
     body = _compat.close(call_jaxpr)
-    call, values = _Call.of(op, rows)
+    call, values = SizedCall.of(op, rows)
     op = call.op
     _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
 

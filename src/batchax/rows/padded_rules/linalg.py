@@ -1,7 +1,7 @@
-"""Linear algebra: a matrix with padding is the row's own beside an identity or a diagonal.
+"""Linear algebra: a padded matrix has two blocks, the row's own and an identity or a diagonal.
 
-Factors of a matrix beside an identity are those of the row's own beside an identity, and solutions
-those of the row's own beside zeros. For eigenvalues and singular values the numbers on the diagonal
+Factors of such a matrix have the row's own factors and an identity as blocks, and solutions have
+the row's own and zeros. For eigenvalues and singular values the numbers on the diagonal
 are above all that the matrix has, and no two are equal. So eigenvalues in ascending order have
 those of the row in front, singular values in descending order have them behind as many as there are
 on the diagonal, no vector mixes the two, and derivatives, which divide by differences, are finite.
@@ -56,7 +56,7 @@ def _own_matrices(op: Operation, x: Row) -> Any:
 
 def _check_square(op: Operation, x: Row) -> None:
     if x.shape[-1] != x.shape[-2]:
-        raise op.refuse(
+        raise op.reject(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and for one that is ragged "
             "and not square padding is not exact."
         )
@@ -68,7 +68,7 @@ def _of_one_size(op: Operation, *rows: Row, **params: Any) -> Any:
     harmless = []
     for x, rank in zip(rows, RANKS[op.eqn.primitive.name], strict=True):
         if _has_ragged_core(x, rank):
-            raise op.refuse(
+            raise op.reject(
                 f"its matrix has the shape ({', '.join(map(str, x.shape[-2:]))}), and what it "
                 "computes depends on all of that, in an order that padding would disturb."
             )
@@ -188,7 +188,7 @@ def _eigh(op: Operation, x: Row, *, subset_by_index: Any, **params: Any) -> Any:
         return _of_one_size(op, x)
     _check_square(op, x)
     if subset_by_index is not None:
-        raise op.refuse("it computes some of the eigenvalues. Compute all, and slice them.")
+        raise op.reject("it computes some of the eigenvalues. Compute all, and slice them.")
     return _outputs(op, op.bind(_beside_large(op, x)[0], sort_eigenvalues=True))
 
 
@@ -205,9 +205,9 @@ def _svd(
     if not _has_ragged_core(x, 2):
         return _of_one_size(op, x)
     if subset_by_index is not None:
-        raise op.refuse("it computes some of the singular values. Compute all, and slice them.")
+        raise op.reject("it computes some of the singular values. Compute all, and slice them.")
     if compute_uv and full_matrices and x.shape[-1] != x.shape[-2]:
-        raise op.refuse(
+        raise op.reject(
             f"its matrix has the shape ({x.shape[-2]}, {x.shape[-1]}), and full_matrices asks for "
             "vectors besides those of its singular values, which are any that are orthogonal. "
             "Pass full_matrices=False."

@@ -88,7 +88,7 @@ def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> A
         return op.bind(*(row.value for row in rows))
     neutral = facts_of(op.eqn.primitive).neutral
     if neutral is None:
-        raise op.refuse(
+        raise op.reject(
             "what could be in the padding of a row without changing its result is not known. "
             "Say it where the primitive is registered: batchax.reducing(primitive, neutral=...)."
         )
@@ -117,7 +117,7 @@ def _reduce_window(
 ) -> Any:
     for dim, count in zip(window_dimensions, op.out_shape, strict=True):
         if is_symbolic(dim) and (is_symbolic(count) or count != 1):
-            raise op.refuse(
+            raise op.reject(
                 f"its windows have {dim} elements, which differs from row to row. Pass them a "
                 "fixed size."
             )
@@ -158,7 +158,7 @@ def _conv(
     dimension_numbers: Any,
     **params: Any,
 ) -> Any:
-    _refuse_ragged_groups(op, x.shape, kernel.shape, dimension_numbers, params)
+    _reject_ragged_groups(op, x.shape, kernel.shape, dimension_numbers, params)
     # Zero in all padding, as for products of matrices: derivatives are convolutions, too.
     lhs, rhs = jnp.asarray(op.filled(x, 0)), jnp.asarray(op.filled(kernel, 0))
     spatial, kernel_dims = dimension_numbers.lhs_spec[2:], dimension_numbers.rhs_spec[2:]
@@ -186,10 +186,10 @@ def _conv(
     return op.cut(out, op.out_shape)
 
 
-def _refuse_ragged_groups(
+def _reject_ragged_groups(
     op: Operation, x: Sequence[Any], kernel: Sequence[Any], dimension_numbers: Any, params: Any
 ) -> None:
-    """Refuses groups of channels or of a batch whose size differs from row to row.
+    """Raises for groups of channels or of a batch whose size differs from row to row.
 
     In padded arrays each group would begin elsewhere.
     """
@@ -200,7 +200,7 @@ def _refuse_ragged_groups(
         if not is_symbolic(count) and count == 1:
             continue
         if not all(map(op.sizes.is_exact, (size, outputs, count))):
-            raise op.refuse(
+            raise op.reject(
                 f"{name}={count} makes groups of {size}, and how many of these are in one "
                 "differs from row to row. Convolve each group by itself."
             )
@@ -255,7 +255,7 @@ def _by_chirp(op: Operation, x: Any, size: Any, room: int, sign: int) -> Any:
     """The sums of ``x[j] * exp(sign * 2 pi i * j * k / size)`` over j, for each k below `room`."""
     most = max(x.shape[-1], room)
     if most >= _MOST:
-        raise op.refuse(
+        raise op.reject(
             f"it transforms an axis of up to {most} elements, whose size differs from row to row; "
             f"it may be {_MOST - 1} at most."
         )
@@ -288,7 +288,7 @@ def _convenient(least: int) -> int:
 
 @padded_rule("random_bits", "random_split")
 def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
-    _refuse_other_generators(op, keys)
+    _reject_other_generators(op, keys)
     if not _padded_behind(op, shape):
         return op.bind(keys.value)
     count = functools.reduce(operator.mul, shape, 1)
@@ -302,9 +302,9 @@ def _drawn(op: Operation, keys: Row, *, shape: Any, **params: Any) -> Any:
 
 @padded_rule("random_gamma")
 def _gamma(op: Operation, keys: Row, a: Row, **params: Any) -> Any:
-    _refuse_other_generators(op, keys)
+    _reject_other_generators(op, keys)
     if _padded_behind(op, a.shape[len(keys.shape) :]):
-        raise op.refuse(
+        raise op.reject(
             f"it draws an array of shape ({', '.join(map(str, a.shape))}), ragged behind the first "
             "axis. Draw an array whose first axis is the ragged one, and transpose it."
         )
@@ -316,15 +316,15 @@ def _padded_behind(op: Operation, shape: Sequence[Any]) -> bool:
     return any(axis > 0 for axis in op.sizes.padded_axes(shape))
 
 
-def _refuse_other_generators(op: Operation, keys: Row) -> None:
+def _reject_other_generators(op: Operation, keys: Row) -> None:
     name = str(jax.random.key_impl(keys.value))
     if name != "threefry2x32":
-        raise op.refuse(
+        raise op.reject(
             f"with keys of the implementation {name} what a row draws depends on how much it "
             "draws. Use keys of 'threefry2x32', the default of jax.random.key."
         )
     if not getattr(jax.config, "jax_threefry_partitionable", True):
-        raise op.refuse(
+        raise op.reject(
             "with jax_threefry_partitionable switched off what a row draws depends on how much it "
             "draws. Switch it on, as it is by default."
         )
@@ -332,7 +332,7 @@ def _refuse_other_generators(op: Operation, keys: Row) -> None:
 
 @padded_rule("pure_callback", "io_callback", "debug_callback", "debug_print", "ffi_call")
 def _callback(op: Operation, *rows: Row, **params: Any) -> Any:
-    raise op.refuse(
+    raise op.reject(
         "what it hands to Python would be a row with padding. Hand over values whose shape is the "
         "same for all rows, such as a sum, or call it on the Ragged outside vmap."
     )
@@ -343,7 +343,7 @@ def _callback(op: Operation, *rows: Row, **params: Any) -> Any:
     psum_invariant psum_scatter ragged_all_to_all reduce_scatter""".split()
 )
 def _collective(op: Operation, *rows: Row, **params: Any) -> Any:
-    raise op.refuse(
+    raise op.reject(
         "rows of different lengths cannot be added up or exchanged. Reduce over the row first, so "
         "that each row gives a value of the same shape."
     )

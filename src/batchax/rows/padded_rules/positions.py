@@ -271,7 +271,7 @@ def _stack(op: Operation, *rows: Row, **params: Any) -> Row:
 @padded_rule("unstack")
 def _unstack(op: Operation, x: Row, *, axis: int, **params: Any) -> list[Row]:
     if is_symbolic(x.shape[axis]):
-        raise op.refuse(
+        raise op.reject(
             f"it takes apart an axis of size {x.shape[axis]}, which differs from row to row. "
             "Index the axis instead."
         )
@@ -281,7 +281,7 @@ def _unstack(op: Operation, x: Row, *, axis: int, **params: Any) -> list[Row]:
 @padded_rule("reshape")
 def _reshape(op: Operation, x: Row, *, new_sizes: Any, dimensions: Any, **params: Any) -> Any:
     if may_differ(math.prod(x.shape), math.prod(new_sizes)):
-        raise op.refuse(
+        raise op.reject(
             f"rows of shape {tuple(x.shape)} are reshaped to {tuple(new_sizes)}, which "
             "for some of them is another number of elements. Pad them first, with jnp.pad, or pass "
             "-1 for the size."
@@ -391,7 +391,7 @@ def _gather(
     else:
         array = jnp.asarray(x.value)
         for axis, room, size in zip(indexed, rooms, sizes, strict=True):
-            # Where rows are short, a window's bound may exceed theirs.
+            # Where rows are short, the bound of a window may exceed that of the rows.
             reach = op.sizes.bound(room) + op.sizes.bound(size)
             array = pad_end(array, axis, reach - array.shape[axis])
         exact = not has_symbols(rooms)
@@ -426,8 +426,8 @@ def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> An
 def dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
-    Where indices were promised to be in bounds, JAX reads what is nearest; but in reverse it adds
-    nothing.
+    For indices with mode "promise_in_bounds", JAX reads the nearest element, but adds nothing to it
+    in reverse.
     """
     if not is_inexact(x):
         return x
@@ -467,7 +467,7 @@ def _fits(op: Operation, start: Any, room: Any, size: Any) -> bool:
 
 
 def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
-    """Where a window of a size begins that is to begin at `start`, in a row with room for it."""
+    """Where a window of a size begins that is to begin at `start`, moved to lie in the row."""
     if _fits(op, start, room, size):
         return int(start)
     at = as_index(start)
@@ -551,15 +551,17 @@ def _scatter(
             written = in_bounds(at, last_places(op, rooms, at))[0]
         array = jnp.asarray(x.value)
         return overwritten(op, array, update, starts, x.shape, sizes, WRITES[name], written)
+    if partial:
+        raise op.reject(
+            "it writes parts of several lines of an array, and how large they are differs from row "
+            "to row. Write one part, or whole lines."
+        )
     at, written = _targets(op, at, indices.shape, rooms, mode)
-    for axis in partial:
-        at, written, dnums = _by_element(op, at, written, dnums, axis, updates.shape)
-    # Each to another place out of bounds: it may have been promised that indices are unique.
-    beyond = op.sizes.bound(x.shape[dnums.scatter_dims_to_operand_dims[0]])
+    # Each to another place out of bounds: the user may have declared that indices are unique.
+    beyond = op.sizes.bound(x.shape[indexed[0]])
     nowhere = beyond + lax.iota(np.int32, math.prod(written.shape)).reshape(written.shape)
     at = jnp.where(written, at, nowhere.astype(at.dtype))
-    changes = {"mode": FILL_OR_DROP, "indices_are_sorted": False, "dimension_numbers": dnums}
-    return op.bind(x.value, at, updates.value, **changes)
+    return op.bind(x.value, at, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
 def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
@@ -570,45 +572,6 @@ def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple
     written = in_bounds(at, limits)
     belongs = op.sizes.mask(shape, op.sizes.padded_axes(shape))
     return at, written if belongs is None else written & belongs[..., :1]
-
-
-def _by_element(
-    op: Operation, at: Any, written: Any, dnums: Any, axis: int, shape: Sequence[Any]
-) -> tuple[Any, Any, Any]:
-    """Indices of windows as indices of windows that have one element along `axis`.
-
-    Takes and returns the indices, which of them are written to, and the dimension numbers; `shape`
-    is that of the updates in a row.
-    """
-    removed = (*dnums.inserted_window_dims, *dnums.operand_batching_dims)
-    shown = [i for i in range(len(dnums.update_window_dims) + len(removed)) if i not in removed]
-    dim = dnums.update_window_dims[shown.index(axis)]
-    window = tuple(d for d in dnums.update_window_dims if d != dim)
-    new = dim - sum(d < dim for d in window)  # of the dimensions that are not of windows
-    count = op.sizes.bound(shape[dim])
-    size = jnp.asarray(op.sizes.size(shape[dim]), at.dtype)
-    own = lax.iota(at.dtype, count)
-    along = [1] * (at.ndim + 1)
-    along[new] = count
-    own = own.reshape(along)
-    indexed = tuple(dnums.scatter_dims_to_operand_dims)
-    at, written = jnp.expand_dims(at, new), jnp.expand_dims(written, new)
-    if axis in indexed:
-        step = jnp.asarray([i == axis for i in indexed], at.dtype)
-        at = at + own * lax.expand_dims(step, range(at.ndim - 1))
-    else:
-        indexed = (*indexed, axis)
-        whole = jnp.broadcast_to(own, (*at.shape[:new], count, *at.shape[new + 1 : -1], 1))
-        at = jnp.broadcast_to(at, (*whole.shape[:-1], at.shape[-1]))
-        at = jnp.concatenate([at, whole], -1)
-    paired = tuple(d + (d >= new) for d in dnums.scatter_indices_batching_dims)
-    dnums = dnums._replace(
-        update_window_dims=window,
-        inserted_window_dims=tuple(sorted((*dnums.inserted_window_dims, axis))),
-        scatter_dims_to_operand_dims=indexed,
-        scatter_indices_batching_dims=paired,
-    )
-    return at, written & (own < size), dnums
 
 
 @padded_rule("dynamic_update_slice")
@@ -641,7 +604,7 @@ def _last(dtype: Any) -> Any:
 @padded_rule("top_k")
 def _top_k(op: Operation, x: Row, *, axis: int, k: Any, **params: Any) -> Any:
     if is_symbolic(k):
-        raise op.refuse(
+        raise op.reject(
             f"it takes {k} elements, which differs from row to row. Sort the row and slice the "
             "result."
         )
@@ -659,7 +622,7 @@ def _found_places(
     op: Operation, condition: Row, *, size: Any, limit: int | None, called: str
 ) -> Any:
     if str(size) in op.sizes.values and not op.sizes.again:
-        raise op.refuse(
+        raise op.reject(
             f"{called} is in a function under jax.jit that is called more than once, and JAX takes "
             "the sizes that it finds for one. Call it without jax.jit: what is in a vmap is "
             "compiled as a whole."
