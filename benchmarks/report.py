@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.measure import Ratio, Result, Side
+from benchmarks.measure import Ratio, Result
 from benchmarks.programs import KINDS
 
 TITLE = "bx.vmap against jax.vmap"
@@ -31,7 +31,7 @@ def summary(results: Sequence[Result]) -> str:
     same = [r for r in results if r.hlo == "same"]
     points = [
         f"{len(results)} workloads; the optimised HLO is the same on {len(same)}"
-        + named((r for r in results if r.hlo != "same"), lambda r: r.hlo, "; not on"),
+        + named((r for r in results if r.hlo != "same"), how_hlo_differs, "; not on"),
         f"Tracing takes {_median(r.trace for r in results)}x the time of `jax.vmap` at the "
         "median; longest"
         + named(
@@ -141,7 +141,7 @@ def table(results: Sequence[Result]) -> str:
                 r.name,
                 interval(r.trace),
                 interval(r.run),
-                r.hlo + (f", {_total(r.ours)} / {_total(r.other)}" if r.hlo == "differs" else ""),
+                how_hlo_differs(r),
                 *(_pair(r.ours.counts[kind], r.other.counts[kind]) for kind in KINDS),
                 _pair(size(r.ours.temporary_bytes), size(r.other.temporary_bytes)),
             ]
@@ -226,8 +226,12 @@ def named(results: Iterable[Any], say: Callable[[Any], str], before: str = "") -
     return f"{before}: " + ("; ".join(listed) if listed else "none")
 
 
-def _total(side: Side) -> int:
-    return sum(side.operations.values())
+def how_hlo_differs(result: Result) -> str:
+    """Whether the compiled programs differ, and how many instructions each has."""
+    if result.hlo != "differs":
+        return result.hlo
+    ours, theirs = (sum(side.operations.values()) for side in (result.ours, result.other))
+    return f"differs, {ours} / {theirs}"
 
 
 def _sides(results: Sequence[Result]) -> tuple[list, list]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.devices.measure import DEVICES, DeviceResult
-from benchmarks.report import interval, made_with, named, size
+from benchmarks.report import how_hlo_differs, interval, made_with, named, size
 
 TITLE = "bx.vmap(mesh=) against shard_map by hand"
 RUN_GOAL, TRACE_GOAL = 1.03, 1.1
@@ -28,7 +28,7 @@ def summary(results: Sequence[DeviceResult]) -> str:
     points = [
         f"{len(results)} workloads on {DEVICES} devices: the staged program is the same for "
         f"{staged}, the optimised one for {optimised}"
-        + named((r for r in every if r.hlo != "same"), lambda r: r.hlo, "; not for"),
+        + named((r for r in every if r.hlo != "same"), how_hlo_differs, "; not for"),
         f"Slower than {RUN_GOAL}, beyond the interval" + named(slower, lambda r: interval(r.run)),
         f"Tracing takes more than {TRACE_GOAL}x the time"
         + named(

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.measure import Result
 from benchmarks.ranks.measure import AUTOVMAP, BY_HAND, MERGED_BY_HAND, VECTORIZE, jax_autovmap
-from benchmarks.report import interval, made_with, named, size, table
+from benchmarks.report import how_hlo_differs, interval, made_with, named, size, table
 
 TITLE = "bx.auto_vmap against in_axes by hand, jnp.vectorize and jax-autovmap"
 
@@ -29,7 +29,7 @@ def summary(results: Sequence[Result]) -> str:
             f"{np.median([r.trace.value for r in chosen]):.2f}x the time at the median, the "
             f"difference is {min(more):.2f} to {max(more):.2f} ms; the optimised HLO is the same "
             f"for {same}"
-            + named((r for r in chosen if r.hlo != "same"), lambda r: r.hlo, "; not for")
+            + named((r for r in chosen if r.hlo != "same"), how_hlo_differs, "; not for")
             + "; more equations"
             + named(
                 (r for r in chosen if r.more("equations") > 0),

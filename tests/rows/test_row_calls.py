@@ -151,6 +151,7 @@ def cube_root(x):
 
 BOTH = {
     "derivative of an operation that takes bits apart": lambda x: jnp.frexp(x)[0] * x.sum(),
+    "the same for each element": lambda x: bx.vmap(bx.vmap(lambda y: jnp.frexp(y)[0]))(x) * x.sum(),
     "derivative of what an iteration solves": cube_root,
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x).mean(0) * x)(x),
     "checkpoint with a policy": jax.checkpoint(

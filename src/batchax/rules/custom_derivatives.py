@@ -194,11 +194,11 @@ def match_or_zeros(axis: Axis, x: Value, source: Position, destination: Position
     assert destination is not None
     if jax.typeof(x).dtype != jax.dtypes.float0:
         return match_axis(axis, x, source, destination)
-    # float0 is the type of cotangents of integers. JAX has no operations on it, so zeros come from
-    # NumPy.
+    # float0 is the type of cotangents of integers. JAX has few operations on it, but makes zeros,
+    # also where the number of lanes is a size of rows, which NumPy can't.
     shape = [n for d, n in enumerate(np.shape(x)) if d != source]
     shape.insert(destination, axis.size)
-    return np.zeros(shape, jax.dtypes.float0)
+    return lax.full(shape, 0, jax.dtypes.float0)
 
 
 def _sum_or_match(axis: Axis, x: Value, source: Position, destination: Position) -> Any:
