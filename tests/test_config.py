@@ -84,7 +84,7 @@ def test_divergence_is_switched_off():
     assert all("small_call" in text for text in default)
     bx.config.update("divergence", "predicate")
     assert all("small_call" not in text for text in programs())
-    assert "parting_loop" in str(jax.make_jaxpr(bx.vmap(halvings, divergence="compact"))(x))
+    assert "divergent_loop" in str(jax.make_jaxpr(bx.vmap(halvings, divergence="compact"))(x))
     np.testing.assert_array_equal(count(x), expected)
     bx.config.divergence = "auto"
     assert programs() == default

@@ -14,10 +14,10 @@ from batchax import _compat
 from batchax.divergence.compact import Compact
 from batchax.divergence.option import (
     check_divergence,
+    diverging,
     is_asked,
     lanes_at_a_time,
     parted,
-    parting_ways,
 )
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, apply_passes, check_not_shared, execute, mapped_as_values
@@ -282,10 +282,10 @@ def vmap(
         no_mesh = None, None
         mesh_axis, mesh = no_mesh if shards else find_mesh_axis(flat.mapped, spmd_axis_name)
         spmd = None if mesh_axis is not None else spmd_axis_name
-        parting = parted(divergence, values, spread=shards is not None)
+        divergent = parted(divergence, values, spread=shards is not None)
         columns = any(m.axis for m in flat.mapped)
         axis = Axis(
-            size, axis_name, spmd, mesh_axis, parting, None, small_matrices, False, columns, mesh
+            size, axis_name, spmd, mesh_axis, divergent, None, small_matrices, False, columns, mesh
         )
         mapped = with_lane_indices(flat.mapped, axis)
 
@@ -306,7 +306,7 @@ def vmap(
             *(
                 []
                 if some_at_a_time or spread
-                else [infer_mesh_from_arguments(parting_ways(divergence, True))]
+                else [infer_mesh_from_arguments(diverging(divergence, True))]
             ),
             chunk_lanes(chunking),
         ]

@@ -173,9 +173,9 @@ def test_loops_of_many_kinds(way):
 def test_lanes_that_may_be_spread_stay():
     assert jax.device_count() > 1
     spread = jax.make_jaxpr(bx.vmap(expensive, (0, 0, None), divergence="auto"))(*DEAR)
-    assert "parting_loop" not in str(spread)
+    assert "divergent_loop" not in str(spread)
     alone = jax.make_jaxpr(bx.vmap(expensive, (0, 0, None), divergence=ONE_DEVICE))(*DEAR)
-    assert "parting_loop" in str(alone)
+    assert "divergent_loop" in str(alone)
 
 
 def test_lanes_part_ways_on_each_device_of_a_mesh():
@@ -186,7 +186,7 @@ def test_lanes_part_ways_on_each_device_of_a_mesh():
     batched = bx.vmap(expensive, (0, 0, None))
     for names, apart in (({"a", "b"}, True), ({"a"}, False)):
         sharded = jax.shard_map(batched, mesh=mesh, axis_names=names, **specs)
-        assert ("parting_loop" in str(jax.make_jaxpr(sharded)(*DEAR))) == apart
+        assert ("divergent_loop" in str(jax.make_jaxpr(sharded)(*DEAR))) == apart
 
 
 def test_collectives_and_calls_of_the_host_stay():
@@ -279,7 +279,7 @@ def test_lanes_of_two_axes_that_cannot_be_one_set_are_masked():
         outer = jax.vmap(inner, (None, 0, 0))
         outs.append(jax.jit(outer)(COUNTS, xs, weights))
         text = str(jax.make_jaxpr(outer)(COUNTS, xs, weights))
-        assert "parting_loop" not in text
+        assert "divergent_loop" not in text
     same(*outs, None)
 
 

@@ -346,7 +346,7 @@ def test_arrays_updated_in_place_are_not_copied():
     check(f, *args[:2], args[2][0], in_axes=(0, 0, None), derivatives=False)
     body = lambda jaxpr: next(e for e in jaxpr.eqns if e.primitive.name == "while").params
     batched = jax.make_jaxpr(bx.vmap(f, divergence=NARROW))(*args)
-    loop = next(e for e in batched.eqns if e.primitive.name == "parting_loop")
+    loop = next(e for e in batched.eqns if e.primitive.name == "divergent_loop")
     inside = body(loop.params["program"].jaxpr)["body_jaxpr"].jaxpr
     selects = [e for e in inside.eqns if e.primitive.name == "select_n"]
     assert all(e.outvars[0].aval.shape != (N, 300) for e in selects)

@@ -35,7 +35,7 @@ def rows(f):
     return jax.jit(lambda lengths: bx.vmap(f)(bx.Ragged(X.ravel(), lengths)))
 
 
-def parting(body):
+def divergent(body):
     loop = lambda x: lax.while_loop(lambda c: c.sum() < 9, body, x)
     return bx.vmap(loop, axis_name="i", divergence="compact")
 
@@ -68,12 +68,12 @@ REFUSED = {
         f"operation `operands of masked lanes` at .*{HERE}",
     ),
     "collective in chunks in a loop": (
-        parting(lambda c: c + 1 + chunks(lambda v: v + lax.psum(v, "i"))(c)),
+        divergent(lambda c: c + 1 + chunks(lambda v: v + lax.psum(v, "i"))(c)),
         X,
         f"{HERE}.*`psum` over a named axis is inside a loop",
     ),
     "collective in a bounded loop in a loop": (
-        parting(lambda c: newton(c, lambda d: lax.psum(d, "i"))),
+        divergent(lambda c: newton(c, lambda d: lax.psum(d, "i"))),
         X,
         f"{HERE}.*`psum` over a named axis is inside a loop",
     ),

@@ -124,7 +124,7 @@ def derivatives_of(name, f):
     """Of some primitives `AROUND` has derivatives already, and a `while` has none in reverse."""
     if name == "reverse_sweep":
         return []
-    if name == "parting_loop":
+    if name == "divergent_loop":
         return [lambda xs: jax.jvp(f, (xs,), (jnp.cos(xs),))[1]]
     return [lambda xs: jax.grad(lambda xs: (f(xs) * jnp.cos(xs)).sum())(xs)]
 
@@ -196,7 +196,7 @@ def with_found_sizes(f):
 # beside it, and the same without.
 AROUND = {
     "chunk_loop": lambda f: (each(f, functools.partial(bx.vmap, batch_size=2)), each(f)),
-    "parting_loop": lambda f: (
+    "divergent_loop": lambda f: (
         each(diverging(f, lax.while_loop), functools.partial(bx.vmap, **COMPACT)),
         each(diverging(f, lax.while_loop)),
     ),

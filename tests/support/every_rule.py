@@ -445,7 +445,7 @@ def _own():
     told = lambda x: telling(x[0], x)[0]
     return {
         "divergence.loops": {
-            "parting_loop": (
+            "divergent_loop": (
                 bx.vmap(_diverging, (0, None), divergence="compact"),
                 several(512, 32),
                 several(32, 32),

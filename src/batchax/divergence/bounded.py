@@ -1,6 +1,6 @@
 """Bounded loops whose lanes end at different steps, and the sweeps back over them.
 
-Values are those of a ``while`` that lanes leave (`BoundedParting`). That has no derivative in
+Values are those of a ``while`` that lanes leave (`BoundedDivergent`). That has no derivative in
 reverse, so derivatives are taken of the same loop run in blocks of lanes: a block is a bounded loop
 or a sweep, which has a derivative, inside a chunk loop, which recomputes it for that. How many
 steps each lane takes must be known before, so each step of a block is computed once more: where
@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.divergence.loops import PartingLoop, as_weak_as, bind, parting_loop
+from batchax.divergence.loops import DivergentLoop, as_weak_as, bind, divergent_loop
 from batchax.divergence.policy import LoopDecision, Window
 from batchax.divergence.ski_rental import SkiRental
 from batchax.execution.bounded_batching import batch_bounded_loop, every_step, of_lanes, run_while
@@ -289,7 +289,7 @@ def _moved(x: Value, by: Any, axis: int) -> Any:
 
 
 @dataclass(frozen=True)
-class BoundedParting(PartingLoop):
+class BoundedDivergent(DivergentLoop):
     """A bounded loop as the ``while`` that it is in each lane."""
 
     # its predicate, its body, and the body that is differentiated in place of that
@@ -340,7 +340,7 @@ class BoundedParting(PartingLoop):
         return [as_weak_as(t, x) for t, x in zip(types, [steps, *outs], strict=True)]
 
 
-def bounded_parting(
+def bounded_divergent(
     axis: Axis,
     loop: BoundedLoop,
     whole: WhileLoop,
@@ -348,10 +348,12 @@ def bounded_parting(
     apart: TailCompaction | None,
 ) -> list[Any]:
     """The carry of the ``while`` that a bounded loop is, of all lanes in the end."""
-    parting, operands = parting_loop(axis, whole, plan)
-    of_while = {f.name: getattr(parting, f.name) for f in fields(PartingLoop)}
+    divergent, operands = divergent_loop(axis, whole, plan)
+    of_while = {f.name: getattr(divergent, f.name) for f in fields(DivergentLoop)}
     programs = loop.test, loop.steps[0], loop.guarded[0]
-    return bind(BoundedParting(**of_while, bounded=programs, form=loop.form, apart=apart), operands)
+    return bind(
+        BoundedDivergent(**of_while, bounded=programs, form=loop.form, apart=apart), operands
+    )
 
 
 def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
@@ -389,7 +391,7 @@ def _windows(apart: TailCompaction, loop: BoundedLoop) -> Any:
     def run(state: Sequence[Value]) -> Sequence[Value]:
         begun = replace(whole, carry=[lax.stop_gradient(x) for x in state])
         plan = Window((apart.width,), apart.patience)
-        outs = bind(*parting_loop(apart.axis, begun, plan))
+        outs = bind(*divergent_loop(apart.axis, begun, plan))
         return outs[len(outs) - len(state) :]
 
     return run

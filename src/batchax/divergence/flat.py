@@ -30,7 +30,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.divergence.costs import launch_time
-from batchax.divergence.loops import PartingLoop
+from batchax.divergence.loops import DivergentLoop
 from batchax.divergence.nest import Inner, Nest, Segment
 from batchax.divergence.policy import Loop, Probed
 from batchax.divergence.probed import masked_until_unequal
@@ -160,7 +160,7 @@ _NOBODY = np.float32(1e-6)  # lanes: what is divided by must not be zero
 
 @_compat.held_weakly
 @dataclass(frozen=True)
-class FlatLoop(PartingLoop):
+class FlatLoop(DivergentLoop):
     """A loop of one example that holds others, for lanes that advance independently."""
 
     nest: Nest  # the nested loop, cut

@@ -125,7 +125,7 @@ class Waiting:
 
 @_compat.held_weakly
 @dataclass(frozen=True)
-class PartingLoop:
+class DivergentLoop:
     """What a loop does that lanes leave one by one; equal to another that does the same."""
 
     # the axis of the lanes. It has no name: what asks for the index of a lane is given it.
@@ -288,7 +288,9 @@ def as_weak_as(aval: Aval, x: Any) -> Any:
     return _compat.weakly(x) if aval.weak_type else lax.convert_element_type(x, x.dtype)
 
 
-def parting_loop(axis: Axis, loop: WhileLoop, plan: LoopDecision) -> tuple[PartingLoop, list[Any]]:
+def divergent_loop(
+    axis: Axis, loop: WhileLoop, plan: LoopDecision
+) -> tuple[DivergentLoop, list[Any]]:
     """`loop` as one that lanes leave one by one, and its operands.
 
     Its carry may begin with more values than that of `loop` has.
@@ -301,7 +303,7 @@ def parting_loop(axis: Axis, loop: WhileLoop, plan: LoopDecision) -> tuple[Parti
     inside = replace(axis, name=None, divergence=axis.divergence.inside())
     operands = [*loop.test_consts, *loop.body_consts, *loop.carry]
     return (
-        PartingLoop(inside, loop.test, loop.body, len(loop.test_consts), positions, plan),
+        DivergentLoop(inside, loop.test, loop.body, len(loop.test_consts), positions, plan),
         operands,
     )
 
@@ -365,15 +367,15 @@ def with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
 _MOST_REPEATED = 4
 
 
-def bind(loop: PartingLoop, operands: Sequence[Value]) -> list[Any]:
+def bind(loop: DivergentLoop, operands: Sequence[Value]) -> list[Any]:
     """Runs the loop; it may be batched, and differentiated in forward mode."""
     types = tuple(map(jax.typeof, operands))
     stage = lambda: _compat.stage(loop.run, types)
     program = remembered(loop.body, (loop.but_for_body, types), stage)
-    return parting_loop_p.bind(*operands, loop=loop, program=program)
+    return divergent_loop_p.bind(*operands, loop=loop, program=program)
 
 
-def _compiled(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+def _compiled(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
     compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
     return compiled(*operands)
 
@@ -384,11 +386,11 @@ def _function(program: Any) -> Any:
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
-def _run(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+def _run(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
     return inline_jaxpr(program, operands)
 
 
-def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] | None:
+def _elsewhere(*, loop: DivergentLoop, program: Any) -> Callable[..., list[Any]] | None:
     """What runs on a platform that was not decided for: masked lanes, unless the user asked.
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
@@ -396,24 +398,24 @@ def _elsewhere(*, loop: PartingLoop, program: Any) -> Callable[..., list[Any]] |
     return None if loop.axis.divergence.explicit else loop.masked
 
 
-def _masked(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+def _masked(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
     # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
     return loop.masked(*operands)
 
 
-def _differentiated(*operands: Any, loop: PartingLoop, program: Any) -> list[Any]:
+def _differentiated(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
     return loop.differentiated(program, operands)
 
 
 def _jvp(
-    primals: Sequence[Value], tangents: Sequence[Any], *, loop: PartingLoop, program: Any
+    primals: Sequence[Value], tangents: Sequence[Any], *, loop: DivergentLoop, program: Any
 ) -> tuple[list[Any], list[Any]]:
-    of_operations = jvp_of(_differentiated, parting_loop_p)
+    of_operations = jvp_of(_differentiated, divergent_loop_p)
     return of_operations(primals, tangents, loop=loop, program=program)
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, loop: PartingLoop, program: Any
+    axis: Axis, args: Any, axes: Any, /, *, loop: DivergentLoop, program: Any
 ) -> tuple[list[Any], Sequence[Position]]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
@@ -435,8 +437,8 @@ def _batched(
 
 
 def _merged(
-    axis: Axis, loop: PartingLoop, args: Any, axes: Any
-) -> tuple[PartingLoop, list[Any]] | None:
+    axis: Axis, loop: DivergentLoop, args: Any, axes: Any
+) -> tuple[DivergentLoop, list[Any]] | None:
     """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
     together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None
     if not together or any_uses_axis(axis, loop.test, loop.body):
@@ -474,8 +476,8 @@ def _merged(
     return replace(loop, axis=wide, positions=positions, plan=plan), [*operands, *carry]
 
 
-parting_loop_p = own_primitive(
-    "parting_loop",
+divergent_loop_p = own_primitive(
+    "divergent_loop",
     called="while",
     operations=_run,
     compute=_compiled,

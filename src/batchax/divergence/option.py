@@ -37,7 +37,7 @@ def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner
     return None if not runner.explicit and not spread and runner.leaves(values) else runner
 
 
-def parting_ways(option: Any, spread: bool = False) -> Pass:
+def diverging(option: Any, spread: bool = False) -> Pass:
     """The pass that says so of the axis of a call."""
 
     def change(call: Call) -> Call:

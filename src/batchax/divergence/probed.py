@@ -49,7 +49,7 @@ def masked_until_unequal(
 
     Args:
       axis: the axis of the lanes.
-      test, body, positions, n_test: as of a `PartingLoop`.
+      test, body, positions, n_test: as of a `DivergentLoop`.
       slowdown: how long lanes take one after another over all, masked, if counts are equal.
       consts, carry: the operands.
     """

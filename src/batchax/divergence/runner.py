@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchax import _compat
-from batchax.divergence.bounded import TailCompaction, bounded_parting, run_with_tail
+from batchax.divergence.bounded import TailCompaction, bounded_divergent, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
 from batchax.divergence.costs import WITH_DERIVATIVE, Step, price_at_most
@@ -27,7 +27,7 @@ from batchax.divergence.limits import (
     reject_collectives,
     why_together,
 )
-from batchax.divergence.loops import VARIES_LESS, Waiting, bind, parting_loop
+from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     SHOWN,
@@ -132,39 +132,41 @@ class Runner(Asked):
         assert isinstance(chosen, LoopDecision)
         return chosen
 
-    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+    def run(
+        self, axis: Axis, divergent: WhileLoop | BoundedLoop | Branches
+    ) -> PlacedOutputs | None:
         """The results of all lanes; None where they are to be masked."""
-        match parting:
+        match divergent:
             case WhileLoop(test, body):
                 programs = [test, body]
             case Branches(programs):
                 pass
             case BoundedLoop():
-                programs = [p for p in (parting.test, *parting.steps) if p is not None]
-        why = self._why_together(programs, parting)
+                programs = [p for p in (divergent.test, *divergent.steps) if p is not None]
+        why = self._why_together(programs, divergent)
         if why:
             recording.note(why=why)
             return None
-        match parting:
+        match divergent:
             case WhileLoop():
-                return self._run_loop(axis, parting)
+                return self._run_loop(axis, divergent)
             case BoundedLoop():
-                return self._run_bounded_loop(axis, parting)
+                return self._run_bounded_loop(axis, divergent)
             case Branches():
-                return run_branches(axis, parting)
+                return run_branches(axis, divergent)
 
-    def _why_together(self, programs: Sequence[Any], parting: Any) -> str:
+    def _why_together(self, programs: Sequence[Any], divergent: Any) -> str:
         """Why lanes stay together, whatever it costs; empty if they need not."""
         if self.explicit:
-            reject_collectives(programs, _WHERE[type(parting)])
-            nested = self.nesting and isinstance(parting, BoundedLoop)
-            calls = calls_back(programs) and not isinstance(parting, Branches)
+            reject_collectives(programs, _WHERE[type(divergent)])
+            nested = self.nesting and isinstance(divergent, BoundedLoop)
+            calls = calls_back(programs) and not isinstance(divergent, Branches)
             return HOST if calls else _AROUND if nested else ""
         if self.thresholds is None:
             return "what pays is measured on CPUs and GPUs alone"
         # Lanes that leave the loop around it leave this one, too, and a second window would have
         # to be compiled.
-        nested = self.nesting and not isinstance(parting, Branches)
+        nested = self.nesting and not isinstance(divergent, Branches)
         return why_together(programs) or (_AROUND if nested else "")
 
     def _run_loop(self, axis: Axis, loop: WhileLoop) -> PlacedOutputs | None:
@@ -182,7 +184,7 @@ class Runner(Asked):
             recording.note(why=VARIES_LESS)
             return None
         recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
-        outs = bind(*parting_loop(axis, loop, plan))
+        outs = bind(*divergent_loop(axis, loop, plan))
         return outs[len(outs) - len(loop.carry) :], [0] * len(loop.carry)
 
     def _run_bounded_loop(self, axis: Axis, loop: BoundedLoop) -> PlacedOutputs | None:
@@ -216,7 +218,7 @@ class Runner(Asked):
                 return None
         else:
             recording.note(divergence=SHOWN[type(plan)], widths=plan.widths)
-        return finish(bounded_parting(axis, loop, whole, plan, apart))
+        return finish(bounded_divergent(axis, loop, whole, plan, apart))
 
     def _apart(self, axis: Axis, loop: BoundedLoop) -> TailCompaction | Masked:
         """How lanes are run that others leave behind in what is differentiated."""

@@ -43,7 +43,7 @@ from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, PlacedOutputs, Posit
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.callbacks import is_seen, with_active
-from batchax.rules.loops import axis_for, predicate, predicate_if, run_parting, settle
+from batchax.rules.loops import axis_for, predicate, predicate_if, run_divergent, settle
 from batchax.rules.masking import (
     MaskPlan,
     hazards,
@@ -118,7 +118,7 @@ def _batch_sweep(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if at.count is not None:
         (forward, back), operands = loop.steps, (loop.args, loop.axes)
         params = {"forward": forward, "back": back, "guarded": tuple(loop.guarded), "form": form}
-        return run_parting(axis, reverse_sweep_p, *operands, params, loop, every_step)
+        return run_divergent(axis, reverse_sweep_p, *operands, params, loop, every_step)
     recording.note(divergence="together")
     ahead = loop.steps[0], loop.guarded[0]
     entries = list(map(entry_axis, at.xs, form.x_axes))
@@ -159,7 +159,7 @@ def _batch_loop(axis: Axis, loop: BoundedLoop) -> PlacedOutputs:
     if decided_at is not None and form.steps.most != 0:
         params = {"test": test, "body": body, "guarded": guarded, "form": form}
         equation = bounded_loop_p, loop.args, loop.axes, params
-        return run_parting(axis, *equation, loop, every_step)
+        return run_divergent(axis, *equation, loop, every_step)
 
     recording.note(divergence="together")
     y_axes = steps_axes(ys, form.y_axes)

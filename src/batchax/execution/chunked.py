@@ -270,7 +270,7 @@ class _Rejecting:
     def run_nest(self, axis: Axis, loop: Any) -> None:
         """All lanes take each step, unless they diverge in one."""
 
-    def run(self, axis: Axis, parting: Any) -> Any:
+    def run(self, axis: Axis, divergent: Any) -> Any:
         raise LanesPart
 
     def with_max_width(self, width: int) -> _Rejecting:

@@ -154,7 +154,7 @@ def find_cuts(
     return cuts, blocked, free
 
 
-def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
+def divergent_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
     """Returns the ids of ``while`` loops among `eqns` that lanes leave at different steps.
 
     A lane of a loop may hold `most` bytes.
@@ -163,7 +163,7 @@ def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
     def differs(v: Any) -> bool:
         return not isinstance(v, Literal) and (v not in env or env[v][1] is not None)
 
-    parting = set()
+    divergent = set()
     for eqn in eqns:
         if not control_flow(eqn.primitive).test or _compat.ordered_by_lane(eqn.effects):
             continue
@@ -180,8 +180,8 @@ def parting_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
                 break
             carry = [n or c for n, c in zip(new, carry, strict=True)]
         if any(reached(test.jaxpr, [*(marks[i] for i in test.operands[: test.same]), *carry])):
-            parting.add(id(eqn))
-    return parting
+            divergent.add(id(eqn))
+    return divergent
 
 
 def crossing(eqns: Sequence[Eqn], free: Sequence[Eqn], cuts: Sequence[Eqn]) -> list[Any]:
@@ -588,7 +588,7 @@ def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
         return set()
     # What each lane holds is then kept for all lanes at once. If that is much more than the batch
     # itself, the loop stays in chunks, which are there to save memory.
-    return parting_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
+    return divergent_loops(eqns, env, 2 * setting.batch_bytes + _SMALL)
 
 
 def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:

@@ -393,7 +393,9 @@ class Divergence(Protocol):
         """
         ...
 
-    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
+    def run(
+        self, axis: Axis, divergent: WhileLoop | BoundedLoop | Branches
+    ) -> PlacedOutputs | None:
         """Returns the results of all lanes, or None to mask lanes."""
         ...
 

@@ -31,7 +31,7 @@ from batchax.kernel.registry import register_rule
 from batchax.rules.callbacks import is_seen, returning_zeros, with_active
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.in_place import masked, updated_operands
-from batchax.rules.loops import run_parting
+from batchax.rules.loops import run_divergent
 from batchax.rules.masking import expand_like, hazards, is_inexact, plan_masking, run_masked
 
 enter("linear control: cond")  # facts of its branches are read separately
@@ -47,17 +47,17 @@ def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) 
     if index_axis is None:
         return _common_branch(axis, index, operands, positions, branches, params)
     params = {"branches": branches, **params}
-    parting = Branches(branches, index, operands, positions)
-    return run_parting(axis, cond_p, args, axes, params, parting, _every_branch)
+    divergent = Branches(branches, index, operands, positions)
+    return run_divergent(axis, cond_p, args, axes, params, divergent, _every_branch)
 
 
-def _every_branch(axis: Axis, parting: Branches) -> PlacedOutputs:
+def _every_branch(axis: Axis, divergent: Branches) -> PlacedOutputs:
     """Runs every branch for all lanes, which then select their results."""
-    branches, index = parting.programs, parting.index
+    branches, index = divergent.programs, divergent.index
     # A branch may take the mask of its lanes, unless lanes synchronize in it.
     apart = not any(hazards(branch.jaxpr).collective for branch in branches)
     updated = updated_operands(branches) if apart else {}
-    operands, positions, results = list(parting.operands), list(parting.positions), []
+    operands, positions, results = list(divergent.operands), list(divergent.positions), []
     if updated:
         # An index read from an array that is updated below must be read before: otherwise XLA reads
         # it later, from a copy of the array.

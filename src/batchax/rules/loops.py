@@ -44,7 +44,7 @@ from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
 from batchax.small.pays import LOOP_STEPS
 
-Parting = TypeVar("Parting", WhileLoop, BoundedLoop, Branches)
+DivergentFlow = TypeVar("DivergentFlow", WhileLoop, BoundedLoop, Branches)
 
 
 def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
@@ -56,18 +56,18 @@ def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
     return replace(axis, divergence=None)
 
 
-def run_parting(
+def run_divergent(
     axis: Axis,
     primitive: _compat.Primitive,
     args: Sequence[Value],
     axes: Sequence[Position],
     params: dict[str, Any],
-    parting: Parting,
-    masked: Callable[[Axis, Parting], PlacedOutputs],
+    divergent: DivergentFlow,
+    masked: Callable[[Axis, DivergentFlow], PlacedOutputs],
 ) -> PlacedOutputs:
     """Runs an equation in which lanes diverge: by the axis's policy, else `masked`.
 
-    `parting` is the equation as a policy takes it. Raises UnsupportedError for ordered effects if
+    `divergent` is the equation as a policy takes it. Raises UnsupportedError for ordered effects if
     lanes depend on each other or on a reference.
     """
     programs = [p for v in params.values() for p in (v if isinstance(v, tuple) else [v])]
@@ -76,10 +76,10 @@ def run_parting(
         _reject_order(programs)
     if axis.divergence is None:
         recording.note_new(why=_NONE_LEAVES)
-    placed = None if axis.divergence is None else axis.divergence.run(axis, parting)
+    placed = None if axis.divergence is None else axis.divergence.run(axis, divergent)
     if placed is None:
         recording.note(divergence="masked")
-        placed = masked(axis, parting)
+        placed = masked(axis, divergent)
     return placed
 
 
@@ -449,7 +449,7 @@ def _while(
                 return _while(replace(axis, divergence=None), args, axes, **whole)
 
         given, at = [*test_consts, *body_consts, *carry], [*test_at, *body_at, *front]
-        return run_parting(axis, while_p, given, at, params, loop, masked)
+        return run_divergent(axis, while_p, given, at, params, loop, masked)
 
     if recording.is_on():
         asked_of_all = asked_of_each_lane(cond_jaxpr, body_jaxpr) is not cond_jaxpr

@@ -239,8 +239,10 @@ class _Asked(Divergence):
     def run_nest(self, axis: Axis, loop: AnyLoop) -> PlacedOutputs | None:
         return self._noted(self._divergence.run_nest(self._own(axis), loop))
 
-    def run(self, axis: Axis, parting: WhileLoop | BoundedLoop | Branches) -> PlacedOutputs | None:
-        return self._noted(self._divergence.run(self._own(axis), parting))
+    def run(
+        self, axis: Axis, divergent: WhileLoop | BoundedLoop | Branches
+    ) -> PlacedOutputs | None:
+        return self._noted(self._divergence.run(self._own(axis), divergent))
 
     def with_max_width(self, width: int) -> Divergence:
         return self._divergence.with_max_width(width)
