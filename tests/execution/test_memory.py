@@ -238,12 +238,6 @@ def test_other_limits_are_refused_when_vmap_is_called(limit):
         auto(limit)
 
 
-def test_a_limit_goes_with_auto():
-    for batch_size in (None, 10):
-        with pytest.raises(bx.ArgumentTypeError, match='batch_size="auto"'):
-            bx.vmap(wide, batch_size=batch_size, memory_limit="1GB")
-
-
 def test_bytes_for_people():
     assert show_bytes(512) == "512 B"
     assert show_bytes(1536) == "1.5 KiB"

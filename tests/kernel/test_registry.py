@@ -63,21 +63,6 @@ def test_rule_written_by_hand(in_axes, out_axes):
     check(fun, example(shape), in_axes=in_axes, out_axes=out_axes, against_jax=False)
 
 
-def test_rule_for_several_results():
-    p = new_primitive(
-        "sum_and_max",
-        lambda x: [x.sum(-1), x.max(-1)],
-        lambda x: [like(x.shape[:-1], x.dtype)] * 2,
-        multiple_results=True,
-    )
-
-    @bx.register_rule(p)
-    def rule(axis, args, axes):
-        return p.bind(bx.move_axis(args[0], axes[0], 0)), [0, 0]
-
-    check(lambda x: p.bind(x), example((3, 4)), in_axes=1, against_jax=False, derivatives=False)
-
-
 def test_rule_receives_the_axis_and_what_is_batched():
     p = new_primitive("first", lambda x, y: x, lambda x, y: like(x.shape, x.dtype))
     calls = []
@@ -90,13 +75,6 @@ def test_rule_receives_the_axis_and_what_is_batched():
     x, y = example((3, 4)), example((5,))
     same(bx.vmap(lambda x, y: p.bind(x, y), (1, None), axis_name="i")(x, y), x.T)
     assert calls == [(4, "i", [(3, 4), (5,)], [1, None])]
-
-
-def test_the_latest_rule_is_used():
-    p = new_primitive("same", lambda x: x, lambda x: like(x.shape, x.dtype))
-    for factor in (2, 3):
-        bx.register_rule(p)(lambda axis, args, axes, f=factor: (f * args[0], axes[0]))
-        same(bx.vmap(lambda x: p.bind(x))(jnp.ones(2)), jnp.full(2, float(factor)))
 
 
 def test_rule_by_name():
