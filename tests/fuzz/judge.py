@@ -387,6 +387,12 @@ def loops(case, args, should, tangents, cotangents):
         yield _calls_of(namespace(case, jax.vmap), run, tangents, cotangents, compiled=True)
         run = functools.partial(one_by_one, replace(case, mode="values"), args=args)
         yield _calls_of(namespace(case, jax.vmap), run, [], [])
+        # It differentiates a loop over lanes with effects: of a loop in that, which is the same for
+        # all lanes but for these, JAX keeps no call at all, nor for `lax.map`.
+        told = []
+        with contextlib.suppress(Exception):  # `lax.map` has fewer options
+            batched(case, args, tangents, cotangents, vmap="looped", told=told)
+            yield told
 
 
 def _calls_of(names, run, tangents, cotangents, **options):
@@ -627,6 +633,7 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
     """What the batched function gives; calls of callbacks are noted in `told`."""
     engine = engine or case.engine
     names = namespace(case, eval(case.inner) if vmap == "bx.vmap" else jax.vmap)
+    names["looped"] = _looped
     try:
         with warnings.catch_warnings():
             strict()
@@ -648,7 +655,7 @@ def batched(case, args, tangents, cotangents, engine=None, vmap="bx.vmap", told=
     except NotANumber:
         raise
     except Exception as error:
-        if vmap == "jax.vmap":
+        if vmap != "bx.vmap":
             raise
         discard_refused(error)
         try:
