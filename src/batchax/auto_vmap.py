@@ -23,7 +23,7 @@ from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.options import OF_RANKS, check_small_matrices, wraps
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.spoken import name_of, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.ranks.declared import (
     Core,
     CoreSizes,
@@ -298,7 +298,7 @@ class _Call:
             parts.append(next)
         return lambda it: rebuild(iter([part(it) for part in parts]))
 
-    def rebuild(self, values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with these arrays."""
         it = iter(values)
         full = {name: rebuild(it) for name, rebuild in self._rebuilds.items()}

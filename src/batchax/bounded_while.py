@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import jax
@@ -24,7 +24,7 @@ from batchax.frontend.outputs import (
     settle,
 )
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 
@@ -129,7 +129,7 @@ def bounded_while(
     _compat.named_after(test, cond_fun)
     _compat.named_after(step, body_fun)
 
-    def stage(carry: Sequence[Value]) -> tuple[ClosedJaxpr, ClosedJaxpr, None]:
+    def stage(carry: Values) -> tuple[ClosedJaxpr, ClosedJaxpr, None]:
         how = list(map(jax.typeof, carry)), [f"init_val{path}" for path in keys], "bounded_while"
         return stage_function(axis, test, *how), stage_function(axis, step, *how), None
 

@@ -16,7 +16,7 @@ from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.frontend.options import check_callable, check_tolerances
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel.axis import move_axis
 from batchax.kernel.own_primitive import with_values
 from batchax.rules.masking import is_inexact
@@ -201,9 +201,7 @@ def _loop_over(fun: Callable[..., Any], axes: Sequence[int | None]) -> Callable[
     return run
 
 
-def _of_smooth(
-    fun: Callable[..., Any], case: _Case, xs: Sequence[Value]
-) -> Callable[..., list[Any]]:
+def _of_smooth(fun: Callable[..., Any], case: _Case, xs: Values) -> Callable[..., list[Any]]:
     """Returns those outputs of `fun` that may have derivatives, from arguments that may."""
 
     def run(*points: Any) -> list[Any]:

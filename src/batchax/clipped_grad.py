@@ -176,7 +176,7 @@ def clipped_grad(
     return cast(Any, of_batch)
 
 
-def _squared_norm(x: Any) -> Any:
+def _squared_norm(x: jax.Array) -> Any:
     # In this form that of a product is seen to be a product of norms (`sums/products.py`), which an
     # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -12,6 +12,7 @@ from batchax import _compat
 from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.words import Values
 from batchax.user_rules.call import call, with_captured
 from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
 from batchax.user_rules.rule import UserRule, split_arguments
@@ -222,7 +223,7 @@ class custom_vmap(Generic[P, R]):
             return call_with_derivatives(rules, name, self._bind, arguments, operands)
         return self._bind(arguments, operands)
 
-    def _bind(self, arguments: Any, operands: Any) -> R:
+    def _bind(self, arguments: Any, operands: Values) -> R:
         @wraps(self.fun)  # JAX's messages name the user's function
         def one_example(*xs: Any) -> tuple[list[Any], Any]:
             args, kwargs = arguments.rebuild(xs)

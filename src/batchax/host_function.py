@@ -14,7 +14,7 @@ from batchax import _compat
 from batchax.errors import AxisError
 from batchax.frontend.batched import Batched
 from batchax.frontend.options import check_callable, check_count, wraps
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 
 P = ParamSpec("P")
 
@@ -116,7 +116,7 @@ def _on_lanes(
 
 def _store(
     fun: Callable[..., Any],
-    outs: Sequence[Value],
+    outs: Values,
     lane: tuple[int, ...],
     result: Any,
     structure: Any,

@@ -47,8 +47,8 @@ from batchax.frontend.outputs import (
 )
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
 from batchax.jaxprs.spoken import brief, listed, name_of, show
-from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import ClosedJaxpr, Values
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.registry import describe_returned
 
@@ -156,7 +156,7 @@ def scan(
         n_carry = len(carry)
 
         @wraps(fun)  # JAX's messages name the user's function
-        def one_step(*values: Any) -> tuple[list[Any], FlatOutputs]:
+        def one_step(*values: jax.Array) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
@@ -165,13 +165,13 @@ def scan(
             arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
 
-        def go_on(*values: Any) -> list[Any]:
+        def go_on(*values: jax.Array) -> list[Any]:
             assert until is not None
             stop = until(jax.tree.unflatten(structure, values))
             return [jnp.logical_not(check_predicate(until, stop))]
 
         def stage(
-            carry: Sequence[Value],
+            carry: Values,
         ) -> tuple[ClosedJaxpr | None, ClosedJaxpr, FlatOutputs]:
             avals, tested, over = list(map(jax.typeof, carry)), None, frozenset()
             if until is not None:
@@ -242,7 +242,7 @@ def _pair(fun: Callable[..., Any], out: Any) -> tuple[Any, Any]:
     )
 
 
-def _check_out_axes(fun: Any, out_axes: Any) -> None:
+def _check_out_axes(fun: Callable[..., Any], out_axes: Any) -> None:
     for keys, leaf in jax.tree_util.tree_flatten_with_path(out_axes)[0]:
         if not (is_position(leaf) or isinstance(leaf, AxisSpec) or is_container_spec(leaf)):
             raise ArgumentTypeError(
@@ -256,9 +256,9 @@ def _check_out_axes(fun: Any, out_axes: Any) -> None:
 def _parted(
     staged: ClosedJaxpr,
     outputs: FlatOutputs,
-    carry: Sequence[Value],
-    xs: Sequence[Value],
-    x_axes: Sequence[Position],
+    carry: Values,
+    xs: Values,
+    x_axes: Positions,
 ) -> tuple[ClosedJaxpr, tuple[int, ...], dict[int, Any]]:
     """A step without the ys for which `out_axes` says None: these are computed once, outside it.
 
@@ -302,14 +302,14 @@ def _check_unroll(unroll: Any) -> None:
         )
 
 
-def _written_out(unroll: int | bool, steps: Any) -> int:
+def _written_out(unroll: int | bool, steps: int) -> int:
     """How many steps an iteration of the loop has: all of them for True, and for 0, as in JAX."""
     if isinstance(unroll, bool):  # True would equal 1
         unroll = 0 if unroll else 1
     return unroll or (max(steps, 1) if isinstance(steps, int) else 0)
 
 
-def _check_until(until: Any, unroll: Any) -> None:
+def _check_until(until: Any, unroll: int) -> None:
     if until is None:
         return
     if not callable(until):

@@ -128,7 +128,7 @@ def _stage(
     ]
 
     @functools.wraps(batched)
-    def run(*arrays: Any) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         values = [x for _, x in leaves]
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x

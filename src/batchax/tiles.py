@@ -19,7 +19,7 @@ from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_count, check_one_of
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.rows.ragged import Ragged
 
 
@@ -62,7 +62,7 @@ class Tiles(AxisSpec):
             )
         return (parts, total // parts) if self.size is None else (total // parts, parts)
 
-    def of_output(self, value: Value, path: str, size: Any) -> Parts:
+    def of_output(self, value: Value, path: str, size: int) -> Parts:
         shape, axis = _checked(self, "out_axes", value, path)
         symbolic = not isinstance(shape[axis], int)
         rows = symbolic or self.last == "short"  # they come along axis 0
@@ -78,7 +78,7 @@ class Tiles(AxisSpec):
                 "Leave the count out, batchax.tiles(axis=...), to join whatever there is."
             )
 
-        def join(outs: Sequence[Value]) -> Any:
+        def join(outs: Values) -> Any:
             (x,) = outs
             if isinstance(x, Ragged):
                 return x.data

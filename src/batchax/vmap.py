@@ -289,7 +289,7 @@ def vmap(
         )
         mapped = with_lane_indices(flat.mapped, axis)
 
-        def one_example(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+        def one_example(*examples: jax.Array) -> tuple[list[Any], FlatOutputs]:
             def traced() -> tuple[list[Any], FlatOutputs]:
                 example_args, example_kwargs = flat.rebuild(examples)
                 out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)

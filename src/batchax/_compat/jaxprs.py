@@ -86,7 +86,7 @@ def without_dead(program: ClosedJaxpr) -> ClosedJaxpr:
     return close(live, program.consts)
 
 
-def scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are its carry."""
     # Since JAX 0.11, the parameters hold pytrees with a leaf for each operand; before, two numbers.
     if "ft_in" in params:

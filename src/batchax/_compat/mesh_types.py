@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax._src.config import _check_vma as check_vma
 from jax._src.distributed import global_state
@@ -66,13 +67,13 @@ def with_varying_axes(aval: Any, axes: frozenset[Hashable]) -> Any:
     return aval.update(manual_axis_type=aval.mat.update(varying=axes))
 
 
-def scalar_like(aval: Any, dtype: Any) -> Any:
+def scalar_like(aval: Any, dtype: np.dtype[Any]) -> Any:
     """Returns the type of a scalar that varies over the same mesh axes as `aval`."""
     sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec())
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def filled(aval: Any, value: Any, dtype: Any = None) -> Any:
+def filled(aval: Any, value: int, dtype: np.dtype[Any] | None = None) -> Any:
     """Fills an array with the shape and sharding of a type."""
     # Since JAX 0.12, ``lax.full`` omits the mesh if nothing is sharded over it.
     dtype, sharding = dtype or aval.dtype, aval.sharding

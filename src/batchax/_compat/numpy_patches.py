@@ -57,7 +57,13 @@ def patches(*functions: str) -> Callable[[Any], Any]:
 class _Patch:
     """Replaces a function for the threads that trace rows."""
 
-    def __init__(self, module: ModuleType, name: str, original: Any, replacement: Any) -> None:
+    def __init__(
+        self,
+        module: ModuleType,
+        name: str,
+        original: Callable[..., Any],
+        replacement: Callable[..., Any],
+    ) -> None:
         @functools.wraps(original)
         # Other threads call the original.
         def ours(*args: Any, **kwargs: Any) -> Any:
@@ -67,7 +73,7 @@ class _Patch:
         ours.__module__, ours.__qualname__ = module.__name__, name  # where `pickle` finds it
         self.module, self.name, self.original, self.ours = module, name, original, ours
 
-    def put(self, function: Any, instead_of: Any) -> None:
+    def put(self, function: Callable[..., Any], instead_of: Callable[..., Any]) -> None:
         if getattr(self.module, self.name) is instead_of:  # unless other code has replaced it
             setattr(self.module, self.name, function)
 

@@ -86,7 +86,7 @@ def lower_early(
     primitive.to_lojax = replaced
 
 
-def weakly(x: Any) -> Any:
+def weakly(x: jax.Array) -> Any:
     """Gives `x` the weak type of a Python scalar, which no public function does for arrays."""
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding
@@ -217,7 +217,7 @@ def _has_logs(prim: Any) -> bool:  # since JAX 0.12
     return hasattr(prim, "vjp_bwd_retval_logs")
 
 
-def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Any:
+def _with_reverse_rule(prim: Any, run: Callable[..., Any], n_closed: int) -> Callable[..., Any]:
     """Gives `run` the reverse rule of an object; its first `n_closed` arguments are constants."""
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:

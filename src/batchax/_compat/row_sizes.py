@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ class RowDimension(SIZE):
         return self.hashed()
 
 
-def _of_its_class(method: Any) -> Any:
+def _of_its_class(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(self: Any, *others: Any) -> Any:
         made = method(self, *others)

@@ -17,6 +17,7 @@ import numpy as np
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
+from batchax.jaxprs.words import Eqn, Jaxpr
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
@@ -71,7 +72,7 @@ def but_for_platform(seen: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "program": None, "xla_flags": None}
 
 
-def _described(program: Any, shapes: Any, platform: str) -> dict[str, Any]:
+def _described(program: Jaxpr, shapes: Any, platform: str) -> dict[str, Any]:
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {
@@ -84,7 +85,7 @@ def _described(program: Any, shapes: Any, platform: str) -> dict[str, Any]:
     }
 
 
-def _calls_of_host(jaxpr: Any) -> Iterator[str]:
+def _calls_of_host(jaxpr: Jaxpr) -> Iterator[str]:
     from batchax.jaxprs.inside import with_inside
     from batchax.jaxprs.spoken import line_of
 
@@ -109,7 +110,7 @@ def digest(program: Any, platform: str | None = None) -> str:
             consts = [by_id[id(c)] for c in program.consts]
             return evaluate(program.jaxpr, consts, args, run_equation)
 
-        def run_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        def run_equation(eqn: Eqn, operands: Sequence[Any]) -> Sequence[Any]:
             if _is_jit(eqn) and any(True for _ in _constants(eqn.params["jaxpr"])):
                 return run(eqn.params["jaxpr"], operands)
             return bind_equation(eqn, operands)
@@ -127,7 +128,7 @@ def digest(program: Any, platform: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def _is_jit(eqn: Any) -> bool:
+def _is_jit(eqn: Eqn) -> bool:
     return eqn.primitive.name == "jit"
 
 
@@ -147,7 +148,7 @@ def _without_names(text: str) -> str:
     return re.sub(r'@("[^"]*"|[\w.$-]+)', lambda m: f"@{names.get(m[1], m[1])}", text)
 
 
-def _numbers(constant: Any) -> Any:
+def _numbers(constant: jax.Array) -> Any:
     if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
         constant = jax.random.key_data(constant)
     return np.ascontiguousarray(constant)

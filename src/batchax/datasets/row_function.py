@@ -39,6 +39,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.words import Jaxpr
 from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
@@ -223,7 +224,9 @@ def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
     return rebuild(iter(values))
 
 
-def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
+def arrays_of(
+    outputs: Sequence[Output], out: Any, numbers: jax.Array, real: Any = None
+) -> list[Any]:
     """Reduces the outputs of a batch inside a program, except for those that `vmap` added."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
@@ -313,7 +316,7 @@ class RowFunction:
         return unpacked
 
     def batched(
-        self, numbers: Any, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
+        self, numbers: jax.Array, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
     ) -> Any:
         """Computes the outputs of a batch; `real` masks rows that sums leave out."""
 
@@ -330,7 +333,7 @@ class RowFunction:
         self,
         fun: Callable[..., Any],
         out_axes: Any,
-        numbers: Any,
+        numbers: jax.Array,
         rows: Sequence[Any],
         shared: Sequence[Any],
         more: dict[str, Any],
@@ -541,7 +544,7 @@ def program_of(function: RowFunction, batch_size: int) -> Program:
     return program
 
 
-def staged_batch(function: RowFunction, batch_size: int) -> Any:
+def staged_batch(function: RowFunction, batch_size: int) -> Jaxpr:
     """Traces the program of a batch, with all that the user passed: rules and reductions, too."""
     # The number of devices may change between calls, so it is not part of the program.
     if function.options.get("mesh") is not None:

@@ -49,7 +49,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, with_derivative_of
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, BoundedLoop, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
@@ -60,7 +60,7 @@ from batchax.rules.masking import is_inexact, select_lanes
 _LEFT = 2
 """All lanes run until one in so many is left, or fewer."""
 
-Windows = Callable[[Sequence[Value]], Sequence[Value]]
+Windows = Callable[[Values], Values]
 """From steps taken, carry and ys of all lanes to what these are in the end."""
 
 
@@ -141,7 +141,7 @@ class TailCompaction:
         last = [*last[:n], *map(lax.add, last[n:], outs[n:])]
         return self._added_up(loop, last, outs[n:]), at
 
-    def _added_up(self, loop: BoundedLoop, last: Sequence[Value], ys: Sequence[Value]) -> list[Any]:
+    def _added_up(self, loop: BoundedLoop, last: Values, ys: Values) -> list[Any]:
         """The results `last` of a sweep to which `ys` were added, or sums that begin with these.
 
         Nothing is added then where no lane was left. Derivatives are those of `last`: what is
@@ -205,7 +205,9 @@ class TailCompaction:
         count = match_axis(self.axis, count, at, 0)
         return lax.clamp(np.int32(0), count, np.int32(loop.form.steps.most))
 
-    def _from(self, loop: BoundedLoop, outs: Sequence[Value], rest: Any, start: Any) -> list[Any]:
+    def _from(
+        self, loop: BoundedLoop, outs: Values, rest: jax.Array, start: jax.Array
+    ) -> list[Any]:
         """The carry and ys, after as many more steps as `rest` says of each lane."""
         given, at, n = loop.form.split(loop.args), loop.form.split(loop.axes), loop.form.n_carry
         loop = replace(
@@ -221,7 +223,7 @@ class TailCompaction:
         ys = zip(apart[n:-1], outs[n:], loop.form.y_axes, strict=True)
         return [*carry, *(select_lanes(later, s + 1, y, old) for y, old, s in ys)]
 
-    def _in_blocks(self, loop: BoundedLoop, start: Any) -> list[Any]:
+    def _in_blocks(self, loop: BoundedLoop, start: jax.Array) -> list[Any]:
         """The results of a counted loop or a sweep that begins at step `start`, and zeros."""
         axes, form, width = loop.axes, loop.form, self.width
         bare = replace(loop, args=(), axes=[None if a is None else 0 for a in axes])
@@ -283,7 +285,7 @@ def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:
     return replace(loop, args=args.flat, axes=axes.flat)
 
 
-def _moved(x: Value, by: Any, axis: int) -> Any:
+def _moved(x: Value, by: jax.Array, axis: int) -> Any:
     """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
     return jnp.roll(x, by, axis)
 
@@ -305,14 +307,14 @@ class BoundedDivergent(DivergentLoop):
         _, body, guarded = self.bounded
         return *super().but_for_body, None if guarded is body else guarded, self.apart
 
-    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+    def differentiated(self, program: ClosedJaxpr, operands: Values) -> list[Any]:
         """The bounded loop, in which lanes begin together."""
         loop = self._bounded_loop(operands)
         if self.apart is None:
             return self._placed(every_step(self._around, loop))
         return self._placed(run_with_tail(replace(self.apart, axis=self._around), loop))
 
-    def masked(self, *operands: Any) -> list[Any]:
+    def masked(self, *operands: jax.Array) -> list[Any]:
         """As `run`, with lanes that are masked until all are done."""
         return self._placed(every_step(self._around, self._bounded_loop(operands)))
 
@@ -321,7 +323,7 @@ class BoundedDivergent(DivergentLoop):
         divergence = None if self.apart is None else self.apart.axis.divergence
         return replace(self.axis, divergence=divergence)
 
-    def _bounded_loop(self, operands: Sequence[Value]) -> BoundedLoop:
+    def _bounded_loop(self, operands: Values) -> BoundedLoop:
         form, (test, body, guarded) = self.form, self.bounded
         n_consts = len(self.positions)
         at = [*self.positions, *[0] * (len(operands) - n_consts)]
@@ -361,7 +363,7 @@ def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
     bare = replace(loop, args=())
 
     def build() -> Any:
-        def run(args: Sequence[Value]) -> list[Any]:
+        def run(args: Values) -> list[Any]:
             given = replace(bare, args=args)
             if isinstance(loop.form, SweepSignature):
                 placed = apart.sweep(given)
@@ -383,12 +385,12 @@ def run_with_tail(apart: TailCompaction, loop: BoundedLoop) -> PlacedOutputs:
     return outs, list(positions)
 
 
-def _windows(apart: TailCompaction, loop: BoundedLoop) -> Any:
+def _windows(apart: TailCompaction, loop: BoundedLoop) -> Callable[..., Any]:
     form = replace(loop.form, kept=None)
     args = [lax.stop_gradient(x) for x in loop.args]
     whole, _ = as_while(apart.axis, args, loop.axes, test=loop.test, body=loop.steps[0], form=form)
 
-    def run(state: Sequence[Value]) -> Sequence[Value]:
+    def run(state: Values) -> Values:
         begun = replace(whole, carry=[lax.stop_gradient(x) for x in state])
         plan = Window((apart.width,), apart.patience)
         outs = bind(*divergent_loop(apart.axis, begun, plan))

@@ -46,9 +46,9 @@ from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.evaluate import variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, match_axis
+from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis
 from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
@@ -70,7 +70,7 @@ from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import hazards, is_inexact
 from batchax.small.pays import LOOP_STEPS
 
-RunLanes = Callable[[ClosedJaxpr, Sequence[Position], Any, Sequence[Value]], list[Any]]
+RunLanes = Callable[[ClosedJaxpr, Positions, Any, Values], list[Any]]
 """Runs a program for active lanes, of where operands have the batch axis, a mask, and operands."""
 
 # How many times as long as to write and read it, it must take to compute what is kept.
@@ -91,9 +91,9 @@ class Derivative(NamedTuple):
 def run_differentiable(
     way: Derivative,
     program: ClosedJaxpr,
-    positions: Sequence[Position],
-    active: Any,
-    operands: Sequence[Value],
+    positions: Positions,
+    active: jax.Array,
+    operands: Values,
 ) -> list[Any]:
     """The results of a program for the lanes that are active, at the front.
 
@@ -110,9 +110,7 @@ def run_differentiable(
     if only_in_reverse.in_program(program):
         return run(program, positions, active, operands)
 
-    def rule(
-        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]]:
+    def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
         active, *xs = primals
         moving, count = [i - 1 for i in moving], len(program.out_avals)
         of = [k for k, aval in enumerate(program.out_avals) if is_inexact(aval)]
@@ -333,13 +331,11 @@ class _Part:
         axis, explicit = replace(self.axis, name=None, divergence=inside), inside.explicit
 
         # It outlives this trace, and so does not close over `self`, which holds operands.
-        def run(
-            program: ClosedJaxpr, positions: Sequence[Position], active: Any, xs: Sequence[Value]
-        ) -> list[Any]:
+        def run(program: ClosedJaxpr, positions: Positions, active: Any, xs: Values) -> list[Any]:
             def of_width(width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
 
-                def run_chunk(start: Any, counts: Any, *xs: Any) -> list[Any]:
+                def run_chunk(start: jax.Array, counts: jax.Array, *xs: Any) -> list[Any]:
                     outs, at = interpret(lanes, program.jaxpr, program.consts, xs, positions)
                     return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
 
@@ -394,9 +390,9 @@ class _Part:
 def _masked(
     axis: Axis,
     program: ClosedJaxpr,
-    positions: Sequence[Position],
-    active: Any,
-    xs: Sequence[Value],
+    positions: Positions,
+    active: jax.Array,
+    xs: Values,
     surely: bool = False,
 ) -> list[Any]:
     """Runs a program for all lanes; those that are not active get anything.

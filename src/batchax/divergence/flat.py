@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -44,9 +45,9 @@ from batchax.execution.gathered_lanes import (
 )
 from batchax.execution.slices import blank
 from batchax.jaxprs.evaluate import variables_used
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, match_axis
+from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.differing import looks_at_lanes
 from batchax.kernel.inner import batched_aval, while_loop
 from batchax.kernel.interpreter import interpret
@@ -67,9 +68,9 @@ class SegmentRun:
     axis: Axis  # the axis of the lanes
     test: ClosedJaxpr  # the predicate of the loop that the segment is a part of
     segment: Segment  # what is done
-    positions: Sequence[Position]  # where each value of the loop has the batch axis, slots included
+    positions: Positions  # where each value of the loop has the batch axis, slots included
 
-    def __call__(self, here: Any, values: Sequence[Value]) -> list[Any]:
+    def __call__(self, here: jax.Array, values: Values) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
         if not self.segment.writes:
             return list(values)
@@ -106,13 +107,13 @@ class SegmentRun:
     def _reads_at(self) -> list[Position]:
         return [self.positions[k] for k in self.segment.reads]
 
-    def _masked(self, here: Any, values: list[Any]) -> list[Any]:
+    def _masked(self, here: jax.Array, values: list[Any]) -> list[Any]:
         part = self.segment
         masked = MaskedBody.of(self.axis, self.test, part.program, tuple(self._reads_at))
         reads, old = ([values[k] for k in some] for some in (part.reads, part.writes))
         return with_values(values, part.writes, masked.step(here, reads, old))
 
-    def _in_blocks(self, width: int, here: Any, values: Sequence[Value]) -> list[Any]:
+    def _in_blocks(self, width: int, here: jax.Array, values: Values) -> list[Any]:
         """The values, after the lanes that are `here` have done it in blocks of that width."""
         part, size, axis = self.segment, self.axis.size, replace(self.axis, size=width)
         program, used = part.program, _used(part.program)
@@ -181,7 +182,7 @@ class FlatLoop(DivergentLoop):
         whole = Loop(lanes, self.test, self.body, tuple(differs))
         return self.axis.divergence.plan_of_nest(whole, self.nest, self.length)
 
-    def run(self, *operands: Any) -> list[Any]:
+    def run(self, *operands: jax.Array) -> list[Any]:
         """As that of any loop."""
         if not isinstance(self.plan, Probed):
             return super().run(*operands)
@@ -205,9 +206,9 @@ class FlatLoop(DivergentLoop):
     def _step(
         self,
         width: int,
-        consts: Sequence[Value],
-        active: Any,
-        carry: Sequence[Value],
+        consts: Values,
+        active: jax.Array,
+        carry: Values,
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
         axis = replace(self.axis, size=width)
@@ -215,11 +216,11 @@ class FlatLoop(DivergentLoop):
         active, values, _, tally = lanes.step(active, [*consts, *carry], None, tally)
         return active, values[len(consts) :], tally
 
-    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+    def differentiated(self, program: ClosedJaxpr, operands: Values) -> list[Any]:
         """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""
         return self.masked(*operands)
 
-    def masked(self, *operands: Any) -> list[Any]:
+    def masked(self, *operands: jax.Array) -> list[Any]:
         """As `run`, with lanes that wait for each other."""
         axis = replace(self.axis, divergence=None)
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
@@ -238,7 +239,7 @@ class Lanes:
     constants_at: tuple[Position, ...]
 
     def step(
-        self, active: Any, values: Sequence[Value], deadline: Any, tally: Tally
+        self, active: Any, values: Values, deadline: Any, tally: Tally
     ) -> tuple[Any, list[Any], Any, Tally]:
         """A step of the active lanes, or less for those that stay in a loop inside.
 
@@ -305,7 +306,7 @@ class Lanes:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
         return SegmentRun(self.axis, self.nest.test, segment, positions)
 
-    def _moved(self, come: Any, stay: Any, number: int, values: list[Any]) -> Any:
+    def _moved(self, come: jax.Array, stay: jax.Array, number: int, values: list[Any]) -> Any:
         """Who has come through a part: of those that `come` to it, all but those that `stay`."""
         place = values[self._place]
         through = lax.bitwise_and(come, lax.bitwise_not(stay))
@@ -328,8 +329,8 @@ class Lanes:
         self,
         number: int,
         part: Inner,
-        here: Any,
-        active: Any,
+        here: jax.Array,
+        active: jax.Array,
         values: list[Any],
         deadline: Any,
         tally: Tally,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
@@ -136,7 +137,7 @@ def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
     count = len(consts)
 
     def together() -> ClosedJaxpr:
-        def run(*operands: Any) -> list[Any]:
+        def run(*operands: jax.Array) -> list[Any]:
             consts, (_, *carry) = operands[:count], operands[count:]
             operands = (*consts[:n_consts], *carry[:n_carry], *consts[n_consts:])
             return [np.int32(params["length"]), *scan_p.bind(*operands, **params)]

@@ -8,12 +8,12 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.rules.masking import find_collective
 
 
-def can_move(axis: Axis, values: Sequence[Value]) -> bool:
+def can_move(axis: Axis, values: Values) -> bool:
     """Whether some lanes can be taken out of these values, and put back.
 
     Not where the number of lanes is symbolic, where a value is a reference, nor where the lanes

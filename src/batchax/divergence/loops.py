@@ -36,9 +36,17 @@ from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, PlacedOutputs, Position, WhileLoop, match_axis, move_axis
+from batchax.kernel.axis import (
+    Axis,
+    PlacedOutputs,
+    Position,
+    Positions,
+    WhileLoop,
+    match_axis,
+    move_axis,
+)
 from batchax.kernel.inner import (
     batch_inner,
     inline_jaxpr,
@@ -65,8 +73,8 @@ class Waiting:
     axis: Axis  # the axis of the lanes
     program: ClosedJaxpr  # that of the loop for one example
     # what it is given, and where that has the batch axis
-    operands: Sequence[Value]
-    positions: Sequence[Position]
+    operands: Values
+    positions: Positions
 
     @classmethod
     def of(cls, axis: Axis, loop: WhileLoop) -> Waiting:
@@ -107,7 +115,7 @@ class Waiting:
         stage = lambda: _compat.stage(lambda *xs: self._run(which, xs)[0], types)
         return types_varying(remembered(self.program, key, stage).out_avals)
 
-    def _run(self, which: Sequence[int], operands: Sequence[Value]) -> PlacedOutputs:
+    def _run(self, which: Sequence[int], operands: Values) -> PlacedOutputs:
         program, axis = self._of(tuple(which)), replace(self.axis, divergence=None)
         with recording.paused(axis):
             return interpret(axis, program.jaxpr, program.consts, operands, self.positions)
@@ -153,7 +161,7 @@ class DivergentLoop:
         around = self.axis.divergence.around()
         return around.plan(lanes, self.test, self.body, differs, self.is_bounded)
 
-    def differentiated(self, program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+    def differentiated(self, program: ClosedJaxpr, operands: Values) -> list[Any]:
         """What derivatives are taken of: `program`, which `run` staged, or masked lanes.
 
         A compiler that makes one function of a program is not told to by what derives from it.
@@ -201,7 +209,7 @@ class DivergentLoop:
         types = self.body.out_avals
         return [as_weak_as(t, x) for t, x in zip(types, outs[: len(types)], strict=True)]
 
-    def _sequentially(self, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
+    def _sequentially(self, consts: Values, carry: Values) -> list[Any]:
         """As `run`, in a single kernel: each lane takes all its steps, as one example does.
 
         Lanes wait for no other lane, and none is moved. A lane that is done takes no step.
@@ -213,7 +221,7 @@ class DivergentLoop:
         changed = [k for k in range(len(carry)) if k not in same]
 
         def run(end: Any, *operands: Any) -> list[Any]:
-            def lane(i: Any, state: Sequence[Value]) -> list[Any]:
+            def lane(i: jax.Array, state: Values) -> list[Any]:
                 both = zip(operands, self.positions, strict=False)
                 own = [x if a is None else entry_of(x, i, a) for x, a in both]
                 every = with_values(list(operands[n:]), changed, state)
@@ -253,9 +261,9 @@ class DivergentLoop:
     def _step(
         self,
         width: int,
-        consts: Sequence[Value],
-        active: Any,
-        carry: Sequence[Value],
+        consts: Values,
+        active: jax.Array,
+        carry: Values,
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
         """One step of the lanes that are active; the others keep what they hold."""
@@ -270,7 +278,7 @@ class DivergentLoop:
         carry = body.step(active, consts[self.n_test :], carry)
         return lax.bitwise_and(active, self._test(axis, consts, carry)), carry, tally
 
-    def _test(self, axis: Axis, consts: Sequence[Value], carry: Sequence[Value]) -> Any:
+    def _test(self, axis: Axis, consts: Values, carry: Values) -> Any:
         positions = [*self.positions[: self.n_test], *[0] * len(carry)]
         test = lower_for_kernel(self.test) if self._for_kernel else self.test
         return predicate(axis, test, [*consts[: self.n_test], *carry], positions)
@@ -281,7 +289,7 @@ class DivergentLoop:
         return isinstance(self.plan, Tiles)
 
 
-def as_weak_as(aval: Aval, x: Any) -> Any:
+def as_weak_as(aval: Aval, x: jax.Array) -> Any:
     """`x`, as weakly typed as `aval`: a loop may be given what is more so than its results."""
     if jax.typeof(x).weak_type == aval.weak_type:
         return x
@@ -367,7 +375,7 @@ def with_index(axis: Axis, loop: WhileLoop) -> WhileLoop:
 _MOST_REPEATED = 4
 
 
-def bind(loop: DivergentLoop, operands: Sequence[Value]) -> list[Any]:
+def bind(loop: DivergentLoop, operands: Values) -> list[Any]:
     """Runs the loop; it may be batched, and differentiated in forward mode."""
     types = tuple(map(jax.typeof, operands))
     stage = lambda: _compat.stage(loop.run, types)
@@ -375,7 +383,7 @@ def bind(loop: DivergentLoop, operands: Sequence[Value]) -> list[Any]:
     return divergent_loop_p.bind(*operands, loop=loop, program=program)
 
 
-def _compiled(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
+def _compiled(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
     compiled = remembered(program, "compiled", lambda: jax.jit(_function(program)))
     return compiled(*operands)
 
@@ -390,7 +398,7 @@ def _run(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
     return inline_jaxpr(program, operands)
 
 
-def _elsewhere(*, loop: DivergentLoop, program: Any) -> Callable[..., list[Any]] | None:
+def _elsewhere(*, loop: DivergentLoop, program: Jaxpr) -> Callable[..., list[Any]] | None:
     """What runs on a platform that was not decided for: masked lanes, unless the user asked.
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
@@ -408,15 +416,15 @@ def _differentiated(*operands: Any, loop: DivergentLoop, program: Any) -> list[A
 
 
 def _jvp(
-    primals: Sequence[Value], tangents: Sequence[Any], *, loop: DivergentLoop, program: Any
+    primals: Values, tangents: Sequence[Any], *, loop: DivergentLoop, program: Jaxpr
 ) -> tuple[list[Any], list[Any]]:
     of_operations = jvp_of(_differentiated, divergent_loop_p)
     return of_operations(primals, tangents, loop=loop, program=program)
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, loop: DivergentLoop, program: Any
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis, args: Values, axes: Any, /, *, loop: DivergentLoop, program: Any
+) -> tuple[list[Any], Positions]:
     merged = _merged(axis, loop, args, axes)
     if merged is None:
         # In a window lanes of the outer axis would wait, and a kernel is made of its lanes alone.
@@ -437,7 +445,7 @@ def _batched(
 
 
 def _merged(
-    axis: Axis, loop: DivergentLoop, args: Any, axes: Any
+    axis: Axis, loop: DivergentLoop, args: Any, axes: Positions
 ) -> tuple[DivergentLoop, list[Any]] | None:
     """The loop of the lanes of both axes; None where it cannot be, or would copy too much."""
     together = isinstance(axis.size, int) and axis.mesh_axis is None and axis.spmd_name is None

@@ -6,7 +6,7 @@ A call is replaced by what it calls, and a ``scan`` by a ``while``.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ def _open_scan(axis: Axis, eqn: Eqn, to: Rewriter) -> None:
     to.eqns.append(loop)
 
 
-def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+def while_of_scan(axis: Axis, params: dict[str, Any]) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     """Predicate and body of a ``while`` that does what a ``scan`` of one example does.
 
     It carries how many steps were taken, what the scan carries, and arrays of the ys; the xs are
@@ -67,7 +67,7 @@ def while_of_scan(axis: Axis, params: Any) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     jaxpr, length, reverse = params["jaxpr"], params["length"], params["reverse"]
     n_consts, n_carry = _compat.scan_counts(params)
 
-    def goes_on(step: Any, *_: Any) -> list[Any]:
+    def goes_on(step: jax.Array, *_: jax.Array) -> list[Any]:
         return [lax.lt(step, np.int32(length))]
 
     def build() -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -84,17 +84,17 @@ def _step(
     """The body of the ``while``: takes entries of the xs, does what `program` does, puts the ys."""
     within: Any = {"allow_negative_indices": False}
 
-    def place(step: Any) -> Any:
+    def place(step: jax.Array) -> Any:
         return np.int32(length - 1) - step if reverse else step
 
-    def take(step: Any, *xs: Any) -> list[Any]:
+    def take(step: jax.Array, *xs: Any) -> list[Any]:
         at = place(step)
         return [
             lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
             for x in xs
         ]
 
-    def put(step: Any, *values: Any) -> list[Any]:
+    def put(step: jax.Array, *values: jax.Array) -> list[Any]:
         at, count = place(step), len(values) // 2
         ys = [
             lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
@@ -109,7 +109,9 @@ def _step(
     step, xs, ys = fresh(_COUNT), *([fresh(stacked(v)) for v in vs] for vs in (entries, results))
     once = Rewriter(program)
 
-    def part(fun: Any, operands: Sequence[Any], computes: Sequence[Any] = ()) -> list[Any]:
+    def part(
+        fun: Callable[..., Any], operands: Sequence[Any], computes: Sequence[Any] = ()
+    ) -> list[Any]:
         staged = stage_function(axis, fun, [v.aval for v in operands])
         return once.inline(staged, operands, computes)
 
@@ -119,11 +121,13 @@ def _step(
     return once.program([*consts, *xs, step, *carry, *ys], [last[0], *new, *last[1:]])
 
 
-def _place(x: Any, at: Any) -> list[Any]:
+def _place(x: jax.Array, at: jax.Array) -> list[Any]:
     return [at] + [np.int32(0)] * (x.ndim - 1)
 
 
-def scan_as_while(axis: Axis, params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def scan_as_while(
+    axis: Axis, params: dict[str, Any], operands: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
     """The constants and the first carry of `while_of_scan`, of one example."""
     n_consts, n_carry = _compat.scan_counts(params)
     _, body = while_of_scan(axis, params)
@@ -169,7 +173,7 @@ def _open(axis: Axis, to: Rewriter, differs: Differs) -> None:
             to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d))
 
 
-def _asked_of_each(eqn: Eqn) -> Any:
+def _asked_of_each(eqn: Eqn) -> Eqn:
     test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
     if test is eqn.params["cond_jaxpr"]:
         return eqn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +12,10 @@ from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
 from batchax.frontend.options import is_word, not_one_of
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Values
 
 
-def parted(option: Any, values: Sequence[Value], spread: bool = False) -> Runner | None:
+def parted(option: Any, values: Values, spread: bool = False) -> Runner | None:
     """What the option `divergence` makes of lanes that diverge; None: they are masked.
 
     It runs when a batched function is called, and not before: the default depends on the

@@ -12,7 +12,6 @@ steps are masked, as under ``jax.vmap``. It assumes that the steps to come are l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,8 +27,8 @@ from batchax.divergence.windows import anyone
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import remembered, stage_function, while_loop
 from batchax.programs.cost import cost_of_program
 from batchax.rules.loops import MaskedBody, predicate
@@ -39,11 +38,11 @@ def masked_until_unequal(
     axis: Axis,
     test: ClosedJaxpr,
     body: ClosedJaxpr,
-    positions: Sequence[Position],
+    positions: Positions,
     n_test: int,
     slowdown: float,
-    consts: Sequence[Value],
-    carry: Sequence[Value],
+    consts: Values,
+    carry: Values,
 ) -> list[Value]:
     """What all lanes carry when they are done, or when one after another takes less.
 
@@ -95,10 +94,10 @@ def _counting(axis: Axis, body: ClosedJaxpr) -> ClosedJaxpr:
     return stage_function(axis, run, [*body.in_avals, jax.typeof(np.float32(0))])
 
 
-def _run(program: ClosedJaxpr, operands: Sequence[Value], spent: Value) -> list[Value]:
+def _run(program: ClosedJaxpr, operands: Values, spent: Value) -> list[Value]:
     """The results of a program, and `spent` with what the steps of its loops cost."""
 
-    def equation(eqn: Eqn, operands: list[Value]) -> Sequence[Value]:
+    def equation(eqn: Eqn, operands: list[Value]) -> Values:
         nonlocal spent
         is_call = facts_of(eqn.primitive).is_plain_call
         if not (is_call or eqn.primitive in _LOOPS) or not may_wait.in_equation(eqn):
@@ -113,7 +112,7 @@ def _run(program: ClosedJaxpr, operands: Sequence[Value], spent: Value) -> list[
     return [*outs, spent]
 
 
-def _while(params: Any, operands: Sequence[Value], spent: Value) -> list[Value]:
+def _while(params: Any, operands: Values, spent: Value) -> list[Value]:
     n_test, n_body = params["cond_nconsts"], params["body_nconsts"]
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     tested, given = operands[:n_test], operands[n_test : n_test + n_body]
@@ -130,7 +129,7 @@ def _while(params: Any, operands: Sequence[Value], spent: Value) -> list[Value]:
     return while_loop(goes_on, once, [*operands[n_test + n_body :], spent])
 
 
-def _scan(params: Any, operands: Sequence[Value], spent: Value) -> list[Value]:
+def _scan(params: Any, operands: Values, spent: Value) -> list[Value]:
     n_consts, n_carry = _compat.scan_counts(params)
     consts, first = operands[:n_consts], operands[n_consts : n_consts + n_carry]
 
@@ -145,7 +144,7 @@ def _scan(params: Any, operands: Sequence[Value], spent: Value) -> list[Value]:
     return [*carry, *stacked, spent]
 
 
-def _cond(params: Any, operands: Sequence[Value], spent: Value) -> list[Value]:
+def _cond(params: Any, operands: Values, spent: Value) -> list[Value]:
     index, *given = operands
     branch = lambda program: lambda spent, *given: _run(program, given, spent)
     return lax.switch(index, [branch(p) for p in params["branches"]], spent, *given)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -38,7 +39,7 @@ class SkiRental:
         """How many lane-steps cost as much as moving so many lanes."""
         return lax.mul(np.float32(self.price), _float(lanes))
 
-    def waits(self, wasted: Any, lanes: Any) -> Any:
+    def waits(self, wasted: jax.Array, lanes: Any) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes."""
         return lax.lt(_float(wasted), self.limit(lanes))
 

@@ -25,8 +25,8 @@ from batchax.divergence.varying import alike
 from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Position
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Position, Positions
 from batchax.kernel.inner import while_loop
 
 _SEARCHED = 2  # how many times as much as to move a lane it costs if it is to be searched, too
@@ -35,8 +35,8 @@ _SEARCHED = 2  # how many times as much as to move a lane it costs if it is to b
 def run_in_tiles(
     plan: Tiles,
     step: LaneStep,
-    consts: Sequence[Value],
-    positions: Sequence[Position],
+    consts: Values,
+    positions: Positions,
     active: Any,
     carry: list[Value],
 ) -> list[Any]:
@@ -59,7 +59,7 @@ class _Tiles:
 
     plan: Tiles  # how they run
     step: LaneStep  # one step of some lanes
-    positions: Sequence[Position]  # where each constant has the batch axis
+    positions: Positions  # where each constant has the batch axis
     size: int  # how many lanes there are
     width: int  # how many make a tile
 

@@ -8,11 +8,12 @@ derivatives of one. The same holds for the batched sweep.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -23,7 +24,6 @@ from batchax.execution.bounded_loop import (
     LoopStep,
     Operands,
     SweepSignature,
-    Values,
     bounded_loop,
     bounded_loop_p,
     loop_types,
@@ -37,9 +37,17 @@ from batchax.execution.bounded_loop import (
 from batchax.execution.eager import jitted, whatever_jit
 from batchax.execution.steps import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, PlacedOutputs, Position, match_axis
+from batchax.kernel.axis import (
+    AnyLoop,
+    Axis,
+    BoundedLoop,
+    PlacedOutputs,
+    Position,
+    Positions,
+    match_axis,
+)
 from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.callbacks import is_seen, with_active
@@ -58,7 +66,15 @@ Step = Callable[[Any, Values, Values, Values], tuple[Values, Values]]
 
 
 def batch_loop(
-    axis: Axis, args: Any, axes: Any, /, *, test: Any, body: Any, guarded: Any, form: LoopSignature
+    axis: Axis,
+    args: Any,
+    axes: Positions,
+    /,
+    *,
+    test: Any,
+    body: Any,
+    guarded: Any,
+    form: LoopSignature,
 ) -> PlacedOutputs:
     params = {"test": test, "body": body, "guarded": guarded, "form": form}
     axis, placed = _flat(axis, AnyLoop(bounded_loop_p, params, args, axes))
@@ -70,7 +86,7 @@ def batch_loop(
 def batch_sweep(
     axis: Axis,
     args: Any,
-    axes: Any,
+    axes: Positions,
     /,
     *,
     forward: Any,
@@ -198,7 +214,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
     n = 1 + form.n_test
     test_at, lanes = form.split(loop.axes).test, of_lanes(axis, loop)
 
-    def active_lanes(consts: Values, carry: Values, active: Any = None) -> Any:
+    def active_lanes(consts: Values, carry: Values, active: jax.Array | None = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
         # The first test has no mask: all lanes are active.
         if active is None:
@@ -337,7 +353,7 @@ def _masked(
 def _masked_step(
     axis: Axis,
     program: Any,
-    positions: Sequence[Position],
+    positions: Positions,
     plan: MaskPlan,
     counts: Callable[[], AbstractContextManager[None]],
 ) -> Step:
@@ -347,7 +363,7 @@ def _masked_step(
     if calls:
         program, positions = with_active(axis, program), [0, *positions]
 
-    def run(operands: Values, positions: Sequence[Position]) -> PlacedOutputs:
+    def run(operands: Values, positions: Positions) -> PlacedOutputs:
         return interpret_again(axis, program, operands, positions)
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
@@ -382,9 +398,7 @@ def _results(form: LoopSignature, outs: list[Value]) -> PlacedOutputs:
     return outs, [*[0] * (form.n_carry + len(form.y_axes)), *stacked, 0]
 
 
-def _stacked_at(
-    carry_at: Sequence[Position], form: LoopSignature | SweepSignature
-) -> list[Position]:
+def _stacked_at(carry_at: Positions, form: LoopSignature | SweepSignature) -> list[Position]:
     """Returns the batch axes of checkpoints, from those of the carry."""
     if form.kept is None:
         return []

@@ -41,7 +41,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import declare, with_values
@@ -64,7 +64,7 @@ class Operands(NamedTuple):
         return [count, *itertools.chain(*groups)]
 
 
-def _split(operands: Sequence[Value], *sizes: int) -> Operands:
+def _split(operands: Values, *sizes: int) -> Operands:
     rest = iter(operands)
     groups = (list(itertools.islice(rest, n)) for n in sizes)
     return Operands._make([next(rest), *groups, list(rest)])
@@ -98,10 +98,10 @@ class LoopSignature:
         n_kept = 0 if self.kept is None else 1 + len(self.kept)
         return self.n_carry + len(self.y_axes) + n_kept + 1
 
-    def split(self, operands: Sequence[Value]) -> Operands:
+    def split(self, operands: Values) -> Operands:
         return _split(operands, self.n_test, self.n_consts, self.n_carry, 0, 0)
 
-    def results(self, outs: Sequence[Value]) -> Results:
+    def results(self, outs: Values) -> Results:
         a = self.n_carry
         b = a + len(self.y_axes)
         return Results(list(outs[:a]), list(outs[a:b]), list(outs[b:-1]), outs[-1])
@@ -123,7 +123,7 @@ class SweepSignature:
     def n_results(self) -> int:
         return self.n_back + len(self.y_axes)
 
-    def split(self, operands: Sequence[Value]) -> Operands:
+    def split(self, operands: Values) -> Operands:
         sizes = self.n_consts, self.n_carry, 1 + len(self.kept), self.n_back
         return _split(operands, 0, *sizes)
 
@@ -170,13 +170,13 @@ class Round(NamedTuple):
         """Returns the slot of the carry after so many steps."""
         return number - self.start + self.lowest
 
-    def at(self, number: Any, count: int) -> Round:
+    def at(self, number: jax.Array, count: int) -> Round:
         """Returns the round of the carry after `number` steps. The carry before is in this one."""
         full = self.place_of(number) == np.int32(count)
         following = jnp.stack([number, self.lowest + _ONE])
         return Round(jnp.where(full, following, self.both))
 
-    def numbers(self, last: Any, count: int) -> Any:
+    def numbers(self, last: jax.Array, count: int) -> Any:
         """Returns the number of steps before the carry in each slot, after `last` steps."""
         i = jnp.arange(count, dtype=np.int32)
         # Slots below `lowest` keep the first carry of an earlier round: round i starts after i
@@ -200,7 +200,7 @@ class Stack(NamedTuple):
     height: Any  # how many there are; slots from here on are free
 
     @classmethod
-    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Any) -> Stack:
+    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: jax.Array) -> Stack:
         """Builds the stack of the checkpoints before step `count`; `first` is the first carry."""
         numbers, *places = checkpoints
         zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
@@ -224,7 +224,7 @@ class Stack(NamedTuple):
         place = entry_of(self.order, self.height - _ONE - below, 0)
         return [entry_of(x, place, 0) for x in self.places]
 
-    def leg(self, number: Any) -> tuple[Any, Callable[[Any], Any], Stack]:
+    def leg(self, number: jax.Array) -> tuple[Any, Callable[[Any], Any], Stack]:
         """Plans the leg from the carry on top to the one after `number` steps, or part of the way.
 
         Returns where it ends, the slot of each carry on the way by its step, and the stack with
@@ -255,7 +255,6 @@ class Stack(NamedTuple):
         return jnp.sum(in_run, dtype=np.int32)
 
 
-Values = Sequence[Any]
 LoopStep = Callable[[Values, Values, Values], tuple[Values, Values]]
 """A function of constants, the carry and entries of the xs, to the carry and the ys."""
 
@@ -362,7 +361,9 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
     return functools.reduce(_compat.varying_as, like, x)
 
 
-def run_loop(*operands: Any, test: Any, body: Any, guarded: Any, form: LoopSignature) -> list[Any]:
+def run_loop(
+    *operands: jax.Array, test: Any, body: Any, guarded: Jaxpr, form: LoopSignature
+) -> list[Any]:
     """Runs the bounded loop as ordinary JAX operations."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
@@ -437,7 +438,7 @@ def no_checkpoints(body: Any, form: Any) -> list[Any]:
     return blank_checkpoints(list(map(zeros, types)))
 
 
-def checkpoint_types(steps: Any, carry: Sequence[Value], form: Any) -> list[Any]:
+def checkpoint_types(steps: Any, carry: Values, form: Any) -> list[Any]:
     if form.kept is None:
         return []
     size, kept = n_checkpoints(form.steps.most), (carry[i] for i in form.kept)
@@ -458,7 +459,7 @@ def reverse_sweep(
     *,
     kept: Sequence[int] | None = None,
     guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
-    count: Any,
+    count: jax.Array,
     steps: Steps,
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
@@ -496,7 +497,7 @@ def reverse_sweep(
 
 
 def run_sweep(
-    *operands: Any, forward: Any, back: Any, guarded: Any, form: SweepSignature
+    *operands: jax.Array, forward: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> list[Any]:
     """Runs the sweep as ordinary JAX operations."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
@@ -506,14 +507,14 @@ def run_sweep(
     one = np.int32(1)
     count = lax.clamp(np.int32(0), count, np.int32(form.steps.most))
 
-    def entries(t: Any) -> list[Any]:
+    def entries(t: jax.Array) -> list[Any]:
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
 
     def whole(kept: Values) -> list[Any]:
         """Fills in the values of the carry that checkpoints lack; they are not read."""
         return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
-    def ahead(stack: Stack, t: Any) -> Stack:
+    def ahead(stack: Stack, t: jax.Array) -> Stack:
         """Puts the carry before step `t` on top of the stack, or one on the way."""
         end, place_of, longer = stack.leg(t)
 
@@ -615,7 +616,7 @@ def as_while(
     return loop, finish
 
 
-def _arrays(test: Any, body: Any, form: LoopSignature) -> list[Any]:
+def _arrays(test: Jaxpr, body: Jaxpr, form: LoopSignature) -> list[Any]:
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 

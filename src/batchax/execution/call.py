@@ -39,9 +39,9 @@ from batchax.frontend.outputs import (
     place,
 )
 from batchax.jaxprs.rewriter import Inside, rewritten
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, running
 from batchax.kernel.debug_nans import WHOLE, checks_nans_here, hide_from_debug_nans
 from batchax.kernel.inner import example_aval, remembered, stage_described
@@ -153,7 +153,7 @@ class AllAtOnce(Way):
 class _Placed(NamedTuple):
     """Holds the batch axes of results, and which are sums over it."""
 
-    positions: Sequence[Position]
+    positions: Positions
     totals: Sequence[int]
 
 
@@ -228,7 +228,7 @@ class Call:
         """Returns whether running it traces operations instead of computing them."""
         return self.given_traced or any(isinstance(x, Tracer) for x in self.staged.consts)
 
-    def with_values(self, values: Sequence[Value]) -> Call:
+    def with_values(self, values: Values) -> Call:
         if all(x is m.value for m, x in zip(self.mapped, values, strict=True)):
             return self
         mapped = [m.put(x) for m, x in zip(self.mapped, values, strict=True)]
@@ -283,7 +283,7 @@ def execute(call: Call) -> Outputs:
         if way.passes_constants(call) and not recording.is_on():
             call = call.with_constants_passed()
 
-        def evaluate(*values: Any) -> tuple[list[Any], Any]:
+        def evaluate(*values: Value) -> tuple[list[Any], Any]:
             return _evaluated(call, values)
 
         if way.hides:
@@ -294,7 +294,7 @@ def execute(call: Call) -> Outputs:
     return list(map(as_array, outs)), outputs
 
 
-def _evaluated(call: Call, values: Sequence[Value]) -> tuple[list[Any], Any]:
+def _evaluated(call: Call, values: Values) -> tuple[list[Any], Any]:
     """Returns the arrays of a strategy, and its details on them."""
     way = call.way
     # If nothing is traced, operations would run as they are met. Tracing all of them first finds
@@ -319,7 +319,7 @@ class _Whole(NamedTuple):
     run: Callable[..., list[Any]]
 
 
-def _whole(call: Call, values: Sequence[Value]) -> _Whole:
+def _whole(call: Call, values: Values) -> _Whole:
     way, memo = call.way, call.way.memo
 
     def run(*values: Any) -> tuple[list[Any], Any]:
@@ -368,7 +368,7 @@ def without_references(program: ClosedJaxpr, name: Hashable | None, size: Value)
     return remembered(program, ("without references", name, size), with_values)
 
 
-def _hold(eqn: Eqn, inside: Inside) -> Any:
+def _hold(eqn: Eqn, inside: Inside) -> Eqn:
     if _compat.touches_references(eqn):
         return eqn.replace(params=inside())
     return eqn.replace(primitive=_held_p, params={"held": _Held(eqn)})

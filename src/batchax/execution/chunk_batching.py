@@ -7,7 +7,7 @@ lane would not fill a chunk: then the lanes of both axes become the lanes of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +40,8 @@ from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import find_meeting, index_as_input
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position, broadcast_axis, match_axis, move_axis
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.custom_derivatives import reached
@@ -52,7 +52,7 @@ _CHUNKS_EACH = 4
 
 
 def batch_gathered(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop, named: bool
+    axis: Axis, args: Values, axes: Positions, loop: ChunkLoop, named: bool
 ) -> list[Any]:
     """Batches a loop with a batched mask over `axis`; results have its lanes along axis 0.
 
@@ -104,9 +104,7 @@ def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
         )
 
 
-def _one_by_one(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
-) -> list[Any]:
+def _one_by_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[Any]:
     """Runs the outer lanes in sequence, each with a chunk loop."""
 
     def run(start: Any, *xs: Any) -> list[Any]:
@@ -123,9 +121,7 @@ def _one_by_one(
     return chunk_loop(outer, args)
 
 
-def _as_one(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], loop: ChunkLoop
-) -> list[Any]:
+def _as_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[Any]:
     """Runs one loop over the lanes of both axes."""
     specs = tuple(map(_joined_spec, loop.operands, axes))
     operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
@@ -214,8 +210,8 @@ def _split(axis: Axis, loop: ChunkLoop, x: Value, spec: Any) -> Any:
 
 def _batched(
     axis: Axis,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     /,
     *,
     loop: ChunkLoop,
@@ -235,7 +231,7 @@ def _batched(
         def of_width(width: int) -> Any:
             one_example = body.function(width)
 
-            def batched(start: Any, *xs: Any) -> list[Any]:
+            def batched(start: jax.Array, *xs: Any) -> list[Any]:
                 outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
                 return [
                     match_axis(axis, x, a, 0) if hit else x

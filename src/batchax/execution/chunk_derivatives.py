@@ -52,7 +52,7 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.words import Aval, Jaxpr, Value, Values
 from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.custom_derivatives import reached
@@ -60,7 +60,7 @@ from batchax.rules.masking import is_inexact
 
 
 def in_parts(
-    loop: ChunkLoop, operands: Sequence[Value], moving: Sequence[int] | None = None
+    loop: ChunkLoop, operands: Values, moving: Sequence[int] | None = None
 ) -> tuple[ChunkLoop, Callable[[Sequence[Any]], list[Any]]]:
     """Returns a loop that stacks the state of each chunk, and a function to combine them.
 
@@ -130,7 +130,7 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
         return of_only_chunk(best, spec)
 
     @extreme.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: Values, tangents: Values) -> Any:
         (best, count), dot = primals, tangents[0]
         most, wide = extreme(best, count), accumulator(best.dtype)
         # As in JAX, the derivative of an extreme is divided evenly among all lanes that attain it.
@@ -143,9 +143,7 @@ def _extreme_of_all(kind: str) -> Callable[[Any, Any], Any]:
     return extreme
 
 
-def is_loss(
-    loop: ChunkLoop, dependent: Sequence[int], outs: Sequence[Value], operands: Sequence[Value]
-) -> bool:
+def is_loss(loop: ChunkLoop, dependent: Sequence[int], outs: Values, operands: Values) -> bool:
     return (
         len(dependent) == 1
         and isinstance(loop.results[dependent[0]], Sum)
@@ -178,7 +176,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
     return loop.derivative("gradient", differentiate, results=results)
 
 
-def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
+def can_run(loop: ChunkLoop, operands: Values) -> bool:
     """Returns whether the program of a loop can be traced."""
     avals = [jax.typeof(x) for x in _compat.varying_alike(operands)]
     try:
@@ -190,14 +188,12 @@ def can_run(loop: ChunkLoop, operands: Sequence[Value]) -> bool:
     return True
 
 
-def inner_product(gradient: Sequence[Any], tangents: Sequence[Value]) -> Any:
+def inner_product(gradient: Sequence[Any], tangents: Values) -> Any:
     products = [jnp.sum(g * t) for g, t in zip(gradient, tangents, strict=True)]
     return sum(products[1:], start=products[0])
 
 
-def jvp(
-    primals: Sequence[Value], tangents: Sequence[Value], *, loop: ChunkLoop, program: Any
-) -> Any:
+def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: Any) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
     types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
@@ -239,7 +235,7 @@ def _dependent(program: Any, moving: Sequence[int], types: Sequence[Aval]) -> li
     return [k for k, (hit, t) in enumerate(hits) if hit and t.to_tangent_aval().dtype != float0]
 
 
-def _after(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
+def _after(outs: Values, operands: Values) -> list[Any]:
     """Makes `operands` wait for `outs`, for loops that call a library."""
     # Two library calls must not run at the same time (see `rules/calls.py`). One waiting operand
     # suffices, and as waiting may copy it, the smallest is chosen.
@@ -305,9 +301,7 @@ def _reject_effects(program: Any) -> None:
         )
 
 
-def transpose(
-    cotangents: Sequence[Value], *operands: Any, loop: ChunkLoop, program: Any
-) -> list[Any]:
+def transpose(cotangents: Values, *operands: Any, loop: ChunkLoop, program: Jaxpr) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:

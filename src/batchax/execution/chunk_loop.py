@@ -39,7 +39,7 @@ from batchax.execution.slices import blank, put_part
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Values
 from batchax.kernel.own_primitive import declare
 
 
@@ -101,7 +101,7 @@ class Combined:
 
 
 def of_states(
-    specs: Sequence[Any], xs: Sequence[Value], function: Callable[[Combined, slice], Sequence[Any]]
+    specs: Sequence[Any], xs: Values, function: Callable[[Combined, slice], Sequence[Any]]
 ) -> list[Any]:
     """Replaces the arrays of each state in `xs` by `function(spec, places)`."""
     xs = list(xs)
@@ -188,7 +188,7 @@ class ChunkBody:
         # Not in a cache: derivative rules may close over values of a trace. Lives with the loop.
         self._staged: dict[Any, ClosedJaxpr] = {}
 
-    def staged(self, width: int, operands: Sequence[Value]) -> ClosedJaxpr:
+    def staged(self, width: int, operands: Values) -> ClosedJaxpr:
         """Returns its program for `width` lanes and these operand types."""
         key = (width, tuple(operands))
         if key not in self._staged:
@@ -307,7 +307,7 @@ class ChunkLoop:
 chunk_loop_p = declare("chunk_loop")
 
 
-def chunk_loop(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def chunk_loop(loop: ChunkLoop, operands: Values) -> list[Any]:
     """Runs a chunk loop, which can be differentiated and batched. Results are not weakly typed."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
@@ -379,9 +379,9 @@ def _before(loop: ChunkLoop, aval: Aval, spec: Result, number: int) -> Any:
 
 def collect(
     loop: ChunkLoop,
-    results: Sequence[Value],
-    outs: Sequence[Value],
-    index: Any,
+    results: Values,
+    outs: Values,
+    index: jax.Array,
     gathered: GatheredLanes | None = None,
 ) -> list[Any]:
     """Adds the results `outs` of chunk `index` to the results so far."""
@@ -400,8 +400,8 @@ def _collect(
     spec: Result,
     result: Any,
     out: Any,
-    start: Any,
-    index: Any,
+    start: jax.Array,
+    index: jax.Array,
     gathered: GatheredLanes | None,
 ) -> Any:
     match spec:
@@ -422,7 +422,7 @@ def _collect(
             return out
 
 
-def _write(result: Any, out: Any, start: Any, axis: int) -> Any:
+def _write(result: Any, out: Any, start: jax.Array, axis: int) -> Any:
     if jax.typeof(out).sharding.mesh.empty and not jax.typeof(result).sharding.mesh.empty:
         # Under `jax.set_mesh` the type of whatever is made tells of the mesh, as that of `result`
         # does. Arrays from before have types that do not, nor does what is computed of them alone;

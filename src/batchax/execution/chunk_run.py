@@ -43,14 +43,14 @@ from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.calls import zero_after
 
 
-def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def run_serial_or_masked(loop: ChunkLoop, operands: Values) -> list[Any]:
     """Runs a few lanes sequentially on a CPU, and more of them masked.
 
     Lanes that are not selected have arbitrary results.
@@ -62,13 +62,13 @@ def run_serial_or_masked(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any
     return list(lax.cond(count <= loop.serial, few, lambda *xs: _all(loop, xs), *operands))
 
 
-def _all(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def _all(loop: ChunkLoop, operands: Values) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], loop.size)
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
     return inline_jaxpr(program, [start, *operands])
 
 
-def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
+def _few(loop: ChunkLoop, count: Any, operands: Values) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], 1)
 
     def run(count: Any, *operands: Any) -> list[Any]:
@@ -100,7 +100,7 @@ def _few(loop: ChunkLoop, count: Any, operands: Sequence[Value]) -> list[Any]:
     return _compat.single_kernel(run, types, operands)[1:]
 
 
-def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def run(loop: ChunkLoop, operands: Values) -> list[Any]:
     """Runs the chunk loop as ordinary JAX operations."""
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
@@ -124,7 +124,7 @@ def run(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
     return _of_types(loop, program, results)
 
 
-def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Sequence[Value]) -> list[Any]:
+def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Values) -> list[Any]:
     """Casts sums back from their wider type."""
     return [
         lax.convert_element_type(x, t.dtype) if isinstance(spec, Sum) else x
@@ -132,14 +132,14 @@ def _of_types(loop: ChunkLoop, program: ClosedJaxpr, results: Sequence[Value]) -
     ]
 
 
-def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Value]) -> list[Any]:
+def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> list[Any]:
     """Switches by the number of selected lanes: none, few in chunks, or all at once."""
     assert isinstance(loop.chunk, int)
     few = replace(loop, all_at_once=None)
     avals = [jax.typeof(x) for x in operands]
     some = loop.program(avals, loop.chunk)
 
-    def nothing(*operands: Any) -> list[Any]:
+    def nothing(*operands: jax.Array) -> list[Any]:
         before = _of_types(few, some, results_before(few, some))
         return _compat.varying_alike(before, like=operands)
 
@@ -153,7 +153,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Sequence[Va
     return lax.switch(way, [nothing, in_chunks, at_once], *operands)
 
 
-def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
+def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: jax.Array) -> list[Any]:
     """Runs `body` for all lanes, of which a mask selects some."""
     every = body.staged(loop.size, [jax.typeof(x) for x in operands])
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
@@ -166,7 +166,7 @@ def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Any) -> list[Any]:
     return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
 
-def elsewhere(*, loop: ChunkLoop, program: Any) -> Callable[..., list[Any]] | None:
+def elsewhere(*, loop: ChunkLoop, program: Jaxpr) -> Callable[..., list[Any]] | None:
     """Returns what runs on a platform other than the one the loop was planned for."""
     return None if loop.masked is None else functools.partial(_all_at_once, loop, loop.masked)
 
@@ -177,14 +177,14 @@ class _Chunks:
 
     loop: ChunkLoop
     width: int  # lanes of a chunk; the last may have fewer
-    operands: Sequence[Value]
+    operands: Values
     # The order and number of selected lanes; None: all run. The order is None where the first lanes
     # run one by one.
     picked: tuple[Any, Any] | None
     steps: Steps
 
     @classmethod
-    def of(cls, loop: ChunkLoop, operands: Sequence[Value]) -> _Chunks:
+    def of(cls, loop: ChunkLoop, operands: Values) -> _Chunks:
         assert isinstance(loop.chunk, int)
         picked = _picked(operands[0], loop.operands[0], loop.chunk) if loop.gathers else None
         steps = Steps(-(-loop.size // loop.chunk), loop.progress)
@@ -211,9 +211,7 @@ class _Chunks:
         ]
         return inline_jaxpr(program, [start, *parts]), gathered
 
-    def step(
-        self, index: Any, width: int, results: Sequence[Value], start: Any = None
-    ) -> list[Any]:
+    def step(self, index: Any, width: int, results: Values, start: Any = None) -> list[Any]:
         outs, gathered = self.run(index, width, start)
         return collect(self.loop, results, outs, index, gathered)
 
@@ -251,7 +249,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 
     # The last chunk is a step of the loop, too. After the loop it would be a program that does
     # not depend on it, and nothing would keep its calls of the host from being made first.
-    def either(i: Any, results: list[Value]) -> list[Any]:
+    def either(i: jax.Array, results: list[Value]) -> list[Any]:
         last = functools.partial(chunks.step, i, rest)
         return lax.cond(i < full, functools.partial(step, i), last, results)
 
@@ -265,7 +263,7 @@ def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> 
     # is the count of finished chunks, plus a zero that depends on their outputs and that no
     # compiler knows. A zero read from the results would make XLA copy them, as the last chunk
     # writes into them.
-    def counted(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+    def counted(i: jax.Array, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         done, results = carry
         outs, gathered = chunks.run(i, chunks.width)
         done = lax.add(done, lax.add(np.int32(1), zero_after(outs)))
@@ -280,8 +278,8 @@ def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> 
 def _part(
     x: Value,
     spec: Operand,
-    start: Any,
-    index: Any,
+    start: jax.Array,
+    index: jax.Array,
     width: int,
     gathered: GatheredLanes | None,
 ) -> Any:
@@ -347,7 +345,7 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     return chunk, *own, tuple(avals), *programs
 
 
-def run_flat(loop: ChunkLoop, *operands: Any) -> list[Any]:
+def run_flat(loop: ChunkLoop, *operands: jax.Array) -> list[Any]:
     """Runs with each operand as an argument, for compilation."""
     return run(loop, operands)
 

@@ -54,15 +54,15 @@ from batchax.frontend.options import check_count, check_one_of, is_word, not_one
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Divergence, Position
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Divergence, Position, Positions
 from batchax.kernel.captured import closed_over
 from batchax.memo import Memo
 from batchax.rules.callbacks import calls_in
 from batchax.rules.calls import calls_library, in_turn
 
 
-def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any]:
+def run_loop(loop: ChunkLoop, operands: Values, keep: bool) -> list[Any]:
     """Runs a chunk loop. With `keep`, reverse mode saves what every chunk computed."""
     if not keep:
         return chunk_loop(loop, operands)
@@ -73,7 +73,7 @@ def run_loop(loop: ChunkLoop, operands: Sequence[Value], keep: bool) -> list[Any
     return of_all(_run_keeping(loop, operands))
 
 
-def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
+def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
     """Runs a chunk loop as a scan, whose residuals JAX saves for each chunk."""
     operands = _compat.varying_alike(operands)
     avals = [jax.typeof(x) for x in operands]
@@ -93,7 +93,9 @@ def _run_keeping(loop: ChunkLoop, operands: Sequence[Value]) -> list[Any]:
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(index: Any, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
+    def in_loop(
+        index: jax.Array, results: list[Value], parts: Sequence[Any]
+    ) -> tuple[list[Any], None]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)
@@ -154,7 +156,7 @@ def run_chunks(setting: Setting, stage: Stage, env: Env) -> dict[Target, Found] 
     return by_target
 
 
-def _only_chunk(body: SectionBody, results: Sequence[Value]) -> _Chunked:
+def _only_chunk(body: SectionBody, results: Values) -> _Chunked:
     outs = body.of_targets(results)
     by_target = {t: Found(outs.pop(t)[0], None) for t in body.shared}
     outs = {t: list(map(of_only_chunk, xs, body.specs[t])) for t, xs in outs.items()}
@@ -314,7 +316,7 @@ def without_donations(eqns: Iterable[Eqn]) -> list[Eqn]:
     return list(map(_keeping, eqns))
 
 
-def _keeping(eqn: Any) -> Any:
+def _keeping(eqn: Eqn) -> Eqn:
     donated = eqn.params.get("donated_invars", ())
     if not any(donated):
         return eqn
@@ -334,8 +336,8 @@ class SectionRunner:
         batch_size: int | Auto,
         keep: bool,
         staged: Any,
-        args: Sequence[Value],
-        positions: Sequence[Position],
+        args: Values,
+        positions: Positions,
         described: Sequence[OutputArray],
         shards: Shards | None = None,
         progress: LoopProgress | None = None,
@@ -410,7 +412,7 @@ class SectionRunner:
 def _host_calls(
     axis: Axis,
     jaxpr: Jaxpr,
-    positions: Sequence[Position],
+    positions: Positions,
     shards: Shards | None,
     in_parts: bool,
 ) -> HostCalls | None:
@@ -461,7 +463,7 @@ class BodiesInSections:
     shards: Shards | None
 
     def run(
-        self, program: ClosedJaxpr, args: Sequence[Value], axes: Sequence[Position]
+        self, program: ClosedJaxpr, args: Values, axes: Positions
     ) -> tuple[list[Any], list[Position]]:
         """Returns the results of a jaxpr for all lanes, and their batch axes."""
         outputs = [OutputArray("", AUTO)] * len(program.out_avals)
@@ -477,7 +479,7 @@ class Chunking:
     keep: bool  # whether reverse mode saves what each chunk computed
     progress: LoopProgress | None = None
 
-    def applies_to(self, size: Any) -> bool:
+    def applies_to(self, size: int) -> bool:
         """Returns whether a batch of that size has several chunks, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
@@ -499,7 +501,7 @@ def find_chunking(
     fun: Callable[..., Any],
     batch_size: Any,
     memory_limit: Any,
-    residuals: Any,
+    residuals: str,
     progress: Any = False,
 ) -> Chunking | None:
     """Validates the options of `vmap`; None if all lanes run at once.

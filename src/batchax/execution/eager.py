@@ -21,7 +21,7 @@ from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Values
 from batchax.kernel.registry import is_foreign
 from batchax.memo import Memo
 
@@ -40,7 +40,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def error_of_a_lane(run: Callable[..., Any], values: Sequence[Value], axes: Sequence[Any]) -> Any:
+def error_of_a_lane(run: Callable[..., Any], values: Values, axes: Sequence[Any]) -> Any:
     """Finds the error that a single lane raises, after all lanes together failed.
 
     Returns None if no lane raises one other than JAX's, or lanes cannot run by themselves.
@@ -87,7 +87,7 @@ may_call_python = Anywhere(_may_call_python)
 def run_eagerly(
     with_chunk: Callable[[int], tuple[Hashable, Callable[..., list[Any]]]],
     chunk: int,
-    operands: Sequence[Value],
+    operands: Values,
     may_change: bool,
 ) -> list[Any]:
     """Compiles and runs a program; if memory runs out, with half the chunk size.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +11,8 @@ from jax import lax
 
 from batchax import _compat
 from batchax.execution.slices import part_of
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function, staged_once
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
@@ -20,7 +20,7 @@ _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are
 _FEWEST = 16  # but no narrower than this
 
 
-def count_active(active: Any, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
+def count_active(active: jax.Array, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
     """Counts active lanes. `one_function`: inside a single XLA kernel."""
     if (
         one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
@@ -57,7 +57,7 @@ class GatheredLanes(NamedTuple):
     alone: Any = None  # the index of the only lane; None if the chunk has slots for several
 
 
-def in_order(active: Any, room: int) -> tuple[Any, Any]:
+def in_order(active: jax.Array, room: int) -> tuple[Any, Any]:
     """Returns the indices of `active` lanes in order, and their number.
 
     For integers, which estimate run time, the longest come first. The result has `room` entries
@@ -75,7 +75,7 @@ def in_order(active: Any, room: int) -> tuple[Any, Any]:
     return order, count
 
 
-def _by_loop(room: int) -> Any:
+def _by_loop(room: int) -> Callable[..., Any]:
     def run(active: Any) -> tuple[Any, Any]:
         def step(i: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             order, count = state
@@ -92,7 +92,7 @@ def _by_loop(room: int) -> Any:
     return run
 
 
-def _by_scatter(room: int) -> Any:
+def _by_scatter(room: int) -> Callable[..., Any]:
     def run(active: Any) -> tuple[Any, Any]:
         order, _ = _nothing(active, room)
         rank = lax.cumsum(lax.convert_element_type(active, np.int32))
@@ -104,7 +104,7 @@ def _by_scatter(room: int) -> Any:
     return run
 
 
-def _longest_first(lengths: Any, room: int) -> tuple[Any, Any]:
+def _longest_first(lengths: jax.Array, room: int) -> tuple[Any, Any]:
     order, count = _nothing(lengths, room)
     count += lax.convert_element_type(lax.reduce_sum(lax.sign(lengths), (0,)), np.int32)
 
@@ -117,13 +117,15 @@ def _longest_first(lengths: Any, room: int) -> tuple[Any, Any]:
     return lax.cond(count > 0, some, lambda: order), count
 
 
-def _nothing(active: Any, room: int) -> tuple[Any, Any]:
+def _nothing(active: jax.Array, room: int) -> tuple[Any, Any]:
     nothing = [lax.full((active.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
     order, count = _compat.varying_alike(nothing, like=[active])
     return order, count
 
 
-def of_chunk(order: Any, count: Any, start: Any, width: int) -> GatheredLanes:
+def of_chunk(
+    order: jax.Array | None, count: jax.Array, start: jax.Array, width: int
+) -> GatheredLanes:
     """Returns the lanes of the chunk that begins with entry `start` of `order`.
 
     Without an order, the chunk is the lane at `start`.
@@ -155,7 +157,7 @@ def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
     return lax.select(lax.broadcast_in_dim(mask, x.shape, (axis,)), x, lax.full_like(x, 0))
 
 
-def taken_at(x: Value, places: Any, axis: int) -> Any:
+def taken_at(x: Value, places: jax.Array, axis: int) -> Any:
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -168,7 +170,7 @@ def taken_at(x: Value, places: Any, axis: int) -> Any:
     return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
-def put(x: Value, values: Any, places: Any, axis: int) -> Any:
+def put(x: Value, values: Any, places: jax.Array, axis: int) -> Any:
     """Writes `values` at distinct places along `axis`, and drops those out of bounds."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -178,14 +180,12 @@ def put(x: Value, values: Any, places: Any, axis: int) -> Any:
     return put_p.bind(x, lax.reshape(places, (places.size, 1)), values, numbers=numbers)
 
 
-def _put(x: Value, indices: Any, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
+def _put(x: Value, indices: jax.Array, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(x, indices, values, numbers, unique_indices=True, mode=mode)
 
 
-def _batched(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, **params: Any
-) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Position]:
     (out,), (at,) = batch_function(axis, lambda *xs: [_put(*xs, **params)], args, axes)
     return out, at
 

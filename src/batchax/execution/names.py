@@ -37,7 +37,7 @@ from batchax.jaxprs.bodies import (
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Rewriter
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered
 from batchax.kernel.named_axes import as_names, uses_axis
@@ -128,9 +128,7 @@ def _lane_variable() -> Any:
     return _compat.stage(lambda i: [i], [jax.typeof(np.int32(0))]).jaxpr.invars[0]
 
 
-def _on_one_device(
-    axis: Axis, eqn: Eqn, xs: Sequence[Value], names: tuple[Any, ...]
-) -> Sequence[Any]:
+def _on_one_device(axis: Axis, eqn: Eqn, xs: Values, names: tuple[Any, ...]) -> Sequence[Any]:
     """Evaluates an equation whose callbacks only the first device makes."""
     for call in (call for call in calls_in(eqn) if call.outvars):
         raise UnsupportedError(
@@ -142,7 +140,7 @@ def _on_one_device(
     return bind_if(axis, eqn, xs, lax.eq(lax.axis_index(names), np.int32(0)))
 
 
-def _caller(lane: Any, own: Any) -> Any:
+def _caller(lane: jax.Array, own: jax.Array | None) -> Any:
     """Returns the lane index for callbacks, negative for a repeated lane."""
     if own is None:
         return lane
@@ -194,7 +192,7 @@ def _names(axis: Axis) -> list[tuple[Any, Any]]:
     return [] if axis.name is None else [(axis.name, axis.size)]
 
 
-def _distinct(outs: Sequence[Value], xs: Sequence[Value]) -> list[Any]:
+def _distinct(outs: Values, xs: Values) -> list[Any]:
     """Copies values that are inputs, constants, or repeated, to distinct variables."""
     # The variables are renamed to the results that they stand for.
     seen = set(map(id, xs))
@@ -208,7 +206,12 @@ def _distinct(outs: Sequence[Value], xs: Sequence[Value]) -> list[Any]:
 
 
 def _evaluate(
-    axis: Axis, jaxpr: Jaxpr, consts: Sequence[Value], args: Sequence[Value], lane: Any, caller: Any
+    axis: Axis,
+    jaxpr: Jaxpr,
+    consts: Values,
+    args: Values,
+    lane: jax.Array,
+    caller: jax.Array | None,
 ) -> list[Any]:
     def run_equation(eqn: Eqn, xs: list[Value]) -> Sequence[Any]:
         used = is_exposed(axis, eqn) or (caller is not None and _calls(eqn))
@@ -217,7 +220,9 @@ def _evaluate(
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Sequence[Any]:
+def _use(
+    axis: Axis, eqn: Eqn, xs: list[Value], lane: jax.Array, caller: jax.Array | None
+) -> Sequence[Any]:
     """Evaluates an equation that uses the axis, for the lane of index `lane`.
 
     Also one with a host callback, if `caller` is the index to pass to it.
@@ -240,7 +245,7 @@ def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Any, caller: Any) -> Seque
     return call_if(eqn, xs, np.True_, caller)
 
 
-def find_meeting(axis: Axis, eqns: Iterable[Eqn]) -> Any:
+def find_meeting(axis: Axis, eqns: Iterable[Eqn]) -> Eqn | None:
     """Finds the first equation in which lanes synchronize, also inside calls, loops, and branches.
 
     Casts and the index of a lane need no other lanes.
@@ -264,7 +269,7 @@ def _is_index(eqn: Eqn) -> bool:
     return eqn.primitive.name == "axis_index"
 
 
-def _index(axis: Axis, names: Any, lane: Any) -> Any:
+def _index(axis: Axis, names: str, lane: jax.Array) -> Any:
     """Computes the index over several axes, of which the first is the slowest."""
     index = jnp.int32(0)
     for n in as_names(names):

@@ -39,9 +39,9 @@ from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.words import Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Position
+from batchax.kernel.axis import Position, Positions
 from batchax.kernel.debug_nans import checks_nans_here, in_jit
 from batchax.kernel.differing import differing, differing_through, differs_of
 from batchax.kernel.named_axes import mesh_around
@@ -132,7 +132,7 @@ class OnDevices(Way):
     def run(self, call: Call) -> tuple[list[Any], _Said]:
         passed = list(map(_kind, call.values[: call.constants]))
 
-        def one_shard(*values: Any) -> tuple[list[Any], list[Position], _Said]:
+        def one_shard(*values: jax.Array) -> tuple[list[Any], list[Position], _Said]:
             own, said = _of_one_device(call.with_values(values), passed)
             check_callbacks(self.shards, own.staged.jaxpr)
             return *self._chunks_of_one().runner(own, self.shards).outputs(), said
@@ -257,11 +257,11 @@ def _are_told(call: Call) -> bool:
 _NOTHING: Any = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def _is_typed(mesh: Any, name: Any) -> bool:
+def _is_typed(mesh: Any, name: str) -> bool:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name] == AxisType.Explicit
 
 
-def _fit(values: Sequence[Value], positions: Sequence[Position], shards: Any) -> bool:
+def _fit(values: Values, positions: Positions, shards: Any) -> bool:
     """Returns whether values are placed as shards need, or not committed to a device."""
     return all(_fits(x, a, shards) for x, a in zip(values, positions, strict=True))
 

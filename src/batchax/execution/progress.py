@@ -34,8 +34,8 @@ from jax.sharding import AxisType
 from batchax import _compat
 from batchax.frontend.options import check_progress
 from batchax.jaxprs.spoken import brief, name_of
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis
+from batchax.jaxprs.words import Values
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import mesh_around
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.progress import How, Progress
@@ -102,7 +102,7 @@ class ProgressCallback:
 
     # Values may follow, which only order the call. A known total is not passed, as each number
     # takes time.
-    def __call__(self, done: Any, *more: Any) -> None:
+    def __call__(self, done: jax.Array, *more: jax.Array) -> None:
         total = int(more[0]) if self.total is None else self.total
         self.progress.tell(int(done), total, self.over)
 
@@ -192,19 +192,19 @@ class Steps:
         callback = None if self.callback is None else self.callback.derivative(name)
         return replace(self, callback=callback)
 
-    def begin(self, done: Any, total: Any = None) -> None:
+    def begin(self, done: Any, total: jax.Array | None = None) -> None:
         """Reports at the start of a step that `done` steps of `total`, or `most`, are done."""
         if self.callback is not None and self.most > 1:  # that the only step is done is enough
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
-    def end(self, done: Any, total: Any = None, results: Sequence[Value] = ()) -> None:
+    def end(self, done: Any, total: jax.Array | None = None, results: Values = ()) -> None:
         """Reports after the loop; `results` make the call wait for them."""
         if self.callback is not None:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
-    def through(self, carry: Sequence[Value], done: Any) -> list[Any]:
+    def through(self, carry: Values, done: jax.Array) -> list[Any]:
         """Passes the carry of a scan through an operation whose transpose reports reverse steps."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
         if self.callback is None or not moving:
@@ -213,14 +213,14 @@ class Steps:
         passed = dict(zip(moving, values, strict=True))
         return [passed.get(i, x) for i, x in enumerate(carry)]
 
-    def went_back(self, done: Any, cotangent: Any) -> None:
+    def went_back(self, done: jax.Array, cotangent: jax.Array) -> None:
         """Reports in the reverse loop, at the end of a step, that so many are left."""
         back, most = self.derivative("cotangents"), np.int32(self.most)
         due = back._due(most - done)
         due = None if due is None else lax.bitwise_or(due, lax.eq(done, np.int32(0)))
         back._tell(most - done, None, due, [cotangent])
 
-    def _due(self, done: Any) -> Any:
+    def _due(self, done: jax.Array) -> Any:
         """Returns whether a step reports; None: every step does."""
         # At most about `_CALLS` calls a loop.
         every = max(-(-self.most // _CALLS), self.width * self.together)
@@ -233,7 +233,12 @@ class Steps:
         return lax.bitwise_and(due, lax.lt(done, np.int32(self.most - self.most % self.together)))
 
     def _tell(
-        self, done: Any, total: Any, due: Any, after: Sequence[Any] = (), over: bool = False
+        self,
+        done: Any,
+        total: jax.Array | None,
+        due: jax.Array | None,
+        after: Sequence[Any] = (),
+        over: bool = False,
     ) -> None:
         """Reports to the host if `due`, from one device of those that run the same program."""
         assert self.callback is not None
@@ -262,7 +267,7 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
     return eval_jaxpr(program.jaxpr, program.consts)[0]
 
 
-def _call(*operands: Any, callback: ProgressCallback) -> list[Any]:
+def _call(*operands: jax.Array, callback: ProgressCallback) -> list[Any]:
     """Reports to the host once the operands after the numbers are computed."""
     numbers, after = operands[: callback.numbers], operands[callback.numbers :]
     # The callback waits for one entry, so that arrays are not copied to the host.
@@ -270,7 +275,7 @@ def _call(*operands: Any, callback: ProgressCallback) -> list[Any]:
     return []
 
 
-def _entry(values: Sequence[Value]) -> Sequence[Any]:
+def _entry(values: Values) -> Sequence[Any]:
     """Returns the last entry of one of the values, which is available when the value is."""
     for x in values:
         aval = jax.typeof(x)
@@ -287,7 +292,7 @@ def _call_when_computed(*operands: Any, callback: ProgressCallback) -> list[Any]
 
 
 def _batched_call(
-    axis: Axis, args: Any, axes: Any, /, *, callback: ProgressCallback
+    axis: Axis, args: Values, axes: Positions, /, *, callback: ProgressCallback
 ) -> tuple[list[Any], list[Any]]:
     # Lanes leave the loop at different steps: it runs until the last of these.
     numbers = zip(args[: callback.numbers], axes, strict=False)
@@ -315,13 +320,11 @@ def _same(*operands: Any, **_: Any) -> list[Any]:
     return list(operands[:-1])
 
 
-def _batched_back(axis: Axis, args: Any, axes: Any, /, **how: Any) -> Any:
+def _batched_back(axis: Axis, args: Values, axes: Positions, /, **how: Any) -> Any:
     return progress_back_p.bind(*args, **how), list(axes[:-1])
 
 
-def _jvp_back(
-    primals: Sequence[Value], tangents: Sequence[Value], *, steps: Steps, linear: bool
-) -> Any:
+def _jvp_back(primals: Values, tangents: Values, *, steps: Steps, linear: bool) -> Any:
     outs = progress_back_p.bind(*primals, steps=steps, linear=linear)
     dots = list(tangents[:-1])
     # One of them speaks for all.
@@ -331,9 +334,7 @@ def _jvp_back(
     return outs, dots
 
 
-def _transpose_back(
-    cotangents: Sequence[Value], *operands: Any, steps: Steps, linear: bool
-) -> list[Any]:
+def _transpose_back(cotangents: Values, *operands: Any, steps: Steps, linear: bool) -> list[Any]:
     if linear and type(cotangents[0]) is not ad.Zero:
         steps.went_back(operands[-1], cotangents[0])
     return [*cotangents, None]

@@ -47,9 +47,9 @@ from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.words import Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running
 from batchax.kernel.differing import differing_through, differs_of, has_other_rule
 from batchax.kernel.interpreter import interpret
@@ -77,7 +77,7 @@ class Section:
     invars: Sequence[Any]
     outvars: Sequence[Any]
     constvars: Sequence[Any] = ()
-    consts: Sequence[Value] = ()
+    consts: Values = ()
 
     @property
     def jaxpr(self) -> Section:
@@ -212,7 +212,11 @@ class Partial(NamedTuple):
 
 
 def partial_result(
-    reduction: Reduction, x: Value, axis: int, index: Any = None, real: Any = None
+    reduction: Reduction,
+    x: Value,
+    axis: int,
+    index: jax.Array | None = None,
+    real: jax.Array | None = None,
 ) -> tuple[list[Any], Partial]:
     """Returns the arrays that one chunk adds to a reduction of `x` along `axis`.
 
@@ -242,7 +246,7 @@ def partial_result(
     return arrays, Partial(specs, structure, result)
 
 
-def finish(reduction: Reduction, part: Partial, results: Sequence[Value], size: int) -> Any:
+def finish(reduction: Reduction, part: Partial, results: Values, size: int) -> Any:
     """Completes a reduction from what a chunk loop collected."""
     state = jax.tree.unflatten(part.structure, results)
     return reductions.finished(reduction, state, size).astype(part.result.dtype)
@@ -255,7 +259,9 @@ def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
 
 
 @memoized("types of reductions", most=256)
-def _result_type(reduction: Reduction, axis: int, shape: Any, dtype: Any, weak_type: bool) -> Any:
+def _result_type(
+    reduction: Reduction, axis: int, shape: tuple[int, ...], dtype: np.dtype[Any], weak_type: bool
+) -> Any:
     one = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
     return jax.eval_shape(lambda x: reductions.of_all(reduction, x, axis), one)
 
@@ -390,7 +396,7 @@ class _Chunk:
 
     lanes: LanesToRun  # those that chunks are taken from
     section: Any
-    positions: Sequence[Position]  # batch axes of the operands
+    positions: Positions  # batch axes of the operands
     targets: Sequence[Target]
     same: Sequence[Target] = ()  # unbatched targets that are returned for each lane
     # of each target, noted by tracing; None if unbatched
@@ -415,7 +421,7 @@ class _Chunk:
         return run
 
     def interpret(
-        self, width: int, start: Any, xs: Sequence[Value]
+        self, width: int, start: Any, xs: Values
     ) -> tuple[list[Any], list[Position], Any, Any]:
         """Returns the targets for `width` lanes, and their batch axes.
 
@@ -444,7 +450,7 @@ class _Chunk:
         with running(program):
             return *run_adding(program, added), index, real
 
-    def _is_one_example(self, values: Sequence[Value]) -> bool:
+    def _is_one_example(self, values: Values) -> bool:
         """Returns whether each chunk is one example that runs without an axis.
 
         Branches and loops are then not masked.
@@ -463,7 +469,7 @@ class _Chunk:
             and reached(self.section, self._mapped) != self._differ(self.section.outvars)
         )
 
-    def _of_one_example(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
+    def _of_one_example(self, values: Values) -> tuple[list[Any], list[Position]]:
         """Runs the only lane of a chunk, and returns targets with their batch axes."""
         own = [
             x if a is None else lax.index_in_dim(x, 0, a, keepdims=False)
@@ -490,7 +496,12 @@ class _Chunk:
         return [lax.broadcast(x, (width,))]
 
     def _results(
-        self, target: Target, x: Value, position: Position, index: Any, real: Any
+        self,
+        target: Target,
+        x: Value,
+        position: Position,
+        index: jax.Array | None,
+        real: jax.Array | None,
     ) -> list[Any]:
         """Returns what a chunk computes for one target, and notes its specs."""
         reduction = target.reduction

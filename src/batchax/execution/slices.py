@@ -21,14 +21,14 @@ from jax import lax
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.axis import Axis, Position, match_axis
+from batchax.jaxprs.words import Aval, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
-def part_of(x: Value, start: Any, axis: int, width: int) -> Any:
+def part_of(x: Value, start: jax.Array, axis: int, width: int) -> Any:
     sizes = list(x.shape)
     sizes[axis] = width
     part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
@@ -72,8 +72,8 @@ def blank(aval: Aval, number: int) -> Any:
 
 def scan_slices(
     step: Callable[[Any, Any, list[Any]], Any],
-    carry: Any,
-    xs: Sequence[Value],
+    carry: list[jax.Array],
+    xs: Values,
     axes: Sequence[int | None],
     width: int | None,
     count: int,
@@ -137,29 +137,29 @@ def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Oper
     return _Operand(cut=lax.stop_gradient(x), axis=axis, handed_on=True)
 
 
-def take(array: Value, start: Any, axis: int, width: int) -> Any:
+def take(array: Value, start: jax.Array, axis: int, width: int) -> list[jax.Array]:
     """Returns a slice of an array that is handed on, and the array.
 
     The slice may not be read from it again, which makes this the transpose of `put`.
     """
 
-    def ahead(at: Sequence[Any], arrays: Sequence[Value]) -> list[Any]:
+    def ahead(at: Sequence[Any], arrays: Values) -> list[Any]:
         return [part_of(arrays[0], at[0], axis, width), arrays[0]]
 
-    def back(at: Sequence[Any], cts: Sequence[Value]) -> list[Any]:
+    def back(at: Sequence[Any], cts: Values) -> list[Any]:
         return [put_part(cts[1], cts[0], at[0], axis)]
 
     return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
 
 
-def put(array: Value, part: Value, start: Any, axis: int) -> Any:
+def put(array: Value, part: Value, start: jax.Array, axis: int) -> Any:
     """Writes a slice into an array that is handed on, where it had nothing before."""
     width = part.shape[axis]
 
-    def ahead(at: Sequence[Any], operands: Sequence[Value]) -> list[Any]:
+    def ahead(at: Sequence[Any], operands: Values) -> list[Any]:
         return [put_part(operands[0], operands[1], at[0], axis)]
 
-    def back(at: Sequence[Any], cts: Sequence[Value]) -> list[Any]:
+    def back(at: Sequence[Any], cts: Values) -> list[Any]:
         return [cts[0], part_of(cts[0], at[0], axis, width)]
 
     return linear_with_transpose(ahead, back, [start], [array, part], key=("put", axis, width))[0]
@@ -179,7 +179,7 @@ def with_derivative_of(value: Value, other: Any) -> Any:
     return follow_p.bind(value, other)
 
 
-def _jvp(primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Any, Any]:
+def _jvp(primals: Values, tangents: Values) -> tuple[Any, Any]:
     return follow_p.bind(*primals), tangents[1]
 
 
@@ -189,7 +189,7 @@ def _transpose(cotangent: Any, value: Value, other: Any) -> list[Any]:
     return [ad.Zero(value.aval) if ad.is_undefined_primal(value) else None, cotangent]
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Position]:
     position = next(a for a in axes if a is not None)
     return follow_p.bind(
         *(match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True))

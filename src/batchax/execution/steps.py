@@ -23,14 +23,14 @@ from jax.extend.core import unmapped_aval
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_derivatives import parts
-from batchax.execution.bounded_loop import Values, bounded_loop
+from batchax.execution.bounded_loop import bounded_loop
 from batchax.execution.call import without_references
 from batchax.execution.eager import jitted
 from batchax.execution.progress import Steps
 from batchax.execution.slices import blank, part_of, put, put_part, take, with_derivative_of
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position, expand_axis, match_axis
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, expand_axis, match_axis
 from batchax.kernel.inner import batch_function, inline_jaxpr, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Of, own_primitive
@@ -53,7 +53,7 @@ def whole_axis(position: Position, steps_axis: int | None) -> Position:
     return position + (steps_axis <= position)
 
 
-def steps_axes(positions: Sequence[Position], axes: Sequence[int | None]) -> tuple[Any, ...]:
+def steps_axes(positions: Positions, axes: Sequence[int | None]) -> tuple[Any, ...]:
     """Returns the axes of the steps in arrays that have a batch axis, too."""
     return tuple(
         s if s is None else s + (a is not None and a <= s)
@@ -79,9 +79,7 @@ class ScanProgram:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", value_key(self.body))
 
-    def run(
-        self, consts: Sequence[Value], carry: Sequence[Value], xs: Sequence[Value]
-    ) -> list[Any]:
+    def run(self, consts: Values, carry: Values, xs: Values) -> list[Any]:
         run = jitted(self, functools.partial(run_steps, self), inline=True)
         return run(list(consts), list(carry), list(xs))
 
@@ -128,20 +126,20 @@ def run_steps(
         arrays = {k: blank(aval, first + k) for k, aval in avals.items()}
         return {k: _compat.varying_as(array, types[k]) for k, array in arrays.items()}
 
-    def cut(state: _State, i: int, start: Any, width: int) -> Any:
+    def cut(state: _State, i: int, start: jax.Array, width: int) -> Any:
         part = part_of(fixed[i], start, read[i], width)
         if i in state.handed:
             way, state.handed[i] = take(state.handed[i], start, read[i], width)
             part = with_derivative_of(part, way)
         return part
 
-    def write(state: _State, k: int, part: Any, start: Any) -> None:
+    def write(state: _State, k: int, part: jax.Array, start: jax.Array) -> None:
         if k in state.ways:
             state.ways[k] = put(state.ways[k], part, start, written[k])
             part = lax.stop_gradient(part)
         state.arrays[k] = put_part(state.arrays[k], part, start, written[k])
 
-    def one(state: _State, at: Any, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
+    def one(state: _State, at: jax.Array, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
         state = state.copy()
         for i in read:
             if i not in given:
@@ -157,7 +155,7 @@ def run_steps(
                 write(state, k, expand_axis(ys.pop(k), written[k]), at)
         return state._replace(carry=outs[: program.n_carry]), ys
 
-    def block(state: _State, at: Any, width: int) -> _State:
+    def block(state: _State, at: jax.Array, width: int) -> _State:
         state = state.copy()
         parts = {i: jnp.moveaxis(cut(state, i, at, width), read[i], 0) for i in x_blocks}
         inner = state.without(x_blocks, y_blocks)
@@ -251,7 +249,7 @@ _WIDTHS = (16, 20, 24, 12, 18, 22, 14, 10, 15, 21, 11, 13, 17, 19, 23, 9, 8)
 _FEWEST = 4  # steps for which that is done
 
 
-def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
+def _sweeps(program: ScanProgram, xs: Values) -> list[_Sweep]:
     """Plans all steps one by one, or in blocks, of which the last may be smaller."""
     types, length = program.body.out_avals[program.n_carry :], program.steps.most
     last = [
@@ -274,7 +272,7 @@ def _sweeps(program: ScanProgram, xs: Sequence[Value]) -> list[_Sweep]:
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
 
 
-def _begin(program: ScanProgram, sweep: _Sweep, index: Any, carry: list[Value]) -> list[Any]:
+def _begin(program: ScanProgram, sweep: _Sweep, index: jax.Array, carry: list[Value]) -> list[Any]:
     """Reports a step, or block, at its start, and returns the carry."""
     if program.steps.callback is None:
         return carry
@@ -326,7 +324,7 @@ def _split(program: ScanProgram, operands: Values) -> list[list[Any]]:
 
 
 def _operations(
-    *operands: Any, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
+    *operands: jax.Array, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
 ) -> list[Any]:
     consts, carry, xs = _split(program, operands)
     return run_steps(replace(program, body=body), consts, carry, xs, differentiable)
@@ -358,8 +356,14 @@ def _types(*avals: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, program: ScanProgram, body: ClosedJaxpr
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    program: ScanProgram,
+    body: ClosedJaxpr,
+) -> tuple[list[Any], Positions]:
     varies = any(_compat.varying_axes(jax.typeof(x)) for x in args)
     if varies or any_uses_axis(axis, body):  # in the way that the axis has for JAX's loop
         run = functools.partial(_operations, program=program, body=body, differentiable=True)
@@ -423,9 +427,9 @@ class BoundedSteps:
     def run(
         self,
         test_consts: Sequence[Any],
-        consts: Sequence[Value],
-        carry: Sequence[Value],
-        xs: Sequence[Value],
+        consts: Values,
+        carry: Values,
+        xs: Values,
     ) -> list[Any]:
         """Returns the last carry and the stacked ys, zeros for steps that were not taken."""
         # One program, compiled once: outside of `jit` each call stages its functions again.
@@ -444,7 +448,7 @@ def _run(
     scanned = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is not None]
     shared = [x for x, a in zip(xs, loop.in_axes, strict=True) if a is None]
 
-    def turned(arrays: Sequence[Value], axes: Sequence[int]) -> list[Any]:
+    def turned(arrays: Values, axes: Sequence[int]) -> list[Any]:
         if not loop.reverse:
             return list(arrays)
         return [lax.rev(x, [a]) for x, a in zip(arrays, axes, strict=True)]
@@ -477,8 +481,8 @@ def _run(
 def run_until(
     test: Any,
     body: Any,
-    carry: Sequence[Value],
-    xs: Sequence[Value],
+    carry: Values,
+    xs: Values,
     in_axes: tuple[Position, ...],
     out_axes: tuple[int, ...],
     steps: Steps,
@@ -496,7 +500,7 @@ def run_until(
     return loop.run(test_consts, consts, carry, list(map(_compat.varying_as, xs, entries)))
 
 
-def _hoisted(staged: ClosedJaxpr, xs: Sequence[Value] = ()) -> tuple[ClosedJaxpr, list[Any]]:
+def _hoisted(staged: ClosedJaxpr, xs: Values = ()) -> tuple[ClosedJaxpr, list[Any]]:
     """Turns constants of a program into leading inputs, and returns them."""
     if any(map(_compat.is_reference, (*staged.consts, *xs))):
         raise UnsupportedError(

@@ -21,7 +21,8 @@ from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.kernel.registry import find_rule, rule_origin
@@ -51,7 +52,7 @@ class Names:
         """Reserves a name that something else has."""
         self._taken.add(name)
 
-    def enter(self, program: Any) -> None:
+    def enter(self, program: Jaxpr) -> None:
         """Forgets what is inside a program: called twice, it has other values each time."""
         made = (v for eqn in program.eqns for v in eqn.outvars)
         for variable in (*program.constvars, *program.invars, *made):
@@ -123,7 +124,7 @@ class Attribution:
 
     def _walk(
         self,
-        program: Any,
+        program: Jaxpr,
         integers: Mapping[Any, int],
         around: Record | None,
         times: int | None,
@@ -152,7 +153,7 @@ class Attribution:
                 self._walk(p.jaxpr, p.integers, record, often, may_not, each)
 
     def _add(
-        self, record: Record | None, eqn: Any, cost: Cost, times: int | None, skipped: bool
+        self, record: Record | None, eqn: Eqn, cost: Cost, times: int | None, skipped: bool
     ) -> None:
         # Where the number of steps is not known, one step is counted.
         tally = self.tallies.setdefault(record, Tally(times=times, skipped=skipped))
@@ -280,7 +281,7 @@ def _runs_programs(entry: Entry) -> bool:
     return own or is_users(entry.shown) or bool(programs_inside(eqn))
 
 
-def shown_name(eqn: Any) -> str:
+def shown_name(eqn: Eqn) -> str:
     """Returns the name of an equation's primitive; of a call also what is called."""
     name, called = shown(eqn.primitive), eqn.params.get("name")
     return f"{name} {called}" if isinstance(called, str) and called else name
@@ -460,7 +461,7 @@ class Listing:
     def _values(
         self,
         variables: Sequence[Any],
-        axes: Sequence[Position],
+        axes: Positions,
         axis: Axis,
         types: Sequence[Any] | None,
     ) -> tuple[Value, ...]:
@@ -508,7 +509,7 @@ def type_name(aval: Any) -> str:
         return str(aval)
 
 
-def source_of(eqn: Any, around: Source | None) -> Source:
+def source_of(eqn: Eqn, around: Source | None) -> Source:
     """Returns the line that made an equation; a library's with the user's line that led there."""
     source, own = Source(*source_line(eqn)), calling_line(eqn)
     if own is not None:
@@ -521,14 +522,14 @@ def source_of(eqn: Any, around: Source | None) -> Source:
     return source if is_installed(led.file) else replace(source, called_from=led)
 
 
-def _program_of(part: Entry) -> Any:
+def _program_of(part: Entry) -> Jaxpr:
     """Returns the program that an equation inside another is part of."""
     run = part.records[0].run
     assert run is not None
     return run.program
 
 
-def _passed_to(eqn: Any) -> Sequence[Any]:
+def _passed_to(eqn: Eqn) -> Sequence[Any]:
     """Returns what a call passes to the program that it runs: mostly, all of its operands."""
     if eqn.primitive.name != "custom_linear_solve":
         return eqn.invars
@@ -538,7 +539,7 @@ def _passed_to(eqn: Any) -> Sequence[Any]:
     return [*eqn.invars[first : first + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
-def _is_library(program: Any) -> bool:
+def _is_library(program: Jaxpr) -> bool:
     """Whether a program is of a function of JAX, whose lines say nothing to users."""
     # Staged once, it is shared by all who call it, with the lines of the one who did first.
     file = getattr(getattr(program, "debug_info", None), "func_filename", None) or ""

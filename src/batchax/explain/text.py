@@ -29,6 +29,7 @@ from batchax.explain.wording import (
     show_work,
     told_again,
 )
+from batchax.jaxprs.words import Values
 from batchax.programs.differences import shown_place
 
 
@@ -245,7 +246,7 @@ def _program(explanation: Account) -> Iterator[str]:
     yield f"  returns {', '.join(_values(explanation.outputs))}"
 
 
-def _values(values: Sequence[Value]) -> list[str]:
+def _values(values: Values) -> list[str]:
     """Lists names and types, those of many that are alike as one, and not all of very many."""
     if len(values) <= _MOST_VALUES:
         return [f"{v.name}: {_types(v)}" for v in values]

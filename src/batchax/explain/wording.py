@@ -12,6 +12,7 @@ import numpy as np
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Devices, Equation, StepCount, Timing, Value, Work
+from batchax.jaxprs.words import Values
 
 _LEAST = 4
 """Fewer entries than this are listed, though others are like them."""
@@ -115,7 +116,7 @@ def _kind(eqn: Equation) -> Hashable:
     return how, did, len(eqn.inputs), types, tuple(map(_kind, eqn.parts))
 
 
-def alike(values: Sequence[Value]) -> list[tuple[str, Sequence[Value]]]:
+def alike(values: Values) -> list[tuple[str, Values]]:
     """Groups values by their types, and by names without places in lists and trees.
 
     Returns the name of each kind, with stars for places that differ, and its values.

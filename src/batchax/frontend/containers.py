@@ -30,14 +30,14 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 
 
 @dataclass(frozen=True)
 class Parts:
     """Says what a value is made of."""
 
-    values: Sequence[Value]  # of all lanes, or of an output those of one lane
+    values: Values  # of all lanes, or of an output those of one lane
     specs: Sequence[Any]  # what `in_axes`, or `out_axes`, says of each
     # Makes the whole again of what the parts have become: an argument of those of one lane, an
     # output of those of all lanes.
@@ -145,14 +145,14 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
 
     example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
 
-    def join(outs: Sequence[Value]) -> Any:
+    def join(outs: Values) -> Any:
         each = iter(outs)
         return to_batch(lambda *_: next(each), size, example, spec)
 
     return Parts(arrays, axes, join)
 
 
-def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
+def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> int:
     """Returns `spec` as the registration takes it, which knows no int from the end."""
     kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
@@ -175,7 +175,7 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
         ) from None
 
 
-def _example_of(x: Value, axis: Any) -> Any:
+def _example_of(x: Value, axis: int) -> Any:
     """Returns what stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
@@ -382,7 +382,7 @@ def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
     )
 
 
-def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | None:
+def parts_of_output(value: Value, spec: Any, path: str, size: int | None) -> Parts | None:
     """Takes a container apart that is an output of one of `size` lanes; returns None for others."""
     container = _containers.get(_type(value))
     if container is None:
@@ -401,7 +401,7 @@ def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | No
 
 
 def _check_one_each(
-    container: Container, maker: str, arrays: Sequence[Value], axes: Sequence[Any], path: str
+    container: Container, maker: str, arrays: Values, axes: Sequence[Any], path: str
 ) -> None:
     if len(arrays) != len(axes):
         raise ArgumentTypeError(

@@ -27,7 +27,7 @@ from jax.core import Tracer
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import AxisSpec, DictOfBatches, is_container, is_container_spec
 from batchax.jaxprs.spoken import listed, name_of, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 
 
 @dataclass
@@ -122,7 +122,7 @@ def _specs_by_name(
     return [spec.get(name, 0) for name in names]
 
 
-def _name_of(keys: Sequence[Any]) -> Any:
+def _name_of(keys: Sequence[Any]) -> str | None:
     """Returns the key of a dict, or the name of a field; None for what is found by its place."""
     match keys[:1]:
         case (jax.tree_util.DictKey(key=name),) | (jax.tree_util.GetAttrKey(name=name),):
@@ -281,7 +281,7 @@ def check_in_axes(fun: Callable[..., Any], in_axes: Any, called: str = "vmap") -
             )
 
 
-def as_a_call(called: str, fun: Any, given: Any) -> str:
+def as_a_call(called: str, fun: Callable[..., Any], given: Any) -> str:
     """Advises on values passed in place of axes; empty if `given` is not one."""
     name, array = name_of(fun), hasattr(given, "shape") and hasattr(given, "dtype")
     if called == "scan" and (array or isinstance(given, (float, complex))):
@@ -350,7 +350,7 @@ def spread_in_axes(
         elif is_rule(leaf.spec):
             leaf.spec = _from_callable(leaf)
 
-    def rebuild_all(values: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild_all(values: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
         left = iter(values)
         rebuilt = [rebuild(left) for rebuild in rebuilds]
         return tuple(rebuilt[: len(args)]), dict(zip(kwargs, rebuilt[len(args) :], strict=True))
@@ -503,7 +503,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
         )
 
 
-def _from_callable(leaf: SpecifiedLeaf) -> Any:
+def _from_callable(leaf: SpecifiedLeaf) -> int | None:
     axis = leaf.spec(leaf.value)
     if axis is None or (is_input_spec(axis) and not is_rule(axis)) or is_container_spec(axis):
         return axis

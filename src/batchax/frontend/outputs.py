@@ -35,8 +35,8 @@ from batchax.frontend.in_axes import (
 from batchax.frontend.options import check_one_of, not_one_of
 from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, has_reduction
 from batchax.jaxprs.spoken import brief, name_of, show
-from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position, match_axis, move_axis
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import describe_returned
 
 
@@ -181,7 +181,7 @@ def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten_outputs(
-    out: Any, out_axes: Any, size: Any, terms: Terms = LANES, sum_match: bool = False
+    out: Any, out_axes: Any, size: int, terms: Terms = LANES, sum_match: bool = False
 ) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 
@@ -299,7 +299,7 @@ def check_reduces(spec: Reduce, output: Any, path: str) -> None:
         )
 
 
-def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
+def check_lanes(spec: Reduce, lanes: int, path: str, nothing: str) -> None:
     """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(
@@ -307,9 +307,7 @@ def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
         )
 
 
-def check_unbatched(
-    axis: Axis, described: Sequence[OutputArray], positions: Sequence[Position]
-) -> None:
+def check_unbatched(axis: Axis, described: Sequence[OutputArray], positions: Positions) -> None:
     """Raises an error for outputs that depend on the batch where `out_axes` says None."""
     wrong = [
         output.path
@@ -378,7 +376,7 @@ def carry_keys(init: Any) -> list[str]:
 
 def settle(
     stage: Callable[[Sequence[Any]], tuple[ClosedJaxpr | None, ClosedJaxpr, T]],
-    carry: Sequence[Value],
+    carry: Values,
 ) -> tuple[ClosedJaxpr | None, ClosedJaxpr, T, Sequence[Any]]:
     """Stages a step until the types of the carry stay; returns the last result, and the carry."""
     # Python scalars in the carry get the types that steps return. Inside ``shard_map`` a carry
@@ -415,9 +413,7 @@ def check_structure(fun: Callable[..., Any], old: Any, new: Any) -> None:
         )
 
 
-def check_types(
-    fun: Callable[..., Any], keys: Sequence[str], carry: Sequence[Value], outs: Sequence[Value]
-) -> None:
+def check_types(fun: Callable[..., Any], keys: Sequence[str], carry: Values, outs: Values) -> None:
     """Raises an error for a step that changes the shapes or dtypes of the carry."""
     wrong = [
         f"  carry{path}: {old.str_short()} became {new.str_short()}"

@@ -27,7 +27,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.memo import memoized
 
 
@@ -162,7 +162,7 @@ def states_of(
     return states, at
 
 
-def _of_lane(reduction: Reduction, *given: Any) -> Any:
+def _of_lane(reduction: Reduction, *given: jax.Array) -> Any:
     assert reduction.lane is not None
     return jax.tree.map(jnp.asarray, reduction.lane(*given))
 
@@ -210,7 +210,7 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
     return jax.tree.map(lambda s: s[0], states)
 
 
-def finished(reduction: Reduction, state: Any, lanes: Any) -> Any:
+def finished(reduction: Reduction, state: Any, lanes: int) -> Any:
     return state if reduction.finish is None else reduction.finish(state, lanes)
 
 
@@ -222,7 +222,7 @@ def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
     return finished(reduction, folded(reduction, *states_of(reduction, x, axis, index)), lanes)
 
 
-def of_shared(reduction: Reduction, x: Value, lanes: Any) -> Any:
+def of_shared(reduction: Reduction, x: Value, lanes: int) -> Any:
     if reduction.of_copies is not None:
         return reduction.of_copies(x, lanes)
     return of_all(reduction, jnp.broadcast_to(x, (lanes, *x.shape)), 0)
@@ -382,7 +382,7 @@ _sum, _prod = map(_whole_bytes, (jnp.sum, jnp.prod))
 
 
 @memoized("dtypes of reductions", most=256)
-def _dtype(reduce: Callable[..., Any], dtype: Any) -> Any:
+def _dtype(reduce: Callable[..., Any], dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype in which `reduce` is computed in parts: for floats at least float32."""
     one = jax.ShapeDtypeStruct((1,), dtype)
     return accumulator(jax.eval_shape(lambda x: reduce(x, axis=0), one).dtype)
@@ -481,7 +481,7 @@ _NONE = np.iinfo(np.int32).max  # later than every lane; -1 if no row of a datas
 def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns what makes one of the states of lanes along axis 0; NaN is the most extreme."""
 
-    def fold(states: Any) -> Any:
+    def fold(states: Values) -> tuple[jax.Array, ...]:
         values, lanes = states
         best = extreme(values, 0)
         holds = lax.eq(values, jnp.broadcast_to(best[None], values.shape))
@@ -492,7 +492,9 @@ def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
     return fold
 
 
-def _argument(of_lanes: Callable[..., Any], extreme: Callable[..., Any], neutral: Any) -> Reduction:
+def _argument(
+    of_lanes: Callable[..., Any], extreme: Callable[..., Any], neutral: Callable[..., Any]
+) -> Reduction:
     fold = _first_of(extreme)
     return Reduction(
         _of_two(fold),
@@ -507,7 +509,7 @@ def _argument(of_lanes: Callable[..., Any], extreme: Callable[..., Any], neutral
     )
 
 
-def _mean(total: Any, n: Any) -> Any:
+def _mean(total: Value, n: int) -> Any:
     return total / n
 
 
@@ -571,7 +573,7 @@ def adds_up(reduction: Reduction) -> bool:
 
 
 @memoized("dtypes that have a reduction", most=256)
-def has_reduction(kind: str, dtype: Any) -> bool:
+def has_reduction(kind: str, dtype: np.dtype[Any]) -> bool:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return True
     one = jax.ShapeDtypeStruct((1,), dtype)

@@ -18,7 +18,7 @@ from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def describe_bodies(primitive: _compat.Primitive, names: Sequence[str], step: st
 
 
 def bind_with(
-    eqn: Eqn, operands: Sequence[Value], programs: Sequence[Any], more: Sequence[Any]
+    eqn: Eqn, operands: Values, programs: Sequence[Any], more: Sequence[Any]
 ) -> list[Any]:
     """Binds a call, loop or branch again, with other programs for its bodies.
 
@@ -211,7 +211,7 @@ def bind_with(
     return list(rebuild(eqn, bodies, list(operands), list(map(_compat.close, programs)), [*more]))
 
 
-def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Values) -> list[Any]:
     (body,), (program,) = bodies, programs
     # `lax.scan` stages the step again, and counts by itself what is carried and what is not.
     first = body.same + body.carried
@@ -230,7 +230,7 @@ def _scan_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -
 SCAN_OPTIONS = frozenset("length reverse unroll _split_transpose".split())
 
 
-def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Values) -> list[Any]:
     test, body = bodies
     # Both programs take `more` first, so it stands among the constants of both.
     return while_p.bind(
@@ -246,17 +246,19 @@ def _while_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) 
     )
 
 
-def _cond_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> list[Any]:
+def _cond_with(eqn: Eqn, bodies: Any, operands: Values, programs: Any, more: Values) -> list[Any]:
     index, *others = operands
     return cond_p.bind(index, *more, *others, **{**eqn.params, "branches": tuple(programs)})
 
 
-def _call_with(eqn: Eqn, bodies: Any, operands: Any, programs: Any, more: Any) -> Sequence[Any]:
+def _call_with(
+    eqn: Eqn, bodies: Any, operands: Values, programs: Any, more: Values
+) -> Sequence[Any]:
     return bind_call(eqn.primitive, eqn.params, programs[0], [*more, *operands])
 
 
 def bind_call(
-    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Sequence[Value]
+    primitive: _compat.Primitive, params: Mapping[str, Any], program: Any, operands: Values
 ) -> list[Any]:
     """Binds a call, one whose `Facts` say so, with another program, whose constants become
     operands.

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Eqn, Jaxpr, Values
 
 
 def evaluate(
     jaxpr: Jaxpr,
-    consts: Sequence[Value],
-    args: Sequence[Value],
+    consts: Values,
+    args: Values,
     run_equation: Callable[[Any, list[Any]], Iterable[Any]],
     number: Callable[[Any], Any] = lambda literal: literal.val,
     keeps: Callable[[Any], Any] = operator.attrgetter("effects"),
@@ -93,7 +93,7 @@ def walk(
                 operands = outs = None  # these would keep dead values alive
 
 
-def bind_equation(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
+def bind_equation(eqn: Eqn, operands: Values, **changes: Any) -> Sequence[Any]:
     """Emits an equation again, on other operands and with `changes` to its parameters."""
     primitive, params = eqn.primitive, {**eqn.params, **changes} if changes else eqn.params
     out = primitive.bind(*operands, **primitive.get_bind_params(params))

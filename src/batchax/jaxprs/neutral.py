@@ -12,26 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def lowest(dtype: Any) -> Any:
+def lowest(dtype: np.dtype[Any]) -> Any:
     """Returns what no value of `dtype` is less than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return -_infinity(dtype)
     return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
 
 
-def highest(dtype: Any) -> Any:
+def highest(dtype: np.dtype[Any]) -> Any:
     """Returns what no value of `dtype` is more than."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return _infinity(dtype)
     return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
 
 
-def _infinity(dtype: Any) -> Any:
+def _infinity(dtype: np.dtype[Any]) -> float:
     """Returns infinity; of small floats without one, such as float8_e4m3fn, the largest number."""
     return np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).max)
 
 
-def accumulator(dtype: Any) -> Any:
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype in which values of `dtype` are added up: float32 for smaller floats."""
     small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if small else dtype

@@ -14,6 +14,8 @@ from batchax import _compat
 Value: TypeAlias = Any
 """What a program computes with: an array of JAX or NumPy's, a tracer, a number, a reference."""
 
+Values: TypeAlias = Sequence[Value]
+
 Aval: TypeAlias = Any
 """The type of a value: shape, dtype, and more of some. JAX has no class for what all have."""
 

@@ -25,10 +25,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 
 Position = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""
+
+Positions = Sequence[Position]
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
     return match_axis(axis, x, source, 0)
 
 
-def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
+def _in_range(name: str, position: int, x: Value, ndim: int) -> int:
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -268,7 +270,7 @@ def sharding_on_mesh(axis: Axis, sharding: Any) -> Any:
     return NamedSharding(axis.mesh.abstract_mesh if here.empty else here, sharding.spec)
 
 
-def sharding_with_axis(sharding: Any, position: int, args: Any, axes: Any) -> Any:
+def sharding_with_axis(sharding: Any, position: int, args: Values, axes: Any) -> Any:
     """Adds the batch axis at `position` to the ``out_sharding`` of one example."""
     if sharding is None:
         return None
@@ -328,10 +330,10 @@ class WhileLoop:
     test: ClosedJaxpr  # of `test_consts` and the carry
     body: ClosedJaxpr  # of `body_consts` and the carry
     test_consts: Sequence[Any]
-    test_at: Sequence[Position]
+    test_at: Positions
     body_consts: Sequence[Any]
-    body_at: Sequence[Position]
-    carry: Sequence[Value]  # the first carry, with the batch axis of each part at the front
+    body_at: Positions
+    carry: Values  # the first carry, with the batch axis of each part at the front
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,8 +342,8 @@ class Branches:
 
     programs: Sequence[ClosedJaxpr]  # the branches, each of `operands`
     index: Any  # the branch that each lane takes, of shape (lanes,)
-    operands: Sequence[Value]
-    positions: Sequence[Position]
+    operands: Values
+    positions: Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,8 +356,8 @@ class BoundedLoop:
     # inner axis, derivatives may need operands of masked lanes replaced when values do not.
     guarded: Sequence[ClosedJaxpr]
     form: Any  # a `LoopSignature` or `SweepSignature`
-    args: Sequence[Value]
-    axes: Sequence[Position]
+    args: Values
+    axes: Positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,8 +366,8 @@ class AnyLoop:
 
     primitive: Any
     params: dict[str, Any]
-    args: Sequence[Value]
-    axes: Sequence[Position]
+    args: Values
+    axes: Positions
 
 
 class Divergence(Protocol):

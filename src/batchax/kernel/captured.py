@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import Anywhere, programs_held, programs_inside
 from batchax.jaxprs.spoken import line_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.interpreter import interpret
 from batchax.memo import kept_with
 
@@ -123,8 +123,8 @@ class MappedProgram:
 
     axis: Axis
     staged: Any  # a closed jaxpr, or a part of one that looks like it
-    args: Sequence[Value]
-    axes: Sequence[Position]
+    args: Values
+    axes: Positions
     # whether the equations that it emits are computed at once
     computes: bool = False  # whether what is staged of it will be computed at once
 
@@ -138,7 +138,7 @@ class MappedProgram:
         jaxpr, consts = self.staged.jaxpr, self.staged.consts
         return interpret(self.axis, jaxpr, consts, self.args, self.axes)
 
-    def resolve(self, values: Sequence[Value]) -> tuple[list[Any], list[Position]]:
+    def resolve(self, values: Values) -> tuple[list[Any], list[Position]]:
         """Replaces placeholders of this program in `values` where possible; with their axes."""
         variables = [_compat.staged_variable(x) for x in values]
         jaxpr = self.staged.jaxpr
@@ -205,7 +205,7 @@ def closes_over_tracers(rule: Any) -> bool:
     return any(True for _ in _tracers([rule]))
 
 
-def captured_tracers(rule: Any) -> list[Tracer]:
+def captured_tracers(rule: Callable[..., Any] | None) -> list[Tracer]:
     """Lists the tracers in a function's closure and defaults, and in containers there.
 
     Attributes of other objects are not searched.
@@ -253,7 +253,7 @@ class Captured:
             pairs = zip(*self.program.resolve(tracers), strict=True)
             self._values = dict(zip(map(id, tracers), pairs, strict=True))
 
-    def values(self, constants: Sequence[Value]) -> tuple[list[Any], list[Position]]:
+    def values(self, constants: Values) -> tuple[list[Any], list[Position]]:
         """Resolves constants of a rule to values and their batch axes.
 
         Raises UnsupportedError for a value of what is differentiated or traced around the rule.

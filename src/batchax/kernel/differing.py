@@ -23,7 +23,7 @@ from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
 from batchax.memo import Memo, kept_with
@@ -222,9 +222,9 @@ def predicate_is_batched(
     axis: Axis,
     test: ClosedJaxpr,
     body: ClosedJaxpr,
-    test_at: Sequence[Position],
-    body_at: Sequence[Position],
-    carry_at: Sequence[Position],
+    test_at: Positions,
+    body_at: Positions,
+    carry_at: Positions,
 ) -> bool:
     """Returns whether lanes end a ``while`` at different steps; False where that is not known."""
     # A rule of a user, or a collective, may make a shared value from batched ones.

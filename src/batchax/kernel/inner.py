@@ -20,11 +20,12 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
     Position,
+    Positions,
     is_in_types,
     lanes_vary_over,
     match_axis,
@@ -75,7 +76,7 @@ _built = Memo("programs inside programs, batched", most=4096)
 def batch_inner(
     axis: Axis,
     body: ClosedJaxpr,
-    in_axes: Sequence[Position],
+    in_axes: Positions,
     out_axes: Sequence[Any] | Any = ANYWHERE,
     varying: Varying = (),
     read: Sequence[bool] | None = None,
@@ -105,7 +106,7 @@ def remembered(body: ClosedJaxpr, key: Any, build: Callable[[], Any]) -> Any:
     return built.get((key, context), build, owner=body)
 
 
-def inline_jaxpr(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
+def inline_jaxpr(program: ClosedJaxpr, operands: Values) -> list[Any]:
     """Runs `program`. While another is traced, its equations are inlined."""
     if _compat.staging() and not _compat.checked_axes():
         return _compat.inlined(program, operands)
@@ -113,7 +114,7 @@ def inline_jaxpr(program: ClosedJaxpr, operands: Sequence[Value]) -> list[Any]:
 
 
 def interpret_again(
-    axis: Axis, body: ClosedJaxpr, operands: Sequence[Value], axes: Sequence[Position]
+    axis: Axis, body: ClosedJaxpr, operands: Values, axes: Positions
 ) -> tuple[list[Any], list[Position]]:
     types = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, axes, strict=True)]
     here = _compat.staging() and not _compat.checked_axes() and not recording.is_on()
@@ -128,11 +129,11 @@ def interpret_again(
 def emitted(
     axis: Axis,
     body: ClosedJaxpr,
-    operands: Sequence[Value],
-    axes: Sequence[Position],
-    emit: Callable[..., tuple[list[Any], Sequence[Position]]],
+    operands: Values,
+    axes: Positions,
+    emit: Callable[..., tuple[list[Any], Positions]],
     more: Hashable = None,
-) -> tuple[list[Any], Sequence[Position]]:
+) -> tuple[list[Any], Positions]:
     """Returns `emit(*operands)`, traced once and inlined if the same `body` occurs again.
 
     `emit` must not depend on values of the function being batched; `more` names what else it
@@ -346,8 +347,8 @@ NEEDS_VALUES = (
 def batch_function(
     axis: Axis,
     fun: Callable[..., Any],
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
 ) -> tuple[list[Any], list[Position]]:
     """Applies a flat function of one example to batched values, from inside a rule."""
     avals = [example_aval(axis, jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
@@ -358,8 +359,8 @@ def batch_function(
 def run_inner(
     axis: Axis,
     program: ClosedJaxpr,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
     """Runs a jaxpr of an equation for all lanes, by `axis.bodies` if the axis has that."""
@@ -385,7 +386,7 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
     # A weakly typed carry would change its type in the first step.
     leaves = list(map(_strong, leaves))
 
-    def flat(*leaves: Any) -> list[Any]:
+    def flat(*leaves: jax.Array) -> list[Any]:
         return list(map(_strong, jax.tree.leaves(once(structure.unflatten(leaves)))))
 
     types = list(map(jax.typeof, leaves))

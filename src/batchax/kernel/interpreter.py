@@ -38,9 +38,9 @@ from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variabl
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis, sharding_on_mesh
+from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh
 from batchax.kernel.debug_nans import checks_nans_here, found, hide_from_debug_nans, in_jit
 from batchax.kernel.differing import OPENED, differing_in, differing_through, differs_of
 from batchax.kernel.named_axes import (
@@ -63,7 +63,7 @@ _warned: dict[Any, Any] = {}
 
 def run_without_rule(
     axis: Axis, eqn: Eqn, operands: list[Value], operand_axes: list[Position]
-) -> tuple[Sequence[Any], Sequence[Position]]:
+) -> tuple[Sequence[Any], Positions]:
     """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
 
@@ -109,8 +109,8 @@ def _warn(axis: Axis, eqn: Eqn) -> None:
 def one_after_another(
     axis: Axis,
     one_lane: Callable[..., Any],
-    operands: Sequence[Value],
-    operand_axes: Sequence[Position],
+    operands: Values,
+    operand_axes: Positions,
     unroll: bool = False,
 ) -> list[Any]:
     """Applies `one_lane` to each lane in a `scan`; outputs have the lanes first.
@@ -332,9 +332,9 @@ Place = tuple[ProgramRun, Eqn]
 def interpret(
     axis: Axis,
     jaxpr: Jaxpr,
-    consts: Sequence[Value],
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    consts: Values,
+    args: Values,
+    axes: Positions,
     read: Sequence[bool] | None = None,
 ) -> tuple[list[Any], list[Position]]:
     """Runs the per-example `jaxpr` for all lanes of `axis`.
@@ -372,7 +372,7 @@ def batch_equation(
     operand_axes: list[Position],
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
-) -> tuple[Sequence[Any], Sequence[Position]]:
+) -> tuple[Sequence[Any], Positions]:
     """Returns outputs and batch axes of one equation, always as sequences.
 
     `creates_batched` is set for a reference that has a part for each lane, and `whole` is the run
@@ -406,7 +406,7 @@ def batch_looked_at(
     operand_axes: list[Position],
     creates_batched: bool = False,
     whole: ProgramRun | None = None,
-) -> tuple[Sequence[Any], Sequence[Position]]:
+) -> tuple[Sequence[Any], Positions]:
     """Batches an equation as `batch_equation` under ``jax.debug_nans``.
 
     Raises FloatingPointError, with the user's line, for NaN in results that one example would have.
@@ -455,7 +455,7 @@ def batch_looked_at(
         raise error from None
 
 
-def _fits(eqn: Eqn, operands: Sequence[Value]) -> bool:
+def _fits(eqn: Eqn, operands: Values) -> bool:
     """Returns whether the equation is valid for the operand types inside ``shard_map``."""
     casts = eqn.primitive.name == "pvary"  # JAX raises for a cast of a value that varies already
     return not (casts or holds_programs(eqn)) or varies_as_staged(eqn, operands)
@@ -469,7 +469,7 @@ def _batch(
     shared: bool,
     creates_batched: bool,
     whole: ProgramRun | None,
-) -> tuple[Sequence[Any], Sequence[Position]]:
+) -> tuple[Sequence[Any], Positions]:
     primitive = eqn.primitive
     if shared:
         return bind_equation(eqn, operands), [None] * len(eqn.outvars)

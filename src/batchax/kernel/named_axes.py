@@ -31,8 +31,8 @@ from batchax.jaxprs.evaluate import bind_equation, variables_read
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import spoken
-from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, axis_to_front, lanes_vary_over, names_in
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Values
+from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, lanes_vary_over, names_in
 from batchax.kernel.registry import is_foreign, registrations
 from batchax.memo import kept_with
 
@@ -123,7 +123,7 @@ def _unmarked_inside(jaxpr: Jaxpr, _: int) -> frozenset[Hashable]:
 _CREATES = frozenset({"new_ref", "empty_ref"})
 
 
-def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> frozenset[Any]:
+def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Positions) -> frozenset[Any]:
     """Returns the references created by `jaxpr` that batched values may be written to.
 
     It errs on the side of batching.
@@ -146,7 +146,7 @@ def references_to_batch(axis: Axis, jaxpr: Jaxpr, axes: Sequence[Position]) -> f
 
 
 def create_batched(
-    axis: Axis, eqn: Eqn, operands: Sequence[Value], operand_axes: Sequence[Position]
+    axis: Axis, eqn: Eqn, operands: Values, operand_axes: Positions
 ) -> tuple[list[Any], list[Position]]:
     """Creates a reference with a part for each lane."""
     if eqn.primitive.name == "empty_ref":
@@ -217,7 +217,7 @@ def mesh_around() -> Any:
     return without if mesh.empty and without is not None else mesh
 
 
-def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
+def may_be_spread(values: Values, most: int = 1) -> bool:
     """Returns whether values may be on more devices than `most`.
 
     This is unknown for traced values, except inside ``shard_map`` over all mesh axes.
@@ -229,7 +229,7 @@ def may_be_spread(values: Sequence[Value], most: int = 1) -> bool:
     return any(len(x.sharding.device_set) > most for x in values if isinstance(x, jax.Array))
 
 
-def varying_of(values: Sequence[Value]) -> Varying:
+def varying_of(values: Values) -> Varying:
     """Returns the mesh axes that each value varies over, or none where types are unchecked."""
     if not _compat.checked_axes():
         return (frozenset(),) * len(values)
@@ -240,11 +240,11 @@ def types_varying(types: Sequence[Aval]) -> Varying:
     return tuple(map(_compat.varying_axes, types))
 
 
-def vary_over(values: Sequence[Value], varying: Varying) -> list[Any]:
+def vary_over(values: Values, varying: Varying) -> list[Any]:
     return [_compat.varying_over(x, v) if v else x for x, v in zip(values, varying, strict=True)]
 
 
-def vary_alike(eqn: Eqn, operands: Sequence[Value]) -> list[Any]:
+def vary_alike(eqn: Eqn, operands: Values) -> list[Any]:
     """Casts operands to vary over the same mesh axes if they did for one example."""
     if len(operands) < 2 or holds_programs(eqn):
         return list(operands)
@@ -254,7 +254,7 @@ def vary_alike(eqn: Eqn, operands: Sequence[Value]) -> list[Any]:
     return _compat.varying_alike(operands)
 
 
-def bind_varying(eqn: Eqn, operands: Sequence[Value], **changes: Any) -> Sequence[Any]:
+def bind_varying(eqn: Eqn, operands: Values, **changes: Any) -> Sequence[Any]:
     """Binds as `bind_equation`, for operands that vary over more axes than for one example."""
     if not _compat.checked_axes():
         return bind_equation(eqn, operands, **changes)
@@ -271,7 +271,7 @@ def holds_programs(eqn: Eqn) -> bool:
     return not combines and bool(programs_inside(eqn))
 
 
-def varies_as_staged(eqn: Eqn, operands: Sequence[Value]) -> bool:
+def varies_as_staged(eqn: Eqn, operands: Values) -> bool:
     return all(
         _compat.varying_axes(v.aval) == _compat.varying_axes(jax.typeof(x))
         for v, x in zip(eqn.invars, operands, strict=True)
@@ -291,7 +291,7 @@ def check_lanes_apart(axis: Axis, eqn: Eqn) -> None:
             )
 
 
-def as_lanes(axis: Axis, values: Sequence[Value], axes: Sequence[Position]) -> list[Any]:
+def as_lanes(axis: Axis, values: Values, axes: Positions) -> list[Any]:
     """Casts batched values to vary over the mesh axes that shard the lanes."""
     over = lanes_vary_over(axis)
     if not over:

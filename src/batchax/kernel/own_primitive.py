@@ -31,14 +31,14 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.rewriter import Rewriter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 
 Flat = Callable[..., list[Any]]
 """A function of arrays that returns a list of arrays."""
 
 
-def with_values(xs: Sequence[Value], places: Sequence[int], values: Sequence[Value]) -> list[Any]:
+def with_values(xs: Values, places: Sequence[int], values: Values) -> list[Any]:
     full = list(xs)
     for i, x in zip(places, values, strict=True):
         full[i] = x
@@ -47,9 +47,9 @@ def with_values(xs: Sequence[Value], places: Sequence[int], values: Sequence[Val
 
 def tangents_of(
     function: Flat,
-    primals: Sequence[Value],
+    primals: Values,
     moving: Sequence[int],
-    tangents: Sequence[Value],
+    tangents: Values,
     of: Sequence[int],
 ) -> tuple[list[Any], list[Any]]:
     """Returns results of `function`, and tangents of those `of` from those of `moving` operands."""
@@ -59,7 +59,7 @@ def tangents_of(
 
 
 def pullback_of(
-    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
+    function: Flat, primals: Values, moving: Sequence[int], of: Sequence[int]
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Sequence[Any]]]:
     """Returns the results, and a pullback from cotangents `of` results to `moving` operands.
 
@@ -71,14 +71,14 @@ def pullback_of(
 
 
 def _of_moving(
-    function: Flat, primals: Sequence[Value], moving: Sequence[int], of: Sequence[int]
+    function: Flat, primals: Values, moving: Sequence[int], of: Sequence[int]
 ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], tuple[Any, ...]]:
     """Restricts `function` to the `moving` operands.
 
     It returns the results `of`, then all of them.
     """
 
-    def some(*values: Any) -> tuple[list[Any], list[Any]]:
+    def some(*values: jax.Array) -> tuple[list[Any], list[Any]]:
         outs = function(*with_values(primals, moving, values))
         return [outs[k] for k in of], outs
 
@@ -99,7 +99,7 @@ def transposed(
     rest = iter(others)
     blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
 
-    def of_linear(*values: Any) -> list[Any]:
+    def of_linear(*values: jax.Array) -> list[Any]:
         outs = function(*with_values(blank, linear, values))
         return [outs[k] for k in of]
 
@@ -181,9 +181,7 @@ class Linearized:
         return _compat.stage(self.back, types, _compat.names_in_scope())
 
 
-TangentRule = Callable[
-    [Sequence[Value], Sequence[int], Sequence[Value]], tuple[list[Any], Sequence[Any]]
-]
+TangentRule = Callable[[Values, Sequence[int], Values], tuple[list[Any], Sequence[Any]]]
 """Of operands, which of them have tangents, and these: the results and their tangents, or None."""
 
 
@@ -192,7 +190,7 @@ def with_tangent_rule(function: Flat, rule: TangentRule) -> Flat:
     run = jax.custom_jvp(function)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
-    def _(primals: Sequence[Value], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _(primals: Values, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         outs, dots = rule(primals, moving, [tangents[i] for i in moving])
         none = lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval())
@@ -262,9 +260,7 @@ def _with_derivative_of(
     `run` has `first` more operands in front, and its last results are those of `bind`.
     """
 
-    def rule(
-        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]]:
+    def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
         # The errors in front have no tangents. As for a ``jax.custom_jvp`` function, ``checkify``
         # does not check the derivative, and ``checkify`` of the derivative does.
         outs = checked(*primals)
@@ -429,8 +425,8 @@ def _flat(operations: Callable[..., Any], several: bool) -> Callable[..., list[A
 def _jvp(
     operations: Callable[..., list[Any]],
     primitive: _compat.Primitive,
-    primals: Sequence[Value],
-    tangents: Sequence[Value],
+    primals: Values,
+    tangents: Values,
     **params: Any,
 ) -> tuple[Any, Any]:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]

@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.jaxprs.words import Eqn, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.memo import Memo
 from batchax.programs.counted import mark_for, numbered, put_mark
 
@@ -50,8 +50,8 @@ class Record:
     number: int  # its index among the records, which its mark shows
     eqn: Eqn  # of one example
     axis: Axis
-    in_axes: Sequence[Position] = ()
-    out_axes: Sequence[Position] = ()
+    in_axes: Positions = ()
+    out_axes: Positions = ()
     parent: Record | None = None  # the record of the equation around it
     run: Run | None = None  # a program may run several times; None outside of any
     role: str = ""  # which program of its parent it is in, such as "branch 0"
@@ -75,7 +75,7 @@ class PerExample:
     # Only where runs are counted: the program, and the variable or value of each operand.
     program: Any = None
     given: Sequence[Any] = ()
-    positions: Sequence[Position] = ()  # batch axes of `given`
+    positions: Positions = ()  # batch axes of `given`
 
 
 class Recorder:
@@ -145,7 +145,7 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def equation(axis: Axis, eqn: Eqn, in_axes: Sequence[Position], shared: bool) -> Iterator[Record]:
+def equation(axis: Axis, eqn: Eqn, in_axes: Positions, shared: bool) -> Iterator[Record]:
     """Records an equation while it is batched."""
     place = _active()
     assert place is not None

@@ -36,10 +36,11 @@ from batchax.errors import ArgumentTypeError, AxisError, RuleReplacedWarning
 from batchax.jaxprs.primitive_facts import UNKNOWN, describe, facts_of, forget
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.spoken import brief, listed, show
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,
+    Positions,
     expand_axis,
     expand_lanes,
     inserted,
@@ -133,8 +134,8 @@ def run_rule(
     axis: Axis,
     primitive: _compat.Primitive,
     rule: Callable[..., Any],
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     params: dict[str, Any],
     types: Sequence[Aval] | None = None,
 ) -> tuple[list[Any], list[Position]]:
@@ -177,13 +178,13 @@ def run_rule(
 def _types_for_one(
     axis: Axis,
     primitive: _compat.Primitive,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     params: dict[str, Any],
 ) -> Sequence[Any]:
     """Computes the result types of a primitive for one example."""
 
-    def one_example(*xs: Any) -> Any:
+    def one_example(*xs: Any) -> list[jax.Array]:
         out = primitive.bind(*xs, **primitive.get_bind_params(params))
         # `get_bind_params` restores functions that JAX stores in parameters as jaxprs.
         return out if primitive.multiple_results else [out]
@@ -201,7 +202,7 @@ _MEANING = (
 )
 
 
-def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
+def _position(where: str, name: str, position: int | None, aval: Aval) -> Position:
     if position is None:
         return None
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -561,7 +562,7 @@ def vectorized(primitive: Primitive) -> None:
       [ 0  1  8 27]
     """
 
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
         if len(set(shapes)) > 1:
             raise ArgumentTypeError(
@@ -592,14 +593,14 @@ def broadcasting(primitive: Primitive) -> None:
       [5. 4.]
     """
 
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         args, out_axis = aligned(args, axes, axis.columns)
         return _alike(primitive, primitive.bind(*args, **params), out_axis)
 
     _register(primitive, rule, "broadcasting", elementwise=True)
 
 
-def reducing(primitive: Primitive, neutral: Any = None) -> None:
+def reducing(primitive: Primitive, neutral: int | None = None) -> None:
     """Registers a primitive as one that removes the dimensions in its parameter `axes`.
 
     Args:
@@ -638,14 +639,14 @@ def reducing(primitive: Primitive, neutral: Any = None) -> None:
     _register(primitive, rule, "reducing", reduces=True, neutral=of_dtype)
 
 
-def _register(primitive: Primitive, rule: Any, maker: str, **facts: Any) -> None:
+def _register(primitive: Primitive, rule: Callable[..., Any], maker: str, **facts: Any) -> None:
     rule.__name__ = rule.__qualname__ = f"batchax.{maker}"  # as messages about it call it
     register_rule(primitive)(rule)
     if is_foreign(primitive):  # those of JAX are in the tables of their families
         describe([primitive], **facts)
 
 
-def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
+def reduced_dims(primitive: Primitive, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Normalizes the dimensions that a `reducing` primitive removes, counted from the front."""
     several = isinstance(dims, (tuple, list))
     if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):
@@ -667,7 +668,13 @@ def _alike(primitive: Primitive, out: Any, out_axis: Any) -> tuple[Any, Any]:
 
 
 def leading_rule(
-    primitive: Primitive, ranks: Sequence[int], axis: Axis, args: Any, axes: Any, /, **params: Any
+    primitive: Primitive,
+    ranks: Sequence[int],
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    **params: Any,
 ) -> tuple[Any, Any]:
     """Batches a primitive that takes the same leading batch dimensions in all operands.
 
@@ -708,7 +715,7 @@ def aligned(args: Any, axes: Any, columns: bool = False) -> tuple[list[Any], int
     return out, target
 
 
-def _widens(args: Any, axes: Any, rank: int) -> bool:
+def _widens(args: Values, axes: Positions, rank: int) -> bool:
     """Returns whether the result is larger than each operand that has lanes."""
     shapes = [example_shape(x, a) for x, a in zip(args, axes, strict=True)]
     full = (s for s in shapes if len(s) == rank)
@@ -717,7 +724,7 @@ def _widens(args: Any, axes: Any, rank: int) -> bool:
     return not any(all(d != 1 or not w for d, w in zip(s, widest, strict=True)) for s in wide)
 
 
-def matched(axis: Axis, args: Any, axes: Any) -> tuple[list[Any], int]:
+def matched(axis: Axis, args: Values, axes: Positions) -> tuple[list[Any], int]:
     target = common_position(args, axes)
     return [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)], target
 
@@ -727,12 +734,12 @@ def example_shape(x: Value, position: Position) -> tuple[int, ...]:
     return shape if position is None else shape[:position] + shape[position + 1 :]
 
 
-def example_rank(args: Any, axes: Any) -> int:
+def example_rank(args: Values, axes: Positions) -> int:
     """Returns the largest rank of the operands without their batch axes."""
     return max(np.ndim(x) - (a is not None) for x, a in zip(args, axes, strict=True))
 
 
-def common_position(args: Any, axes: Any) -> int:
+def common_position(args: Values, axes: Positions) -> int:
     """Chooses the batch axis that moves the least data. Only operands of the largest rank count."""
     ndim = example_rank(args, axes) + 1
     full = [(x, a) for x, a in zip(args, axes, strict=True) if a is not None and x.ndim == ndim]

@@ -19,7 +19,7 @@ from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
-from batchax.jaxprs.words import Aval, Eqn, Value
+from batchax.jaxprs.words import Aval, Eqn, Value, Values
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,
@@ -175,7 +175,11 @@ def causes_shown(faults: Sequence[tuple[Any, int, np.ndarray]]) -> list[tuple[An
 
 
 def check_fits(
-    fun: Callable[..., Any], in_axes: Any, options: dict[str, Any], args: Any, kwargs: Any
+    fun: Callable[..., Any],
+    in_axes: Any,
+    options: dict[str, Any],
+    args: Any,
+    kwargs: dict[str, Any],
 ) -> None:
     """Stages a call, so that `vmap` raises its errors for what does not fit."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
@@ -187,7 +191,7 @@ def find(
     in_axes: Any,
     options: dict[str, Any],
     args: Any,
-    kwargs: Any,
+    kwargs: dict[str, Any],
     lengths_known: bool = True,
 ) -> NonFinite:
     """Runs the batched function, and says what of it is not finite."""
@@ -226,8 +230,8 @@ def find(
 
 
 def _compiled(
-    values: Sequence[Value], specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
-) -> Any:
+    values: Values, specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
+) -> list[jax.Array]:
     """Compiles and runs a function of the leaves."""
     # It sees what is no array as it is; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)
@@ -306,7 +310,7 @@ class _Marking(Program):
         super().__init__(Places(), [], [])
         self._fun, self._paths, self._rebuild = fun, paths, rebuild
 
-    def origins(self, values: Sequence[Value]) -> list[Any]:
+    def origins(self, values: Values) -> list[Any]:
         """Returns where the results come from, those that may be bad."""
         self.places = Places()  # a function may be staged more than once: the last time counts
         evaluator, outs, names = self._evaluated(values, self.places)
@@ -317,7 +321,7 @@ class _Marking(Program):
         self.outputs = [*by_name]
         return [evaluator.nowhere, *by_name.values()]  # so much of a lane without such results
 
-    def kinds(self, values: Sequence[Value]) -> list[Any]:
+    def kinds(self, values: Values) -> list[Any]:
         """Says whether results are finite, those that may be bad: as `origins` has them."""
         args, kwargs = self._rebuild(values)
         outs = map(jnp.asarray, jax.tree.leaves(without_objects(self._fun(*args, **kwargs))))
@@ -328,14 +332,14 @@ class _Marking(Program):
 
         blank = blank_view(self.places.place(place).eqn)
 
-        def seen(iterations: Any, values: Sequence[Value]) -> list[Any]:
+        def seen(iterations: Any, values: Values) -> list[Any]:
             return self._evaluated(values, Places(), Watch(place, iterations), blank)[0].seen
 
         return seen
 
     def _evaluated(
         self,
-        values: Sequence[Value],
+        values: Values,
         places: Places,
         watch: Watch | None = None,
         blank: Sequence[Any] = (),
@@ -380,7 +384,11 @@ def _shown(aval: Aval, x: np.ndarray) -> str:
 
 
 def find_whole(
-    fun: Callable[..., Any], args: Any, kwargs: Any, names: Sequence[str], lengths_known: bool
+    fun: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    lengths_known: bool,
 ) -> NonFinite:
     """Runs a function that contains a `vmap`, and says what of its results is not finite."""
     check_untraced("find_nonfinite looks at values", (args, kwargs))
@@ -442,7 +450,7 @@ class _Batched:
         return axes[0] if len(axes) == 1 else None
 
     def _evaluated(
-        self, arrays: Sequence[Value], watch: Watch | None = None, seen: Sequence[Any] = ()
+        self, arrays: Values, watch: Watch | None = None, seen: Sequence[Any] = ()
     ) -> tuple[Evaluator, list[Marked]]:
         places = self.places if watch is None else Places()
         evaluator = Evaluator(places, self._depth, watch, seen, lanes=self.lanes)

@@ -23,7 +23,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of, control_flow, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
 
 FINITE, INFINITE, NAN = 0, 1, 2
 KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3
@@ -96,7 +96,7 @@ def _magnitude(x: Value) -> Value:
     return lax.bitcast_convert_type(x, _bits(x.dtype)) << 1
 
 
-def _bits(dtype: Any) -> Any:
+def _bits(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(f"uint{8 * dtype.itemsize}")
 
 
@@ -200,7 +200,7 @@ def _lengths(order: Iterable[Link]) -> dict[Link, int]:
     return lengths
 
 
-def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Any) -> tuple[Any, Any]:
+def _blamed(order: Sequence[Link], at: dict[Link, int], kind: jax.Array) -> tuple[Any, Any]:
     """Returns the first of the worst parents of each link, or itself; and whether a parent is to
     blame.
     """
@@ -218,7 +218,7 @@ def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Any) -> tuple[Any,
     return jnp.where(has_parent, chosen, np.arange(len(order))), has_parent
 
 
-def _kinds(worst: Any) -> Any:
+def _kinds(worst: jax.Array) -> Any:
     bits = worst.dtype
     infinity = np.array(np.inf, f"float{8 * bits.itemsize}").view(bits) << bits.type(1)
     kind = jnp.where(worst > infinity, NAN, jnp.where(worst == infinity, INFINITE, FINITE))
@@ -292,7 +292,7 @@ class Watch:
     lane: int | None = None  # of which operands are wanted; None for all of them
     axes: Sequence[int | None] = ()  # where operands have the axis of lanes
 
-    def in_lane(self, operands: Sequence[Value]) -> list[Value]:
+    def in_lane(self, operands: Values) -> list[Value]:
         axes = self.axes or [None] * len(operands)
         return [
             x if axis is None else jnp.take(x, self.lane or 0, axis)
@@ -401,7 +401,12 @@ class Evaluator:
         return Evaluator(self._places, self._depth, self._watch, seen, around, self._lanes)
 
     def _result(
-        self, x: Value, eqn: Eqn, number: int, operands: Sequence[Marked], iterations: Any
+        self,
+        x: Value,
+        eqn: Eqn,
+        number: int,
+        operands: Sequence[Marked],
+        iterations: Values,
     ) -> Marked:
         """Marks a result of an equation: what is bad in it comes from an operand, or from here."""
         if not self._marks(x):
@@ -411,7 +416,7 @@ class Evaluator:
         parents = [o.link for o in operands if o.link is not None]
         return Marked(x, self._link(x, eqn, number, iterations, parents))
 
-    def _see(self, number: int, iterations: tuple[Any, ...], values: Sequence[Value]) -> None:
+    def _see(self, number: int, iterations: tuple[Any, ...], values: Values) -> None:
         if self._watch is None or self._watch.place != number:
             return
         if self._watch.axes and len(self._watch.axes) != len(values):
@@ -516,11 +521,11 @@ _ONLY_MOVE = ("transpose", "rev", "neg", "copy")
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # calls, unless they are differentiated
 
 
-def _plain(values: Sequence[Value]) -> list[Marked]:
+def _plain(values: Values) -> list[Marked]:
     return [Marked(x) for x in values]
 
 
-def _whole(x: Value, origin: Any) -> Marked:
+def _whole(x: Value, origin: jax.Array | None) -> Marked:
     """Marks a value whose origin is known; None if it cannot be bad, or has no marks."""
     return Marked(x, None if origin is None else Link(None, origin=origin))
 
@@ -561,7 +566,7 @@ def blank_view(eqn: Eqn, watch: Watch | None = None) -> list[Any]:
     return [jnp.zeros_like(_view(jnp.zeros((), t.dtype), t.shape)) for t in types]
 
 
-def _view(x: Value, shape: Any = None) -> Any:
+def _view(x: Value, shape: tuple[int, ...] | None = None) -> Any:
     """Returns a value of few elements; of others counts of NaN and infinity, and the range."""
     shape = jnp.shape(x) if shape is None else shape
     if all(isinstance(n, int) for n in shape) and np.prod(shape) <= _SHOWN:

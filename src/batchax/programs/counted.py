@@ -28,7 +28,7 @@ from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variabl
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, rewritten
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"
@@ -115,7 +115,7 @@ def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
 
 
 def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[Any]:
         put_mark(what)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
@@ -183,7 +183,7 @@ class Counted:
         counts = jnp.zeros(len(self.marks), np.uint32)
         return self._run(self._program.jaxpr, self._program.consts, args, counts, more)
 
-    def _opens(self, jaxpr: Any) -> bool:
+    def _opens(self, jaxpr: Jaxpr) -> bool:
         """Returns whether a jaxpr holds marks, or shows something to the host."""
         if id(jaxpr) not in self._opened:
             self._kept.append(jaxpr)
@@ -229,7 +229,12 @@ class Counted:
         return [v for v, inner in pairs if inner in used and not isinstance(v, Literal)]
 
     def _run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], counts: Any, more: Any = ()
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        counts: jax.Array,
+        more: Any = (),
     ) -> tuple[list[Any], Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         outvars = [*jaxpr.outvars, *more]
@@ -255,7 +260,9 @@ class Counted:
         walk(plan(jaxpr.eqns, outvars, _is_kept, self._reads), env, read, run_step)
         return list(map(read, outvars)), counts
 
-    def _open(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
+    def _open(
+        self, eqn: Eqn, operands: list[Value], counts: jax.Array
+    ) -> tuple[Sequence[Any], Any]:
         own = self._operations(eqn)
         if own is not None:
             return self._run(own.jaxpr, own.consts, operands, counts)
@@ -270,13 +277,15 @@ class Counted:
         given = [operands[i] for i in bodies[0].operands]
         return self._run(program.jaxpr, program.consts, given, counts)
 
-    def _while(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
+    def _while(
+        self, eqn: Eqn, operands: list[Value], counts: jax.Array
+    ) -> tuple[Sequence[Any], Any]:
         test, body = bodies_of(eqn)
         of_test = [operands[i] for i in test.operands[: test.same]]
         of_body = [operands[i] for i in body.operands[: body.same]]
         programs = [_compat.close(b.program) for b in (test, body)]
 
-        def asked(carry: Sequence[Any], counts: Any) -> tuple[Any, Any]:
+        def asked(carry: Sequence[Any], counts: jax.Array) -> tuple[Any, Any]:
             (goes_on,), counts = self._run(
                 programs[0].jaxpr, programs[0].consts, [*of_test, *carry], counts
             )
@@ -300,7 +309,7 @@ class Counted:
         return carry, counts
 
     def _counted_loop(
-        self, eqn: Eqn, operands: list[Value], counts: Any
+        self, eqn: Eqn, operands: list[Value], counts: jax.Array
     ) -> tuple[Sequence[Any], Any]:
         (body,) = bodies_of(eqn)
         program, first = _compat.close(body.program), body.same + body.carried
@@ -315,7 +324,9 @@ class Counted:
             (carry, counts), ys = lax.scan(step, (carry, counts), xs, body.times, body.reverse)
         return [*carry, *ys], counts
 
-    def _cond(self, eqn: Eqn, operands: list[Value], counts: Any) -> tuple[Sequence[Any], Any]:
+    def _cond(
+        self, eqn: Eqn, operands: list[Value], counts: jax.Array
+    ) -> tuple[Sequence[Any], Any]:
         index, *others = operands
 
         def branch(program: ClosedJaxpr) -> Callable[..., Any]:
@@ -333,7 +344,7 @@ def _is_kept(eqn: Eqn) -> bool:
     return mark_of(eqn) is not None or _compat.does_more_than_show(eqn.effects)
 
 
-def _chosen(active: Any, new: Any, old: Any) -> Any:
+def _chosen(active: jax.Array, new: jax.Array, old: jax.Array) -> Any:
     if not active.shape:
         return new
     active = lax.expand_dims(active, range(active.ndim, jnp.ndim(new)))

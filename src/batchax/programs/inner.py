@@ -74,7 +74,7 @@ def _known_inside(eqn: Eqn, body: Body, integers: Mapping[Any, int]) -> dict[Any
     return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], integers)
 
 
-def _open(program: Any) -> Any:
+def _open(program: Jaxpr) -> Jaxpr:
     return getattr(program, "jaxpr", program)
 
 
@@ -116,8 +116,8 @@ class _Carry:
 
 def _steps(
     carried: _Carry,
-    test: Any,
-    body: Any,
+    test: Jaxpr,
+    body: Jaxpr,
     of_test: dict[Any, int],
     of_body: dict[Any, int],
 ) -> tuple[int | None, int | None]:
@@ -147,7 +147,7 @@ def _steps(
     return (most if len(asked) == 1 else None), most
 
 
-def _asked(test: Any, variable: Any) -> list[Any]:
+def _asked(test: Jaxpr, variable: Any) -> list[Any]:
     """Lists the booleans that must all be true for `variable` to be true."""
     made = None if isinstance(variable, Literal) else _maker(test, variable)
     if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
@@ -159,7 +159,7 @@ def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
     return {v: n for v, n in zip(variables, values, strict=True) if n is not None}
 
 
-def _below(test: Any, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
+def _below(test: Jaxpr, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
     """Returns the variable, and its upper bound if the boolean `asked` is true."""
     made = None if isinstance(asked, Literal) else _maker(test, asked)
     if made is None or made.primitive.name not in _COMPARISONS:
@@ -180,7 +180,7 @@ def _below(test: Any, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int
 _COMPARISONS = frozenset(["lt", "le", "gt", "ge"])
 
 
-def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> int | None:
+def _added(body: Jaxpr, before: Any, after: Any, integers: Mapping[Any, int]) -> int | None:
     """Returns what a step adds to a variable; None if that is not a known integer."""
     made = _maker(body, after)
     if made is None or made.primitive.name != "add" or before not in made.invars:
@@ -189,7 +189,7 @@ def _added(body: Any, before: Any, after: Any, integers: Mapping[Any, int]) -> i
     return _integer(second if first is before else first, integers_in(body, integers))
 
 
-def _maker(jaxpr: Jaxpr, variable: Any) -> Any:
+def _maker(jaxpr: Jaxpr, variable: Any) -> Eqn | None:
     return next((eqn for eqn in jaxpr.eqns if variable in eqn.outvars), None)
 
 
@@ -204,7 +204,7 @@ _OF_TWO: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_in(program: Jaxpr, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Finds the scalar integers of a program that are known without running it."""
     jaxpr, integers = _open(program), integers_given(program, inputs)
     for eqn in jaxpr.eqns:
@@ -218,7 +218,7 @@ def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[A
     return integers
 
 
-def integers_given(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_given(program: Jaxpr, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Returns the known integers among constants and inputs, from which others follow."""
     integers = dict(inputs or {})
     for var, value in zip(_open(program).constvars, getattr(program, "consts", ()), strict=False):

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax import dtypes, lax
 
@@ -77,7 +78,7 @@ def _is_short(eqn: Eqn) -> bool:
     return int(np.prod([shape[a] for a in eqn.params["axes"]])) <= _TERMS
 
 
-def from_zero(total: Any) -> Any:
+def from_zero(total: jax.Array) -> Any:
     """Turns -0 into 0 in a sum of two or more terms, as if they were added to 0.
 
     The derivative is that of `total`, also where it is 0.
@@ -90,7 +91,7 @@ def from_zero(total: Any) -> Any:
     return lax.select(lax.eq(total, zero), total - lax.stop_gradient(total), total)
 
 
-def _sum(params: Any, x: Any) -> Any:
+def _sum(params: dict[str, Any], x: jax.Array) -> Any:
     total = _all_in(lax.add)(params, x)
     return total if total.size == x.size else from_zero(total)
 
@@ -98,7 +99,7 @@ def _sum(params: Any, x: Any) -> Any:
 def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Writes a reduction as operations on two terms: one by one, or on halves."""
 
-    def write(params: Any, x: Any) -> Any:
+    def write(params: dict[str, Any], x: jax.Array) -> Any:
         axes = sorted(params["axes"])
         if int(np.prod([x.shape[a] for a in axes])) <= _TERMS:
             return functools.reduce(combine, _terms(x, axes))
@@ -109,7 +110,7 @@ def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return write
 
 
-def _terms(x: Any, axes: Sequence[int]) -> Iterator[Any]:
+def _terms(x: jax.Array, axes: Sequence[int]) -> Iterator[Any]:
     for places in itertools.product(*(range(x.shape[a]) for a in axes)):
         first, end = [0] * x.ndim, list(x.shape)
         for a, place in zip(axes, places, strict=True):
@@ -149,7 +150,7 @@ def _is_short_product(eqn: Eqn) -> bool:
     return int(np.prod([x.shape[a] for a in left])) <= _FACTORS and _pairs(eqn) <= _PAIRS
 
 
-def _product(params: Any, x: Any, y: Any) -> Any:
+def _product(params: dict[str, Any], x: jax.Array, y: jax.Array) -> Any:
     contracted, _ = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or x.dtype
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))

@@ -22,7 +22,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import moved
 from batchax.rows.ragged import Ragged
@@ -135,7 +135,7 @@ def split_elements(
 
 
 def join_elements(
-    parts: Sequence[Value], lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
+    parts: Values, lengths: np.ndarray, groups: Sequence[np.ndarray], axis: int
 ) -> Any:
     """The reverse of `split_elements`. Parts may have elements behind their last row."""
     capacities = [part.shape[axis] for part in parts]
@@ -416,7 +416,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     return Buckets(of_axes(every), sizes, tuple(groups), most)
 
 
-def _places(size: Any) -> int:
+def _places(size: int) -> int:
     return math.prod(as_tuple(size))
 
 

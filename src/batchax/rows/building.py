@@ -23,12 +23,12 @@ from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.stack import structures_differ
 
 
-def known_lengths(lengths: Any) -> np.ndarray | None:
+def known_lengths(lengths: Value) -> np.ndarray | None:
     """`lengths` as a NumPy array, or None where their values are not known."""
     return None if isinstance(lengths, (Tracer, jax.ShapeDtypeStruct)) else np.asarray(lengths)
 
 
-def same_lengths(a: Any, b: Any) -> bool:
+def same_lengths(a: Value, b: Value) -> bool:
     if a is b:
         return True
     x, y = known_lengths(a), known_lengths(b)
@@ -51,7 +51,7 @@ def as_data(data: Any, what: str = "data") -> Any:
         ) from None
 
 
-def _as_row(row: Any, what: str) -> Any:
+def _as_row(row: Value, what: str) -> Any:
     """As `as_data`, on the host if it is there: JAX compiles a transfer for each shape."""
     if type(row) in (list, tuple) and all(type(x) in (bool, int, float, complex) for x in row):
         row = np.asarray(row)
@@ -88,7 +88,7 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     return lengths
 
 
-def check_fill_value(fill_value: Any, data: Value) -> None:
+def check_fill_value(fill_value: int, data: Value) -> None:
     of_numbers = not jnp.issubdtype(data.dtype, jax.dtypes.prng_key)
     if fill_value is None or isinstance(fill_value, Tracer) or not of_numbers:
         return
@@ -106,7 +106,7 @@ def check_fill_value(fill_value: Any, data: Value) -> None:
         )
 
 
-def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
+def checked_axis(axis: int, array: Value, more: int = 0) -> int:
     """An axis of rows that have so many axes more than their array, not negative."""
     ndim = array.ndim + more
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
@@ -228,7 +228,7 @@ def check_each(lengths: np.ndarray, most: int, what: str, name: str = "lengths")
         raise AxisError(f"Ragged: {name}[{i}] is {lengths[i]}, more than {what}.")
 
 
-def check_max_length(most: Any) -> None:
+def check_max_length(most: int | None) -> None:
     if most is None:
         return
     if not isinstance(most, (int, np.integer)) or isinstance(most, bool):
@@ -318,7 +318,7 @@ class Selecting(RowBatch):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows())
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int) -> Any:
         """Selects one row as an array (an int), or several as a `Ragged`.
 
         Args:
@@ -434,11 +434,11 @@ class Selecting(RowBatch):
         return part_along(self.data, self.element_axis, start, stop)
 
 
-def part_along(x: Any, axis: int, start: int, stop: int | None) -> Any:
+def part_along(x: Value, axis: int, start: int, stop: int | None) -> Any:
     return x[(*[slice(None)] * axis, slice(start, stop))]
 
 
-def as_row(elements: Any, axes: Sequence[int], lengths: Sequence[int]) -> Any:
+def as_row(elements: Value, axes: Sequence[int], lengths: Sequence[int]) -> Any:
     """The elements of a row, which follow one another along the first of its ragged axes, as it."""
     if len(axes) == 1:
         return elements
@@ -448,7 +448,7 @@ def as_row(elements: Any, axes: Sequence[int], lengths: Sequence[int]) -> Any:
     return numpy.moveaxis(elements.reshape(shape), range(at, at + len(axes)), axes)
 
 
-def as_elements(row: Any, axes: Sequence[int]) -> Any:
+def as_elements(row: Value, axes: Sequence[int]) -> Any:
     """The reverse of `as_row`."""
     if len(axes) == 1:
         return row
@@ -731,7 +731,7 @@ class Building(RowBatch):
 
     @classmethod
     def from_padded(
-        cls: type[B], padded: Any, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
+        cls: type[B], padded: jax.Array, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
     ) -> B:
         """Builds a batch from rows that are padded to one size.
 
@@ -792,7 +792,7 @@ class Building(RowBatch):
 
     @classmethod
     def from_offsets(
-        cls: type[B], flat: Any, offsets: Any, max_length: int | None = None, *, axis: int = 0
+        cls: type[B], flat: Value, offsets: Any, max_length: int | None = None, *, axis: int = 0
     ) -> B:
         """Builds a batch from elements and offsets, as TensorFlow, PyTorch, and Arrow store them.
 
@@ -838,7 +838,7 @@ class Building(RowBatch):
         return cls(flat, lengths, max_length, axis=at)
 
 
-def _clipped(lengths: Any, size: int) -> Any:
+def _clipped(lengths: jax.Array, size: int) -> Any:
     if not isinstance(lengths, Tracer):
         return lengths
     return jnp.clip(lengths.astype(jnp.int32), 0, size)

@@ -24,7 +24,7 @@ from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.registry import call_key
@@ -127,7 +127,7 @@ def ragged(*names: str) -> RaggedSize:
     return RaggedSize(names)
 
 
-def check_size_name(name: Any, maker: str) -> None:
+def check_size_name(name: str, maker: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
             f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
@@ -371,7 +371,7 @@ def _ragged_axes(mapped: Sequence[Mapped]) -> Iterator[_Along]:
         yield from (_Along(i, k, name) for k, name in enumerate(names))
 
 
-def capacity_for(batches: Sequence[Ragged], lengths: Any, bound: int) -> int:
+def capacity_for(batches: Sequence[Ragged], lengths: Value, bound: int) -> int:
     packed = next((x for x in batches if len(x.axes) == 1), None)
     if packed is not None:
         return capacity_of(packed)
@@ -406,7 +406,7 @@ def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
 _NAMES = ["n", "m", "k", "l", *(f"n{i}" for i in range(1, 1000))]
 
 
-def _check_equal(name: str, paths: tuple[str, str], first: Any, second: Any) -> None:
+def _check_equal(name: str, paths: tuple[str, str], first: Value, second: Value) -> None:
     x, y = known_lengths(first), known_lengths(second)
     if x is None or y is None or np.array_equal(x, y):
         return
@@ -498,7 +498,7 @@ FoundLengths = tuple[Any, int | None]
 
 
 def as_ragged(
-    padded: Any,
+    padded: jax.Array,
     shape: Sequence[Any],
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
@@ -538,7 +538,7 @@ def as_ragged(
 
 
 def as_shorter(
-    packed: Any,
+    packed: jax.Array,
     shape: Sequence[Any],
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
@@ -690,7 +690,7 @@ class RowCall(Call):
         added: list[SizesOf] = [()] * (call.constants - self.constants)
         return replace(call, sizes_of=[*added, *self.sizes_of])
 
-    def with_values(self, values: Sequence[Value]) -> RowCall:
+    def with_values(self, values: Values) -> RowCall:
         if self.gives_lengths:
             count = len(self.sizes)
             return self.with_rows(values[:count], values[count:])
@@ -699,7 +699,7 @@ class RowCall(Call):
             self, mapped=[_put(m, x, getattr(m.value, "each_length", None)) for m, x in given]
         )
 
-    def with_rows(self, lengths: Sequence[Any], arrays: Sequence[Value]) -> RowCall:
+    def with_rows(self, lengths: Sequence[Any], arrays: Values) -> RowCall:
         """The same call of other rows, with such lengths for each size."""
         given = {size.name: x for size, x in zip(self.sizes, lengths, strict=True)}
         mapped = [
@@ -740,7 +740,7 @@ class RowCall(Call):
         return call_key(self.axis, self.staged, self.way, specs, *arguments, *rows)
 
 
-def _put(m: Mapped, array: Value, lengths: Any) -> Mapped:
+def _put(m: Mapped, array: Value, lengths: Values | None) -> Mapped:
     if lengths is None:
         return m.put(array)
     old = m.value.each_length

@@ -34,8 +34,8 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
 from batchax.frontend.rows import finds_sizes
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, axis_to_front
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
@@ -77,7 +77,9 @@ class Finding:
     # By condition and limit what was found: what has one condition has one size.
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
-    def places_of(self, condition: Any, limit: int | None, called: str, given: Any) -> Any:
+    def places_of(
+        self, condition: jax.Array, limit: int | None, called: str, given: jax.Array
+    ) -> Any:
         """The places where a vector of bools, which is made of what is `given`, is true."""
         if self.scope is None:
             self.needed = True
@@ -186,7 +188,7 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     """What a function that finds sizes returns, as arrays that can hold all elements."""
     scope = _scopes.get(None, lambda: _compat.RowScope(Lengths({}, False)))
 
-    def staged(*examples: Any) -> tuple[list[Any], FlatOutputs]:
+    def staged(*examples: jax.Array) -> tuple[list[Any], FlatOutputs]:
         with _staged_with(scope):
             return function(*examples)
 
@@ -266,7 +268,7 @@ def _room(sizes: Sizes, of_rows: Sequence[RowSize], dim: Any) -> int | None:
     return next((size.capacity for size in of_rows if str(dim) == size.name), None)
 
 
-def _known_or_more(lengths: Any, room: int | None) -> FoundLengths:
+def _known_or_more(lengths: jax.Array, room: int | None) -> FoundLengths:
     """Sizes that were found, and how many elements all rows have at most, if that is known."""
     own = known_lengths(lengths)
     if own is not None:
@@ -286,7 +288,7 @@ def _check_limit(called: str, limit: int, counts: Any) -> None:
 
 @_compat.api_boundary
 def compress(
-    condition: Any, x: Any, axis: int | None = None, *, max_size: int | None = None
+    condition: jax.Array, x: jax.Array, axis: int | None = None, *, max_size: int | None = None
 ) -> Any:
     """Selects the elements of `x` where `condition` is true, as ``numpy.compress``.
 
@@ -386,7 +388,7 @@ def nonzero(condition: Any, *, max_size: int | None = None) -> tuple[Any, ...]:
 
 
 @_compat.api_boundary
-def unique(x: Any, *, max_size: int | None = None) -> Any:
+def unique(x: Value, *, max_size: int | None = None) -> Any:
     """Finds the distinct elements of `x`, sorted, as ``numpy.unique``. NaN occurs once.
 
     Under `vmap`, their number differs between lanes, as for `compress`.
@@ -421,7 +423,7 @@ def unique(x: Any, *, max_size: int | None = None) -> Any:
     return _taken(ordered, _places(new, max_size, called, new))
 
 
-def _taken(x: Any, places: Any, axis: int = 0) -> Any:
+def _taken(x: jax.Array, places: jax.Array, axis: int = 0) -> Any:
     if not _has_elements(x.shape[axis]):  # JAX takes nothing of what may have none, as `x[1:]` may
         shape = list(x.shape)
         shape[axis] = 1
@@ -436,7 +438,7 @@ def _has_elements(size: Any) -> bool:
         return False
 
 
-def _places(condition: Any, max_size: int | None, called: str, given: Any) -> Any:
+def _places(condition: jax.Array, max_size: int | None, called: str, given: jax.Array) -> Any:
     """Where a vector of bools is true, as int32."""
     _check_max_size(max_size, called)
     if isinstance(condition, Tracer):
@@ -648,8 +650,8 @@ def _types(counts: Aval, *avals: Aval, programs: Any, bounds: Any) -> list[Any]:
 
 
 def _batched(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, *, programs: Any, bounds: Any
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis, args: Values, axes: Positions, /, *, programs: Any, bounds: Any
+) -> tuple[list[Any], Positions]:
     if axes[0] is None or axis.mesh_axis is not None or axis.spmd_name is not None:
         run = lambda *xs: _operations(*xs, programs=programs, bounds=bounds)
         return batch_function(axis, run, args, axes)

@@ -27,8 +27,8 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Aval, Value, Values
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
@@ -54,16 +54,16 @@ WINDOW = 16
 next row, that one writes over it."""
 
 
-def index_arrays(find: str, operands: Sequence[Value], **params: Any) -> list[Any]:
+def index_arrays(find: str, operands: Values, **params: Any) -> list[Any]:
     """The arrays that a program of `PROGRAMS` finds, of int32; with their operands they vary."""
     return index_arrays_p.bind(*_compat.varying_alike(operands), find=find, **params)
 
 
-def _operations(*operands: Any, find: str, **params: Any) -> list[Any]:
+def _operations(*operands: jax.Array, find: str, **params: Any) -> list[Any]:
     return PROGRAMS[find].operations(*operands, **params)
 
 
-def _on_cpu(*operands: Any, find: str, **params: Any) -> list[Any]:
+def _on_cpu(*operands: jax.Array, find: str, **params: Any) -> list[Any]:
     return PROGRAMS[find].on_cpu(*operands, **params)
 
 
@@ -73,7 +73,7 @@ def _types(*avals: Aval, find: str, **params: Any) -> list[Any]:
     return [vector.update(shape=shape, dtype=np.dtype(np.int32)) for shape in shapes]
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Sequence[Position]]:
+def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Positions]:
     return batch_function(axis, lambda *xs: _operations(*xs, **params), args, axes)
 
 
@@ -91,7 +91,9 @@ index_arrays_p = own_primitive(
 )
 
 
-def row_places(lengths: Value, capacity: int, bound: int, starts: Any = None) -> list[Any]:
+def row_places(
+    lengths: Value, capacity: int, bound: int, starts: jax.Array | None = None
+) -> list[Any]:
     """Where each row begins, how many elements it has, and the row and the place of each element.
 
     Rows follow one another in an array of `capacity` elements, and end where it ends; those that
@@ -163,7 +165,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     return list(state[-1])
 
 
-def _start_elsewhere(starts: Value, row: Any) -> Any:
+def _start_elsewhere(starts: Value, row: jax.Array) -> Any:
     """Where a row begins in another array; beyond the last row, beyond that array."""
     last = np.int32(starts.shape[0] - 1)
     return lax.select(row <= last, entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
@@ -270,7 +272,7 @@ Axes = int | tuple[int, ...]
 """The ragged axis of a row, or its ragged axes, in order, of which packed rows have the first."""
 
 
-def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: Any = 0) -> Any:
+def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: int = 0) -> Any:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
     axes = _axes(axis)
     pieces = _pad_pieces(data, index, axes[0], fill_value)
@@ -290,7 +292,7 @@ def _of_pieces(axes: Sequence[int]) -> tuple[list[int], list[int]]:
     return [*range(1, count), count + axes[0]], [axis + 1 for axis in axes]
 
 
-def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
+def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: int) -> Any:
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
     if fill_value is None or jnp.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -306,7 +308,7 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
     return jnp.where(mask, filled, jnp.asarray(fill_value, data.dtype))
 
 
-def pack_rows(padded: Any, index: RowIndex, axis: Axes) -> Any:
+def pack_rows(padded: jax.Array, index: RowIndex, axis: Axes) -> Any:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
     axes = _axes(axis)
     if len(axes) > 1:
@@ -318,7 +320,9 @@ def pack_rows(padded: Any, index: RowIndex, axis: Axes) -> Any:
     return _linear_gather(_pack, _pad, index, padded, axes[0])
 
 
-def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, axis: int) -> Any:
+def _linear_gather(
+    forward: Callable[..., Any], transpose: Callable[..., Any], index: RowIndex, x: Value, axis: int
+) -> Any:
     residuals = [index.starts, index.lengths, index.places_in_padded]
 
     def of(gather: Any) -> Any:
@@ -331,7 +335,7 @@ def _linear_gather(forward: Any, transpose: Any, index: RowIndex, x: Value, axis
 
 
 def _pad(
-    data: Any, starts: Any, lengths: Any, places: Any, axis: int, bound: int, exact: bool
+    data: Any, starts: Value, lengths: Value, places: Value, axis: int, bound: int, exact: bool
 ) -> Any:
     shape = (*data.shape[:axis], bound, *data.shape[axis + 1 :])
     rows = starts.shape[0]
@@ -344,7 +348,13 @@ def _pad(
 
 
 def _pack(
-    padded: Any, starts: Any, lengths: Any, places: Any, axis: int, bound: int, exact: bool
+    padded: jax.Array,
+    starts: Value,
+    lengths: Value,
+    places: Value,
+    axis: int,
+    bound: int,
+    exact: bool,
 ) -> Any:
     rows, capacity = padded.shape[0], places.shape[0]
     if rows == 0 or bound == 0 or capacity == 0:
@@ -359,7 +369,7 @@ def _pack(
     return _zero_unless(packed, belongs, (axis,))
 
 
-def take_clipped(x: Value, places: Any, axis: int, **options: Any) -> Any:
+def take_clipped(x: Value, places: Value, axis: int, **options: Any) -> Any:
     """The elements of `x` at these places along `axis`; of those out of bounds the nearest.
 
     The gather itself has places in bounds: ``checkify`` reports the others, though no result
@@ -371,7 +381,7 @@ def take_clipped(x: Value, places: Any, axis: int, **options: Any) -> Any:
     return jnp.take(x, places, axis=axis, mode="clip", **options)
 
 
-def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
+def moved(x: Value, axis: int, source: Value, target: Value) -> Any:
     """An array that holds ``x[source[i]]`` at place `i` of `axis`; zero where that is negative.
 
     `target` is the reverse: where each element of `x` goes, negative for nowhere. No two go to one
@@ -387,7 +397,7 @@ def moved(x: Value, axis: int, source: Any, target: Any) -> Any:
     return linear_with_transpose(of(0), of(1), places, [x], ("moved", axis))[0]
 
 
-def _pick(x: Value, axis: int, places: Any) -> Any:
+def _pick(x: Value, axis: int, places: Value) -> Any:
     if not x.shape[axis]:  # there is nothing that an index could be clipped to
         return jnp.zeros((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype)
     taken = take_clipped(x, places, axis)
@@ -397,7 +407,7 @@ def _pick(x: Value, axis: int, places: Any) -> Any:
     return _zero_unless(taken, jnp.asarray(places >= 0), (axis,))
 
 
-def _mask(lengths: Any, bound: int) -> Any:
+def _mask(lengths: Value, bound: int) -> Any:
     return jnp.asarray(lengths)[:, None] > jnp.arange(bound, dtype=jnp.int32)[None]
 
 

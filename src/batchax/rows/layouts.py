@@ -29,7 +29,7 @@ from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.programs.cost import ROWS, Cost, cost_of_equation, reading_symbols
 from batchax.rows.packed_forms import (
@@ -207,7 +207,7 @@ REDUCTIONS = {
 """The reductions over segments; JAX cannot differentiate its product over segments."""
 
 
-def reduce_segments(kind: str, x: Value, rows: Any, count: int) -> Any:
+def reduce_segments(kind: str, x: Value, rows: jax.Array, count: int) -> Any:
     """`x`, packed along axis 0, reduced over each of the `count` rows by one of `REDUCTIONS`.
 
     `rows` is the row of each element, in order; `count` for those that belong to none.
@@ -217,14 +217,14 @@ def reduce_segments(kind: str, x: Value, rows: Any, count: int) -> Any:
     return _reduce(kind, x, rows, count)
 
 
-def _reduce(kind: str, x: Value, rows: Any, count: int) -> Any:
+def _reduce(kind: str, x: Value, rows: jax.Array, count: int) -> Any:
     is_bool = x.dtype == jnp.bool_
     x = x.astype(jnp.int32) if is_bool else x
     out = REDUCTIONS[kind](x, rows, count, indices_are_sorted=True, mode="drop")
     return out > 0 if is_bool else out
 
 
-def _extreme(kind: str, count: int, x: Value, rows: Any) -> Any:
+def _extreme(kind: str, count: int, x: Value, rows: jax.Array) -> Any:
     """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
 
     @jax.custom_jvp
@@ -232,7 +232,7 @@ def _extreme(kind: str, count: int, x: Value, rows: Any) -> Any:
         return _reduce(kind, x, rows, count)
 
     @extreme.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: Values, tangents: Values) -> Any:
         # As that of `reduce_max`: elements equal to the extreme share its derivative evenly.
         (x, rows), (dx, _) = primals, tangents
         # A compiler may compute `x` again where it is compared, and round it otherwise: then no

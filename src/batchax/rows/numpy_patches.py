@@ -27,7 +27,7 @@ from batchax.rows.sizes import agreed, greatest
 
 
 @_compat.patches("psum")
-def _psum(original: Any, x: Value, names: Any, **kwargs: Any) -> Any:
+def _psum(original: Callable[..., Any], x: Value, names: tuple[str, ...], **kwargs: Any) -> Any:
     # JAX multiplies a constant that is not an array by the number of lanes. The length of a row is
     # not a constant: a symbolic one becomes an array. A number that may be a length, where rows are
     # grouped by length, raises.
@@ -59,7 +59,7 @@ _grouped: ContextVar[Hashable | None] = ContextVar("grouped", default=None)
 
 
 @_compat.patches("indices")
-def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
+def _parse_indices(original: Callable[..., Any], indices: Any, *args: Any) -> Any:
     # JAX takes an int or an array for an index, and a symbolic size is neither.
     indices = (jnp.asarray(i) if _compat.is_row_size(i) else i for i in indices)
     return original(tuple(indices), *args)
@@ -67,7 +67,12 @@ def _parse_indices(original: Any, indices: Any, *args: Any) -> Any:
 
 @_compat.patches("jax.lax.fori_loop")
 def _fori_loop(
-    original: Any, lower: Any, upper: Any, body_fun: Any, init_val: Any, **options: Any
+    original: Callable[..., Any],
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[..., Any],
+    init_val: Any,
+    **options: Any,
 ) -> Any:
     # JAX makes a scan, which has a reverse mode, if it knows the number of steps as an int, and
     # else a `while_loop`, which has none. This makes a scan for a symbolic one, too.
@@ -136,7 +141,7 @@ def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: 
 
 @_compat.patches("jax.numpy.linspace")
 def _linspace(
-    original: Any,
+    original: Callable[..., Any],
     start: Any,
     stop: Any,
     num: Any = 50,
@@ -168,7 +173,12 @@ def _linspace(
 
 @_compat.patches("jax.numpy.searchsorted")
 def _searchsorted(
-    original: Any, a: Any, v: Any, side: str = "left", sorter: Any = None, **kwargs: Any
+    original: Callable[..., Any],
+    a: jax.Array,
+    v: Value,
+    side: str = "left",
+    sorter: Any = None,
+    **kwargs: Any,
 ) -> Any:
     # JAX halves as often as the size says. Here it is as often as the longest row needs.
     size = np.shape(a)[0] if np.ndim(a) == 1 else None
@@ -192,7 +202,7 @@ def _searchsorted(
 
 
 @_compat.patches("searchsorted", "nonzero")
-def _without_derivative(original: Any, *operands: Any, **options: Any) -> Any:
+def _without_derivative(original: Callable[..., Any], *operands: jax.Array, **options: Any) -> Any:
     # The results are integers. JAX's derivative of them allocates zeros with NumPy, which requires
     # sizes as numbers. It is not called for operands without a derivative.
     return original(*map(lax.stop_gradient, operands), **options)
@@ -297,7 +307,9 @@ def _cov(original: Any, m: Any, y: Any = None, rowvar: bool = True, *args: Any, 
 
 
 @_compat.patches(*(f"jax.numpy.fft.{name}" for name in ("fft", "ifft", "rfft", "irfft")))
-def _fft(original: Any, a: Value, n: Any = None, axis: int = -1, norm: str | None = None) -> Any:
+def _fft(
+    original: Callable[..., Any], a: Value, n: Any = None, axis: int = -1, norm: str | None = None
+) -> Any:
     # JAX asks for the wanted size as an int, and crops and pads to it.
     a = jnp.asarray(a)
     halved = original is _irfft

@@ -27,7 +27,7 @@ from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.interpreter import batch_equation
 from batchax.rows.index import RowIndex, take_clipped
 from batchax.rows.layouts import REDUCED, Constant, flatten, reduce_segments
@@ -153,7 +153,7 @@ def run_packed(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
     if not depends_on_sizes(eqn):
         operands, axes = [v.value for v in values], [v.axis for v in values]
         outs = fold_known(eqn, operands)
-        out_axes: Sequence[Position] = [None] * len(shapes)
+        out_axes: Positions = [None] * len(shapes)
         if outs is None:
             outs, out_axes = batch_equation(rows.axis, eqn, operands, axes)
         return [Packed(*out) for out in zip(outs, shapes, out_axes, strict=True)]
@@ -221,7 +221,7 @@ def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
     flat = flatten(body)
     moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]
 
-    def run(*arrays: Any) -> tuple[list[Any], list[Packed]]:
+    def run(*arrays: jax.Array) -> tuple[list[Any], list[Packed]]:
         given = dict(zip(moving, arrays, strict=True))
         env = {i: Packed(x, flat.shapes[i]) for i, x in flat.consts.items()}
         env.update((i, replace(v, value=given.get(i, v.value))) for i, v in enumerate(values))

@@ -110,7 +110,7 @@ class PackedSizes(Sizes):
         return jnp.asarray((row == after) & (row < self.count))
 
 
-def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Any, capacity: int) -> Any:
+def shorten(x: Value, index: RowIndex, less: int, axis: int, lengths: Value, capacity: int) -> Any:
     """Packed rows without the last `less` elements of each, and with nothing between them."""
     room, most = x.shape[axis], max(index.bound - less, 0)
     lengths = lengths.astype(np.int32)

@@ -29,7 +29,7 @@ from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
-from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.registry import is_replaced_in_jax
@@ -130,7 +130,7 @@ class Operation:
         mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
-    def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
+    def result(self, value: Value, fill: int | None = None, index: int = 0) -> Row:
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
     def reject(self, why: str) -> CannotPad:
@@ -166,9 +166,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def run_padded(
-    sizes: Sizes, jaxpr: Jaxpr, consts: Sequence[Value], rows: Sequence[Row]
-) -> list[Row]:
+def run_padded(sizes: Sizes, jaxpr: Jaxpr, consts: Values, rows: Sequence[Row]) -> list[Row]:
     """The results of a program of one row, on padded rows."""
     with recording.run(jaxpr):
         return evaluate(
@@ -225,7 +223,7 @@ def _run_equation(sizes: Sizes, eqn: Eqn, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def fold_known(eqn: Eqn, values: Sequence[Value]) -> list[Any] | None:
+def fold_known(eqn: Eqn, values: Values) -> list[Any] | None:
     """The results of an equation on small integers that are known while staging; else None.
 
     They stay known, as NumPy arrays, so that a rule may look at indices.

@@ -20,8 +20,8 @@ from jax import lax
 
 from batchax.custom_vmap import custom_vmap
 from batchax.errors import ArgumentTypeError
-from batchax.jaxprs.words import Aval, Eqn, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import fitted
@@ -103,8 +103,8 @@ def run_packed_rule(
     rule: UserRule,
     rows: Rows,
     said: Sequence[bool | None],
-    closed: Sequence[Value],
-    operands: Sequence[Value],
+    closed: Values,
+    operands: Values,
 ) -> tuple[list[Any], list[bool | None]]:
     """What a rule for rows returns: results, and whether each is packed.
 
@@ -198,7 +198,13 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
 
 
 def _batch_later(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, *, function: Any, types: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    function: Callable[..., Any],
+    types: Any,
 ) -> tuple[list[Any], list[Position]]:
     return batch_function(axis, function, args, axes)
 

@@ -28,7 +28,7 @@ from batchax.execution.devices.shards import (
 )
 from batchax.frontend.outputs import place
 from batchax.frontend.rows import Layout, RowOptions, runs_rows
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis
@@ -273,7 +273,7 @@ def _room(own: SizesOf, capacity: int, alone: bool, counts: tuple[int, int, int]
 
 
 def _local_call(
-    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Sequence[Value], slots: int
+    call: RowCall, way: RowsOnDevices, lengths: Sequence[Any], arrays: Values, slots: int
 ) -> RowCall:
     """The call with the rows of one device, which are in front of `arrays`."""
     places = [m.value.element_axis if own else m.axis for m, own in call.arguments]

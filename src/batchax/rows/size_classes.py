@@ -32,7 +32,7 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
 )
 from batchax.execution.slices import entry_of, put_entry, put_part
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
@@ -323,7 +323,7 @@ def run_in_classes(
     programs = returning_alike([program for program, _ in staged])
     types = programs[0].out_avals
 
-    def one_block(start: Any, used: Any, number: Any, *xs: Any) -> list[Any]:
+    def one_block(start: jax.Array, used: jax.Array, number: jax.Array, *xs: Any) -> list[Any]:
         given = [x if w else lax.squeeze(x, (0,)) for x, w in zip(xs, whole, strict=True)]
         outs = class_switch(lax.squeeze(number, (0,)), programs, given)
         return [lax.expand_dims(x, (0,)) for x in outs]
@@ -341,9 +341,7 @@ def run_in_classes(
     return results
 
 
-def class_switch(
-    number: Value, programs: Sequence[ClosedJaxpr], operands: Sequence[Value]
-) -> list[Any]:
+def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Values) -> list[Any]:
     """What one of `programs` returns, which take and return the same types.
 
     Its derivatives compute the program again: JAX would keep residuals of all programs.
@@ -352,19 +350,17 @@ def class_switch(
     runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
     smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
-    def switch(number: Any, *xs: Any) -> list[Any]:
+    def switch(number: jax.Array, *xs: Any) -> list[Any]:
         return list(lax.switch(number, runs, *xs))
 
-    def rule(
-        primals: Sequence[Value], moving: Sequence[int], dots: Sequence[Value]
-    ) -> tuple[list[Any], list[Any]]:
+    def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
         at = [i - 1 for i in moving]
 
-        def forward(residuals: Any, dots: Any) -> list[Any]:
+        def forward(residuals: Values, dots: Values) -> list[Any]:
             of = lambda run: lambda xs, dots: tangents_of(run, xs, at, dots, smooth)[1]
             return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], dots)
 
-        def back(residuals: Any, cts: Any) -> list[Any]:
+        def back(residuals: Values, cts: Values) -> list[Any]:
             of = lambda run: lambda xs, cts: [*pullback_of(run, xs, at, smooth)[1]([*cts])]
             return lax.switch(residuals[0], list(map(of, runs)), residuals[1:], cts)
 
@@ -665,7 +661,7 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
     held, last = jnp.asarray(held), np.int32(count - 1)
     full = lambda size: lax.full((size + WINDOW,), -1, np.int32)
 
-    def of_element(state: Any) -> Any:
+    def of_element(state: tuple[jax.Array, ...]) -> Any:
         row, place, at = state
         start = entry_of(starts, row)
         behind = entry_of(starts, lax.min(row + one, last))
@@ -678,7 +674,7 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
         row += lax.convert_element_type(leaves, np.int32)
         return row, lax.select(leaves, zero, place + window), at
 
-    def of_place(state: Any) -> Any:
+    def of_place(state: tuple[jax.Array, ...]) -> Any:
         block, slot, place, there, back = state
         kind = lax.min(entry_of(rows.number, block), np.int32(classes - 1))
         in_slot, own = slot < entry_of(held, kind), slot < entry_of(rows.held, block)
@@ -714,7 +710,9 @@ def _shapes_of_blocks(*lengths: Any, limits: Any, rows: Any, blocks: int) -> lis
     return [*[lengths[0].shape] * 3, *[(blocks,)] * 2, (blocks * rows[-1],)]
 
 
-def _shapes_of_elements(*operands: Any, widths: Any, room: Any, size: int) -> list[Any]:
+def _shapes_of_elements(
+    *operands: Any, widths: Any, room: tuple[int, ...] | None, size: int
+) -> list[Any]:
     places = (RowsOfBlocks(*operands[:6]).number.shape[0] * size,)
     return [operands[7].shape, places, places]
 

@@ -20,7 +20,7 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
@@ -35,8 +35,8 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, Eqn, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 
@@ -81,7 +81,7 @@ class Sizes:
             self._bounds[dim] = self._find_bound(dim)
         return self._bounds[dim]
 
-    def find(self, name: str, most: Any, count: Any, limited: Limited | None) -> int:
+    def find(self, name: str, most: Any, count: jax.Array, limited: Limited | None) -> int:
         """Enters a size that the program has found, and what it is at most; returns its bound."""
         bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
         bound = min(bound, self.at_most.get(name, bound))
@@ -392,7 +392,7 @@ class Lengths:
         return dict(zip(sorted(names), arrays, strict=True))
 
 
-def _comparison(ask: Any, sign: str) -> Any:
+def _comparison(ask: Callable[..., Any], sign: str) -> Callable[..., Any]:
     return lambda self, other: self._compared(ask, sign, other)
 
 
@@ -419,7 +419,7 @@ class SizeOfRow(_compat.RowDimension):
             raise HashedSizeError(line_around(frame), self)
         return self.hashed()
 
-    def _compared(self, ask: Any, sign: str, other: Any) -> Any:
+    def _compared(self, ask: Callable[..., Any], sign: str, other: Any) -> bool:
         frame = sys._getframe(2)
         if not is_users(frame):
             return self._compared_by_jax(ask, other)
@@ -430,7 +430,7 @@ class SizeOfRow(_compat.RowDimension):
             return getattr(super(), f"__{ask.__name__}__")(other)
         return _answer(frame, ask, self, other, f"{self} {sign} {other}")
 
-    def _compared_by_jax(self, ask: Any, other: Any) -> Any:
+    def _compared_by_jax(self, ask: Callable[..., Any], other: Any) -> bool:
         """JAX's answer, which is for all rows there are; of those there may be, if it has none."""
         try:
             answer = getattr(super(), f"__{ask.__name__}__")(other)
@@ -466,7 +466,9 @@ def _is_always(size: Any, other: Any) -> bool:
     )
 
 
-def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) -> bool:
+def _answer(
+    frame: FrameType, ask: Callable[..., Any], size: Any, other: Any, question: str
+) -> bool:
     answer = agreed(size, other, ask)
     if answer is None:
         question = f"`{question}` may be true of one row and false of another"
@@ -474,7 +476,7 @@ def _answer(frame: FrameType, ask: Any, size: Any, other: Any, question: str) ->
     return answer
 
 
-def agreed(size: Any, other: Any, ask: Any = operator.ge) -> bool | None:
+def agreed(size: Any, other: Any, ask: Callable[..., Any] = operator.ge) -> bool | None:
     """The answer to ``ask(size, other)`` if it is one for all rows there may be, else None."""
     values = _in_every_row(size, other)
     answers = [] if values is None else np.unique(ask(*values))
@@ -554,9 +556,7 @@ def _operations(condition: Value, *, size: Any, **params: Any) -> Any:
     return places_where(condition, size)
 
 
-def _batched(
-    axis: Axis, args: Sequence[Value], axes: Sequence[Position], /, **params: Any
-) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Position]:
     if is_symbolic(params["size"]):
         raise UnsupportedError(
             f"{params['called']} finds a size, which differs between the lanes of an inner vmap "

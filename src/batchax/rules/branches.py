@@ -21,9 +21,9 @@ from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.words import Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, match_axis
+from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import varying_of
@@ -38,7 +38,9 @@ enter("linear control: cond")  # facts of its branches are read separately
 
 
 @register_rule(cond_p)
-def _cond(axis: Axis, args: Any, axes: Any, /, *, branches: Any, **params: Any) -> PlacedOutputs:
+def _cond(
+    axis: Axis, args: Values, axes: Positions, /, *, branches: Any, **params: Any
+) -> PlacedOutputs:
     (index, *operands), (index_axis, *positions) = args, axes
     if index_axis is not None and params.get("branches_platforms"):
         # `platform_dependent` has the same index in every lane, even where it comes
@@ -73,7 +75,7 @@ def _every_branch(axis: Axis, divergent: Branches) -> PlacedOutputs:
 
 
 def after_branches(
-    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Sequence[Value]
+    branches: Sequence[Any], results: list[PlacedOutputs], branch: Any, operands: Values
 ) -> list[Any]:
     """Orders one more branch after those before it, if both call libraries.
 
@@ -90,7 +92,12 @@ def after_branches(
 
 
 def _common_branch(
-    axis: Axis, index: Any, operands: Any, positions: Any, branches: Any, params: Any
+    axis: Axis,
+    index: jax.Array,
+    operands: Values,
+    positions: Positions,
+    branches: Any,
+    params: dict[str, Any],
 ) -> PlacedOutputs:
     """Batches a `cond` whose index all lanes share: a `cond` of batched branches."""
     recording.note(divergence="together")
@@ -121,8 +128,8 @@ def one_branch(
     index: Any,
     i: int,
     branch: Any,
-    operands: Sequence[Value],
-    positions: Sequence[Position],
+    operands: Values,
+    positions: Positions,
     updated: Mapping[int, int] = types.MappingProxyType({}),
     surely: bool = False,
 ) -> PlacedOutputs:
@@ -176,7 +183,7 @@ def one_branch(
 
 def _if_any(
     axis: Axis,
-    active: Any,
+    active: jax.Array,
     branch: Any,
     operands: list[Value],
     positions: list[Position],
@@ -201,7 +208,7 @@ def _if_any(
 
 def select_results(
     axis: Axis,
-    index: Any,
+    index: jax.Array,
     branches: Sequence[Any],
     results: Sequence[PlacedOutputs],
     updated: Collection[int] = (),

@@ -23,9 +23,9 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, axis_to_front, expand_axis, move_axis
+from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis
 from batchax.kernel.inner import batched_aval, remembered, stage_function
 from batchax.kernel.interpreter import lanes_spread, lanes_together, one_after_another
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
@@ -62,7 +62,7 @@ def calls_in(eqn: Eqn) -> list[Any]:
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     """Adds a first operand `active` to `program`, whose callbacks and checks then depend on it."""
 
-    def run(active: Any, *xs: Any) -> list[Any]:
+    def run(active: jax.Array, *xs: Any) -> list[Any]:
         return _evaluate(axis, program, xs, active)
 
     def build() -> ClosedJaxpr:
@@ -71,14 +71,12 @@ def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     return remembered(program, ("with active", axis), build)
 
 
-def _evaluate(
-    axis: Axis, program: ClosedJaxpr, operands: Sequence[Value], active: Any
-) -> list[Any]:
+def _evaluate(axis: Axis, program: ClosedJaxpr, operands: Values, active: jax.Array) -> list[Any]:
     run_equation = lambda eqn, xs: bind_if(axis, eqn, xs, active)
     return evaluate(program.jaxpr, program.consts, operands, run_equation)
 
 
-def bind_if(axis: Axis, eqn: Eqn, xs: Sequence[Value], active: Any) -> Sequence[Any]:
+def bind_if(axis: Axis, eqn: Eqn, xs: Values, active: jax.Array) -> Sequence[Any]:
     """Evaluates an equation of one example, whose callbacks and checks require `active`."""
     calls, name = calls_host(eqn), eqn.primitive.name
     if not (calls or _compat.checks(eqn.effects)):
@@ -103,7 +101,9 @@ def failures(err_tree: Any, **_: Any) -> int:
     return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
 
 
-def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) -> Sequence[Any]:
+def call_if(
+    eqn: Eqn, operands: Values, active: Any, lane: jax.Array | None = None
+) -> Sequence[Any]:
     """Evaluates an equation with a host callback if the lane is active; zeros otherwise.
 
     `lane` is the index among all lanes, negative for one that does not count: calls that all lanes
@@ -126,7 +126,7 @@ def call_if(eqn: Eqn, operands: Sequence[Value], active: Any, lane: Any = None) 
 
 
 def _run(
-    active: Any, *operands: Any, program: Any, shared: Sequence[bool], placed: bool
+    active: jax.Array, *operands: jax.Array, program: Any, shared: Sequence[bool], placed: bool
 ) -> list[Any]:
     """Makes the calls of the active lanes, one after another."""
     if placed:
@@ -136,7 +136,7 @@ def _run(
     *xs, active = _compat.varying_alike([*xs, active])
 
     # A `cond` rather than a mask, as a call cannot be undone.
-    def one_lane(active: Any, xs: Sequence[Value]) -> list[Any]:
+    def one_lane(active: Any, xs: Values) -> list[Any]:
         index = lax.convert_element_type(active, np.int32)
         return cond_p.bind(index, *xs, branches=(nothing, program))
 
@@ -159,14 +159,14 @@ def _run(
 
 def _batched(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     program: ClosedJaxpr,
     shared: Sequence[bool],
     placed: bool,
-) -> tuple[list[Any], Sequence[Position]]:
+) -> tuple[list[Any], Positions]:
     recording.note(service="lanes")
     count = 1 + placed  # operands that say whether a lane is active
     active, active_at, xs, xs_at = args[0], axes[0], args[count:], axes[count:]
@@ -189,8 +189,8 @@ def _batched(
 
 
 def _for_the_first(
-    axis: Axis, args: Any, axes: Any, how: dict[str, Any]
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis, args: Values, axes: Any, how: dict[str, Any]
+) -> tuple[list[Any], Positions]:
     """Makes a call that all lanes share, in what may be one chunk of the lanes."""
     program: ClosedJaxpr = how["program"]
     if program.out_avals:
@@ -267,7 +267,7 @@ def returning_zeros(
         x = _compat.varying_as(_compat.filled(aval, 0), aval)
         return _compat.weakly(x) if aval.weak_type else x
 
-    def zeros(*operands: Any) -> list[Any]:
+    def zeros(*operands: jax.Array) -> list[Any]:
         return [
             operands[handed_on[k]] if k in handed_on else zero(aval)
             for k, aval in enumerate(out_avals)
@@ -293,7 +293,13 @@ def _by_method(primitive: _compat.Primitive) -> None:
 
     @register_rule(primitive)
     def rule(
-        axis: Axis, args: Any, axes: Any, /, *, vmap_method: str | None, **params: Any
+        axis: Axis,
+        args: Values,
+        axes: Positions,
+        /,
+        *,
+        vmap_method: str | None,
+        **params: Any,
     ) -> tuple[Any, Any]:
         if vmap_method in _SEQUENTIAL:
 
@@ -317,7 +323,7 @@ def _by_method(primitive: _compat.Primitive) -> None:
         return outs, [0] * len(outs)
 
 
-def _with_lanes(axis: Axis, args: Any, axes: Any, method: str, aliases: Any) -> list[Any]:
+def _with_lanes(axis: Axis, args: Values, axes: Positions, method: str, aliases: Any) -> list[Any]:
     """Moves the batch axis to the front; operands without one are treated as `method` says."""
     # An operand that aliases an output must have its size, so it gets the axis in any case.
     overwritten = {operand for operand, _ in aliases}
@@ -369,7 +375,7 @@ def _lane_by_lane(primitive: _compat.Primitive) -> None:
     """Registers `primitive`, which has effects, to run once for each lane in order."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         outs = one_after_another(axis, lambda *xs: primitive.bind(*xs, **params), args, axes)
         return outs, [0] * len(outs)
 
@@ -378,7 +384,7 @@ def _on_the_batch(primitive: _compat.Primitive) -> None:
     """Registers `primitive`, which inspects a value and has no results."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         primitive.bind(*args, **params)
         return [], []
 
@@ -388,7 +394,13 @@ def _check(primitive: _compat.Primitive) -> None:
 
     @register_rule(primitive)
     def rule(
-        axis: Axis, args: Any, axes: Any, /, *, err_tree: Any, **params: Any
+        axis: Axis,
+        args: Values,
+        axes: Positions,
+        /,
+        *,
+        err_tree: Any,
+        **params: Any,
     ) -> tuple[Any, Any]:
         # Without lanes, no check can fail.
         if axis.size == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from batchax.jaxprs.bodies import bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position, move_axis
+from batchax.kernel.axis import Axis, Positions, move_axis
 from batchax.kernel.captured import Captured, program_behind
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner
 from batchax.kernel.interpreter import Place, interpret
@@ -53,7 +53,7 @@ def in_turn(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], lis
     return firsts, seconds
 
 
-def zero_after(values: Sequence[Value]) -> Any:
+def zero_after(values: Values) -> Any:
     """Computes an int32 zero from the first entry of each of `values`."""
     # At most 32 bits of a 32-bit number are set, fewer than 2**6, so their count shifted by six
     # bits is zero. XLA does not know that, so it cannot remove the computation.
@@ -82,7 +82,7 @@ def _wait(*xs: Any, count: int) -> list[Any]:
 
     # On a CPU, a select on a value computed from `first` is a data dependency that XLA keeps.
     # Elsewhere no library has the problem.
-    def on_processor(first: Any, second: Any) -> list[Any]:
+    def on_processor(first: Values, second: Values) -> list[Any]:
         come = lax.eq(zero_after(first), np.int32(0))
         return [lax.select(come, x, lax.full_like(x, 0)) for x in second]
 
@@ -97,7 +97,7 @@ def _wait(*xs: Any, count: int) -> list[Any]:
     ]
 
 
-def _apart(xs: Sequence[Value], count: int) -> tuple[list[Any], list[Any]]:
+def _apart(xs: Values, count: int) -> tuple[list[Any], list[Any]]:
     """Splits values that are not symbolic zeros into both sides."""
     there = [type(x) is not ad.Zero for x in xs]
     return (
@@ -106,14 +106,14 @@ def _apart(xs: Sequence[Value], count: int) -> tuple[list[Any], list[Any]]:
     )
 
 
-def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, count: int) -> Any:
+def _jvp(primals: Values, tangents: Values, *, count: int) -> Any:
     first, second = _bind(*_apart(tangents, count))
     computed = iter([*first, *second])
     dots = [t if type(t) is ad.Zero else next(computed) for t in tangents]
     return in_turn_p.bind(*primals, count=count), dots
 
 
-def _transpose(cotangents: Sequence[Value], *operands: Any, count: int) -> list[Any]:
+def _transpose(cotangents: Values, *operands: Any, count: int) -> list[Any]:
     first, second = _apart(cotangents, count)
     # In reverse mode, `first` waits for `second`.
     second, first = _bind(second, first)
@@ -122,8 +122,8 @@ def _transpose(cotangents: Sequence[Value], *operands: Any, count: int) -> list[
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Sequence[Position], /, *, count: int
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis, args: Values, axes: Positions, /, *, count: int
+) -> tuple[list[Any], Positions]:
     return in_turn_p.bind(*args, count=count), axes
 
 
@@ -141,7 +141,7 @@ in_turn_p = own_primitive(
 )
 
 
-Batched = tuple[list[Any], Sequence[Position]]
+Batched = tuple[list[Any], Positions]
 
 # Most of these primitives are not exported, or exist only once the module that owns them is
 # imported.
@@ -161,7 +161,13 @@ enter(": call_hi_primitive linear_call remat_opt run_state")
 def _call(name: str) -> None:
     @register_looking(name)
     def rule(
-        axis: Axis, args: Any, axes: Any, /, *, place: Place | None = None, **params: Any
+        axis: Axis,
+        args: Values,
+        axes: Positions,
+        /,
+        *,
+        place: Place | None = None,
+        **params: Any,
     ) -> Batched:
         primitive = _compat.find_primitive(name)
         assert primitive is not None
@@ -195,8 +201,8 @@ _UNIQUE = frozenset({"_pinv"})
 @register_looking("jit")
 def _jit(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     jaxpr: ClosedJaxpr,
@@ -220,7 +226,7 @@ _jit_p: Any = _compat.find_primitive("jit")
 
 
 @register_rule("composite")
-def _composite(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
+def _composite(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Batched:
     # A composite declares to a compiler that its body is the operation of that name, for
     # arrays of these ranks. With one more axis that is no longer so: what remains is
     # the body.
@@ -229,7 +235,9 @@ def _composite(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Batched:
 
 
 @register_rule("run_state")
-def _run_state(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any) -> Batched:
+def _run_state(
+    axis: Axis, args: Values, axes: Positions, /, *, jaxpr: Any, **params: Any
+) -> Batched:
     # A loop over references that it makes itself: they are made here, and the engine
     # settles which of them need a part for each lane.
     def one_example(*xs: Any) -> list[Any]:
@@ -242,7 +250,15 @@ def _run_state(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Any, **params: Any
 
 @register_rule("custom_vmap_call")
 def _custom_vmap(
-    axis: Axis, args: Any, axes: Any, /, *, call: Any, rule: Any, in_tree: Any, out_tree: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    call: Any,
+    rule: Any,
+    in_tree: Any,
+    out_tree: Any,
 ) -> Batched:
     in_batched = jax.tree.unflatten(in_tree, [a is not None for a in axes])
     if any(jax.tree.leaves(_closed_over(in_batched))):
@@ -273,12 +289,12 @@ def _closed_over(inputs: Any) -> Any:
 @register_rule("linear_call")
 def _linear_call(
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Any,
     /,
     *,
     callee: Any,
-    transpose_thunk: Any,
+    transpose_thunk: Callable[..., Any],
     num_callee_consts: int,
     num_res: int,
 ) -> Batched:
@@ -288,7 +304,7 @@ def _linear_call(
     captured = Captured(called, program_behind(transpose_thunk))
     batched, out_axes = batch_inner(axis, callee, axes, varying=varying_of(args))
 
-    def forward(residuals: Any, linear: Any) -> list[Any]:
+    def forward(residuals: Values, linear: Values) -> list[Any]:
         return eval_jaxpr(batched.jaxpr, batched.consts, *residuals, *linear)
 
     def transpose(residuals: Any, cotangents: Any) -> list[Any]:
@@ -324,7 +340,7 @@ def _remat_opt(
     num_consts: int,
     num_res: int,
     fwd_jaxpr: Any,
-    fun_jaxpr_thunk: Any,
+    fun_jaxpr_thunk: Callable[..., Any],
 ) -> Batched:
     varying = varying_of(args[num_consts:])  # rules that live on must not hold values
     forward, out_axes = batch_inner(axis, fwd_jaxpr, axes, varying=varying_of(args))
@@ -359,7 +375,7 @@ _remat_opt_p: Any = _compat.find_primitive("remat_opt")
 
 
 @register_rule("call_hi_primitive")
-def _call_hi_primitive(axis: Axis, args: Any, axes: Any, /, *, _prim: Any) -> Batched:
+def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: Any) -> Batched:
     by_default = _compat.as_made_by_default(_prim)
     if by_default is not None:  # The object's own method miscounts cotangents of shared outputs.
         with _compat.named_scope(axis.name, axis.size), without_mesh():

@@ -14,8 +14,16 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis, shift_dims
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import (
+    Axis,
+    Position,
+    Positions,
+    axis_to_front,
+    broadcast_axis,
+    move_axis,
+    shift_dims,
+)
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.named_axes import as_names
 from batchax.kernel.registry import register_rule
@@ -207,7 +215,7 @@ for _name in CASTS:
 
 @register_rule(lax.axis_index_p)
 def _axis_index(
-    axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
+    axis: Axis, args: Any, positions: Any, /, *, axis_name: str
 ) -> tuple[Any, Position]:
     if axis.name in as_names(axis_name):
         sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
@@ -326,7 +334,9 @@ for _names, _make in (
 
 
 @register_rule(lax.all_to_all_p)
-def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+def _all_to_all(
+    axis: Axis, args: Values, positions: Positions, /, **params: Any
+) -> tuple[Any, Any]:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     split, concat = params["split_axis"], params["concat_axis"]
@@ -353,7 +363,7 @@ def _all_to_all(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tupl
 
 
 def _exchange(
-    x: Value, position: int, split: int, concat: int, before: Any, size: Any, after: Any
+    x: Value, position: int, split: int, concat: int, before: Any, size: int, after: Any
 ) -> tuple[Any, int]:
     """Sends each lane its part from every lane, over this axis and those around it.
 
@@ -385,7 +395,7 @@ def _exchange(
 
 
 @register_rule(lax.ppermute_p)
-def _ppermute(axis: Axis, args: Any, positions: Any, /, **params: Any) -> tuple[Any, Any]:
+def _ppermute(axis: Axis, args: Values, positions: Positions, /, **params: Any) -> tuple[Any, Any]:
     (x,), (position,) = args, positions
     names = as_names(params["axis_name"])
     if axis.name not in names:

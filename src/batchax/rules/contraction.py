@@ -12,10 +12,11 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.words import Eqn, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,
+    Positions,
     broadcast_axis,
     expand_axis,
     match_axis,
@@ -93,10 +94,10 @@ def _dot_general(
 
 
 def _is_outer_of_columns(
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     numbers: Dimensions,
-    preferred_element_type: Any,
+    preferred_element_type: np.dtype[Any],
 ) -> bool:
     """Returns whether it is an outer product of vectors with lanes last in one of them.
 
@@ -211,7 +212,13 @@ _scaled_dot_p: Any = _compat.find_primitive("scaled_dot")
 
 @register_rule(_scaled_dot_p)
 def _scaled_dot(
-    axis: Axis, args: Any, axes: Any, /, *, dimension_numbers: Dimensions, **params: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    dimension_numbers: Dimensions,
+    **params: Any,
 ) -> tuple[Any, Any]:
     # Each operand goes with its scale. All four must have one rank, so a side that
     # is not batched gets a free dimension of size one, which the result then loses.
@@ -229,7 +236,7 @@ def _scaled_dot(
     return lax.squeeze(out, lose) if lose else out, position
 
 
-def _with_scale(axis: Axis, args: Any, axes: Any) -> tuple[Sequence[Any], int, bool]:
+def _with_scale(axis: Axis, args: Values, axes: Positions) -> tuple[Sequence[Any], int, bool]:
     """Aligns an operand with its scale; also returns whether the axis is the batch axis."""
     if all(a is None for a in axes):
         return [expand_axis(x, 0) for x in args], 0, False
@@ -245,8 +252,8 @@ enter(": ragged_dot_general")
 @register_rule(_ragged_dot_general_p)
 def _ragged_dot_general(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,

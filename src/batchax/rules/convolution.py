@@ -15,9 +15,9 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, inserted, move_axis, sharding_with_axis
+from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import matched, register_rule
@@ -46,7 +46,7 @@ class _Places(NamedTuple):
         return math.prod(self.kernel) <= math.prod(self.result)
 
 
-def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -> bool:
+def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: dict[str, Any]) -> bool:
     """Returns whether slices beat groups on a CPU, by the types of one lane's operands."""
     lhs, rhs = lane
     dtype = lhs.dtype
@@ -70,11 +70,11 @@ def pays(axis: Axis, lane: Sequence[Any], groups: dict[str, int], params: Any) -
     return kernel == 1 or (kernel <= _MOST_SLICES and few)
 
 
-def _channels(lhs: Any, params: Any) -> int:
+def _channels(lhs: Any, params: dict[str, Any]) -> int:
     return lhs.shape[params["dimension_numbers"].lhs_spec[1]]
 
 
-def _places(lane: Sequence[Any], params: Any) -> _Places:
+def _places(lane: Sequence[Any], params: dict[str, Any]) -> _Places:
     """Computes the sizes from the operands of one lane."""
     lhs, rhs = lane
     numbers = params["dimension_numbers"]
@@ -96,7 +96,7 @@ def _places(lane: Sequence[Any], params: Any) -> _Places:
     return _Places(kernel, tuple(result))
 
 
-def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: Any) -> Any:
+def by_slices(lhs: Value, rhs: Value, lane: Sequence[Any], params: dict[str, Any]) -> Any:
     """Convolves all lanes, which come first in operands and result, by slices.
 
     `lane` holds the operand types of one lane; `params` exclude the group counts.
@@ -139,7 +139,7 @@ def _one_by_one(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
     return _of_sum(total, images, channels, spatial, params)
 
 
-def _together(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
+def _together(lhs: Value, rhs: Value, places: _Places, params: dict[str, Any]) -> Any:
     """Computes a single product of all slices, stacked."""
     images, channels, *spatial = (d + 1 for d in params["dimension_numbers"].lhs_spec)
     _, inputs, *window = (d + 1 for d in params["dimension_numbers"].rhs_spec)
@@ -165,7 +165,7 @@ def _together(lhs: Value, rhs: Value, places: _Places, params: Any) -> Any:
     return _in_order(out, [number + 1, number + 2, *range(1, number + 1)], params)
 
 
-def _padded(lhs: Value, spatial: Sequence[int], params: Any) -> Any:
+def _padded(lhs: Value, spatial: Sequence[int], params: dict[str, Any]) -> Any:
     padding = [(0, 0, 0)] * len(lhs.shape)
     around = zip(spatial, params["padding"], params["lhs_dilation"], strict=True)
     for d, (low, high), apart in around:
@@ -173,18 +173,20 @@ def _padded(lhs: Value, spatial: Sequence[int], params: Any) -> Any:
     return lax.pad(lhs, jnp.zeros((), lhs.dtype), padding)
 
 
-def _product(x: Value, y: Value, contract: Any, params: Any) -> Any:
+def _product(x: Value, y: Value, contract: Any, params: dict[str, Any]) -> Any:
     return lax.dot_general(x, y, (contract, ([0], [0])), precision=params["precision"])
 
 
-def _of_sum(out: Value, images: int, channels: int, spatial: Sequence[int], params: Any) -> Any:
+def _of_sum(
+    out: Value, images: int, channels: int, spatial: Sequence[int], params: dict[str, Any]
+) -> Any:
     """Moves the dimensions of a sum to those of the result."""
     order = [d for d in range(1, out.ndim) if d != channels]
     dims = [order.index(d) + 1 for d in (images, *spatial)]
     return _in_order(out, [dims[0], out.ndim - 1, *dims[1:]], params)
 
 
-def _in_order(out: Value, dims: Sequence[int], params: Any) -> Any:
+def _in_order(out: Value, dims: Sequence[int], params: dict[str, Any]) -> Any:
     """Orders the dimensions `dims` (images, features, spatial) as the convolution has them."""
     placed = [0] * out.ndim
     for d, source in zip(params["dimension_numbers"].out_spec, dims, strict=True):
@@ -197,13 +199,25 @@ differentiable = functools.partial(jax.checkpoint, policy=jax.checkpoint_policie
 """What computes slices again where it is differentiated."""
 
 
-def _of_kernel(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
+def _of_kernel(
+    lhs: Value,
+    spatial: Sequence[int],
+    place: tuple[int, ...],
+    places: _Places,
+    params: dict[str, Any],
+) -> Any:
     """Slices the elements that meet the kernel's element at `place`."""
     by, strides = params["rhs_dilation"], params["window_strides"]
     return _sliced(lhs, spatial, place, by, places.result, strides)
 
 
-def _of_result(lhs: Value, spatial: Sequence[int], place: Any, places: _Places, params: Any) -> Any:
+def _of_result(
+    lhs: Value,
+    spatial: Sequence[int],
+    place: tuple[int, ...],
+    places: _Places,
+    params: dict[str, Any],
+) -> Any:
     """Slices the elements that make up the result at `place`."""
     by, strides = params["window_strides"], params["rhs_dilation"]
     return _sliced(lhs, spatial, place, by, places.kernel, strides)
@@ -232,8 +246,8 @@ enter(": conv_general_dilated")
 @register_rule(lax.conv_general_dilated_p)
 def _conv_general_dilated(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     dimension_numbers: Any,
@@ -296,7 +310,12 @@ def _is_wide(x: Value) -> bool:
 
 
 def _in_groups(
-    axis: Axis, args: Any, axes: Any, out_sharding: Any, groups: dict[str, int], params: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    out_sharding: Any,
+    groups: dict[str, int],
+    params: dict[str, Any],
 ) -> tuple[Any, int]:
     """Convolves all lanes at once, with lanes as images, as channels, or as groups."""
     (lhs, rhs), (lhs_axis, rhs_axis) = args, axes
@@ -335,7 +354,9 @@ def _in_groups(
     return lax.reshape(out, shape, out_sharding=sharding), position
 
 
-def _needs_channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: Any) -> bool:
+def _needs_channels_last(
+    lhs: Value, rhs: Value, groups: dict[str, int], params: dict[str, Any]
+) -> bool:
     """Returns whether moving channels last is faster, in a loop on a CPU."""
     # Measured for images of 7 to 28 pixels a side (500 in 1D), 1 to 32 channels, and kernels of 1
     # to 5. With few products, groups, or three spatial dimensions, the library takes longer.
@@ -355,7 +376,7 @@ _LEAST_FEATURES = 8
 _LEAST_PRODUCTS = 288  # to a place of the result
 
 
-def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: Any) -> Any:
+def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: dict[str, Any]) -> Any:
     """Convolves with channels moved last, in images and kernels."""
     images, kernel, result = params["dimension_numbers"]
     first, *spatial, last = range(lhs.ndim)
@@ -435,7 +456,7 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
     """Registers `primitive`; `n_arrays` None stands for half of its operands."""
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         n = len(args) // 2 if n_arrays is None else n_arrays
         if any(a is not None for a in axes[n:]):
             return _lane_after_lane(primitive, axis, args, axes, params)
@@ -450,7 +471,11 @@ def _windowed(primitive: _compat.Primitive, n_arrays: int | None = None) -> None
 
 
 def _lane_after_lane(
-    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, params: dict[str, Any]
+    primitive: _compat.Primitive,
+    axis: Axis,
+    args: Values,
+    axes: Any,
+    params: dict[str, Any],
 ) -> tuple[Any, Any]:
     """Runs lanes one after another if their initial values differ."""
 

@@ -20,8 +20,8 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.words import Aval, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, lanes_vary_over, match_axis
+from batchax.jaxprs.words import Aval, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, lanes_vary_over, match_axis
 from batchax.kernel.captured import (
     Captured,
     closes_over_tracers,
@@ -40,19 +40,17 @@ from batchax.kernel.named_axes import (
 from batchax.kernel.registry import register_rule
 from batchax.memo import Memo, kept_with
 
-Axes = Sequence[Position]
-
 
 class CallOutputs:
     """Settles where the outputs of a call have their batch axes."""
 
-    def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Axes) -> None:
+    def __init__(self, kind: str, axis: Axis, body: Any, in_axes: Positions) -> None:
         self.axis, self.types = axis, body.out_avals
         self.signature = kind, tuple(body.in_avals), tuple(in_axes), tuple(body.out_avals)
         self.axes: list[Position] = []
         self.known = False
 
-    def settle(self, axes: Axes, also: Callable[[], Axes]) -> None:
+    def settle(self, axes: Positions, also: Callable[[], Positions]) -> None:
         """Decides the axes: those of `axes`, and where it has None those of `also`.
 
         `also` gives axes to outputs whose derivatives depend on the batch although their values do
@@ -82,7 +80,7 @@ class CallOutputs:
         finally:
             _around.reset(token)
 
-    def place(self, values: Sequence[Value], axes: Axes) -> list[Any]:
+    def place(self, values: Values, axes: Positions) -> list[Any]:
         """Moves batch axes of outputs to where `settle` decided.
 
         Raises UnsupportedError for a value that depends on the batch where that was not known.
@@ -109,12 +107,12 @@ def inside_rule() -> bool:
     return bool(_around.get(None))
 
 
-def union(first: Axes, second: Axes) -> list[Position]:
+def union(first: Positions, second: Positions) -> list[Position]:
     """Merges positions: those of `first`, and where it has None those of `second`."""
     return [b if a is None else a for a, b in zip(first, second, strict=True)]
 
 
-def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
+def if_differentiable(find: Callable[[], Positions], n_out: int) -> Positions:
     """Returns what `find` returns by running a rule, or None for each output if the rule fails."""
     try:
         return find()
@@ -124,7 +122,7 @@ def if_differentiable(find: Callable[[], Axes], n_out: int) -> Axes:
         return [None] * n_out
 
 
-def if_later(find: Callable[[], Axes], n_out: int) -> Axes:
+def if_later(find: Callable[[], Positions], n_out: int) -> Positions:
     """Returns what `find` returns if the call may be differentiated later, else None for each."""
     if not (_compat.tracing() and may_be_differentiated()):
         return [None] * n_out
@@ -134,10 +132,10 @@ def if_later(find: Callable[[], Axes], n_out: int) -> Axes:
 def batched_transpose(
     axis: Axis,
     jaxpr: Jaxpr,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     cotangents: range,
-    in_axes: Sequence[Position],
+    in_axes: Positions,
 ) -> list[Any]:
     """Runs a per-example reverse rule for all lanes.
 
@@ -226,7 +224,7 @@ def _is_in(marks: set[Any], v: Any) -> bool:
 class Residuals:
     """Describes the residuals that a forward run returned."""
 
-    axes: Axes  # where each has the batch axis
+    axes: Positions  # where each has the batch axis
     # Mesh axes that they, and after them the outputs, were traced to vary over.
     varying: Varying
     # The constant that each is for any arguments, else None. A reverse rule may use it in Python:
@@ -242,14 +240,14 @@ class ReverseRule:
     """Runs the reverse rule of a ``custom_vjp`` function for all lanes."""
 
     def __init__(
-        self, axis: Axis, bwd: Any, captured: Captured, in_axes: Axes, types: Sequence[Aval]
+        self, axis: Axis, bwd: Any, captured: Captured, in_axes: Positions, types: Sequence[Aval]
     ) -> None:
         self.axis, self.bwd, self.captured, self.in_axes = axis, bwd, captured, in_axes
         self.types = types  # of the inputs
         # Not in a cache: the rule may close over values of a trace. It lives as long as this call.
         self._staged: dict[Any, Any] = {}
 
-    def __call__(self, kept: Residuals, residuals: Any, cotangents: Any, ct_axes: Axes) -> Any:
+    def __call__(self, kept: Residuals, residuals: Any, cotangents: Any, ct_axes: Positions) -> Any:
         axis = self.axis
         types = map(_type, [*residuals, *cotangents])
         staged, zeros, logs, has_logs = self._stage(types, ct_axes, kept)
@@ -277,7 +275,9 @@ class ReverseRule:
         ]
         return (results, jax.tree.unflatten(logs, list(rest))) if has_logs else results
 
-    def axes_needed(self, kept: Residuals, residuals: Any, outs: Any, out_axes: Axes) -> Axes:
+    def axes_needed(
+        self, kept: Residuals, residuals: Values, outs: Values, out_axes: Positions
+    ) -> Positions:
         """Returns axis 0 for each unbatched output whose cotangent is needed by lane."""
         types = [*map(_type, residuals), *(jax.typeof(x).to_tangent_aval() for x in outs)]
         staged, zeros, _, _ = self._stage(types, out_axes, kept)
@@ -297,7 +297,7 @@ class ReverseRule:
             needed.append(0 if out_axis is None and by_lane else None)
         return needed
 
-    def _stage(self, types: Iterable[Aval], ct_axes: Axes, kept: Residuals) -> Any:
+    def _stage(self, types: Iterable[Aval], ct_axes: Positions, kept: Residuals) -> Any:
         """Traces the rule for one example.
 
         Returns it, for inputs and outputs that are not symbolic zeros, the zeros among its
@@ -361,7 +361,7 @@ def known_number(x: Value) -> Any:
     return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
-def _counted_once(cotangent: Any, aval: Aval) -> Any:
+def _counted_once(cotangent: jax.Array, aval: Aval) -> Any:
     """Zeroes a cotangent on all devices but one, for an input that was cast to vary."""
     over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
     if not over or cotangent.dtype == jax.dtypes.float0:
@@ -382,7 +382,9 @@ enter(": call_hi_primitive_linearized custom_jvp_call custom_lin custom_vjp_call
 
 
 @register_rule("custom_jvp_call")
-def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], Axes]:
+def _custom_jvp(
+    axis: Axis, args: Values, axes: Positions, /, **params: Any
+) -> tuple[list[Any], Positions]:
     body, trace_rule = params["call_jaxpr"], params["jvp_jaxpr_fun"]
     bound = _custom_jvp_p.get_bind_params(params)
     fun, jvp = bound.pop("subfuns")
@@ -393,7 +395,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     program = program_behind(trace_rule) if _closes_over_values(body, trace_rule) else None
     captured = Captured(_compat.name_and_place(body.jaxpr), program)
 
-    def differentiate(zeros: Sequence[bool], primals: Any, tangents: Any) -> Any:
+    def differentiate(zeros: Sequence[bool], primals: Values, tangents: Values) -> Any:
         """Runs the rule on primals and those tangents that are not symbolic zeros."""
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts, out_zeros = trace_rule.call_wrapped(*zeros)
@@ -416,8 +418,8 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         tangent_axes = [None if zero else next(given_axes) for zero in out_zeros]
         return outs[:n_out], out_axes[:n_out], tangents, tangent_axes
 
-    def axes_from_rule() -> Axes:
-        def run(*xs: Any) -> tuple[list[Any], Axes]:
+    def axes_from_rule() -> Positions:
+        def run(*xs: Any) -> tuple[list[Any], Positions]:
             n = len(types)
             _, out_axes, _, tangent_axes = differentiate([False] * n, xs[:n], xs[n:])
             return [], union(out_axes, tangent_axes)
@@ -446,7 +448,7 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         ]
         return [*outs, *placed]
 
-    def emit(*xs: Any) -> tuple[list[Any], Axes]:
+    def emit(*xs: Any) -> tuple[list[Any], Positions]:
         subfuns = (_compat.rewrapped(call, fun), _compat.rewrapped(rule, jvp))
         return _custom_jvp_p.bind(*xs, subfuns=subfuns, **bound), outputs.axes
 
@@ -455,12 +457,14 @@ def _custom_jvp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
 
 
 @kept_with("whether derivative rules close over values of a program that is being staged")
-def _closes_over_values(body: Any, *rules: Any) -> bool:
+def _closes_over_values(body: Jaxpr, *rules: Any) -> bool:
     return any(map(closes_over_tracers, rules))
 
 
 @register_rule("custom_vjp_call")
-def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], Axes]:
+def _custom_vjp(
+    axis: Axis, args: Values, axes: Positions, /, **params: Any
+) -> tuple[list[Any], Positions]:
     body, trace_forward = params["call_jaxpr"], params["fwd_jaxpr_thunk"]
     skip, out_trees = params["num_consts"], params["out_trees"]
     bound = _custom_vjp_p.get_bind_params(params)
@@ -476,7 +480,9 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
     kept = Residuals((), (), ())
     description = _compat.ResidualsDescription(out_trees)
 
-    def run_forward(perturbed: Sequence[bool], primals: Any) -> tuple[list[Any], Axes, Residuals]:
+    def run_forward(
+        perturbed: Sequence[bool], primals: Values
+    ) -> tuple[list[Any], Positions, Residuals]:
         with _compat.named_scope(axis.name, axis.size), without_mesh():
             jaxpr, consts = trace_forward.call_wrapped(*perturbed)
         # JAX may have traced the rule before, and for other arguments since.
@@ -499,8 +505,8 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
         outputs.settle(out_axes, lambda: if_later(axes_from_rules, n_out))
         return outputs.place(outs, out_axes)
 
-    def axes_from_rules() -> Axes:
-        def run(*xs: Any) -> tuple[list[Any], Axes]:
+    def axes_from_rules() -> Positions:
+        def run(*xs: Any) -> tuple[list[Any], Positions]:
             outs, out_axes, residuals = run_forward(inexact[skip:], xs[skip:])
             needed = need(xs, outs, out_axes, residuals)
             return [], union(out_axes[len(outs) - n_out :], needed)
@@ -513,7 +519,9 @@ def _custom_vjp(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[lis
             if before is not None:  # traces that JAX remembers have that one
                 description.set(before)
 
-    def need(xs: Any, outs: Any, out_axes: Axes, residuals: Residuals) -> Axes:
+    def need(
+        xs: tuple[jax.Array, ...], outs: Values, out_axes: Positions, residuals: Residuals
+    ) -> Positions:
         """Returns which outputs the reverse rule needs by lane, after a forward run."""
         n = len(outs) - n_out
         computed = iter(outs[:n])
@@ -554,7 +562,7 @@ in_reverse_alone = Anywhere(lambda eqn: eqn.primitive.name in _IN_REVERSE)
 
 @register_rule(_IN_REVERSE[0])
 @register_rule(_IN_REVERSE[1])
-def _custom_lin(axis: Axis, args: Any, axes: Any, /, **params: Any) -> Any:
+def _custom_lin(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> Any:
     raise ArgumentTypeError(
         "can't apply forward-mode autodiff (jvp) to a custom_vjp function: its rule gives "
         "cotangents only. Use reverse mode (jax.grad, jax.vjp), or jax.custom_jvp for both."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,11 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Jaxpr, Value
+from batchax.jaxprs.words import Jaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,
+    Positions,
     axis_to_front,
     batch_sharding,
     inserted,
@@ -73,7 +74,7 @@ _add_any_p: Any = _compat.find_primitive("add_any")
 
 
 @register_rule(_add_any_p)
-def _add_any(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def _add_any(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     # The sum of cotangents: unlike `add` it does not broadcast.
     target = common_position(args, axes)
     args = [match_axis(axis, x, a, target) for x, a in zip(args, axes, strict=True)]
@@ -81,17 +82,21 @@ def _add_any(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
 
 
 @register_rule(lax.clamp_p)
-def _clamp(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def _clamp(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     return _with_scalars(lax.clamp_p, axis, args, axes, scalars=(0, 2))
 
 
 @register_rule(lax.select_n_p)
-def _select_n(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def _select_n(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     return _with_scalars(lax.select_n_p, axis, args, axes, scalars=(0,))
 
 
 def _with_scalars(
-    primitive: _compat.Primitive, axis: Axis, args: Any, axes: Any, scalars: tuple[int, ...]
+    primitive: _compat.Primitive,
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    scalars: tuple[int, ...],
 ) -> tuple[Any, Any]:
     """Binds a primitive whose operands have one shape; those in `scalars` may be scalars."""
     target = common_position(args, axes)
@@ -168,7 +173,14 @@ for _names, _make in ((REDUCTIONS, reducing), (CUMULATIVE, _cumulative)):
 
 @register_rule(lax.reduce_p)
 def _reduce(
-    axis: Axis, args: Any, axes: Any, /, *, computation: Any, jaxpr: Jaxpr, dimensions: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    computation: Callable[..., Any],
+    jaxpr: Jaxpr,
+    dimensions: tuple[int, ...],
 ) -> tuple[Any, Any]:
     n = len(args) // 2
     if any(a is not None for a in axes[n:]):
@@ -182,7 +194,11 @@ def _reduce(
 
 
 def _reduce_from_batched_start(
-    axis: Axis, args: Sequence[Value], axes: Any, jaxpr: Jaxpr, dimensions: Sequence[int]
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    jaxpr: Jaxpr,
+    dimensions: Sequence[int],
 ) -> tuple[list[Any], list[int]]:
     """Reduces with initial values that differ between lanes."""
     # The primitive takes a single initial value. So elements are combined in pairs, pairs of pairs

@@ -19,7 +19,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
@@ -215,7 +215,7 @@ def masked(
     """
     own = frozenset(own) if fill else frozenset()
 
-    def run(active: Any, *operands: Any) -> list[Any]:
+    def run(active: jax.Array, *operands: jax.Array) -> list[Any]:
         return _run(_Lane(axis, active, fill), program, operands, own)
 
     def build() -> ClosedJaxpr:
@@ -244,9 +244,7 @@ class _Lane:
         return masked(self.axis, _compat.close(program), frozenset(own), self.fill)
 
 
-def _run(
-    lane: _Lane, program: ClosedJaxpr, operands: Sequence[Value], own: Collection[int]
-) -> list[Any]:
+def _run(lane: _Lane, program: ClosedJaxpr, operands: Values, own: Collection[int]) -> list[Any]:
     jaxpr = program.jaxpr
     arrays = {v for v, source in origins(jaxpr).items() if source.input in own}
 
@@ -279,14 +277,14 @@ def _run_equation(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Seq
     return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
 
 
-def _as_it_is(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
+def _as_it_is(active: jax.Array, eqn: Eqn, xs: list[jax.Array]) -> Sequence[Any]:
     return bind_equation(eqn, xs)
 
 
 # Updates: in a masked lane they go to an index out of bounds, and are dropped.
 
 
-def _scatter(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
+def _scatter(active: jax.Array, eqn: Eqn, xs: list[jax.Array]) -> Sequence[Any]:
     operand, indices, updates = xs
     dnums, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     shape = np.shape(operand)
@@ -314,7 +312,7 @@ def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int
     return [1 if d in single else next(sizes) for d in range(len(shape))]
 
 
-def _moved_out(active: Any, indices: Any, size: int) -> Any:
+def _moved_out(active: jax.Array, indices: jax.Array, size: int) -> Any:
     """Moves the indices of a masked lane out of bounds."""
 
     def number(n: int) -> Any:
@@ -325,7 +323,7 @@ def _moved_out(active: Any, indices: Any, size: int) -> Any:
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
 
-def _dynamic_update_slice(active: Any, eqn: Eqn, xs: Any) -> Sequence[Any]:
+def _dynamic_update_slice(active: jax.Array, eqn: Eqn, xs: Any) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
@@ -389,7 +387,7 @@ def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
     # does not matter.
     program = masked(axis, test)
 
-    def goes_on(active: Any, *operands: Any) -> list[Any]:
+    def goes_on(active: jax.Array, *operands: jax.Array) -> list[Any]:
         (more,) = eval_jaxpr(program.jaxpr, program.consts, active, *operands)
         return [some_active_p.bind(active, more)]
 
@@ -412,7 +410,7 @@ _READS = frozenset("dynamic_slice gather slice".split())
 # Whether a loop in a program goes on.
 
 
-def _goes_on(active: Any, more: Any) -> Any:
+def _goes_on(active: jax.Array, more: jax.Array) -> Any:
     """Computes ``active & more``. If lanes share `more`, they continue while one is active."""
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 

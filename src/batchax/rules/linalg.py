@@ -19,9 +19,9 @@ from jax.lax import linalg
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, match_axis, move_axis
+from batchax.kernel.axis import Axis, Positions, match_axis, move_axis
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval
 from batchax.kernel.interpreter import Place
 from batchax.kernel.named_axes import vary_over, varying_of
@@ -60,9 +60,9 @@ small_matrices_p = declare("small_matrices")
 def with_lanes_last(
     primitive: _compat.Primitive,
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Any,
-    params: Any,
+    params: dict[str, Any],
     place: Place | None = None,
 ) -> tuple[Any, Any] | None:
     """Returns the outputs of a rule of `primitive`, with lanes last.
@@ -100,7 +100,7 @@ def with_lanes_last(
 
 
 def _reads_choice(
-    axis: Axis, decomposition: Decomposition, params: Any, place: Place | None
+    axis: Axis, decomposition: Decomposition, params: dict[str, Any], place: Place | None
 ) -> bool:
     """Returns whether results are read that are not unique, such as the signs of vectors."""
     # A lane gets those of the library at any batch size, unless the user asked for the faster way.
@@ -114,7 +114,7 @@ def _reads_choice(
 
 
 def together(
-    primitive: str, examples: Sequence[Aval], lanes: int, params: Any, in_loop: int
+    primitive: str, examples: Sequence[Aval], lanes: int, params: dict[str, Any], in_loop: int
 ) -> bool:
     """Returns whether it is faster to run a primitive with lanes last, by the operand types."""
     decomposition = DECOMPOSITIONS.get(primitive)
@@ -129,7 +129,7 @@ def together(
     return lanes_last_pays(primitive, lane, lanes * math.prod(batch), params, in_loop)
 
 
-def _may(axis: Axis, args: Sequence[Value]) -> bool:
+def _may(axis: Axis, args: Values) -> bool:
     """Returns whether lanes may be merged with other dimensions, and all sizes are known."""
     if axis.small_matrices == "library" or axis.mesh_axis is not None or axis.spmd_name is not None:
         return False
@@ -157,16 +157,16 @@ def _from_last(x: Value, lanes: Sequence[int]) -> Any:
     return lax.transpose(x, [*range(matrix, x.ndim - 1), *range(matrix), x.ndim - 1])
 
 
-def _bind(operands: Sequence[Value], **params: Any) -> list[Any]:
+def _bind(operands: Values, **params: Any) -> list[Any]:
     varying = varying_of(operands)
     over = frozenset().union(*varying)
     return small_matrices_p.bind(*vary_over(operands, tuple(over - v for v in varying)), **params)
 
 
-def _of_jax(of: str, params: Any) -> Any:
+def _of_jax(of: str, params: dict[str, Any]) -> Callable[..., Any]:
     primitive: Any = _compat.find_primitive(of)
 
-    def run(*operands: Any) -> list[Any]:
+    def run(*operands: jax.Array) -> list[Any]:
         out = primitive.bind(*operands, **params)
         return list(out) if primitive.multiple_results else [out]
 
@@ -177,12 +177,14 @@ def _at(x: Aval | Value, first: bool) -> int:
     return 0 if first else x.ndim - 1
 
 
-def _operations(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+def _operations(
+    *operands: jax.Array, of: str, first: bool, asked: bool, **params: Any
+) -> list[Any]:
     at = 0 if first else -1  # a product has no axis of lanes: it is batched
     return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 
-def _on_cpu(*operands: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+def _on_cpu(*operands: jax.Array, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
     types = _types(*map(jax.typeof, operands), of=of, first=first, asked=asked, **params)
     library = functools.partial(_operations, of=of, first=first, asked=asked, **params)
     return table.with_lanes_last(of, operands, types, params, first, library)
@@ -211,7 +213,7 @@ def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> lis
     return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
 
 
-def _all_lanes(function: Any, operands: Sequence[Value], first: bool, asked: bool) -> list[Any]:
+def _all_lanes(function: Any, operands: Values, first: bool, asked: bool) -> list[Any]:
     """Applies a function of one matrix of each operand to those of all lanes."""
     axis = _lanes(operands[0], first, asked)
     outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
@@ -222,8 +224,8 @@ def _all_lanes(function: Any, operands: Sequence[Value], first: bool, asked: boo
 
 
 def _jvp(
-    primals: Sequence[Value],
-    tangents: Sequence[Value],
+    primals: Values,
+    tangents: Values,
     *,
     of: str,
     first: bool,
@@ -273,7 +275,15 @@ def _transpose(
 
 
 def _rule(
-    axis: Axis, args: Any, axes: Any, /, *, of: str, first: bool, asked: bool, **params: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    of: str,
+    first: bool,
+    asked: bool,
+    **params: Any,
 ) -> tuple[Any, Any]:
     """Merges the lanes of both axes."""
     if not _may(axis, args):
@@ -342,7 +352,13 @@ RANKS = {
 def _decomposition(primitive: _compat.Primitive, ranks: Sequence[int]) -> None:
     @register_looking(primitive)
     def rule(
-        axis: Axis, args: Any, axes: Any, /, *, place: Place | None = None, **params: Any
+        axis: Axis,
+        args: Values,
+        axes: Positions,
+        /,
+        *,
+        place: Place | None = None,
+        **params: Any,
     ) -> tuple[Any, Any]:
         return _each_its_own(primitive, ranks, axis, args, axes, params, place)
 
@@ -351,9 +367,9 @@ def _each_its_own(
     primitive: _compat.Primitive,
     ranks: Sequence[int],
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Any,
-    params: Any,
+    params: dict[str, Any],
     place: Place | None = None,
 ) -> tuple[Any, Any]:
     small = with_lanes_last(primitive, axis, args, axes, params, place)
@@ -375,14 +391,14 @@ def _triangular_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tup
 
 
 @register_rule(linalg.tridiagonal_solve_p)
-def _tridiagonal_solve(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _tridiagonal_solve(axis: Axis, args: Values, axes: Any, /, **params: Any) -> tuple[Any, Any]:
     *diagonals, b = args
     if any(a is not None for a in axes[:-1]):
         return _each_its_own(linalg.tridiagonal_solve_p, (1, 1, 1, 2), axis, args, axes, params)
     return _merged(partial(linalg.tridiagonal_solve_p.bind, *diagonals, **params), b, axes[-1], -1)
 
 
-def _merged(solve: Callable[[Any], Any], b: Any, position: int, dim: int) -> tuple[Any, int]:
+def _merged(solve: Callable[[Any], Any], b: jax.Array, position: int, dim: int) -> tuple[Any, int]:
     """Solves with the lanes as additional right-hand sides, along `dim` from the end."""
     start = b.ndim + dim - 1
     if position not in (start, start + 1):  # next to `dim`, so that a reshape merges the two
@@ -393,7 +409,7 @@ def _merged(solve: Callable[[Any], Any], b: Any, position: int, dim: int) -> tup
 
 
 @register_rule(linalg.cholesky_update_p)
-def _cholesky_update(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def _cholesky_update(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     # The primitive takes no batch dimensions at all.
     (out,), (position,) = batch_function(axis, _rank_one_update, args, axes)
     return out, position
@@ -421,7 +437,7 @@ enter(": custom_linear_solve")
 
 @register_rule(lax.linear_solve_p)
 def _custom_linear_solve(
-    axis: Axis, args: Any, axes: Any, /, *, const_lengths: Any, jaxprs: Any
+    axis: Axis, args: Any, axes: Positions, /, *, const_lengths: Any, jaxprs: Any
 ) -> tuple[Any, Any]:
     # The operands are the constants of each program (matvec, vecmat, solve,
     # transpose_solve), one program after the other, and then `b`.

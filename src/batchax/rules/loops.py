@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import jax
 from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,
@@ -21,6 +22,7 @@ from batchax.kernel.axis import (
     Branches,
     PlacedOutputs,
     Position,
+    Positions,
     WhileLoop,
     lanes_vary_over,
     match_axis,
@@ -59,8 +61,8 @@ def axis_for(axis: Axis, loop: AnyLoop) -> Axis:
 def run_divergent(
     axis: Axis,
     primitive: _compat.Primitive,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     params: dict[str, Any],
     divergent: DivergentFlow,
     masked: Callable[[Axis, DivergentFlow], PlacedOutputs],
@@ -179,7 +181,7 @@ def _settle_axes(
 
 
 def match_carry(
-    axis: Axis, values: Sequence[Value], sources: Any, destinations: Any, types: Sequence[Aval] = ()
+    axis: Axis, values: Values, sources: Any, destinations: Any, types: Sequence[Aval] = ()
 ) -> list[Any]:
     """Moves batch axes to their destinations; None is left as it is.
 
@@ -265,7 +267,7 @@ class MaskedBody:
         )
         return cls(axis, body, positions, plan, calls)
 
-    def step(self, active: Any, consts: Sequence[Value], carry: Sequence[Value]) -> list[Any]:
+    def step(self, active: Any, consts: Values, carry: Values) -> list[Any]:
         """Computes the next carry of active lanes, and keeps that of the others."""
         front: list[Position] = [0] * len(carry)
         positions = [*self.positions, *front]
@@ -314,7 +316,7 @@ def _masked_loop(
         more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
         return [lax.bitwise_and(active, more), *carry]
 
-    def any_active(active: Any, *_: Any) -> list[Any]:
+    def any_active(active: jax.Array, *_: jax.Array) -> list[Any]:
         return [lax.reduce_or(active, tuple(range(active.ndim)))]
 
     def build() -> tuple[Any, Any]:
@@ -331,7 +333,13 @@ def _masked_loop(
     return remembered(body_jaxpr, key, build)
 
 
-def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+def predicate_if(
+    axis: Axis,
+    active: jax.Array,
+    cond_jaxpr: Any,
+    operands: Values,
+    positions: Positions,
+) -> Any:
     """Evaluates the predicate, with host callbacks for active lanes only."""
     if is_seen(cond_jaxpr):
         cond_jaxpr = with_active(axis, cond_jaxpr)
@@ -339,7 +347,7 @@ def predicate_if(axis: Axis, active: Any, cond_jaxpr: Any, operands: Any, positi
     return predicate(axis, cond_jaxpr, operands, positions)
 
 
-def _of_each_lane(active: Any) -> Any:
+def _of_each_lane(active: jax.Array) -> Any:
     """Reduces a mask to one entry a lane: with inner lanes, a lane is active if any of them is."""
     return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
@@ -352,7 +360,9 @@ def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any
 
 
 @register_rule(scan_p)
-def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -> PlacedOutputs:
+def _scan(
+    axis: Axis, args: Values, axes: Positions, /, *, jaxpr: Jaxpr, **params: Any
+) -> PlacedOutputs:
     n_consts, n_carry = _compat.scan_counts(params)
     args, axes = list(args), list(axes)
     for i in range(n_consts + n_carry, len(args)):
@@ -381,7 +391,7 @@ def _scan(axis: Axis, args: Any, axes: Any, /, *, jaxpr: Jaxpr, **params: Any) -
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
 
 
-def _inside(axis: Axis, steps: Any) -> Axis:
+def _inside(axis: Axis, steps: int) -> Axis:
     """Updates `axis` for a step of a loop with `steps` steps."""
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
     # Costs that recur at each step multiply, and lanes may be last from step to step.
@@ -399,8 +409,8 @@ enter(
 @register_rule(while_p)
 def _while(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
     cond_nconsts: int,

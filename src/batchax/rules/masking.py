@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,8 +21,8 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, axis_to_front, move_axis
+from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.memo import kept_with
 from batchax.programs.inner import integers_in, programs_in
@@ -86,7 +86,7 @@ def _waits(eqn: Eqn, integers: Mapping[Any, int]) -> bool:
     return any(_waits(e, n) for p, n in zip(inner, inside, strict=True) for e in p.jaxpr.eqns)
 
 
-def find_collective(jaxpr: Jaxpr) -> Any:
+def find_collective(jaxpr: Jaxpr) -> Eqn | None:
     """Finds an equation of `jaxpr`, or inside it, in which lanes synchronize."""
     if not hazards(jaxpr).collective:
         return None
@@ -151,8 +151,8 @@ class MaskPlan:
 
 
 def plan_masking(
-    program: Any,
-    positions: Sequence[Position],
+    program: Jaxpr,
+    positions: Positions,
     differentiable: Collection[int],
     updated: Collection[int] = (),
     updates: bool = False,
@@ -197,7 +197,7 @@ def plan_masking(
     return MaskPlan(takes_mask, harmed, replaced, "donor" if donor else "keep", hazard.costly)
 
 
-def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:
+def safe_lanes(active: Value, x: Value, depth: int, fill: str = "donor") -> Any:
     """Replaces the masked lanes of `x` by the first active one, or by lane 0 if none is.
 
     The first `depth` axes of `x` are those of `active`; it is shared along the others. With `depth`
@@ -209,7 +209,7 @@ def safe_lanes(active: Any, x: Value, depth: int, fill: str = "donor") -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
-def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
+def _values(active: jax.Array, x: Value, *, depth: int, fill: str) -> Any:
     """Computes `safe_lanes_p`; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
@@ -230,7 +230,7 @@ def _values(active: Any, x: Value, *, depth: int, fill: str) -> Any:
     return _compat.unconsumed(lax.select(mask, *map(_compat.unconsumed, (x, other))))
 
 
-def _lane(row: Any, index: Any) -> Any:
+def _lane(row: jax.Array, index: jax.Array) -> Any:
     sharding: Any = jax.typeof(row).sharding
     if sharding.spec[:1] in ((), (None,)) or jnp.issubdtype(row.dtype, jax.dtypes.extended):
         return lax.dynamic_index_in_dim(row, index, 0, False, allow_negative_indices=False)
@@ -243,24 +243,26 @@ def _lane(row: Any, index: Any) -> Any:
     return mine.any(0) if row.dtype == np.bool_ else mine.sum(0, dtype=row.dtype)
 
 
-def _jvp(primals: Any, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
+def _jvp(primals: Values, tangents: Any, *, depth: int, fill: str) -> tuple[Any, Any]:
     active, x = primals
     out = safe_lanes_p.bind(active, x, depth=depth, fill=fill)
     return out, _cut(tangents[1], active, depth)
 
 
-def _transpose(cotangent: Any, active: Any, x: Value, *, depth: int, fill: str) -> list[Any]:
+def _transpose(cotangent: Value, active: Value, x: Value, *, depth: int, fill: str) -> list[Any]:
     return [None, _cut(cotangent, active, depth)]
 
 
-def _cut(tangent: Any, active: Any, depth: int) -> Any:
+def _cut(tangent: Value, active: Value, depth: int) -> Any:
     """Zeroes a tangent or cotangent in masked lanes."""
     if type(tangent) is ad.Zero:
         return tangent
     return safe_lanes_p.bind(active, tangent, depth=depth, fill="zero")
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /, *, depth: int, fill: str) -> tuple[Any, Position]:
+def _batched(
+    axis: Axis, args: Values, axes: Any, /, *, depth: int, fill: str
+) -> tuple[Any, Position]:
     (active, x), (live_at, x_at) = args, axes
     if live_at is None:  # the lanes are as they were; each holds one more axis
         if x_at < depth:
@@ -289,10 +291,10 @@ safe_lanes_p = own_primitive(
 
 
 def run_masked(
-    active: Any,
+    active: jax.Array,
     run: Callable[[list[Any], list[Position]], tuple[list[Any], list[Position]]],
-    operands: Sequence[Value],
-    positions: Sequence[Position],
+    operands: Values,
+    positions: Positions,
     plan: MaskPlan,
     written: Collection[int],
 ) -> tuple[list[Any], list[Position]]:
@@ -331,7 +333,7 @@ def run_masked(
     return results
 
 
-def select_lanes(active: Any, position: int, new: Any, old: Any) -> Any:
+def select_lanes(active: jax.Array, position: int, new: jax.Array, old: jax.Array) -> Any:
     """Selects `new` in active lanes and `old` in others; both have lanes at `position`."""
     if new is old:
         return old

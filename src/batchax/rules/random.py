@@ -13,8 +13,8 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, Value
-from batchax.kernel.axis import Axis, axis_to_front, move_axis
+from batchax.jaxprs.words import Aval, Values
+from batchax.kernel.axis import Axis, Positions, axis_to_front, move_axis
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
 from batchax.kernel.registry import (
@@ -58,7 +58,7 @@ def _broadcast(x: Any, shape: Sequence[int]) -> Any:
     return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
 
 
-def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
+def _counted(keys: jax.Array, shape: Sequence[int]) -> list[Any]:
     """Hashes the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
     data = jax.random.key_data(keys)
     each = (*keys.shape, *(1,) * len(shape))
@@ -72,7 +72,7 @@ def _counted(keys: Any, shape: Sequence[int]) -> list[Any]:
     return hashed([lax.reshape(word, each) for word in (first, second)], np.uint32(0), place)
 
 
-def _bits(keys: Any, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
+def _bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
     high, low = _counted(keys, shape)
     dtype = np.dtype(f"uint{bit_width}")
     if bit_width == 64:
@@ -81,11 +81,11 @@ def _bits(keys: Any, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
     return [lax.convert_element_type(lax.bitwise_xor(high, low), dtype)]
 
 
-def _split(keys: Any, *, shape: Sequence[int]) -> list[Any]:
+def _split(keys: jax.Array, *, shape: Sequence[int]) -> list[Any]:
     return [_keys_of(_counted(keys, shape))]
 
 
-def _fold_in(keys: Any, data: Any) -> list[Any]:
+def _fold_in(keys: jax.Array, data: Any) -> list[Any]:
     key = jax.random.key_data(keys)
     return [_keys_of(hashed([key[..., 0], key[..., 1]], np.uint32(0), data.astype(np.uint32)))]
 
@@ -117,7 +117,7 @@ def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
-def _on_cpu(*operands: Any, of: str, **params: Any) -> list[Any]:
+def _on_cpu(*operands: jax.Array, of: str, **params: Any) -> list[Any]:
     make = lambda: WRITTEN_OUT[of](*operands, **params)
     types = _types(*map(jax.typeof, operands), of=of, **params)
     if any(jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in types):
@@ -141,14 +141,16 @@ def _types(*avals: Any, of: str, **params: Any) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
-def drawn(axis: Axis, args: Any, axes: Any, /, *, of: str, **params: Any) -> tuple[Any, Any]:
+def drawn(
+    axis: Axis, args: Values, axes: Positions, /, *, of: str, **params: Any
+) -> tuple[Any, Any]:
     """Batches `drawn_p`, and the operation of JAX named `of` where that computes the same."""
     args, out_axis = aligned(args, axes)
     outs = drawn_p.bind(*args, of=of, **params)
     return outs, [out_axis] * len(outs)
 
 
-def _jvp(primals: Sequence[Value], tangents: Sequence[Value], **params: Any) -> Any:
+def _jvp(primals: Values, tangents: Values, **params: Any) -> Any:
     outs = drawn_p.bind(*primals, **params)
     return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
@@ -195,7 +197,7 @@ def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()
     """
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         if others is not None:
             impl = params["impl"].name if "impl" in params else jax.random.key_impl(args[0])
             if isinstance(impl, str) and impl in implementations:
@@ -225,7 +227,7 @@ _to_edtype_p: Any = _compat.find_primitive("to_edtype")
 
 
 @register_rule(_wrap_p)
-def _wrap(axis: Axis, args: Any, axes: Any, /, *, impl: Any) -> tuple[Any, Any]:
+def _wrap(axis: Axis, args: Values, axes: Positions, /, *, impl: Any) -> tuple[Any, Any]:
     return leading_rule(_wrap_p, (len(impl.key_shape),), axis, args, axes, impl=impl)
 
 
@@ -236,7 +238,7 @@ def _to_edtype(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any,
 
 
 @register_rule(_gamma_p)
-def _gamma(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+def _gamma(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
     # The shape of the keys must be a prefix of that of the parameter.
     args = [axis_to_front(axis, x, a) for x, a in zip(args, axes, strict=True)]
     return _gamma_p.bind(*args, **params), 0
@@ -248,14 +250,14 @@ def _written_out(name: str) -> None:
     others: Any = find_rule(primitive)
 
     @register_rule(primitive)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         if not _is_written_out(args, **params):
             return others(axis, args, axes, **params)
         outs, out_axes = drawn(axis, args, axes, of=name, **params)
         return (outs, out_axes) if primitive.multiple_results else (outs[0], out_axes[0])
 
 
-def _is_written_out(operands: Any, *, shape: Any = (), **params: Any) -> bool:
+def _is_written_out(operands: Any, *, shape: tuple[int, ...] = (), **params: Any) -> bool:
     """Returns whether the bits of threefry-2x32 keys can be computed here."""
     keys = [x for x in operands if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if any(jax.random.key_impl(x) != "threefry2x32" for x in keys):

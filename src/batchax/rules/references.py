@@ -19,8 +19,8 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, Position, match_axis, move_axis
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import register_rule, vectorized
 
 enter(": addupdate broadcast_to freeze get new_ref swap")
@@ -44,7 +44,7 @@ BATCH = "batch"
 
 
 @register_rule("get")
-def _get(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+def _get(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
     indices = _indices(tree, args[1:], axes[1:])
     if indices is None:
         return jax.ref.get(args[0]), axes[0]
@@ -53,7 +53,7 @@ def _get(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
 
 
 @register_rule("swap")
-def _swap(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+def _swap(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -65,7 +65,7 @@ def _swap(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
 
 
 @register_rule("addupdate")
-def _addupdate(axis: Axis, args: Any, axes: Any, /, *, tree: Any) -> tuple[Any, Any]:
+def _addupdate(axis: Axis, args: Values, axes: Positions, /, *, tree: Any) -> tuple[Any, Any]:
     (ref, value, *_), (position, value_axis, *_) = args, axes
     _check_batched(position)
     indices = _indices(tree, args[2:], axes[2:])
@@ -192,7 +192,7 @@ def _number(index: _Index, size: int) -> Any:
     return jnp.clip(jnp.where(i < 0, i + size, i), 0, size - 1)
 
 
-def _spread(x: Value, position: Position, start: int, shape: Any) -> Any:
+def _spread(x: Value, position: Position, start: int, shape: list[int]) -> Any:
     """Broadcasts indices to the shape of all of them, batch axis first."""
     if position is not None:
         x = move_axis(x, position, 0)

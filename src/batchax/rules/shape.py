@@ -12,9 +12,11 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
+from batchax.jaxprs.words import Values
 from batchax.kernel.axis import (
     Axis,
     Position,
+    Positions,
     inserted,
     match_axis,
     move_axis,
@@ -46,7 +48,7 @@ def _pass_on(name: str) -> None:
     """Registers by name, as some primitives exist only after an import."""
 
     @register_rule(name)
-    def rule(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[Any, Any]:
+    def rule(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Any]:
         primitive: Any = _compat.find_primitive(name)
         return primitive.bind(*args, **params), axes[0]
 
@@ -109,7 +111,7 @@ def transpose(axis: Axis, args: Any, axes: Any, /, *, permutation: Any) -> tuple
 
 
 @register_rule(lax.squeeze_p)
-def squeeze(axis: Axis, args: Any, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
+def squeeze(axis: Axis, args: Values, axes: Any, /, *, dimensions: Any) -> tuple[Any, Any]:
     (x,), (position,) = args, axes
     out = lax.squeeze_p.bind(x, dimensions=shift_dims(dimensions, position))
     return out, position - sum(d < position for d in dimensions)
@@ -128,7 +130,7 @@ def tile(axis: Axis, args: Any, axes: Any, /, *, reps: Any) -> tuple[Any, Any]:
 
 
 @register_rule(lax.pad_p)
-def pad(axis: Axis, args: Any, axes: Any, /, *, padding_config: Any) -> tuple[Any, Any]:
+def pad(axis: Axis, args: Values, axes: Positions, /, *, padding_config: Any) -> tuple[Any, Any]:
     (x, value), (position, value_position) = args, axes
     if position is None:
         x, position = match_axis(axis, x, None, 0), 0
@@ -146,7 +148,7 @@ def pad(axis: Axis, args: Any, axes: Any, /, *, padding_config: Any) -> tuple[An
 
 
 @register_rule(lax.concatenate_p)
-def concatenate(axis: Axis, args: Any, axes: Any, /, *, dimension: int) -> tuple[Any, Any]:
+def concatenate(axis: Axis, args: Values, axes: Positions, /, *, dimension: int) -> tuple[Any, Any]:
     position = common_position(args, axes)
     args = [match_axis(axis, x, a, position) for x, a in zip(args, axes, strict=True)]
     return lax.concatenate_p.bind(*args, dimension=dimension + (dimension >= position)), position
@@ -162,7 +164,7 @@ def split(
 
 
 @register_rule(lax.stack_p)
-def stack(batch: Axis, args: Any, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
+def stack(batch: Axis, args: Values, positions: Any, /, *, axis: int) -> tuple[Any, Any]:
     position = common_position(args, positions)
     args = [match_axis(batch, x, a, position) for x, a in zip(args, positions, strict=True)]
     # Where lanes need no move, whole arrays are put one after the other: nothing is interleaved.
@@ -185,17 +187,21 @@ _dce_sink_p: Any = _compat.find_primitive("dce_sink")
 
 
 @register_rule(_tie_p)
-def tie(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def tie(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     return _tie_p.bind(*args), axes[1]  # the second operand, to be used after the first
 
 
 @register_rule(_dce_sink_p)
-def dce_sink(axis: Axis, args: Any, axes: Any, /, **params: Any) -> tuple[list[Any], list[Any]]:
+def dce_sink(
+    axis: Axis, args: Values, axes: Positions, /, **params: Any
+) -> tuple[list[Any], list[Any]]:
     return _dce_sink_p.bind(*args, **params), []
 
 
 @register_rule(lax.optimization_barrier_p)
-def optimization_barrier(axis: Axis, args: Any, axes: Any, /) -> tuple[list[Any], list[Any]]:
+def optimization_barrier(
+    axis: Axis, args: Values, axes: Positions, /
+) -> tuple[list[Any], list[Any]]:
     outs = lax.optimization_barrier_p.bind(*args)
     if len(outs) < len(args):  # references pass the barrier but are no results
         axes = [a for x, a in zip(args, axes, strict=True) if not _compat.is_reference(x)]
@@ -204,7 +210,14 @@ def optimization_barrier(axis: Axis, args: Any, axes: Any, /) -> tuple[list[Any]
 
 @register_rule(lax.device_put_p)
 def device_put(
-    axis: Axis, args: Any, axes: Any, /, *, devices: Any, srcs: Any, copy_semantics: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    devices: Any,
+    srcs: Any,
+    copy_semantics: Any,
 ) -> tuple[list[Any], list[Any]]:
     def batched(places: Any) -> tuple[Any, ...]:
         return tuple(
@@ -226,7 +239,7 @@ enter("linear moderate: dynamic_slice dynamic_update_slice slice")
 @register_rule(lax.slice_p)
 def slice_(
     axis: Axis,
-    args: Any,
+    args: Values,
     axes: Any,
     /,
     *,
@@ -245,7 +258,9 @@ def slice_(
 
 
 @register_rule(lax.dynamic_slice_p)
-def dynamic_slice(axis: Axis, args: Any, axes: Any, /, *, slice_sizes: Any) -> tuple[Any, Any]:
+def dynamic_slice(
+    axis: Axis, args: Values, axes: Positions, /, *, slice_sizes: tuple[int, ...]
+) -> tuple[Any, Any]:
     (operand, *starts), (position, *start_axes) = args, axes
     starts, start_axes, moving = _starts_that_matter(
         example_shape(operand, position), slice_sizes, starts, start_axes
@@ -273,7 +288,7 @@ def dynamic_slice(axis: Axis, args: Any, axes: Any, /, *, slice_sizes: Any) -> t
 
 
 @register_rule(lax.dynamic_update_slice_p)
-def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]:
+def dynamic_update_slice(axis: Axis, args: Values, axes: Positions, /) -> tuple[Any, Any]:
     (operand, update, *starts), (position, update_position, *start_axes) = args, axes
     update_shape = example_shape(update, update_position)
     starts, start_axes, moving = _starts_that_matter(
@@ -309,8 +324,8 @@ def dynamic_update_slice(axis: Axis, args: Any, axes: Any, /) -> tuple[Any, Any]
 
 
 def _starts_that_matter(
-    shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Any], axes: Sequence[Position]
-) -> tuple[Sequence[Any], Sequence[Position], tuple[int, ...]]:
+    shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Any], axes: Positions
+) -> tuple[Sequence[Any], Positions, tuple[int, ...]]:
     """Zeroes the starts of slices of full length; returns the dimensions of the others."""
     # JAX clamps a start so that the slice fits: a full slice starts at zero.
     moving = tuple(d for d, (n, size) in enumerate(zip(shape, sizes, strict=True)) if n != size)
@@ -321,7 +336,7 @@ def _starts_that_matter(
 
 
 def _index_vectors(
-    axis: Axis, starts: Sequence[Any], axes: Sequence[Position], moving: Sequence[int]
+    axis: Axis, starts: Sequence[Any], axes: Positions, moving: Sequence[int]
 ) -> Any:
     """Stacks the starts of the `moving` dimensions into a vector for each lane."""
     columns = [match_axis(axis, starts[d], axes[d], 0) for d in moving]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.kernel.axis import Axis, Position, inserted, is_in_types, sharding_with_axis
+from batchax.jaxprs.words import Jaxpr, Values
+from batchax.kernel.axis import Axis, Position, Positions, inserted, is_in_types, sharding_with_axis
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
 
@@ -28,7 +28,13 @@ enter(
 
 @register_rule("sharding_constraint")
 def _sharding_constraint(
-    axis: Axis, args: Any, axes: Any, /, *, unconstrained_dims: Any, **params: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    unconstrained_dims: Any,
+    **params: Any,
 ) -> tuple[Any, Any]:
     (x,), (position,) = args, axes
     free = {d + (d >= position) for d in unconstrained_dims}
@@ -66,7 +72,9 @@ _reshard_p: Any = _compat.find_primitive("reshard")
 
 
 @register_rule("layout_constraint")
-def _layout_constraint(axis: Axis, args: Any, axes: Any, /, *, layout: Any) -> tuple[Any, Any]:
+def _layout_constraint(
+    axis: Axis, args: Values, axes: Positions, /, *, layout: Any
+) -> tuple[Any, Any]:
     return _layout_p.bind(*args, layout=batched_layout(layout, axes[0])), axes[0]
 
 
@@ -127,15 +135,15 @@ enter(": shard_map")
 @register_rule("shard_map")
 def _shard_map(
     axis: Axis,
-    args: Any,
-    axes: Any,
+    args: Values,
+    axes: Positions,
     /,
     *,
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     in_specs: Any,
     out_specs: Any,
     **params: Any,
-) -> tuple[list[Any], Sequence[Position]]:
+) -> tuple[list[Any], Positions]:
     manual = params["newly_manual_axes"]
     # Lanes that `spmd_axis_name` spreads over devices are this device's part of them inside.
     inner = _on_each_device(axis, params["mesh"], manual, jaxpr)
@@ -163,7 +171,7 @@ def _shard_map(
 _shard_map_p: Any = _compat.find_primitive("shard_map")
 
 
-def _batched_specs(axis: Axis, specs: Any, axes: Sequence[Position]) -> tuple[Any, ...]:
+def _batched_specs(axis: Axis, specs: Any, axes: Positions) -> tuple[Any, ...]:
     def batched(spec: Any, position: Position) -> Any:
         if position is None:
             return spec

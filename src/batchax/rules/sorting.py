@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, shift_dims
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network
 from batchax.rules.sorting_by_image import is_short, pays, sorted_floats_p
@@ -21,7 +22,14 @@ enter(": approx_top_k sort top_k")
 
 @register_rule(lax.sort_p)
 def _sort(
-    axis: Axis, args: Any, axes: Any, /, *, dimension: int, num_keys: int, **params: Any
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    dimension: int,
+    num_keys: int,
+    **params: Any,
 ) -> tuple[Any, Any]:
     if all(a is None for a in axes[:num_keys]):
         return _sort_by_shared_keys(args, axes, dimension, num_keys, **params)
@@ -41,7 +49,7 @@ def _sort(
 
 
 def _sort_by_shared_keys(
-    args: Sequence[Value], axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
+    args: Values, axes: Sequence[Any], dimension: int, num_keys: int, **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """Sorts values that lanes share once, and gathers the others in that order."""
     shared = [x for x, a in zip(args, axes, strict=True) if a is None]
@@ -58,7 +66,7 @@ def _sort_by_shared_keys(
     return outs, list(axes)
 
 
-def _reorder(x: Value, position: int, order: Any, dimension: int) -> Any:
+def _reorder(x: Value, position: int, order: jax.Array, dimension: int) -> Any:
     """Permutes `x` along per-example `dimension`."""
     (dim,) = shift_dims((dimension,), position)
     others = tuple(d for d in range(order.ndim) if d != dimension)
@@ -81,7 +89,7 @@ def _reorder(x: Value, position: int, order: Any, dimension: int) -> Any:
 
 @register_rule(lax.top_k_p)
 def _top_k(
-    batch: Axis, args: Any, positions: Any, /, *, axis: int, **params: Any
+    batch: Axis, args: Values, positions: Any, /, *, axis: int, **params: Any
 ) -> tuple[Any, Any]:
     (x,), (position,) = args, positions
     (dim,) = shift_dims((axis,), position)

@@ -64,7 +64,7 @@ def magnitude(x: Value) -> tuple[Any, Any]:
     return bits & np.array(np.iinfo(dtype).max, dtype), normal
 
 
-def _by_image(x: Value, dtype: Any, dimension: int) -> Any:
+def _by_image(x: Value, dtype: np.dtype[Any], dimension: int) -> Any:
     nan = lax.full_like(x, np.nan)  # the last one: another may be negative
     bits = lax.bitcast_convert_type(lax.select(lax.ne(x, x), nan, x), dtype)
     stable = not is_short(x, dimension)
@@ -72,7 +72,7 @@ def _by_image(x: Value, dtype: Any, dimension: int) -> Any:
     return lax.bitcast_convert_type(image(order, dtype), x.dtype)
 
 
-def image(bits: Value, dtype: Any) -> Any:
+def image(bits: Value, dtype: np.dtype[Any]) -> Any:
     """Maps bits of floats to integers of the same order, and back."""
     # For negative floats all other bits are flipped: larger magnitudes come first.
     sign = lax.shift_right_arithmetic(bits, lax.full_like(bits, 8 * dtype.itemsize - 1))

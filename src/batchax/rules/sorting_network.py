@@ -23,8 +23,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Axis, shift_dims
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import matched
@@ -56,7 +56,7 @@ _COMPILING = 0.4  # seconds longer
 _BLOCK = 2**12  # elements
 
 
-def _is_real(x: Any) -> bool:
+def _is_real(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 16
 
 
@@ -100,7 +100,7 @@ def _looked_up(x: Value, places: Value) -> Any:
     return jnp.take_along_axis(x, places, 1, mode="promise_in_bounds")
 
 
-def _in_blocks(run: Callable[..., Any], xs: Sequence[Value], most: int) -> Any:
+def _in_blocks(run: Callable[..., Any], xs: Values, most: int) -> Any:
     """Runs blocks of rows, which stay in a core's cache."""
     rows, size = xs[0].shape
     if rows <= most:
@@ -116,7 +116,7 @@ def _in_blocks(run: Callable[..., Any], xs: Sequence[Value], most: int) -> Any:
     return lax.fori_loop(0, -(-rows // most), step, nothing)
 
 
-def _order(keys: Sequence[Value]) -> Any:
+def _order(keys: Values) -> Any:
     """Returns the permutation that sorts each row."""
     # All 32-bit words of the keys are in one array, which keeps a step small to compile. The last
     # word is the index, so no two elements are equal and the sort is stable.
@@ -180,7 +180,7 @@ def _partners(size: int) -> np.ndarray:
     return np.stack(steps)
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /, *, dimension: int, **params: Any) -> Any:
+def _batched(axis: Axis, args: Values, axes: Positions, /, *, dimension: int, **params: Any) -> Any:
     operands, position = matched(axis, args, axes)
     (dim,) = shift_dims((dimension,), position)
     outs = sorted_rows_p.bind(*operands, dimension=dim, **params)

@@ -11,11 +11,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.words import Aval, Value, Values
 from batchax.small.elements import (
     Rounds,
     column,
@@ -34,7 +35,7 @@ from batchax.small.elements import (
 _MOST_SWEEPS = 30  # 6 to 8 are usual
 
 
-def serves(lane: Sequence[Aval], params: Any) -> bool:
+def serves(lane: Sequence[Aval], params: dict[str, Any]) -> bool:
     """Whether it is the default algorithm, of all eigenvalues."""
     subset = params["subset_by_index"]
     whole_range = subset is None or tuple(subset) == (0, lane[0].shape[0])
@@ -180,7 +181,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
     return [values, *(jnp.where(bad, jnp.nan, jnp.swapaxes(x, 0, 1)) for x in vectors)]
 
 
-def _large(square: Any, first: Any, second: Any) -> Any:
+def _large(square: jax.Array, first: jax.Array, second: jax.Array) -> Any:
     """Whether an element of this square is not negligible between two of the diagonal."""
     info = jnp.finfo(square.dtype)
     return square > jnp.maximum(float(info.eps) ** 2 * jnp.abs(first * second), info.tiny)
@@ -197,7 +198,13 @@ def _left(table: _Tables, state: Sequence[Any]) -> Any:
     return fold(jnp.maximum, large) > 0
 
 
-def _round(table: _Tables, order: Rounds, state: Any, vectors: Any, active: Any) -> Any:
+def _round(
+    table: _Tables,
+    order: Rounds,
+    state: list[jax.Array],
+    vectors: Values,
+    active: jax.Array,
+) -> Any:
     """Returns the elements and eigenvectors once all pairs of a round are rotated."""
     factors = _factors(table, state, active)
     x = [[rows(p, at) for p in state] for at in table.sources]
@@ -227,7 +234,7 @@ def _round(table: _Tables, order: Rounds, state: Any, vectors: Any, active: Any)
     return state, turned(order, factors[0][:pairs], sine, vectors)
 
 
-def _factors(table: _Tables, state: Sequence[Any], active: Any) -> list[Any]:
+def _factors(table: _Tables, state: Sequence[Any], active: jax.Array) -> list[Any]:
     """Returns of each kind a factor for each pair, and of the pair that no row is in."""
     info = jnp.finfo(state[0].dtype)
     between = [rows(x, table.between) for x in state]

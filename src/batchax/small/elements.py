@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 
 
-def rows(x: Value, places: Any) -> Any:
+def rows(x: Value, places: np.ndarray) -> Any:
     """Gathers the rows of `x` at `places`, which are in it."""
     places = np.asarray(places, np.int32)
     numbers = lax.GatherDimensionNumbers(
@@ -24,7 +25,7 @@ def rows(x: Value, places: Any) -> Any:
     return lax.gather(x, places[:, None], numbers, sizes, mode=mode)
 
 
-def column(numbers: Any, like: Value) -> Any:
+def column(numbers: np.ndarray, like: Value) -> Any:
     """Returns a number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
 
@@ -34,19 +35,19 @@ def parts(x: Value) -> list[Any]:
     return [jnp.real(x), jnp.imag(x)] if jnp.iscomplexobj(x) else [x]
 
 
-def whole(planes: Sequence[Value]) -> Any:
+def whole(planes: Values) -> Any:
     return planes[0] if len(planes) == 1 else lax.complex(planes[0], planes[1])
 
 
-def conjugate(planes: Sequence[Value]) -> list[Any]:
+def conjugate(planes: Values) -> list[Any]:
     return [planes[0], *(-x for x in planes[1:])]
 
 
-def squares(planes: Sequence[Value]) -> Any:
+def squares(planes: Values) -> Any:
     return functools.reduce(jnp.add, [x * x for x in planes])
 
 
-def times(x: Sequence[Value], y: Sequence[Value]) -> list[Any]:
+def times(x: Values, y: Values) -> list[Any]:
     if len(x) == 1:
         return [x[0] * y[0]]
     return [x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]]
@@ -65,7 +66,7 @@ def each_pair(number: int, body: Callable[[Any, Any, Any], Any], state: Any) -> 
     return repeat(0, number - 1, after, state)
 
 
-def row(x: Value, *at: Any) -> Any:
+def row(x: Value, *at: jax.Array) -> Any:
     """Returns ``x[at]``, of numbers that are in it."""
     for i in at:
         x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
@@ -83,9 +84,7 @@ def fold(combine: Callable[[Any, Any], Any], x: Value) -> Any:
     return repeat(1, x.shape[0], lambda i, so_far: combine(so_far, row(x, i)), x[0])
 
 
-def sums(
-    number: int, terms: Callable[[Any], Sequence[Value]], blank: Value, count: int
-) -> list[Any]:
+def sums(number: int, terms: Callable[[Any], Values], blank: Value, count: int) -> list[Any]:
     """Sums `count` terms over all numbers below `number`, each like `blank`, of zeros."""
     add = lambda k, so_far: [x + y for x, y in zip(so_far, terms(k), strict=True)]
     return repeat(0, number, add, [blank] * count)
@@ -97,7 +96,7 @@ def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
     places = np.arange(n)[:, None]
 
     # The place of each is the number of smaller ones: with few rows that takes no sort.
-    def count(i: Any, rank: Any) -> Any:
+    def count(i: jax.Array, rank: jax.Array) -> Any:
         less = (values[i] < values) | ((values[i] == values) & (i < places))
         return rank + less.astype(rank.dtype)
 
@@ -122,7 +121,7 @@ def scaled(x: Value, by: Value) -> Any:
     return lax.complex(jnp.real(x) * by, jnp.imag(x) * by)
 
 
-def largest(planes: Sequence[Value]) -> Any:
+def largest(planes: Values) -> Any:
     """Returns the largest of the sizes of all parts, for each lane, NaN where there is one."""
     sizes = functools.reduce(jnp.maximum, map(jnp.abs, planes))
     return fold(jnp.maximum, sizes.reshape(-1, sizes.shape[-1]))
@@ -182,7 +181,9 @@ def rounds(n: int) -> Rounds:
     return Rounds(n - 1 + odd, pairs, partner, pair, side, comes_from)
 
 
-def turned(order: Rounds, cosine: Any, sine: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
+def turned(
+    order: Rounds, cosine: jax.Array, sine: Sequence[Any], vectors: Sequence[Any]
+) -> list[Any]:
     """Returns vectors, ``[places, elements, lanes]``, whose pairs are rotated, at their next
     places. Of `cosine` and `sine`, ``[pairs + 1, lanes]``, the last is 1 and 0, for places in no
     pair.

@@ -13,7 +13,7 @@ from batchax.programs.one_function import from_zero
 from batchax.small.pays import pays_back
 
 
-def serves(lane: Sequence[Aval], params: Any) -> bool:
+def serves(lane: Sequence[Aval], params: dict[str, Any]) -> bool:
     """Whether it is a matrix times another, or a vector, in the dtype that both have."""
     (contracted, _), (batch, _) = params["dimension_numbers"]
     dtypes = {x.dtype for x in lane} | {params["preferred_element_type"] or lane[0].dtype}
@@ -42,7 +42,7 @@ def product(a: Value, b: Value, *, dimension_numbers: Any, **_: Any) -> list[Any
     return [lax.optimization_barrier(out if a.shape[0] == 1 else from_zero(out))]
 
 
-def pays(lane: Sequence[Aval], lanes: int, params: Any, in_loop: int) -> bool:
+def pays(lane: Sequence[Aval], lanes: int, params: dict[str, Any], in_loop: int) -> bool:
     """Whether so many products take less time than those of XLA, on a CPU."""
     ((i,), _), _ = params["dimension_numbers"]
     inner = lane[0].shape[i]

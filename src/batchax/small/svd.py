@@ -35,7 +35,7 @@ from batchax.small.elements import (
 _MOST_SWEEPS = 30  # 6 to 9 are usual
 
 
-def serves(lane: Sequence[Aval], params: Any) -> bool:
+def serves(lane: Sequence[Aval], params: dict[str, Any]) -> bool:
     """Whether it is the default algorithm, of all singular values."""
     m, n = lane[0].shape
     subset = params["subset_by_index"]

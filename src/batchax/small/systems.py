@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Value, Values
 from batchax.small.elements import (
     conjugate,
     parts,
@@ -99,11 +99,11 @@ def with_permutation(factors: Value, pivots: Value, *_: Value) -> list[Any]:
     return [factors, pivots, order]
 
 
-def _size(planes: Sequence[Value]) -> Any:
+def _size(planes: Values) -> Any:
     return functools.reduce(jnp.add, map(jnp.abs, planes))
 
 
-def _quotients(column: Sequence[Value], head: Sequence[Value]) -> list[Any]:
+def _quotients(column: Values, head: Values) -> list[Any]:
     """Divides elements by the one in front of them, except where that is 0."""
     idle = functools.reduce(jnp.logical_and, [x == 0 for x in head])
     if len(head) == 1:
@@ -143,7 +143,7 @@ def triangular_solve(
         b = b.swapaxes(0, 1)
     in_order = (lambda i: i) if lower != across else (lambda i: n - 1 - i)
 
-    def solved(done: Any, x: Any) -> Any:
+    def solved(done: jax.Array, x: jax.Array) -> Any:
         i = in_order(done)
         left = lambda k, rest: rest - row(a, i, in_order(k)) * row(x, in_order(k))
         rest = repeat(0, done, left, row(x, i))

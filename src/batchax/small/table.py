@@ -14,7 +14,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import divided
-from batchax.jaxprs.words import Aval, Eqn, Value
+from batchax.jaxprs.words import Aval, Eqn, Value, Values
 from batchax.small import eigh, product, qr, svd
 from batchax.small.elements import largest, parts
 from batchax.small.pays import of_library
@@ -38,7 +38,7 @@ def in_blocks(
         return placed(*arrays)
 
     # Lanes of the last block that there are too few of are computed by the last two.
-    def block(i: Any, outs: Any) -> Any:
+    def block(i: jax.Array, outs: Values) -> list[jax.Array]:
         start = lax.min(i * _SIZE, lanes - _SIZE)
         parts = [lax.dynamic_slice_in_dim(x, start, _SIZE, at(x)) for x in arrays]
         written = zip(outs, placed(*parts), strict=True)
@@ -48,9 +48,7 @@ def in_blocks(
     return lax.fori_loop(0, -(-lanes // _SIZE), block, outs)
 
 
-def as_blocks_are(
-    run: Callable[..., Sequence[Any]], first: bool, arrays: Sequence[Value]
-) -> list[Any]:
+def as_blocks_are(run: Callable[..., Sequence[Any]], first: bool, arrays: Values) -> list[Any]:
     """Computes `run`, which has lanes last, of arrays that have them first or last, as the results
     do.
     """
@@ -104,9 +102,9 @@ chooses = Anywhere(_chooses)
 
 def with_lanes_last(
     primitive: str,
-    operands: Sequence[Value],
+    operands: Values,
     types: Sequence[Aval],
-    params: Any,
+    params: dict[str, Any],
     first: bool,
     library: Callable[..., list[Any]],
 ) -> list[Any]:
@@ -124,7 +122,7 @@ def with_lanes_last(
     flags = jax.ShapeDtypeStruct((operands[0].shape[at],), bool)
     *outs, finite = _in_one_function(decomposition, with_flags, first, [*types, flags], operands)
 
-    def repaired(outs: Sequence[Value], operands: Sequence[Value]) -> list[Any]:
+    def repaired(outs: Values, operands: Values) -> list[Any]:
         others = decomposition.of_library(*library(*operands))
         own = lambda x: lax.broadcast_in_dim(finite, x.shape, [at % x.ndim])
         return [jnp.where(own(x), x, y) for x, y in zip(outs, others, strict=True)]
@@ -138,7 +136,7 @@ def _in_one_function(
     run: Callable[..., list[Any]],
     first: bool,
     types: Sequence[Aval],
-    operands: Sequence[Value],
+    operands: Values,
 ) -> list[Any]:
     # A product is one operation. A compiler that divides lanes among devices knows neither which
     # lanes a block has, nor what a call of a separate function needs of others.
@@ -149,7 +147,7 @@ def _in_one_function(
 
 
 def lanes_last_pays(
-    primitive: str, lane: Sequence[Aval], lanes: int, params: Any, in_loop: int
+    primitive: str, lane: Sequence[Aval], lanes: int, params: dict[str, Any], in_loop: int
 ) -> bool:
     """Whether a primitive of JAX is to be computed with lanes last on a CPU.
 

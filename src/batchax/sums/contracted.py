@@ -22,8 +22,8 @@ from batchax.jaxprs.bodies import bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.debug_nans import checks_nans_here
 from batchax.kernel.inner import stage_function
@@ -41,7 +41,7 @@ _SUMMED = ("float16", "bfloat16", "float32", "float64")
 
 
 def factored(
-    axis: Axis, staged: ClosedJaxpr, positions: Sequence[Position], added: Sequence[bool]
+    axis: Axis, staged: ClosedJaxpr, positions: Positions, added: Sequence[bool]
 ) -> ClosedJaxpr:
     """Rewrites `staged` so that outputs `added` over lanes carry their factors.
 
@@ -108,7 +108,7 @@ def _mark(jaxpr: Jaxpr, outvars: Sequence[Any], entered: set[int]) -> set[Any]:
     return marked
 
 
-def _most_held(jaxpr: Jaxpr, positions: Sequence[Position]) -> int:
+def _most_held(jaxpr: Jaxpr, positions: Positions) -> int:
     """Returns the most elements of one example that one array in memory has."""
     given = [v for v, a in zip(jaxpr.invars, positions, strict=True) if a is not None]
     return max([_elements(v) for v in given] + [_most_made(jaxpr)])
@@ -138,7 +138,7 @@ class _Factoring:
     def __init__(
         self,
         axis: Axis,
-        positions: Sequence[Position],
+        positions: Positions,
         outputs: Collection[int],
         entered: Collection[int],
         held: int,
@@ -146,7 +146,7 @@ class _Factoring:
     ) -> None:
         self._axis, self._positions = axis, positions
         self._outputs, self._entered, self._held, self._apart = outputs, entered, held, apart
-        self._summed: list[Sequence[Value]] = []
+        self._summed: list[Values] = []
         self._matrices: dict[int, Value] = {}
         self._shared: dict[int, Value] = {}  # what does not depend on the batch, by its id
 
@@ -154,7 +154,7 @@ class _Factoring:
     def has_summed(self) -> bool:
         return bool(self._summed)
 
-    def run(self, staged: ClosedJaxpr, xs: Sequence[Value]) -> list[Any]:
+    def run(self, staged: ClosedJaxpr, xs: Values) -> list[Any]:
         """Evaluates the program, and attaches factors to outputs."""
         self._summed, self._matrices = [], {}
         given = zip(xs, self._positions, strict=True)
@@ -201,7 +201,7 @@ class _Factoring:
         return self._known(eqn, outs, terms_of(eqn, operands, outs), root, reshaped)
 
     def _known(
-        self, eqn: Eqn, outs: Sequence[Value], terms: Sequence[Terms | None], *more: Operand | None
+        self, eqn: Eqn, outs: Values, terms: Sequence[Terms | None], *more: Operand | None
     ) -> list[Operand]:
         """Wraps results with the products that they are made of, unless they are left whole."""
         each = []
@@ -285,7 +285,7 @@ def _unshaped(x: Operand) -> Operand:
     return x
 
 
-def _batched(axis: Axis, args: Any, axes: Any, /, *, terms: Any) -> tuple[Any, Position]:
+def _batched(axis: Axis, args: Values, axes: Positions, /, *, terms: Any) -> tuple[Any, Position]:
     return args[0], axes[0]
 
 

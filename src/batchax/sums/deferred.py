@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,8 +17,8 @@ from batchax import _compat
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Position
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Position, Positions
 from batchax.sums.products import Factor, Group, Product, Terms, aligned, arrays_of, groups_of
 
 
@@ -82,10 +83,10 @@ class DeferredContraction(NamedTuple):
     like: Any  # the type of the output of one example
     lanes: int
     terms: tuple[Term, ...]
-    factors: Sequence[Value]  # arrays of all lanes
-    positions: Sequence[Position]  # their batch axes
+    factors: Values  # arrays of all lanes
+    positions: Positions  # their batch axes
 
-    def total(self, real: Any = None) -> Any:
+    def total(self, real: jax.Array | None = None) -> Any:
         """Computes the sum over lanes; narrow floats are summed in float32. `real` masks lanes."""
         pieces: dict[_Place, Any] = {}
         for term in sorted(self.terms, key=lambda term: term.starts):
@@ -103,12 +104,12 @@ class DeferredContraction(NamedTuple):
         result = reductions.finished(reduction, self.state(reduction), self.lanes)
         return result if reduction.lane is None else self.as_output(result)
 
-    def state(self, reduction: Reduction, real: Any = None) -> Any:
+    def state(self, reduction: Reduction, real: jax.Array | None = None) -> Any:
         """Computes the state of a reduction that sums lanes (see `total`)."""
         total = self.total(real)
         return self.as_output(total) if reduction.lane is None else total
 
-    def _added(self, term: Term, real: Any) -> Any:
+    def _added(self, term: Term, real: jax.Array | None) -> Any:
         arrays = [
             _Labelled.of(self.factors[k], labels[:-1] if one_hot else labels, self.positions[k])
             for k, labels, one_hot in term.factors
@@ -164,7 +165,7 @@ class _Labelled(NamedTuple):
         x, y = _compat.varying_alike([aligned(self, labels), aligned(other, labels)])
         return _Labelled(jnp.multiply(x, y), labels)
 
-    def masked(self, real: Any) -> _Labelled:
+    def masked(self, real: jax.Array | None) -> _Labelled:
         """Zeroes lanes that do not count."""
         if real is None or not self.has_lanes:
             return self
@@ -178,7 +179,7 @@ class _Labelled(NamedTuple):
         value = jnp.sum(self.value, [self.labels.index(n) for n in labels])
         return _Labelled(value, tuple(n for n in self.labels if n not in labels))
 
-    def converted(self, dtype: Any) -> _Labelled:
+    def converted(self, dtype: np.dtype[Any]) -> _Labelled:
         return _Labelled(lax.convert_element_type(self.value, dtype), self.labels)
 
     def placed(self, labels: tuple[int | None, ...], shape: tuple[int, ...]) -> Any:
@@ -216,12 +217,14 @@ def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
     return functools.reduce(jnp.add, padded)
 
 
-def _of_group(arrays: Sequence[_Labelled], group: Group, real: Any) -> _Labelled:
+def _of_group(arrays: Sequence[_Labelled], group: Group, real: jax.Array | None) -> _Labelled:
     each = (arrays[k] for k in group.numbers)
     return functools.reduce(_Labelled.times, each).masked(real)
 
 
-def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) -> _Labelled:
+def _weighted(
+    x: _Labelled, weights: _Labelled | None, lanes: int, real: jax.Array | None
+) -> _Labelled:
     """Computes the sum over lanes of one array, times a number for each."""
     dtype = x.value.dtype
     if weights is None or not weights.has_lanes:
@@ -235,7 +238,9 @@ def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Any) ->
     return _dot(weights, x, [_LANES], [], lax.Precision.HIGHEST)
 
 
-def _contracted(x: _Labelled, y: _Labelled, term: Term, lanes: int, real: Any) -> _Labelled:
+def _contracted(
+    x: _Labelled, y: _Labelled, term: Term, lanes: int, real: jax.Array | None
+) -> _Labelled:
     """Computes the sum over lanes of products of two arrays, and over unwanted labels."""
     if x.has_lanes != y.has_lanes:  # what depends on the lane is added up first
         x, y = (_weighted(a, None, lanes, real) if a.has_lanes else a for a in (x, y))

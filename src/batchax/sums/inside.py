@@ -20,7 +20,7 @@ from jax.extend.core.primitives import remat_p, scan_p
 from batchax import _compat
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, variables_in, variables_read
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.sums.deferred import DeferredContraction, described, is_deferred
 from batchax.sums.products import Factor, Label, Operand, Product, Terms
 
@@ -80,7 +80,7 @@ def _run(
     body: Body,
     program: ClosedJaxpr,
     evaluated: Evaluate,
-    xs: Sequence[Value],
+    xs: Values,
     read: Collection[int],
 ) -> tuple[list[Value], _Made]:
     """Runs a jaxpr; returns results and the factors of products that it need not return."""
@@ -120,7 +120,13 @@ def _without(terms: Terms, carried: Product) -> Terms | None:
 
 
 def _of_all_steps(
-    out: Any, k: int, terms: Terms, body: Body, made: _Made, values: Any, outs: Any
+    out: Any,
+    k: int,
+    terms: Terms,
+    body: Body,
+    made: _Made,
+    values: Values,
+    outs: Values,
 ) -> Terms:
     """Rewrites terms of a step to factors outside of the loop."""
     # Factors that differ between steps get the steps as a dimension, over which terms are summed.

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core.primitives import broadcast_in_dim_p
 
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.words import Eqn, Value, Values
 from batchax.sums.products import Factor, Label, Operand, Product, Terms, itself
 
 _MOST_TERMS = 16  # what is added up more often is summed as it is
@@ -32,7 +32,7 @@ _FLOATS = {
 _DTYPES = ("bfloat16", "float32", "float64")
 
 
-def terms_of(eqn: Eqn, operands: Sequence[Operand], outs: Sequence[Value]) -> list[Terms | None]:
+def terms_of(eqn: Eqn, operands: Sequence[Operand], outs: Values) -> list[Terms | None]:
     """Returns for each result the products whose sum it is; None if unknown."""
     pass_on = OPERATIONS.get(eqn.primitive.name)
     numbers = _FLOATS.get(eqn.primitive.name, slice(None))
@@ -66,7 +66,7 @@ def _of_each(change: Callable[..., Product | None]) -> Callable[..., Terms | Non
     return pass_on
 
 
-def _negative(eqn: Eqn, x: Product, shape: Any) -> Product:
+def _negative(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product:
     return replace(x, negative=not x.negative)
 
 
@@ -79,18 +79,18 @@ def is_wider(eqn: Eqn) -> bool:
     return np.dtype(eqn.params["new_dtype"]).itemsize >= eqn.invars[0].aval.dtype.itemsize
 
 
-def _wider(eqn: Eqn, x: Product, shape: Any) -> Product | None:
+def _wider(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product | None:
     return x if is_wider(eqn) else None
 
 
-def _transposed(eqn: Eqn, x: Product, shape: Any) -> Product:
+def _transposed(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product:
     order = eqn.params["permutation"]
     return replace(
         x, dims=tuple(x.dims[d] for d in order), starts=tuple(x.starts[d] for d in order)
     )
 
 
-def _broadcast(eqn: Eqn, x: Product, shape: Any) -> Product:
+def _broadcast(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product:
     new, placed = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     old = {d: k for k, d in enumerate(placed) if shape[k] == new[d]}
     repeated = lambda n: () if n == 1 else (Label(n),)
@@ -99,7 +99,7 @@ def _broadcast(eqn: Eqn, x: Product, shape: Any) -> Product:
     return replace(x, dims=dims, starts=starts)
 
 
-def _reshaped(eqn: Eqn, x: Product, shape: Any) -> Product | None:
+def _reshaped(eqn: Eqn, x: Product, shape: tuple[int, ...]) -> Product | None:
     """Reshapes: labels join in one dimension, or a dimension splits into several."""
     new = eqn.outvars[0].aval.shape
     if 0 in shape:
@@ -515,7 +515,7 @@ def _selected(eqn: Eqn, which: Operand, *cases: Operand) -> Terms | None:
     return _sum(eqn, *kept)
 
 
-def _of_numbers(chosen: Value, dtype: Any, no: Product, yes: Product) -> Product | None:
+def _of_numbers(chosen: Value, dtype: np.dtype[Any], no: Product, yes: Product) -> Product | None:
     """Selects between two products that differ only in scalar factors."""
     arrays = [[f for f in x.factors if f.labels] for x in (no, yes)]
     same = lambda x, y: x.value is y.value and x.labels == y.labels

@@ -49,7 +49,7 @@ class _Form(NamedTuple):
     value: Callable[[], Any]
 
 
-def sum_of_squares(x: Operand, dtype: Any) -> Any:
+def sum_of_squares(x: Operand, dtype: np.dtype[Any]) -> Any:
     """Computes the sum of squares of all elements; None if factors do not make it cheaper."""
     terms = x.products
     if not any(_is_outer(t) or t.matrices for t in terms):
@@ -87,7 +87,7 @@ def _is_apart(x: Product) -> bool:
     return x.matrices is None and len(labels) == len(set(labels)) and set(x.labels) == set(labels)
 
 
-def _squares(x: Product, dtype: Any) -> _Form | None:
+def _squares(x: Product, dtype: np.dtype[Any]) -> _Form | None:
     if x.one_hot:
         return _scattered_squares(x, dtype)
     if not _is_apart(x):
@@ -100,7 +100,7 @@ def _squares(x: Product, dtype: Any) -> _Form | None:
     )
 
 
-def _multiplied(factors: Sequence[Factor], group: Group, dtype: Any = None) -> Any:
+def _multiplied(factors: Sequence[Factor], group: Group, dtype: np.dtype[Any] | None = None) -> Any:
     """Multiplies the factors of a group."""
     each = [aligned(factors[k], group.labels) for k in group.numbers]
     value = functools.reduce(jnp.multiply, each)
@@ -133,7 +133,7 @@ def _of_outer(parts: list[Value]) -> Any:
     return lax.select(undefined, lax.full_like(total, np.nan), total)
 
 
-def _scattered_squares(x: Product, dtype: Any) -> _Form | None:
+def _scattered_squares(x: Product, dtype: np.dtype[Any]) -> _Form | None:
     """Computes squares of rows scattered into a table: rows at one position are added first."""
     parts = groups_of(x.factors)
     index = tuple(dict.fromkeys(n for f in x.one_hot for n in f.labels[:-1]))
@@ -170,7 +170,7 @@ def _place(one_hot: Sequence[Factor], labels: tuple[Any, ...]) -> tuple[Any, int
     return jnp.broadcast_to(number, [n.size for n in labels]), math.prod(sizes)
 
 
-def _inner_product(x: Product, y: Product, dtype: Any, times: int = 1) -> _Form | None:
+def _inner_product(x: Product, y: Product, dtype: np.dtype[Any], times: int = 1) -> _Form | None:
     """Computes the sum of products of the elements of two, times a number."""
     both = _common(x, y)
     other = both and _alongside(*both)
@@ -216,7 +216,7 @@ def _alongside(x: Product, y: Product) -> Product | None:
     return y.relabelled(pairs | new)
 
 
-def _arrays_of(x: Product, dtype: Any) -> tuple[list[Factor], list[Value]]:
+def _arrays_of(x: Product, dtype: np.dtype[Any]) -> tuple[list[Factor], list[Value]]:
     """Splits a product into its arrays, one-hot ones last, and its numbers."""
     groups = groups_of(x.factors)
     values = [_multiplied(x.factors, group) for group in groups]
@@ -229,7 +229,7 @@ def _arrays_of(x: Product, dtype: Any) -> tuple[list[Factor], list[Value]]:
     return [*arrays, *x.one_hot], numbers
 
 
-def _without_one_hot(factors: list[Factor], dtype: Any) -> list[Factor] | None:
+def _without_one_hot(factors: list[Factor], dtype: np.dtype[Any]) -> list[Factor] | None:
     """Replaces one-hot factors by rows read from tables, or by compared indices."""
     while one_hot := [f for f in factors if f.one_hot]:
         first, (*index, place) = one_hot[0], one_hot[0].labels
@@ -276,7 +276,7 @@ def _cheapest(arrays: tuple[frozenset[Any], ...]) -> tuple[float, _Order]:
     return best
 
 
-def _contracted(arrays: Sequence[Factor], order: _Order, dtype: Any) -> Any:
+def _contracted(arrays: Sequence[Factor], order: _Order, dtype: np.dtype[Any]) -> Any:
     """Sums the product of arrays over all labels."""
     arrays = list(arrays)
     for i, j in order:
@@ -288,7 +288,7 @@ def _contracted(arrays: Sequence[Factor], order: _Order, dtype: Any) -> Any:
     return _einsum(arrays, (), dtype) if arrays[0].labels else arrays[0].value
 
 
-def _einsum(arrays: Sequence[Factor], labels: tuple[Any, ...], dtype: Any) -> Any:
+def _einsum(arrays: Sequence[Factor], labels: tuple[Any, ...], dtype: np.dtype[Any]) -> Any:
     numbers = {n: k for k, n in enumerate(dict.fromkeys(n for f in arrays for n in f.labels))}
     common = jnp.result_type(*(f.value for f in arrays))
     given = ((f.value.astype(common), [numbers[n] for n in f.labels]) for f in arrays)

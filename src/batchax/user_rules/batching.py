@@ -20,22 +20,21 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import ClosedJaxpr, Values
 from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Position
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, stage_function
 from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import Flat, own_primitive
 from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.user_rules.call import (
-    Axes,
     Batched,
     BatchedFlat,
     DerivativeStep,
     Flags,
     MappedStep,
     Pullbacks,
-    Values,
+    SavedValues,
     after,
     custom_call_p,
     effects_had,
@@ -112,8 +111,8 @@ def one_lane(
 
 def _batched(
     axis: Axis,
-    args: Sequence[Value],
-    axes: Sequence[Position],
+    args: Values,
+    axes: Positions,
     /,
     *,
     jaxpr: ClosedJaxpr,
@@ -154,8 +153,8 @@ def _by_rule(
     rule: UserRule,
     jaxpr: ClosedJaxpr,
     steps: tuple[DerivativeStep, ...],
-    args: Sequence[Value],
-    axes: Axes,
+    args: Values,
+    axes: Positions,
     place: Place | None,
 ) -> Batched:
     """Applies derivative `steps` to what the rule computes, and saves what a later call needs."""
@@ -174,7 +173,7 @@ def _by_rule(
             steps = without_primals(steps)
     # With these steps, the rule runs after its function has run.
     again = without_primals(steps)
-    if isinstance(later, Values):
+    if isinstance(later, SavedValues):
         again = steps[:-1]
         steps = (*again, replace(steps[-1], values=True))
     values = _before(steps, flags, "values_before")
@@ -200,7 +199,7 @@ def _by_rule(
     if isinstance(later, Pullbacks):
         assert pullback is not None
         kept.update((id(eqn), functools.partial(pullback, d)) for eqn, d in later.calls)
-    if isinstance(later, Values):
+    if isinstance(later, SavedValues):
         (outs, out_axes), first = result, later.first
         kept[id(later.eqn)] = lambda *_: (outs[first:], out_axes[first:])
         return outs[:first], out_axes[:first]

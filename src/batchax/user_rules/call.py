@@ -29,8 +29,8 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.rewriter import Rewriter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, axis_to_front, match_axis
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described
 from batchax.kernel.interpreter import ProgramRun, interpret
@@ -279,7 +279,7 @@ def effects_had(had: bool) -> Iterator[None]:
         _effects_had.reset(token)
 
 
-def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
+def call(jaxpr: ClosedJaxpr, rule: Any, operands: Values) -> list[Any]:
     """Calls a program with a user's batching rule, for one example."""
     if _effects_had.get():
         jaxpr = without_effects(jaxpr)
@@ -287,7 +287,7 @@ def call(jaxpr: ClosedJaxpr, rule: Any, operands: Sequence[Value]) -> list[Any]:
 
 
 def with_captured(
-    jaxpr: ClosedJaxpr, closed: Sequence[Any], rule: Any
+    jaxpr: ClosedJaxpr, closed: Sequence[Any], rule: Callable[..., Any] | None
 ) -> tuple[ClosedJaxpr, list[Any]]:
     """Adds the tracers that only `rule` closes over as unused inputs of a program.
 
@@ -311,8 +311,8 @@ def without_effects(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def jvp(
-    primals: Sequence[Value],
-    tangents: Sequence[Value],
+    primals: Values,
+    tangents: Values,
     *,
     jaxpr: ClosedJaxpr,
     steps: Any,
@@ -386,7 +386,7 @@ def _reject_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
 
 
 def transpose(
-    cotangents: Sequence[Value], *operands: Any, jaxpr: ClosedJaxpr, steps: Any, rule: Any
+    cotangents: Values, *operands: Any, jaxpr: ClosedJaxpr, steps: Any, rule: Any
 ) -> list[Any]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     of = tuple(k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
@@ -405,13 +405,12 @@ def transpose(
     return results
 
 
-Axes = Sequence[Position]
-Batched = tuple[Sequence[Any], Axes]
+Batched = tuple[Sequence[Any], Positions]
 """Values, and where they have the batch axis."""
 
 
 @dataclass(frozen=True)
-class Values:
+class SavedValues:
     """Describes the call `eqn`; a call before it computes `first` tangents of its results."""
 
     eqn: Eqn
@@ -433,16 +432,16 @@ def without_primals(steps: tuple[DerivativeStep, ...]) -> tuple[DerivativeStep, 
     return steps[:-1] if steps and isinstance(steps[-1], Primals) else steps
 
 
-def later_calls(run: ProgramRun, eqn: Eqn) -> Values | Pullbacks | None:
+def later_calls(run: ProgramRun, eqn: Eqn) -> SavedValues | Pullbacks | None:
     """Finds a later call in this run that `eqn` can save values for."""
     if custom_call_p not in run.found:
         run.found[custom_call_p] = _pairs(run.jaxpr)
     return run.found[custom_call_p].get(id(eqn))
 
 
-def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
+def _pairs(jaxpr: Jaxpr) -> dict[int, SavedValues | Pullbacks]:
     """Pairs calls with later calls that they can save values for, by equation id."""
-    pairs: dict[int, Values | Pullbacks] = {}
+    pairs: dict[int, SavedValues | Pullbacks] = {}
     calls: dict[Any, Any] = {}  # by rule, steps and operands
     tangents: dict[Any, Any] = {}  # by those of what they are the tangents of
     for eqn in (step.eqn for step in plan(jaxpr.eqns, jaxpr.outvars)):
@@ -453,7 +452,7 @@ def _pairs(jaxpr: Jaxpr) -> dict[int, Values | Pullbacks]:
         # Calls match if rule, steps, and operands do.
         key = (rule, steps, operands)
         if key in tangents:
-            pairs.setdefault(id(tangents[key]), Values(eqn, len(tangents[key].outvars)))
+            pairs.setdefault(id(tangents[key]), SavedValues(eqn, len(tangents[key].outvars)))
         calls.setdefault(key, eqn)
         once = tuple(itertools.takewhile(lambda s: not isinstance(s, MappedStep), steps))
         match once:
@@ -483,16 +482,14 @@ def _identity(v: Any) -> Any:
 
 
 def with_pullback(
-    axis: Axis, function: BatchedFlat, args: Sequence[Value], later: Pullbacks
+    axis: Axis, function: BatchedFlat, args: Values, later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """Evaluates a function of batches, and returns the pullback that `later` calls use."""
     (outs, pull), out_flags = _compat.described(
         function, lambda arrays: pullback_of(arrays, args, later.moving, later.of)
     )
 
-    def pullback(
-        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
-    ) -> Batched:
+    def pullback(directions: Sequence[MappedStep], operands: Values, axes: Positions) -> Batched:
         count = len(later.of)
         flags = [a is not None for a in axes[-count:]]
 
@@ -509,7 +506,7 @@ def with_pullback(
 
 
 def with_pullback_of_one(
-    axis: Axis, function: Flat, args: Sequence[Value], axes: Axes, later: Pullbacks
+    axis: Axis, function: Flat, args: Values, axes: Positions, later: Pullbacks
 ) -> tuple[Batched, Callable[..., Batched]]:
     """Does so for a function of one example, which is batched operation by operation."""
 
@@ -529,9 +526,7 @@ def with_pullback_of_one(
     def reverse(*xs: Any) -> list[Any]:
         return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
 
-    def pullback(
-        directions: Sequence[MappedStep], operands: Sequence[Value], axes: Axes
-    ) -> Batched:
+    def pullback(directions: Sequence[MappedStep], operands: Values, axes: Positions) -> Batched:
         steps = [MappedStep(d.axis, (*same, *d.mapped)) for d in directions]
         given = [*outs[first:], *operands[-len(later.of) :]]
         places = [*out_axes[first:], *axes[-len(later.of) :]]
@@ -544,5 +539,5 @@ def to_front(axis: Axis, x: Value, position: Position) -> Any:
     return x if position is None else axis_to_front(axis, x, position)
 
 
-def positions(outs: Sequence[Value], flags: Flags) -> Batched:
+def positions(outs: Values, flags: Flags) -> Batched:
     return outs, [0 if batched else None for batched in flags]

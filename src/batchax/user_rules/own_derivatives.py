@@ -21,8 +21,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
-from batchax.kernel.axis import Axis, Position
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
 from batchax.kernel.registry import describe_returned
@@ -38,8 +38,8 @@ Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 def linear_with_transpose(
     forward: Linear,
     transpose: Linear,
-    residuals: Sequence[Value],
-    operands: Sequence[Value],
+    residuals: Values,
+    operands: Values,
     key: Hashable | None = None,
 ) -> list[Any]:
     """Calls ``forward(residuals, operands)``, whose transpose is ``transpose(residuals, cts)``.
@@ -71,8 +71,8 @@ _staged = Memo("linear functions, and their transposes", most=1024)
 def _bind(
     ahead: ClosedJaxpr,
     back: ClosedJaxpr,
-    residuals: Sequence[Value],
-    operands: Sequence[Value],
+    residuals: Values,
+    operands: Values,
 ) -> list[Any]:
     """Binds the call, with the constants of both programs as residuals."""
     (ahead, back), consts = _compat.hoist_constants(ahead, back)
@@ -90,7 +90,7 @@ def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
     return inline_jaxpr(forward, _of_one_mesh(operands))
 
 
-def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:
+def _of_one_mesh(operands: Values) -> Sequence[Any]:
     """Gives operands types on the mesh that some of them carry."""
     # Zeros that JAX starts a cotangent with, and arrays from before a mesh was set, carry none. JAX
     # writes a part into an array only if both carry the same.
@@ -106,7 +106,7 @@ def _of_one_mesh(operands: Sequence[Value]) -> Sequence[Any]:
     ]
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Values, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:
     count = params["count"]
     outs = linear_p.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
@@ -122,7 +122,9 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[An
     return outs, tangents_of(function, primals, moving, given, range(len(outs)))[1]
 
 
-def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, count: int) -> Any:
+def _transpose(
+    cotangents: Any, *operands: Any, forward: Jaxpr, transpose: Jaxpr, count: int
+) -> Any:
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)
     if in_reverse_alone.in_program(forward):
@@ -137,8 +139,15 @@ def _transpose(cotangents: Any, *operands: Any, forward: Any, transpose: Any, co
 
 
 def _batched(
-    axis: Axis, args: Any, axes: Any, /, *, forward: Any, transpose: Any, count: int
-) -> tuple[list[Any], Sequence[Position]]:
+    axis: Axis,
+    args: Values,
+    axes: Positions,
+    /,
+    *,
+    forward: Any,
+    transpose: Any,
+    count: int,
+) -> tuple[list[Any], Positions]:
     ahead, out_axes = batch_inner(axis, forward, axes)
 
     def back(*xs: Any) -> list[Any]:
@@ -184,7 +193,7 @@ def call_with_derivatives(
     name: str,
     call: Callable[[Arguments, Sequence[Any]], Any],
     arguments: Arguments,
-    operands: Sequence[Value],
+    operands: Values,
 ) -> Any:
     """Calls ``call(arguments, operands)``, differentiated by `rules`."""
     given = _Call(rules, name, call, arguments, operands)
@@ -206,7 +215,7 @@ class _Call:
         name: str,
         call: Callable[[Arguments, Sequence[Any]], Any],
         arguments: Arguments,
-        operands: Sequence[Value],
+        operands: Values,
     ) -> None:
         self.rules, self.name, self.call, self.arguments = rules, name, call, arguments
         # Those whose derivatives are arrays; of integers and keys there are none.
@@ -215,7 +224,7 @@ class _Call:
     def run(self, *operands: Any) -> Any:
         return self.call(self.arguments, operands)
 
-    def tangents(self, primals: Sequence[Value], tangents: Sequence[Value]) -> tuple[Any, Any]:
+    def tangents(self, primals: Values, tangents: Values) -> tuple[Any, Any]:
         """Runs the user's forward-mode rule."""
         assert self.rules.jvp is not None
         values = self.arguments.in_order(primals)
@@ -253,16 +262,14 @@ class _Call:
             )
         return tuple(self.arguments.operands_of(result))
 
-    def linear_tangents(
-        self, primals: Sequence[Value], tangents: Sequence[Value]
-    ) -> tuple[Any, Any]:
+    def linear_tangents(self, primals: Values, tangents: Values) -> tuple[Any, Any]:
         """Runs the forward-mode rule, with the reverse pass as its transpose."""
         out, residuals = self.forward(*primals)
         types, structure = jax.tree.flatten(jax.tree.map(jax.typeof, out))
         smooth_outs = [k for k, aval in enumerate(types) if is_inexact(aval)]
         count = len(primals)
 
-        def ahead(values: Sequence[Value], moving: Sequence[Any]) -> list[Any]:
+        def ahead(values: Values, moving: Sequence[Any]) -> list[Any]:
             # Operands without tangents get zeros of type float0, as in JAX.
             every = [np.zeros(np.shape(x), jax.dtypes.float0) for x in primals]
             for i, t in zip(self.smooth, moving, strict=True):
@@ -270,7 +277,7 @@ class _Call:
             leaves = jax.tree.leaves(self.tangents(values[:count], every)[1])
             return [leaves[k] for k in smooth_outs]
 
-        def back(values: Sequence[Value], cotangents: Sequence[Value]) -> list[Any]:
+        def back(values: Values, cotangents: Values) -> list[Any]:
             every = [np.zeros(t.shape, jax.dtypes.float0) for t in types]
             for k, ct in zip(smooth_outs, cotangents, strict=True):
                 every[k] = ct
@@ -295,7 +302,7 @@ class _Call:
 class _Residuals:
     """Holds residuals between the passes; JAX sees the arrays only."""
 
-    arrays: Sequence[Value]  # the leaves that are arrays
+    arrays: Values  # the leaves that are arrays
     rebuild: Callable[[Sequence[Any]], Any]  # from those to the pytree
 
     @classmethod

@@ -29,7 +29,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation
@@ -48,14 +48,14 @@ class Arguments:
     operand_leaves: tuple[int, ...]  # which leaves are operands
     constants_key: Hashable
 
-    def rebuild(self, operands: Sequence[Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, operands: Values) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = list(self.constants)
         for i, x in zip(self.operand_leaves, operands, strict=True):
             filled[i] = x
         args, names, values = jax.tree.unflatten(self.tree, filled)
         return args, dict(zip(names.names, values, strict=True))
 
-    def in_order(self, operands: Sequence[Value]) -> tuple[Any, ...]:
+    def in_order(self, operands: Values) -> tuple[Any, ...]:
         """Returns the arguments by position, then keyword-only ones."""
         args, kwargs = self.rebuild(operands)
         return (*args, *kwargs.values())
@@ -72,7 +72,7 @@ class Arguments:
         args, _, kwargs = self.tree.children()
         return [*args.children(), *kwargs.children()]
 
-    def operands_of(self, values: Sequence[Value]) -> list[Any]:
+    def operands_of(self, values: Values) -> list[Any]:
         """Selects the operands' leaves from `values`, each a pytree like its argument or None."""
         leaves = []
         for value, tree in zip(values, self.trees, strict=True):
@@ -81,7 +81,7 @@ class Arguments:
             leaves += jax.tree.leaves(spread, is_leaf=_is_none)
         return [leaves[i] for i in self.operand_leaves]
 
-    def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
+    def said(self, of_operands: Sequence[Any], of_constants: bool | None) -> list[Any]:
         """Builds the pytrees that a rule gets about its arguments.
 
         They are in order of definition, keyword-only ones last.
@@ -105,7 +105,7 @@ def _is_none(x: Value) -> bool:
 
 
 def split_arguments(
-    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
+    fun: Callable[..., Any], args: Values, kwargs: dict[str, Any]
 ) -> tuple[Arguments, list[Any]]:
     """Splits arguments of a call into constants and operands, by position where possible.
 
@@ -120,7 +120,7 @@ def split_arguments(
 
 
 def _by_position(
-    fun: Callable[..., Any], args: Sequence[Value], kwargs: dict[str, Any]
+    fun: Callable[..., Any], args: Values, kwargs: dict[str, Any]
 ) -> tuple[Sequence[Any], dict[str, Any]]:
     try:
         signature = inspect.signature(fun)
@@ -141,8 +141,8 @@ def _by_position(
 def run_with_collectives(
     axis: Axis,
     jaxpr: Jaxpr,
-    consts: Sequence[Value],
-    args: Sequence[Value],
+    consts: Values,
+    args: Values,
     batched: Sequence[bool],
 ) -> list[Any]:
     """Runs the program of a rule whose collectives over `axis` are among its lanes.
@@ -249,7 +249,7 @@ class UserRule:
         return "axis_name" in self.asks
 
     def run(
-        self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Sequence[Value]
+        self, axis: Axis, flags: Sequence[bool], closed: Sequence[Any], operands: Values
     ) -> tuple[list[Any], list[bool]]:
         """Runs the rule, and returns the results and which of them are batched, at axis 0.
 
@@ -271,7 +271,7 @@ class UserRule:
         rule: RuleFunction | None,
         call: Callable[..., tuple[list[Any], Any]],
         closed: Sequence[Any],
-        operands: Sequence[Value],
+        operands: Values,
     ) -> tuple[list[Any], Any]:
         """Runs `call`, which calls `rule`, with values `closed` for what that closes over.
 
@@ -288,7 +288,7 @@ class UserRule:
         rule: RuleFunction | None,
         call: Callable[..., tuple[list[Any], Any]],
         closed: Sequence[Any],
-        operands: Sequence[Value],
+        operands: Values,
         names: Sequence[Any] = (),
     ) -> tuple[Any, list[Any], Any]:
         types = list(map(jax.typeof, operands))
@@ -303,7 +303,7 @@ class UserRule:
         return staged, self._resolved(rule, staged.consts, closed), said
 
     def _resolved(
-        self, rule: RuleFunction | None, consts: Sequence[Value], closed: Sequence[Any]
+        self, rule: RuleFunction | None, consts: Values, closed: Sequence[Any]
     ) -> list[Any]:
         by_id = dict(zip(map(id, self.closed), closed, strict=True))
         program, positions = program_behind(rule), [None] * len(consts)
@@ -325,7 +325,7 @@ class UserRule:
         )
 
     def _call(
-        self, axis: Axis, flags: Sequence[bool], operands: Sequence[Value]
+        self, axis: Axis, flags: Sequence[bool], operands: Values
     ) -> tuple[list[Any], list[bool]]:
         if self.rule is None:
             raise UnsupportedError(

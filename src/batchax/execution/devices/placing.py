@@ -44,17 +44,15 @@ from batchax.execution.devices.shards import Shards, sharding_of, typed_mesh
 from batchax.frontend.arguments import LocalRows
 from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value
-from batchax.kernel.axis import Position, inserted
+from batchax.jaxprs.words import Value, Values
+from batchax.kernel.axis import Position, Positions, inserted
 from batchax.kernel.debug_nans import in_jit
 from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
-def placed(
-    shards: Shards, paths: Sequence[str], args: Sequence[Value], positions: Sequence[Position]
-) -> list[Any]:
+def placed(shards: Shards, paths: Sequence[str], args: Values, positions: Positions) -> list[Any]:
     """Shards lanes over the mesh, and replicates the other arguments.
 
     Sharding over other axes of the mesh is kept, and the last shards are filled up by repeating the
@@ -195,7 +193,7 @@ def _check_free(shards: Shards, path: str, x: Value, position: Position) -> None
 
 
 def combined(
-    shards: Shards, kinds: Sequence[Result], xs: Sequence[Value], returned: Sequence[bool]
+    shards: Shards, kinds: Sequence[Result], xs: Values, returned: Sequence[bool]
 ) -> list[Any]:
     """Combines results of shards into those of all lanes, inside ``shard_map``.
 
@@ -222,10 +220,10 @@ def _combined(shards: Shards, kind: Result, x: Value) -> Any:
             return x
 
 
-def _summed(shards: Shards, xs: Sequence[Value]) -> Sequence[Any]:
+def _summed(shards: Shards, xs: Values) -> Sequence[Any]:
     """Sums over shards, for results that each shard returns."""
 
-    def ahead(_: Any, xs: Sequence[Value]) -> list[Any]:
+    def ahead(_: Any, xs: Values) -> list[Any]:
         return list(shards.summed(tuple(xs)))
 
     def back(_: Any, shares: Sequence[Any]) -> list[Any]:
@@ -261,7 +259,7 @@ def _extreme(shards: Shards, kind: Extreme, x: Value) -> Any:
         return jnp.where(marks != 0, np.nan, number).astype(x.dtype)
 
     @extreme.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: Values, tangents: Values) -> Any:
         # Ties are only known if the values of all shards are in one array: the compiler may
         # recompute what it compares, with another last bit.
         return jax.jvp(functools.partial(_gathered_extreme, shards, kind), primals, tangents)
@@ -289,9 +287,7 @@ class OnMesh:
         check_spans(mesh)
         return mesh, self.names or tuple(mesh.axis_names)
 
-    def shards(
-        self, lanes: Any, values: Sequence[Value], own: Sequence[range] = ()
-    ) -> Shards | None:
+    def shards(self, lanes: int, values: Values, own: Sequence[range] = ()) -> Shards | None:
         """Returns how so many lanes are sharded; None for no lanes.
 
         `own` are the lanes of each process, if rows are local. Raises UnsupportedError for a
@@ -315,7 +311,7 @@ class OnMesh:
         mesh, names = self._as_types_tell(values)
         return Shards(mesh, names, lanes, on_own_devices(mesh, names, own) if own else ())
 
-    def _as_types_tell(self, values: Sequence[Value]) -> tuple[Any, tuple[Any, ...]]:
+    def _as_types_tell(self, values: Values) -> tuple[Any, tuple[Any, ...]]:
         """Returns the mesh with axes of the types that JAX uses here, and the names."""
         mesh, names = self.devices
         # Types of arrays carry the mesh that is set or, if none is, that of the arguments, whatever

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,8 +24,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import with_inside
-from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value
-from batchax.kernel.axis import Axis, Position, inserted
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value, Values
+from batchax.kernel.axis import Axis, Position, Positions, inserted
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ def _split(x: Value) -> Any:
     return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def _joined(x: Any) -> Any:
+def _joined(x: jax.Array) -> Any:
     return lax.complex(*x) if isinstance(x, tuple) else x
 
 
@@ -200,8 +200,8 @@ def with_whole_axis(x: Value, position: int) -> Any:
 def on_shards(
     shards: Shards,
     run: Callable[..., tuple[list[Any], list[Position], T]],
-    args: Sequence[Value],
-    positions: Sequence[Position],
+    args: Values,
+    positions: Positions,
     compiled: bool = True,
 ) -> tuple[list[Any], T]:
     """Runs a function on each shard of its arguments, inside ``shard_map``.
@@ -237,9 +237,7 @@ def on_shards(
     return outs, more
 
 
-def find_shards(
-    axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
-) -> Shards | None:
+def find_shards(axis: Axis, args: Values, positions: Positions, jaxpr: Jaxpr) -> Shards | None:
     """Returns how lanes are sharded, if that is known and `jaxpr` can run on each shard.
 
     Types say so for mesh axes of type Explicit, arrays outside of ``jit`` do, or `spmd_axis_name`
@@ -250,7 +248,7 @@ def find_shards(
     return None if shards is None or _needs_all_devices(jaxpr, shards.names) else shards
 
 
-def _find_shards(axis: Axis, args: Sequence[Value], positions: Sequence[Position]) -> Shards | None:
+def _find_shards(axis: Axis, args: Values, positions: Positions) -> Shards | None:
     for x, position in zip(args, positions, strict=True):
         sharding = sharding_of(x)
         if names := _shards(sharding, position):
@@ -302,7 +300,7 @@ def _shard_maps(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def lanes_for_all(
-    axis: Axis, args: Sequence[Value], positions: Sequence[Position], jaxpr: Jaxpr
+    axis: Axis, args: Values, positions: Positions, jaxpr: Jaxpr
 ) -> tuple[int, list[Any]]:
     """Prepares possibly sharded lanes that do not run on shards.
 
@@ -325,7 +323,7 @@ def typed_mesh(x: Value) -> Any:
     return mesh if AxisType.Explicit in getattr(mesh, "axis_types", ()) else None
 
 
-def check_shared(args: Sequence[Value], consts: Sequence[Value]) -> None:
+def check_shared(args: Values, consts: Values) -> None:
     """Raises UnsupportedError for shared values that cannot be passed to a shard.
 
     `args` are unmapped arguments, and `consts` the values that the function closes over.

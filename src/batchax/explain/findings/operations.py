@@ -10,9 +10,10 @@ from typing import Any
 
 from batchax import _compat
 from batchax.execution.memory import show_bytes
-from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Value, Work
+from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Work
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
+from batchax.jaxprs.words import Values
 from batchax.kernel.recording import Record, Recorder
 from batchax.programs.cost import (
     CALLBACK,
@@ -73,8 +74,8 @@ class FindingContext:
     each: int  # lanes of one device: all, unless they are spread over several
     compiled: Any = None
     memory: Memory | None = None
-    arguments: Sequence[Value] = field(default=())
-    outputs: Sequence[Value] = field(default=())
+    arguments: Values = field(default=())
+    outputs: Values = field(default=())
     timings: Sequence[Timing] = field(default=())  # that of the program as it is first
     # advice that was followed to measure what it brings, even if it raised
     tried: Sequence[Mapping[str, Any]] = field(default=())

@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Sizes, has_symbols
@@ -48,7 +48,7 @@ def _array(x: Value, dtype: Any) -> Any:
     return x if same else lax.convert_element_type(x, dtype)
 
 
-def typed_rows(values: Sequence[Value], avals: Sequence[Aval]) -> list[Row]:
+def typed_rows(values: Values, avals: Sequence[Aval]) -> list[Row]:
     return [Row(x, aval.shape) for x, aval in zip(values, avals, strict=True)]
 
 
@@ -72,7 +72,7 @@ class Moving:
         empty.rows = self.filled_in([None] * len(self.places))
         return empty
 
-    def filled_in(self, values: Sequence[Value]) -> list[Row]:
+    def filled_in(self, values: Values) -> list[Row]:
         rows = list(self.rows)
         for i, x in zip(self.places, values, strict=True):
             rows[i] = replace(rows[i], value=x)
@@ -99,18 +99,18 @@ class SizedCall:
         op = Operation(op.eqn, sizes.inside({}))
         return cls(op, operands.emptied(), tuple(sizes.values)), values
 
-    def opened(self, values: Sequence[Value]) -> tuple[Operation, list[Row]]:
+    def opened(self, values: Values) -> tuple[Operation, list[Row]]:
         """The equation and its operands, where the call has these `values`."""
         count = len(self.names)
         sizes = self.op.sizes.inside(dict(zip(self.names, values[:count], strict=True)))
         return Operation(self.op.eqn, sizes), self.operands.filled_in(values[count:])
 
-    def for_each(self, values: Sequence[Value], other: Any) -> list[Any]:
+    def for_each(self, values: Values, other: bool | None) -> list[Any]:
         """From one entry for each value of the call to one for each operand, else `other`."""
         given = dict(zip(self.operands.places, values[len(self.names) :], strict=True))
         return [given.get(i, other) for i in range(len(self.operands.rows))]
 
-    def for_values(self, given: Sequence[Value], other: Any) -> list[Any]:
+    def for_values(self, given: Values, other: Any) -> list[Any]:
         """From one entry for each operand of the equation to one for each value of the call."""
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
@@ -118,7 +118,7 @@ class SizedCall:
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
-    def zeros(self, values: Sequence[Value], types: Sequence[Aval], symbolic: bool) -> list[Any]:
+    def zeros(self, values: Values, types: Sequence[Aval], symbolic: bool) -> list[Any]:
         """Derivatives in which those that are zero, or None, have the form that the rule wants.
 
         That is a `SymbolicZero` if it was defined with symbolic zeros, or else an array.
@@ -154,7 +154,7 @@ def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
     return run
 
 
-def staged(fun: Flat, values: Sequence[Value]) -> tuple[ClosedJaxpr, list[Any]]:
+def staged(fun: Flat, values: Values) -> tuple[ClosedJaxpr, list[Any]]:
     (program,), consts = _compat.hoist_constants(_compat.stage(fun, list(map(jax.typeof, values))))
     return program, [*consts, *values]
 
@@ -173,7 +173,7 @@ def _call(op: Operation, *rows: Row, **params: Any) -> Any:
 
 @padded_rule(fact="again")
 @padded_rule(fact="marked")
-def _kept_call(op: Operation, *rows: Row, **params: Any) -> Any:
+def _kept_call(op: Operation, *rows: Row, **params: Any) -> list[jax.Array]:
     """A call that says something about its program, such as that reverse mode computes it again."""
     operands = Moving(rows)
     op = replace(op, sizes=replace(op.sizes, again=True))
@@ -273,7 +273,7 @@ def _scan(
     return [*last, *ys]
 
 
-def _keep(active: Any, new: Any, old: Any) -> Any:
+def _keep(active: Any, new: jax.Array, old: jax.Array) -> Any:
     return old if new is old else lax.select(active, new, old)
 
 
@@ -289,9 +289,9 @@ class _Harmless:
 
 def _first_again(
     op: Operation,
-    size: Any,
+    size: jax.Array,
     consts: Sequence[Row],
-    carry: Sequence[Value],
+    carry: Values,
     xs: Sequence[Row],
     reverse: bool,
 ) -> _Harmless:
@@ -321,7 +321,7 @@ def _first_again(
 
 
 def _zeros(
-    op: Operation, size: Any, consts: Sequence[Row], carry: Sequence[Value], xs: Sequence[Row]
+    op: Operation, size: jax.Array, consts: Sequence[Row], carry: Values, xs: Sequence[Row]
 ) -> _Harmless:
     """Steps not taken are of zeros, which padding often holds already, and the first carry."""
     parts = [op.filled(x, 0, (0,)) if is_inexact(x.value) else x.value for x in xs]
@@ -368,13 +368,13 @@ def _while(
     cond_nconsts: int,
     cond_jaxpr: Any,
     body_nconsts: int,
-    body_jaxpr: Any,
+    body_jaxpr: Jaxpr,
 ) -> list[Any]:
     tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
 
-    def run(program: Any, consts: Sequence[Row], values: Sequence[Value]) -> list[Any]:
+    def run(program: Any, consts: Sequence[Row], values: Values) -> list[Any]:
         outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
         return arrays(outs, program.out_avals)
 
@@ -389,7 +389,7 @@ def _while(
     # done, each keeps what it has when it is, and those in the padding are from the beginning.
     mask = op.sizes.mask(places, op.sizes.padded_axes(places))
 
-    def active(values: Sequence[Value]) -> Any:
+    def active(values: Values) -> Any:
         (going,) = run(cond_jaxpr, tested, values)
         return going if mask is None else lax.bitwise_and(going, mask)
 
@@ -425,12 +425,12 @@ def staged_jvp_rule(eqn: Eqn) -> ClosedJaxpr:
 def _custom_jvp(
     op: Operation,
     *rows: Row,
-    call_jaxpr: Any,
+    call_jaxpr: Jaxpr,
     jvp_jaxpr_fun: Any,
     num_consts: int,
     symbolic_zeros: bool,
     **params: Any,
-) -> Any:
+) -> list[jax.Array]:
     body = _compat.close(call_jaxpr)
     own = OF_FUNCTIONS.get(_compat.name_within_jax(body.jaxpr))
     outs = None if own is None else own(op, *rows)
@@ -443,7 +443,7 @@ def _custom_jvp(
     def function(*values: Any) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Sequence[Value], tangents: Sequence[Value]) -> Any:
+    def rule(values: Values, tangents: Values) -> Any:
         inner, rows = call.opened(values)
         types = [v.aval.to_tangent_aval() for v in op.eqn.invars]
         moving = call.for_each(tangents, None)
@@ -483,7 +483,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
     def function(*values: Any) -> list[Any]:
         return call.run(body, *values)
 
-    def rule(values: Sequence[Value], tangents: Sequence[Value]) -> Any:
+    def rule(values: Values, tangents: Values) -> Any:
         moving = [
             i
             for i, t in enumerate(call.for_each(tangents, None))
@@ -494,8 +494,8 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
         except NotImplementedError as error:
             raise op.reject(f"it has no derivative for rows of any length: {error}.") from error
 
-        def linear(program: ClosedJaxpr) -> Any:
-            def run(values: Sequence[Value], given: Sequence[Value]) -> list[Any]:
+        def linear(program: ClosedJaxpr) -> Callable[..., Any]:
+            def run(values: Values, given: Values) -> list[Any]:
                 inner, rows = call.opened(values)
                 types = program.in_avals[len(rows) :]
                 outs = run_inside(inner.sizes, program, [*rows, *typed_rows(given, types)])
@@ -527,7 +527,7 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     dots = [avals[i].to_tangent_aval() for i in moving]
     cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
 
-    def derivative(kind: Any) -> Any:
+    def derivative(kind: Callable[..., Any]) -> Any:
         def run(*xs: Any) -> list[Any]:
             primals, given = xs[: len(avals)], list(xs[len(avals) :])
 
@@ -551,13 +551,13 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
 def _custom_vjp(
     op: Operation,
     *rows: Row,
-    call_jaxpr: Any,
+    call_jaxpr: Jaxpr,
     fwd_jaxpr_thunk: Any,
     num_consts: int,
-    out_trees: Any,
+    out_trees: Callable[..., Any],
     symbolic_zeros: bool,
     **params: Any,
-) -> Any:
+) -> list[jax.Array]:
     body = _compat.close(call_jaxpr)
     call, values = SizedCall.of(op, rows)
     op = call.op
@@ -586,7 +586,7 @@ def _custom_vjp(
         residuals = _Residuals(sizes, [x for x, _ in pairs], tuple(a for _, a in pairs))
         return outs[count:], residuals
 
-    def reverse(residuals: _Residuals, cotangents: Sequence[Value]) -> tuple[Any, ...]:
+    def reverse(residuals: _Residuals, cotangents: Values) -> tuple[Any, ...]:
         sizes = op.sizes.inside(dict(zip(call.names, residuals.sizes, strict=True)))
         types = [v.aval.to_tangent_aval() for v in op.eqn.outvars]
         cotangents = call.zeros(cotangents, types, symbolic_zeros)

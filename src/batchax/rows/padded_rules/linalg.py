@@ -10,7 +10,6 @@ on the diagonal, no vector mixes the two, and derivatives, which divide by diffe
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.calls import OF_FUNCTIONS, Moving, arrays, run_inside, staged
@@ -34,7 +33,7 @@ def _beside_identity(op: Operation, x: Row) -> Any:
     return value if mask is None else jnp.where(mask, value, eye)
 
 
-def _outputs(op: Operation, outs: Sequence[Value]) -> list[Any]:
+def _outputs(op: Operation, outs: Values) -> list[Any]:
     avals = [v.aval for v in op.eqn.outvars]
     return [op.cut(x, aval.shape) for x, aval in zip(outs, avals, strict=True)]
 
@@ -111,7 +110,7 @@ def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
 
 
 @padded_rule("triangular_solve")
-def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> Any:
+def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> list[jax.Array]:
     return _outputs(op, [op.bind(_beside_identity(op, a), op.filled(b, 0))])
 
 
@@ -131,7 +130,7 @@ def _custom_linear_solve(
             constants.append([])
             continue
 
-        def run(*values: Any, own: Moving = own, body: Any = body) -> list[Any]:
+        def run(*values: jax.Array, own: Moving = own, body: Any = body) -> list[Any]:
             count = len(own.places)
             given = [Row(x, aval.shape) for x, aval in zip(values[count:], b_avals, strict=True)]
             outs = run_inside(op.sizes, body, [*own.filled_in(values[:count]), *given])

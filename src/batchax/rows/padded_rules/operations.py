@@ -73,7 +73,9 @@ def spread(op: Operation, row: Row) -> Any:
     *"""reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor argmax argmin
     cumsum cumprod cummax cummin cumlogsumexp""".split()
 )
-def _reduce(op: Operation, x: Row, *, axes: Any = (), axis: int = -1, **params: Any) -> Any:
+def _reduce(
+    op: Operation, x: Row, *, axes: tuple[int, ...] = (), axis: int = -1, **params: Any
+) -> Any:
     # Of equal elements the first counts for `argmax`, and padding is last. Running sums are not
     # changed by what is behind, but with `reverse` padding comes first.
     kind = re.sub("^(reduce_|arg|cum)", "", op.eqn.primitive.name)
@@ -81,7 +83,7 @@ def _reduce(op: Operation, x: Row, *, axes: Any = (), axis: int = -1, **params: 
 
 
 @padded_rule(fact="reduces")
-def _reduce_to_neutral(op: Operation, *rows: Row, axes: Any, **params: Any) -> Any:
+def _reduce_to_neutral(op: Operation, *rows: Row, axes: tuple[int, ...], **params: Any) -> Any:
     """A third party's reduction, known by a word: `batchax.reducing`."""
     axes = reduced_dims(op.eqn.primitive, axes, len(rows[0].shape))
     if all(op.sizes.is_exact(row.shape[a]) for row in rows for a in axes):
@@ -138,7 +140,7 @@ def _reduce_window(
     return op.cut(op.bind(array, padding=none, base_dilation=(1,) * len(bounds)), op.out_shape)
 
 
-def _extents(op: Operation, dimensions: Any, dilation: Any) -> list[int]:
+def _extents(op: Operation, dimensions: list[int], dilation: tuple[int, ...]) -> list[int]:
     return [
         (op.sizes.bound(dim) - 1) * int(step) + 1
         for dim, step in zip(dimensions, dilation, strict=True)
@@ -151,10 +153,10 @@ def _conv(
     x: Row,
     kernel: Row,
     *,
-    window_strides: Any,
+    window_strides: tuple[int, ...],
     padding: Any,
-    lhs_dilation: Any,
-    rhs_dilation: Any,
+    lhs_dilation: tuple[int, ...],
+    rhs_dilation: tuple[int, ...],
     dimension_numbers: Any,
     **params: Any,
 ) -> Any:
@@ -237,7 +239,7 @@ def _both_halves(op: Operation, x: Any, half: Any, dim: Any) -> Any:
     return jnp.where(at < op.sizes.size(half), jnp.where(alone, x, 2 * x), 0)
 
 
-def _transformed(op: Operation, x: Any, axis: int, dim: Any, room: int, sign: int) -> Any:
+def _transformed(op: Operation, x: jax.Array, axis: int, dim: Any, room: int, sign: int) -> Any:
     """The transform along an axis, in which a row has `dim` elements, and zeros behind them."""
     size = jnp.maximum(op.sizes.size(dim), 1)
     scale = 1 / size.astype(x.real.dtype) if sign > 0 else None
@@ -251,7 +253,7 @@ def _transformed(op: Operation, x: Any, axis: int, dim: Any, room: int, sign: in
     return jnp.moveaxis(y, -1, axis)
 
 
-def _by_chirp(op: Operation, x: Any, size: Any, room: int, sign: int) -> Any:
+def _by_chirp(op: Operation, x: jax.Array, size: jax.Array, room: int, sign: int) -> Any:
     """The sums of ``x[j] * exp(sign * 2 pi i * j * k / size)`` over j, for each k below `room`."""
     most = max(x.shape[-1], room)
     if most >= _MOST:

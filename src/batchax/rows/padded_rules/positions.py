@@ -15,6 +15,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -22,7 +23,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.jaxprs.neutral import highest, lowest
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Jaxpr, Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import (
@@ -38,11 +39,11 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
-def _along(mask: Any, shape: Sequence[int], axis: int) -> Any:
+def _along(mask: jax.Array, shape: Sequence[int], axis: int) -> Any:
     return lax.broadcast_in_dim(mask, shape, (axis,))
 
 
-def steps(count: int, start: Any, stride: int, limit: Any) -> Any:
+def steps(count: int, start: jax.Array, stride: int, limit: Any) -> Any:
     """`count` places from `start` on, `stride` apart; -1 for those outside of 0 to `limit`."""
     at = jnp.asarray(start, np.int32) + stride * jnp.arange(count, dtype=np.int32)
     return jnp.where((at >= 0) & (at < limit), at, -1)
@@ -117,12 +118,12 @@ def padded(
 def overwritten(
     op: Operation,
     x: Value,
-    update: Any,
+    update: jax.Array,
     starts: Sequence[Any],
     shape: Sequence[Any],
     window_shape: Sequence[Any],
-    combine: Any,
-    written: Any = None,
+    combine: Callable[..., Any],
+    written: jax.Array | None = None,
 ) -> Any:
     """`x` with ``combine(x, update)`` in a window that begins at `starts`, within the row.
 
@@ -152,7 +153,9 @@ def overwritten(
 
 
 @padded_rule("slice")
-def _slice(op: Operation, x: Row, *, start_indices: Any, limit_indices: Any, strides: Any) -> Any:
+def _slice(
+    op: Operation, x: Row, *, start_indices: Any, limit_indices: Any, strides: tuple[int, ...]
+) -> Any:
     out = x.value
     whole = True
     for axis, (own, dim) in enumerate(zip(x.shape, op.out_shape, strict=True)):
@@ -165,7 +168,7 @@ def _slice(op: Operation, x: Row, *, start_indices: Any, limit_indices: Any, str
 
 
 @padded_rule("rev")
-def _rev(op: Operation, x: Row, *, dimensions: Any) -> Any:
+def _rev(op: Operation, x: Row, *, dimensions: tuple[int, ...]) -> Any:
     ragged = [axis for axis in dimensions if not op.sizes.is_exact(x.shape[axis])]
     out = jnp.asarray(x.value)
     if len(ragged) < len(dimensions):
@@ -183,7 +186,7 @@ def _concatenate(op: Operation, *rows: Row, dimension: int) -> Any:
     return op.result(join(op, rows, dimension), fill)
 
 
-def _fill_of_all(rows: Sequence[Row]) -> Any:
+def _fill_of_all(rows: Sequence[Row]) -> int | None:
     fill = rows[0].fill
     return fill if all(row.fill is not None and row.fill == fill for row in rows) else None
 
@@ -416,14 +419,14 @@ def is_found(sizes: Sizes, dim: Any) -> bool:
     return is_symbolic(dim) and not sizes.found_of.keys().isdisjoint(_compat.symbols(dim))
 
 
-def _moved_inside(op: Operation, at: Any, rooms: Sequence[Any], mode: Any) -> Any:
+def _moved_inside(op: Operation, at: jax.Array, rooms: Sequence[Any], mode: Any) -> Any:
     limits = last_places(op, rooms, at)
     if mode == FILL_OR_DROP:
         return jnp.where(in_bounds(at, limits), at, -1)
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
+def dropped_in_reverse(x: Value, kept: jax.Array, axes: Sequence[int]) -> Any:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     For indices with mode "promise_in_bounds", JAX reads the nearest element, but adds nothing to it
@@ -432,7 +435,7 @@ def dropped_in_reverse(x: Value, kept: Any, axes: Sequence[int]) -> Any:
     if not is_inexact(x):
         return x
 
-    def transpose(masks: Sequence[Any], cotangents: Sequence[Value]) -> list[Any]:
+    def transpose(masks: Sequence[Any], cotangents: Values) -> list[Any]:
         (cotangent,) = cotangents
         mask = lax.broadcast_in_dim(masks[0], cotangent.shape, tuple(axes))
         return [lax.select(mask, cotangent, lax.full_like(cotangent, 0))]
@@ -474,7 +477,7 @@ def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
     return jnp.clip(at, 0, jnp.asarray(jnp.maximum(op.sizes.value(room), 0), at.dtype))
 
 
-def last_places(op: Operation, rooms: Sequence[Any], at: Any) -> Any:
+def last_places(op: Operation, rooms: Sequence[Any], at: jax.Array) -> Any:
     """The greatest index in each indexed dimension, where windows may be moved by `rooms`.
 
     Of the type of the indices `at`, and with as many dimensions.
@@ -483,7 +486,7 @@ def last_places(op: Operation, rooms: Sequence[Any], at: Any) -> Any:
     return lax.expand_dims(limits, range(at.ndim - 1))
 
 
-def in_bounds(at: Any, limits: Any) -> Any:
+def in_bounds(at: jax.Array, limits: Any) -> Any:
     return jnp.all((at >= 0) & (at <= limits), -1, keepdims=True)
 
 
@@ -497,7 +500,7 @@ def as_index(at: Any) -> Any:
     return at.astype(np.int32)
 
 
-def _replace(old: Any, new: Any) -> Any:
+def _replace(old: jax.Array, new: jax.Array) -> Any:
     return new
 
 
@@ -521,7 +524,7 @@ def _scatter(
     *,
     dimension_numbers: Any,
     mode: Any,
-    update_jaxpr: Any,
+    update_jaxpr: Jaxpr | None,
     **params: Any,
 ) -> Any:
     name, dnums = op.eqn.primitive.name, dimension_numbers
@@ -564,7 +567,7 @@ def _scatter(
     return op.bind(x.value, at, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(op: Operation, at: Any, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
+def _targets(op: Operation, at: jax.Array, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
     """Where windows begin; and which are written, as one more dimension of size one."""
     limits = last_places(op, rooms, at)
     if mode == CLIP:
@@ -585,7 +588,9 @@ def _dynamic_update_slice(op: Operation, x: Row, update: Row, *starts: Row) -> A
 
 
 @padded_rule("sort")
-def _sort(op: Operation, *rows: Row, dimension: int, num_keys: int, **params: Any) -> Any:
+def _sort(
+    op: Operation, *rows: Row, dimension: int, num_keys: int, **params: Any
+) -> list[jax.Array]:
     if op.sizes.is_exact(rows[0].shape[dimension]):
         return op.bind(*(row.value for row in rows))
     last = [_last(row.value.dtype) for row in rows[:num_keys]]
@@ -594,7 +599,7 @@ def _sort(op: Operation, *rows: Row, dimension: int, num_keys: int, **params: An
     return op.bind(*keys, *(row.value for row in rows[num_keys:]), is_stable=True)
 
 
-def _last(dtype: Any) -> Any:
+def _last(dtype: np.dtype[Any]) -> Any:
     """What no value of `dtype` sorts after."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(jnp.nan, jnp.nan)
