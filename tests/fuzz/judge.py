@@ -127,6 +127,8 @@ REFUSALS = [
     "a callback with ordered=True is not supported",  # in groups of rows
     "a callback has ordered=True",  # on devices
     "the function contains a host callback, and mesh leaves",
+    # Of a jvp rule that differentiates a custom_vjp function: `jax.vmap` raises the same.
+    "apply forward-mode autodiff (jvp) to a custom_vjp function",
 ]
 
 # XLA for CPUs chooses a layout for the operand of a Fourier transform that the transform does not
