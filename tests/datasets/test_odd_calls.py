@@ -298,7 +298,11 @@ def test_sizes_that_the_function_finds(x, executor):
         (dict(x="x.npy", key=jax.random.split(jax.random.PRNGKey(0))), "key must be one random"),
         (dict(x="x.npy", progress="no"), "progress must be True, False, or a function"),
         (dict(x="x.npy", version=1), "version must be a string"),
-        (dict(x="x.npy", fun=lambda x: None, out="y.npy"), r"returns none with rows\. Remove out="),
+        pytest.param(
+            dict(x="x.npy", fun=lambda x: None, out="y.npy"),
+            r"returns none with rows\. Remove out=",
+            id="a function, whose address is no name",
+        ),
         (dict(x="x.npy", out="y.npy", out_axes=bx.Reduce("sum")), r"none with rows\. Remove out="),
         (dict(x="x.npy", out=bx.Reduce("sum")), r"path or None, .* Pass it as out_axes\."),
     ],
