@@ -112,7 +112,7 @@ def test_under_vmap_it_is_a_pytree():
         (positive, {"out": "y.zarr"}, r"OutputRows.*y\.zarr.*y\.parquet"),
         (lambda x: bx.OutputRows(x, 1), {"out": "y.npy"}, r"OutputRows.*y\.npy.*y\.parquet"),
         (positive, {}, "OutputRows.*memory"),
-        (lambda x: {"a": bx.OutputRows(x, 1)}, {"out": "y/"}, "OutputRows within"),
+        (lambda x: {"a": bx.OutputRows(x, 1)}, {"out": "y/"}, "OutputRows inside"),
         (lambda x: bx.OutputRows({"a": x, "b": x[:2]}, 1), {"out": "y/"}, r"shapes \[\(3,\), \(2"),
         (lambda x: bx.OutputRows(x[0], 1), {"out": "y/"}, r"shapes \[\(\)\]"),
         (lambda x: bx.OutputRows(x, 1.5), {"out": "y/"}, "count must be an int"),

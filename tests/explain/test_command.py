@@ -45,6 +45,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    sys.modules.pop("model", None)  # that of another test
     yield tmp_path
     sys.modules.pop("model", None)
 
