@@ -232,7 +232,7 @@ class TailCompaction:
         def of_width(width: int) -> Callable[..., list[Any]]:
             block = replace(lanes, size=width)
 
-            def run(first: Any, counts: Any, start: Any, *xs: Any) -> list[Any]:
+            def run(first: Any, counts: Any, start: Any, *xs: Value) -> list[Any]:
                 args = form.split(
                     [
                         x if a is None else match_axis(block, x, a, 0)
@@ -269,7 +269,7 @@ def _with_sums(program: ClosedJaxpr, form: SweepSignature) -> ClosedJaxpr:
     sums = [n + i for i, a in enumerate(form.y_axes) if a is None]
     types = [a.strip_weak_type() for a in take(program.out_avals, sums)]
 
-    def back(*operands: Any) -> list[Any]:
+    def back(*operands: Value) -> list[Any]:
         before, so_far, x = parts(operands, first, len(sums))
         outs = inline_jaxpr(program, [*before, *x])
         rest = [y for i, y in enumerate(outs) if i >= n and i not in sums]

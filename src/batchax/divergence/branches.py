@@ -307,7 +307,7 @@ class _Part:
         # Numbers stay in it; what outlives a trace holds none of its arrays.
         others = [None if isinstance(x, jax.Array) else x for x in self.operands]
 
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Value) -> list[Any]:
             return eval_jaxpr(jaxpr, self.program.consts, *with_values(others, self.used, xs))
 
         types = [self.program.in_avals[k] for k in self.used]
@@ -335,7 +335,7 @@ class _Part:
             def of_width(width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
 
-                def run_chunk(start: jax.Array, counts: jax.Array, *xs: Any) -> list[Any]:
+                def run_chunk(start: jax.Array, counts: jax.Array, *xs: Value) -> list[Any]:
                     outs, at = interpret(lanes, program.jaxpr, program.consts, xs, positions)
                     return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
 

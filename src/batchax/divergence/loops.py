@@ -170,7 +170,7 @@ class DivergentLoop:
             return self.masked(*operands)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
-    def run(self, *operands: Any) -> list[Any]:
+    def run(self, *operands: Value) -> list[Any]:
         """The last carry, from the operands besides the carry and the first carry."""
         plan = self.plan
         if isinstance(plan, Masked):
@@ -220,7 +220,7 @@ class DivergentLoop:
         same, n = self._unchanged, len(consts)
         changed = [k for k in range(len(carry)) if k not in same]
 
-        def run(end: Any, *operands: Any) -> list[Any]:
+        def run(end: Any, *operands: Value) -> list[Any]:
             def lane(i: jax.Array, state: Values) -> list[Any]:
                 both = zip(operands, self.positions, strict=False)
                 own = [x if a is None else entry_of(x, i, a) for x, a in both]
@@ -250,7 +250,7 @@ class DivergentLoop:
         """What all lanes hold at first besides what the loop of one example carries."""
         return []
 
-    def masked(self, *operands: Any) -> list[Any]:
+    def masked(self, *operands: Value) -> list[Any]:
         """As `run`, with lanes that are masked until all are done."""
         consts, carry = operands[: len(self.positions)], operands[len(self.positions) :]
         test_at, body_at = self.positions[: self.n_test], self.positions[self.n_test :]
@@ -329,7 +329,7 @@ def _with_onepredicate(axis: Axis, loop: WhileLoop) -> WhileLoop:
     def goes_on(active: Any, *_: Any) -> list[Any]:
         return [active.any()]
 
-    def once(*operands: Any) -> list[Any]:
+    def once(*operands: Value) -> list[Any]:
         test_consts, operands = operands[:n_test], operands[n_test:]
         body_consts, (active, *carry) = operands[:n_body], operands[n_body:]
         new = eval_jaxpr(loop.body.jaxpr, loop.body.consts, *body_consts, *carry)
@@ -394,7 +394,7 @@ def _function(program: Any) -> Any:
     return lambda *operands: eval_jaxpr(jaxpr, consts, *operands)
 
 
-def _run(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
+def _run(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
     return inline_jaxpr(program, operands)
 
 
@@ -406,12 +406,12 @@ def _elsewhere(*, loop: DivergentLoop, program: Jaxpr) -> Callable[..., list[Any
     return None if loop.axis.divergence.explicit else loop.masked
 
 
-def _masked(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
+def _masked(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
     # What moves lanes reads and writes out of bounds on purpose, which is no error of the user.
     return loop.masked(*operands)
 
 
-def _differentiated(*operands: Any, loop: DivergentLoop, program: Any) -> list[Any]:
+def _differentiated(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
     return loop.differentiated(program, operands)
 
 

@@ -20,7 +20,7 @@ from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.rewriter import Rewriter, fresh
-from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,
@@ -87,7 +87,7 @@ def _step(
     def place(step: jax.Array) -> Any:
         return np.int32(length - 1) - step if reverse else step
 
-    def take(step: jax.Array, *xs: Any) -> list[Any]:
+    def take(step: jax.Array, *xs: Value) -> list[Any]:
         at = place(step)
         return [
             lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])

@@ -28,6 +28,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from batchax.jaxprs.words import Value
+
 
 @dataclass(frozen=True)
 class SkiRental:
@@ -44,5 +46,5 @@ class SkiRental:
         return lax.lt(_float(wasted), self.limit(lanes))
 
 
-def _float(x: Any) -> Any:
+def _float(x: Value) -> Any:
     return np.float32(x) if isinstance(x, int) else lax.convert_element_type(x, np.float32)

@@ -44,7 +44,7 @@ def run_in_tiles(
     tiles = _Tiles(plan, step, positions, active.shape[0], plan.width)
     run = tiles.until_few_are_left if plan.leave_at else tiles.until_all_are_done
 
-    def whole(active: Any, *operands: Any) -> list[Any]:
+    def whole(active: Any, *operands: Value) -> list[Any]:
         return run(operands[: len(positions)], active, operands[len(positions) :])
 
     operands = [active, *consts, *carry]

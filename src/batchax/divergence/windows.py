@@ -240,7 +240,7 @@ def refill(queue: Queue, window: InWindow) -> InWindow:
     """The window with those who wait where lanes are done."""
     of_all = queue.lanes is None
 
-    def run(*operands: Any) -> InWindow:
+    def run(*operands: Value) -> InWindow:
         asked = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
         how = _one_by_one if jax.default_backend() == "cpu" else _at_once
         return how(asked, InWindow(*operands[len(queue) - of_all :]))

@@ -457,7 +457,7 @@ def _compiled(run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Compiles `run`, cached without the parameter `guarded`, which it does not use."""
 
     @whatever_jit
-    def compute(*operands: Any, **params: Any) -> list[Any]:
+    def compute(*operands: Value, **params: Any) -> list[Any]:
         values = {name: value for name, value in params.items() if name != "guarded"}
         # Programs compare by identity in JAX's cache, and a call outside of `jit` traces new ones.
         keys = map(value_key, values.values())

@@ -198,7 +198,7 @@ class _Derivative:
         ct_consts, cts, ct_xs = parts(pulled, len(self.consts), len(self.carry))
         return cts, [*ct_consts, *ct_xs]
 
-    def _pulled(self, *xs: Any) -> list[Any]:
+    def _pulled(self, *xs: Value) -> list[Any]:
         """Computes the cotangents of all perturbed inputs of a step, in order."""
         n_cts = len(self.carry)
         consts, cts, x = parts(xs, self.form.n_consts, n_cts)
@@ -216,7 +216,7 @@ class _Derivative:
         inputs = self.guarded.in_avals
         cts = [self.guarded.out_avals[i].to_tangent_aval() for i in self.outputs]
 
-        def back(*xs: Any) -> list[Any]:
+        def back(*xs: Value) -> list[Any]:
             cts, ys = self._step_back(xs[:n], xs[n : n + n_cts], xs[n + n_cts :])
             return [*cts, *ys]
 
@@ -506,7 +506,7 @@ class _SweepDerivative:
             carry, cts, x, of_rest = parts(x, form.n_carry, n, len(xs))
             primals = [*consts, *carry, *x]
 
-            def both(*values: Any) -> list[Any]:
+            def both(*values: Value) -> list[Any]:
                 consts, others = parts(values, form.n_consts)
                 ahead = flat(self.ahead)(*consts, *others)
                 return [*take(ahead, self.carry), *flat(self.behind)(*consts, *returning, *others)]

@@ -338,7 +338,7 @@ def settle(
         entries = [*first_entries, *(mapped_aval(aval.shape[a], a, aval) for aval, a in whole)]
 
         def staged(step: LoopStep, types: Sequence[Aval] = types) -> ClosedJaxpr:
-            def run(*xs: Any) -> list[Any]:
+            def run(*xs: Value) -> list[Any]:
                 rest = xs[n + len(types) :]
                 new, ys = step(xs[:n], xs[n : n + len(types)], rest)
                 new = [varied(x, [t]) for x, t in zip(new, types, strict=True)]
@@ -630,14 +630,14 @@ def _programs(test: Any, body: Any, form: LoopSignature) -> tuple[ClosedJaxpr, C
     state = [number, *body_types[n_consts : n_consts + n_carry], *_arrays(test, body, form)]
     test_types = [] if test is None else list(test.in_avals[:n_test])
 
-    def going_on(count: Any, *values: Any) -> list[Any]:
+    def going_on(count: Any, *values: Value) -> list[Any]:
         consts, (n, *rest) = values[:n_test], values[n_test:]
         more = n < lax.min(count, np.int32(form.steps.most))
         if test is None:
             return [more]
         return [more & inline_jaxpr(test, [*consts, *rest[:n_carry]])[0]]
 
-    def step(count: Any, *values: Any) -> list[Any]:
+    def step(count: Any, *values: Value) -> list[Any]:
         consts, values = values[:n_consts], values[n_consts:]
         xs, (n, *rest) = values[: len(entries)], values[len(entries) :]
         carry, ys = rest[:n_carry], rest[n_carry:]

@@ -322,7 +322,7 @@ class _Whole(NamedTuple):
 def _whole(call: Call, values: Values) -> _Whole:
     way, memo = call.way, call.way.memo
 
-    def run(*values: Any) -> tuple[list[Any], Any]:
+    def run(*values: Value) -> tuple[list[Any], Any]:
         return way.run(replace(call.with_values(values), computes=True))
 
     def stage() -> _Whole:

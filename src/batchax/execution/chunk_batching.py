@@ -77,7 +77,7 @@ def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
         def of_width(width: int) -> Callable[..., list[Any]]:
             one_example = body.function(width)
 
-            def run(start: Any, *xs: Any) -> list[Any]:
+            def run(start: Any, *xs: Value) -> list[Any]:
                 *own, lane = xs
                 types = [jax.typeof(start), *map(jax.typeof, own)]
                 # The index is the only use of the name that needs no other lanes.
@@ -107,7 +107,7 @@ def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
 def _one_by_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[Any]:
     """Runs the outer lanes in sequence, each with a chunk loop."""
 
-    def run(start: Any, *xs: Any) -> list[Any]:
+    def run(start: Any, *xs: Value) -> list[Any]:
         lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
         return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
 
@@ -136,7 +136,7 @@ def _as_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[
             one_lane = body.function(1)
             lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
 
-            def run(start: Any, *xs: Any) -> list[Any]:
+            def run(start: Any, *xs: Value) -> list[Any]:
                 # Lanes of a chunk may belong to different outer lanes, which differ in operands
                 # that are whole in `loop`. So what runs is a chunk of one lane, batched over the
                 # lanes: a value has an axis for these, and next to it one of size one for the
@@ -231,7 +231,7 @@ def _batched(
         def of_width(width: int) -> Any:
             one_example = body.function(width)
 
-            def batched(start: jax.Array, *xs: Any) -> list[Any]:
+            def batched(start: jax.Array, *xs: Value) -> list[Any]:
                 outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
                 return [
                     match_axis(axis, x, a, 0) if hit else x

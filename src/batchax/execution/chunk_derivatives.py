@@ -73,7 +73,7 @@ def in_parts(
     def of_width(width: int) -> Callable[..., list[Any]]:
         function = loop.body.function(width)
 
-        def run(start: Any, *xs: Any) -> list[Any]:
+        def run(start: Any, *xs: Value) -> list[Any]:
             outs = map(_state, function(start, *xs), loop.results)
             return [part for parts in outs for part in parts]
 
@@ -162,7 +162,7 @@ def loop_with_gradient(loop: ChunkLoop, which: int, moving: Sequence[int]) -> Ch
         def of_width(width: int) -> Any:
             primal = of(width)
 
-            def run(start: Any, *xs: Any) -> list[Any]:
+            def run(start: Any, *xs: Value) -> list[Any]:
                 of_chunk = functools.partial(primal, start)
                 outs, pull = pullback_of(of_chunk, xs, moving, [which])
                 # The cotangent of a sum is 1 for each chunk, so the gradient needs no second pass.
@@ -261,7 +261,7 @@ def _tangent_loop(loop: ChunkLoop, moving: Sequence[int], dependent: Sequence[in
         def of_width(width: int) -> Any:
             primal = of(width)
 
-            def run(start: Any, *xs: Any) -> list[Any]:
+            def run(start: Any, *xs: Value) -> list[Any]:
                 of_chunk = functools.partial(primal, start)
                 return tangents_of(of_chunk, xs[:n], moving, xs[n:], dependent)[1]
 
@@ -301,7 +301,7 @@ def _reject_effects(program: Any) -> None:
         )
 
 
-def transpose(cotangents: Values, *operands: Any, loop: ChunkLoop, program: Jaxpr) -> list[Any]:
+def transpose(cotangents: Values, *operands: Value, loop: ChunkLoop, program: Jaxpr) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:
@@ -328,7 +328,7 @@ def _reverse_loop(
             forward = of(width)
             types = loop.of_chunk(avals, width)
 
-            def run(start: Any, *xs: Any) -> list[Any]:
+            def run(start: Any, *xs: Value) -> list[Any]:
                 residuals, cts = xs[: len(others)], xs[len(others) :]
                 of_chunk, of_linear = functools.partial(forward, start), [types[i] for i in linear]
                 return transposed(of_chunk, residuals, linear, of_linear, given)(cts)

@@ -39,7 +39,7 @@ from batchax.execution.slices import blank, put_part
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import declare
 
 
@@ -331,7 +331,7 @@ def _with_constants(loop: ChunkLoop, count: int) -> ChunkLoop:
     """Turns constants of the program into operands that all chunks share."""
 
     def of_width(width: int) -> Callable[..., list[Any]]:
-        def run(start: Any, *xs: Any) -> list[Any]:
+        def run(start: Any, *xs: Value) -> list[Any]:
             own, consts = xs[:-count], xs[-count:]
             program = loop.body.staged(width, list(map(jax.typeof, own)))
             return eval_jaxpr(program.jaxpr, consts, start, *own)

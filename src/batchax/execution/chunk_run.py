@@ -71,7 +71,7 @@ def _all(loop: ChunkLoop, operands: Values) -> list[Any]:
 def _few(loop: ChunkLoop, count: Any, operands: Values) -> list[Any]:
     program = loop.program([jax.typeof(x) for x in operands], 1)
 
-    def run(count: Any, *operands: Any) -> list[Any]:
+    def run(count: Any, *operands: Value) -> list[Any]:
         def lane(i: Any, results: Sequence[Any]) -> list[Any]:
             parts = []
             for x, spec in zip(operands, loop.operands, strict=True):
@@ -350,7 +350,7 @@ def run_flat(loop: ChunkLoop, *operands: jax.Array) -> list[Any]:
     return run(loop, operands)
 
 
-def compute(*operands: Any, loop: ChunkLoop, program: Any) -> list[Any]:
+def compute(*operands: Value, loop: ChunkLoop, program: Any) -> list[Any]:
     """Compiles and runs the loop, in smaller chunks if memory runs out."""
     avals = [jax.typeof(x) for x in operands]
     chunk = loop.chunk if isinstance(loop.chunk, int) else chosen_chunk(loop, avals)

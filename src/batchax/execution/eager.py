@@ -21,7 +21,7 @@ from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_foreign
 from batchax.memo import Memo
 
@@ -142,7 +142,7 @@ def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:
     evaluate = functools.partial(eval_jaxpr, open_program.jaxpr, open_program.consts)
     key = value_key(open_program)
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: Value) -> list[Any]:
         config: Any = jax.config  # which has no types
         if config.jax_disable_jit or _compat.compiled_later():
             return evaluate(*consts, *values)
@@ -183,7 +183,7 @@ def compile_for_account(program: Callable[..., list[Any]], avals: Sequence[Aval]
     ]
     checked = bool(_compat.checked_axes())
 
-    def on_each_device(*operands: Any) -> list[Any]:
+    def on_each_device(*operands: Value) -> list[Any]:
         outs = program(*map(_compat.varying_as, operands, avals))
         return [x[None] for x in outs]  # what varies is returned side by side
 

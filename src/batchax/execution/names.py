@@ -105,7 +105,7 @@ def expose_names(axis: Axis, staged: ClosedJaxpr, calls: HostCalls = HostCalls()
             to.eqns.append(eqn)
             continue
 
-        def run(lane: Any, *xs: Any, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
+        def run(lane: Any, *xs: Value, eqn: Eqn = eqn, of_lanes: bool = of_lanes) -> list[Any]:
             names = _compat.current_name_stack()
             with _compat.user_source(eqn.source_info, names), eqn.ctx.manager:
                 if of_lanes or is_exposed(axis, eqn):
@@ -153,7 +153,7 @@ def index_as_input(axis: Axis, program: ClosedJaxpr, calls: bool = False) -> Clo
     With `calls`, a second index for callbacks follows.
     """
 
-    def run(lane: Any, *xs: Any) -> list[Any]:
+    def run(lane: Any, *xs: Value) -> list[Any]:
         caller, xs = (xs[0], xs[1:]) if calls else (None, xs)
         return _evaluate(axis, jaxpr, consts, xs, lane, caller)
 

@@ -34,7 +34,7 @@ from jax.sharding import AxisType
 from batchax import _compat
 from batchax.frontend.options import check_progress
 from batchax.jaxprs.spoken import brief, name_of
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import mesh_around
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
@@ -287,7 +287,7 @@ def _entry(values: Values) -> Sequence[Any]:
     return []
 
 
-def _call_when_computed(*operands: Any, callback: ProgressCallback) -> list[Any]:
+def _call_when_computed(*operands: Value, callback: ProgressCallback) -> list[Any]:
     return _call(*jax.block_until_ready(operands), callback=callback)
 
 
@@ -316,7 +316,7 @@ tell_progress_p = own_primitive(
 )
 
 
-def _same(*operands: Any, **_: Any) -> list[Any]:
+def _same(*operands: Value, **_: Any) -> list[Any]:
     return list(operands[:-1])
 
 
@@ -334,7 +334,7 @@ def _jvp_back(primals: Values, tangents: Values, *, steps: Steps, linear: bool) 
     return outs, dots
 
 
-def _transpose_back(cotangents: Values, *operands: Any, steps: Steps, linear: bool) -> list[Any]:
+def _transpose_back(cotangents: Values, *operands: Value, steps: Steps, linear: bool) -> list[Any]:
     if linear and type(cotangents[0]) is not ad.Zero:
         steps.went_back(operands[-1], cotangents[0])
     return [*cotangents, None]

@@ -405,7 +405,7 @@ class _Chunk:
     reduced: dict[Target, Partial] = field(default_factory=dict)
 
     def of_width(self, width: int) -> Callable[..., list[Any]]:
-        def run(start: Any, *xs: Any) -> list[Any]:
+        def run(start: Any, *xs: Value) -> list[Any]:
             outs, positions, index, real = self.interpret(width, start, xs)
             outputs = zip(self.targets, outs, positions, strict=True)
             return [

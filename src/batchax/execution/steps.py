@@ -169,7 +169,7 @@ def run_steps(
         return inner.with_rest(state)
 
     def swept(sweep: _Sweep, state: _State) -> tuple[_State, Any]:
-        def step(state: _State, x: Any) -> tuple[_State, Any]:
+        def step(state: _State, x: Value) -> tuple[_State, Any]:
             index, given = x
             state = state._replace(carry=_begin(program, sweep, index, state.carry))
             at = sweep.first + index * np.int32(sweep.width or 1)
@@ -330,7 +330,7 @@ def _operations(
     return run_steps(replace(program, body=body), consts, carry, xs, differentiable)
 
 
-def _moved(*operands: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _moved(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
     consts, carry, xs = _split(program, operands)
     axes = program.in_axes
     in_front = replace(
@@ -344,7 +344,7 @@ def _moved(*operands: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]
     return [*carry, *(jnp.moveaxis(y, 0, a) for y, a in zip(ys, program.out_axes, strict=True))]
 
 
-def _compute(*operands: Any, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+def _compute(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
     run = functools.partial(_operations, program=program, body=body)
     return jitted((program, "in place"), run)(*operands)
 

@@ -90,7 +90,7 @@ def found(error: Exception, name: str) -> FloatingPointError:
 def _as_one_program(run: Callable[..., T], args: Any) -> Callable[..., T]:
     """Wraps `run` in a call of one compiled program of the traced leaves of `args`."""
 
-    def of_traced(*xs: Any) -> tuple[list[Any], Any]:
+    def of_traced(*xs: Value) -> tuple[list[Any], Any]:
         given = iter(xs)
         own = [next(given) if isinstance(x, Tracer) else x for x in leaves]
         outs, out_tree = jax.tree.flatten(run(*jax.tree.unflatten(tree, own)))

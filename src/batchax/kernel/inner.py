@@ -20,7 +20,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
@@ -372,7 +372,7 @@ def run_inner(
 _programs = Memo("what moves lanes in windows, and counts them", most=512)
 
 
-def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Any) -> list[Any]:
+def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Value) -> list[Any]:
     """Runs `fun`, traced once for each `key`, operand types, platform, and context."""
     types = tuple(map(jax.typeof, operands))
     whole = key, types, jax.default_backend(), _compat.trace_context()
@@ -409,6 +409,6 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
     return structure.unflatten(outs)
 
 
-def _strong(x: Any) -> Any:
+def _strong(x: Value) -> Any:
     """Removes the weak type of `x`, as a step may return a strong one."""
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x

@@ -67,13 +67,13 @@ def run_without_rule(
     """Batches an equation without a rule here: by JAX's rule, or lane by lane."""
     primitive = eqn.primitive
 
-    def one_lane(*xs: Any) -> list[Any]:
+    def one_lane(*xs: Value) -> list[Any]:
         return list(bind_equation(eqn, xs))
 
     if _compat.jax_has_rule(primitive):
         # The results leave `jax.vmap` as a description, next to its outputs: as one of those, each
         # would have to be placed at an axis, be it batched or not.
-        def look(*xs: Any) -> tuple[list[Any], list[tuple[Any, Position]]]:
+        def look(*xs: Value) -> tuple[list[Any], list[tuple[Any, Position]]]:
             return [], list(map(_compat.batched_by_jax, one_lane(*xs)))
 
         def batch(fun: Callable[..., Any]) -> Any:
@@ -278,7 +278,7 @@ def _run_lanes(
     needed = needed | calls
     outputs = [v for step in steps for v in step.outputs if v in needed]
 
-    def one_lane(*xs: Any) -> list[Any]:
+    def one_lane(*xs: Value) -> list[Any]:
         own = dict(zip(inputs, xs, strict=True))
         value = lambda v: v.val if isinstance(v, Literal) else own[v]
         walk(steps, own, value, lambda step, xs: bind_equation(step.eqn, xs))

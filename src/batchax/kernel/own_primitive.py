@@ -145,7 +145,7 @@ class Linearized:
             return cls(program, range(n), (), tangents, back, cotangents)
         parts: list[tuple[ClosedJaxpr, list[int]]] = []
 
-        def values(*xs: Any) -> list[Any]:
+        def values(*xs: Value) -> list[Any]:
             some, points = _of_moving(run, xs, perturbed, results)
             _, derivative, outs = jax.linearize(some, *points, has_aux=True)
             linear = _compat.stage(derivative, dots, names)
@@ -166,7 +166,7 @@ class Linearized:
         tangents, reads = parts[-1]
         n = len(tangents.in_avals) - len(dots)
 
-        def back_from_residuals(*xs: Any) -> list[Any]:
+        def back_from_residuals(*xs: Value) -> list[Any]:
             linear = lambda *ys: eval_jaxpr(tangents.jaxpr, tangents.consts, *ys)
             places = range(n, n + len(dots))
             return transposed(linear, xs[:n], places, dots, range(len(results)))(xs[n:])
@@ -209,7 +209,9 @@ def report_errors(
     `programs` are the parameters that hold jaxprs. Where no error can occur, the primitive stays.
     """
 
-    def rule(checking: _compat.Checking, operands: Any, params: Any) -> tuple[Any, Sequence[Any]]:
+    def rule(
+        checking: _compat.Checking, operands: Values, params: Any
+    ) -> tuple[Any, Sequence[Any]]:
         effects = set().union(*(program.effects for program in held_programs(params, programs)))
         if not checking.needs(effects):
             return checking.error, primitive.bind(*operands, **params)
@@ -446,7 +448,7 @@ def _transpose(
     operations: Callable[..., list[Any]],
     primitive: _compat.Primitive,
     cotangents: Any,
-    *operands: Any,
+    *operands: Value,
     **params: Any,
 ) -> list[Any]:
     cotangents = cotangents if primitive.multiple_results else [cotangents]

@@ -184,7 +184,7 @@ def _types_for_one(
 ) -> Sequence[Any]:
     """Computes the result types of a primitive for one example."""
 
-    def one_example(*xs: Any) -> list[jax.Array]:
+    def one_example(*xs: Value) -> list[jax.Array]:
         out = primitive.bind(*xs, **primitive.get_bind_params(params))
         # `get_bind_params` restores functions that JAX stores in parameters as jaxprs.
         return out if primitive.multiple_results else [out]

@@ -248,7 +248,7 @@ def _compiled(
         and ((m and isinstance(x, (jax.Array, np.ndarray))) or _may_be_bad(x))
     }
 
-    def of_arrays(*xs: Any) -> Any:
+    def of_arrays(*xs: Value) -> Any:
         given = dict(zip(arrays, xs, strict=True))
         return run(structure.unflatten([given.get(i, x) for i, x in enumerate(flat)]))
 
@@ -347,7 +347,7 @@ class _Marking(Program):
         flat, structure = jax.tree_util.tree_flatten_with_path(list(values))
         arrays = {i: x for i, (_, x) in enumerate(flat) if isinstance(x, Tracer) or _may_be_bad(x)}
 
-        def of_arrays(*xs: Any) -> Any:
+        def of_arrays(*xs: Value) -> Any:
             given = dict(zip(arrays, xs, strict=True))
             filled = [given.get(i, x) for i, (_, x) in enumerate(flat)]
             args, kwargs = self._rebuild(structure.unflatten(filled))
@@ -478,7 +478,7 @@ class _Batched:
     def origins(self) -> list[Any]:
         """Returns where each result comes from, for each lane."""
 
-        def run(*arrays: Any) -> list[Any]:
+        def run(*arrays: Value) -> list[Any]:
             evaluator, outs = self._evaluated(arrays)
             return evaluator.whole(outs)
 

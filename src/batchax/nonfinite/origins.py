@@ -105,7 +105,7 @@ def kind_of(x: Value) -> Any:
     return _kinds(_worst(x))
 
 
-def has_elements(x: Any) -> bool:
+def has_elements(x: Value) -> bool:
     """Whether a value, or a type, has elements for certain: its sizes may be symbols."""
     return all(isinstance(n, int) and n > 0 for n in x.shape)
 

@@ -315,7 +315,7 @@ class Counted:
         program, first = _compat.close(body.program), body.same + body.carried
         consts, carry, xs = operands[: body.same], operands[body.same : first], operands[first:]
 
-        def step(state: Any, x: Any) -> Any:
+        def step(state: Any, x: Value) -> Any:
             carry, counts = state
             outs, counts = self._run(program.jaxpr, program.consts, [*consts, *carry, *x], counts)
             return (outs[: body.carried], counts), outs[body.carried :]

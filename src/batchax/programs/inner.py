@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.own_primitives import expanded, operations_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _open(program: Jaxpr) -> Jaxpr:
     return getattr(program, "jaxpr", program)
 
 
-def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict[Any, int]:
+def _passed_on(program: Any, operands: Values, integers: Mapping[Any, int]) -> dict[Any, int]:
     inside = integers_in(program)
     for var, operand in zip(_open(program).invars, operands, strict=False):
         value = _integer(operand, integers)

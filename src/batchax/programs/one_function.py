@@ -20,7 +20,7 @@ from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.memo import Memo
 from batchax.programs.cost import SERIAL, windows_of
 from batchax.programs.inner import programs_in
@@ -118,7 +118,7 @@ def _terms(x: jax.Array, axes: Sequence[int]) -> Iterator[Any]:
         yield lax.squeeze(lax.slice(x, first, end), axes)
 
 
-def _by_halves(combine: Callable[[Any, Any], Any], x: Any, axis: int) -> Any:
+def _by_halves(combine: Callable[[Any, Any], Any], x: Value, axis: int) -> Any:
     """Reduces `axis` in as many steps as its size has binary digits."""
     part, rest = functools.partial(lax.slice_in_dim, axis=axis), []
     while (n := x.shape[axis]) > 1:
@@ -178,7 +178,7 @@ def _product(params: dict[str, Any], x: jax.Array, y: jax.Array) -> Any:
     return total if n == 1 else from_zero(total)
 
 
-def _last(x: Any, axis: int) -> Any:
+def _last(x: Value, axis: int) -> Any:
     """Moves an axis to the end."""
     return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 

@@ -18,7 +18,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, DictOfBatches, is_container
 from batchax.frontend.options import checked_list, converted
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.words import Tree, Value
 from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.stack import structures_differ
 
@@ -177,7 +177,7 @@ def as_bounds(axis: int | tuple[int, ...], max_length: Any) -> tuple[int | None,
     return tuple(None if each is None else int(each) for each in bounds)
 
 
-def as_tuple(x: Any) -> tuple[Any, ...]:
+def as_tuple(x: Value) -> tuple[Any, ...]:
     """The values for each ragged axis, as a tuple also where there is one."""
     return x if isinstance(x, tuple) else (x,)
 
@@ -587,7 +587,7 @@ def _flatten(batches: RaggedDict) -> tuple[list[Any], tuple[Any, ...]]:
         distinct.append(lengths)
         return len(distinct) - 1
 
-    def numbered(x: Any) -> Any:
+    def numbered(x: Value) -> Any:
         # A tree of what stands for leaves, such as their shardings, keeps the structure it has.
         if not _are_arrays(x):
             return x
@@ -608,7 +608,7 @@ def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
     first: dict[int, Any] = {}
     rows = False
 
-    def relinked(x: Any) -> Any:
+    def relinked(x: Value) -> Any:
         nonlocal rows
         rows = True
         if x.shared is None or not _are_arrays(x):
@@ -623,7 +623,7 @@ def _unflatten(keys: tuple[Any, ...], children: Iterable[Any]) -> Any:
     return (RaggedDict if rows else dict)(zip(keys, values, strict=True))
 
 
-def _map_rows(function: Callable[[Any], Any], tree: Any) -> Any:
+def _map_rows(function: Callable[[Any], Any], tree: Tree) -> Any:
     if isinstance(tree, BatchOfRows):
         return function(tree)
     is_rows = lambda x: isinstance(x, BatchOfRows)

@@ -478,7 +478,7 @@ def _array(x: Value, called: str, name: str) -> Any:
         raise _no_array(x, called, name) from None
 
 
-def _no_array(x: Any, called: str, name: str) -> ArgumentTypeError:
+def _no_array(x: Value, called: str, name: str) -> ArgumentTypeError:
     return ArgumentTypeError(f"{called}: {name} must be an array, got {type(x).__name__}.")
 
 
@@ -580,7 +580,7 @@ def run_found(program: ClosedJaxpr, rows: Sequence[Row]) -> tuple[Sizes, list[Ro
     names = [str(eqn.params["size"]) for eqn in finds]
 
     def with_room(bound: Sequence[int]) -> ClosedJaxpr:
-        def run(*values: Any) -> list[Any]:
+        def run(*values: Value) -> list[Any]:
             own = Sizes({}, {}, at_most=dict(zip(names, bound, strict=True)))
             given = {**at, **{v: Row(x, at[v].shape) for v, x in zip(moving, values, strict=True)}}
             outs = run_padded(own, body, [], [given[v] for v in needed])
@@ -660,7 +660,7 @@ def _batched(
     number = jnp.sum(jnp.any(most > room, 1), dtype=np.int32)
 
     def of_bound(program: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Position]]:
-        def run(*xs: Any) -> tuple[list[Any], list[Position]]:
+        def run(*xs: Value) -> tuple[list[Any], list[Position]]:
             one = lambda *xs: eval_jaxpr(program.jaxpr, program.consts, *xs)
             parts = _parts(axis.size) if program is programs[-1] else 1
             lanes, at = replace(axis, size=axis.size // parts), []

@@ -297,7 +297,7 @@ def of_one_row(
     of_numpy = {name: x for name, x in lengths.items() if isinstance(x, np.ndarray)}
     exact = frozenset(name for name, x in of_numpy.items() if (x == bounds[name]).all())
 
-    def padded_row(*values: Any) -> list[Any]:
+    def padded_row(*values: Value) -> list[Any]:
         own = dict(zip(lengths, values, strict=False))
         own.update((name, np.int32(bounds[name])) for name in exact)
         return one_row(Sizes(bounds, own, exact), *values[len(lengths) :])

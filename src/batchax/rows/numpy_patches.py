@@ -220,7 +220,13 @@ def _rfftfreq(original: Any, n: Any, d: Any = 1.0, **kwargs: Any) -> Any:
 
 @_compat.patches("jax.numpy.interp")
 def _interp(
-    original: Any, x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
+    original: Any,
+    x: Value,
+    xp: Any,
+    fp: Any,
+    left: Any = None,
+    right: Any = None,
+    period: Any = None,
 ) -> Any:
     # JAX asks for the length of the table as a number.
     size = np.shape(xp)[0] if np.ndim(xp) == 1 else None
@@ -298,7 +304,9 @@ def _where(mask: Any, xs: Any, others: Any, axis: int) -> Any:
 
 
 @_compat.patches("jax.numpy.cov")
-def _cov(original: Any, m: Any, y: Any = None, rowvar: bool = True, *args: Any, **more: Any) -> Any:
+def _cov(
+    original: Any, m: Any, y: Value = None, rowvar: bool = True, *args: Any, **more: Any
+) -> Any:
     # JAX returns early where there is no observation, which may be said of some rows.
     shape = np.shape(m)
     count = shape[-1 if rowvar or len(shape) == 1 else 0] if len(shape) else 1

@@ -278,7 +278,7 @@ def _write(rows: Any, op: Operation, values: Sequence[Any]) -> Any:
     return op.bind(x.value, target, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(rows: Any, x: Any, indices: Any) -> tuple[Any, Any]:
+def _targets(rows: Any, x: Value, indices: Any) -> tuple[Any, Any]:
     """Where in all packed elements the indices of elements are, moved inside, and which were."""
     (dim,), (along,) = (x.shape[k] for k in ragged_axes(x.shape)), ragged_axes(indices.shape)
     of = shorter(dim, rows.bounds)

@@ -90,7 +90,7 @@ class Operation:
     def out_shape(self) -> tuple[Any, ...]:
         return self.eqn.outvars[0].aval.shape
 
-    def bind(self, *values: Any, **changes: Any) -> Any:
+    def bind(self, *values: Value, **changes: Any) -> Any:
         """The operation on padded arrays, with the bound of each size; `changes` are parameters."""
         params = self.sizes.filled_in({**self.eqn.params, **changes})
         outs = bind_varying(self.eqn, values, **params)

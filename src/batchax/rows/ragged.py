@@ -19,6 +19,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.options import translate_argument_names
 from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.words import Value
 from batchax.rows.building import (
     Selecting,
     as_bounds,
@@ -388,7 +389,7 @@ def rows_of_one_size(x: jax.Array, axes: Sequence[int]) -> Ragged:
     return Ragged(data, lengths, tuple(sizes), axis=tuple(axes))
 
 
-def _on_host(x: Any) -> bool:
+def _on_host(x: Value) -> bool:
     """Whether NumPy reads this without a transfer: it is an array of NumPy, or on the first CPU."""
     if not isinstance(x, jax.Array):
         return isinstance(x, np.ndarray)

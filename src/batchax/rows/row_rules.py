@@ -112,7 +112,7 @@ def run_packed_rule(
     the same for all rows (None). `closed` are the values of what the function closes over.
     """
 
-    def call(*xs: Any) -> tuple[list[Any], list[bool | None]]:
+    def call(*xs: Value) -> tuple[list[Any], list[bool | None]]:
         assert rule.for_rows is not None
         args, kwargs = rule.arguments.rebuild(xs)
         with rule.naming(rule.for_rows):
@@ -153,7 +153,7 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     count, bound = len(rule.closed), sizes.bounds[name]
     at = [ragged_axis(aval.shape) for aval in given[count:]]
 
-    def alone(length: Any, *xs: Any) -> list[Any]:
+    def alone(length: Any, *xs: Value) -> list[Any]:
         one = Rows(RowIndex.of(length[None], bound, bound))
         said = [None if k is None else True for k in at]
         outs, flags = run_packed_rule(rule, one, said, xs[:count], xs[count:])
@@ -162,11 +162,11 @@ def in_padding(op: Operation, rows: Sequence[Row], name: str) -> list[Any]:
     types = [aval.update(shape=sizes.bounds_of(aval.shape)) for aval in made]
 
     @custom_vmap
-    def one_row(length: Any, *xs: Any) -> list[Any]:
+    def one_row(length: Any, *xs: Value) -> list[Any]:
         return call_later(alone, types, length, *xs)
 
     @one_row.def_vmap
-    def _(size: int, in_batched: Any, length: Any, *xs: Any) -> tuple[list[Any], list[bool]]:
+    def _(size: int, in_batched: Any, length: Any, *xs: Value) -> tuple[list[Any], list[bool]]:
         of_length, *batched = in_batched
         if any(batched[:count]):  # of that the rule knows nothing
             axes = [0 if b else None for b in (of_length, *batched)]

@@ -171,7 +171,7 @@ class RowsOnDevices(Way):
         return not (call.traced or self.stages_again)
 
     def run(self, call: Call) -> tuple[list[Any], Any]:
-        def run(*values: Any) -> list[Any]:
+        def run(*values: Value) -> list[Any]:
             given = call.with_values(values)
             assert isinstance(given, RowCall)
             return _run_on_devices(given, self)
@@ -208,7 +208,7 @@ def _run_on_devices(call: RowCall, way: RowsOnDevices) -> list[Any]:
         arguments.append(x)
         positions.append(None if m.axis is None and not own else 0)
 
-    def of_device(*values: Any) -> tuple[list[Any], list[Position], list[_Output]]:
+    def of_device(*values: Value) -> tuple[list[Any], list[Position], list[_Output]]:
         own = [
             x if a is None else lax.squeeze(x, (0,)) for x, a in zip(values, positions, strict=True)
         ]

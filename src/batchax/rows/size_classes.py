@@ -298,7 +298,7 @@ def run_in_classes(
     used = number < np.int32(len(classes.rows))
     used, number, *operands = _compat.varying_alike([used, number, *operands])
 
-    def of_class(k: int, *xs: Any) -> tuple[list[Any], list[Position]]:
+    def of_class(k: int, *xs: Value) -> tuple[list[Any], list[Position]]:
         lanes = replace(rows.axis, size=classes.rows[k])
         args = [
             x if w else _rows_of_block(classes, k, x, each.shape)
@@ -323,7 +323,7 @@ def run_in_classes(
     programs = returning_alike([program for program, _ in staged])
     types = programs[0].out_avals
 
-    def one_block(start: jax.Array, used: jax.Array, number: jax.Array, *xs: Any) -> list[Any]:
+    def one_block(start: jax.Array, used: jax.Array, number: jax.Array, *xs: Value) -> list[Any]:
         given = [x if w else lax.squeeze(x, (0,)) for x, w in zip(xs, whole, strict=True)]
         outs = class_switch(lax.squeeze(number, (0,)), programs, given)
         return [lax.expand_dims(x, (0,)) for x in outs]
@@ -350,7 +350,7 @@ def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Value
     runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
     smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
-    def switch(number: jax.Array, *xs: Any) -> list[Any]:
+    def switch(number: jax.Array, *xs: Value) -> list[Any]:
         return list(lax.switch(number, runs, *xs))
 
     def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
@@ -598,7 +598,7 @@ def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list
     return lax.fori_loop(zero, np.int32(count), step, state)[-1]
 
 
-def _elements(numpy: Any, *operands: Any, widths: Any, room: Any, size: int) -> list[Any]:
+def _elements(numpy: Any, *operands: Value, widths: Any, room: Any, size: int) -> list[Any]:
     """As `PlacesOfElements` has them.
 
     Operands are those of `RowsOfBlocks`, where each row begins, and the row of each element; then
@@ -711,7 +711,7 @@ def _shapes_of_blocks(*lengths: Any, limits: Any, rows: Any, blocks: int) -> lis
 
 
 def _shapes_of_elements(
-    *operands: Any, widths: Any, room: tuple[int, ...] | None, size: int
+    *operands: Value, widths: Any, room: tuple[int, ...] | None, size: int
 ) -> list[Any]:
     places = (RowsOfBlocks(*operands[:6]).number.shape[0] * size,)
     return [operands[7].shape, places, places]

@@ -25,7 +25,7 @@ from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
-from batchax.jaxprs.words import Aval, ClosedJaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.programs.canonical_form import same_results
@@ -77,7 +77,7 @@ def execute_padded(call: RowCall, chunking: Chunking | None) -> tuple[list[Any],
     recording.found_program(call.axis, call.staged, call.mapped)
     staged, bounds = call.staged, call.bounds
 
-    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+    def padded_row(*values: Value) -> tuple[list[Any], FlatOutputs]:
         sizes = Sizes(bounds, dict(zip(bounds, values, strict=False)))
         rows = _run_padded_row(sizes, staged, call.sizes_of, values[len(bounds) :])
         return with_lengths(sizes, rows, call.outputs, list, call)
@@ -166,7 +166,7 @@ def _switched(
     branches = [_branch(part.run(call, lengths), results) for part in parts]
     which = np.repeat(np.arange(len(parts), dtype=np.int32), [len(p.numbers) for p in parts])
 
-    def padded_row(*values: Any) -> tuple[list[Any], FlatOutputs]:
+    def padded_row(*values: Value) -> tuple[list[Any], FlatOutputs]:
         own, arrays = values[: len(sizes)], values[len(sizes) :]
         place = lengths.place(own)
         branch = place if each else jnp.asarray(which)[place]
@@ -252,7 +252,7 @@ class _Result:
         table[taken] = own
         return dim
 
-    def padded(self, x: Any) -> Any:
+    def padded(self, x: Value) -> Any:
         """The result of one row, padded to the largest result."""
         room = [(0, most - d, 0) for most, d in zip(self.bounds, x.shape, strict=True)]
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # which XLA pads as numbers only
@@ -374,7 +374,7 @@ def _parts_of_many(call: RowCall, lengths: np.ndarray) -> list[_Part] | None:
         if find_found(staged):
             return None
 
-        def padded(length: Any, *arrays: Any) -> list[Any]:
+        def padded(length: Any, *arrays: Value) -> list[Any]:
             sizes = Sizes(bounds, {size.name: length})
             return [row.value for row in _run_padded_row(sizes, staged, part.sizes_of, arrays)]
 

@@ -23,7 +23,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis
 from batchax.kernel.inner import batched_aval, remembered, stage_function
@@ -62,7 +62,7 @@ def calls_in(eqn: Eqn) -> list[Any]:
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     """Adds a first operand `active` to `program`, whose callbacks and checks then depend on it."""
 
-    def run(active: jax.Array, *xs: Any) -> list[Any]:
+    def run(active: jax.Array, *xs: Value) -> list[Any]:
         return _evaluate(axis, program, xs, active)
 
     def build() -> ClosedJaxpr:
@@ -208,7 +208,7 @@ def _for_the_first(
     return lane_calls_p.bind(here, *xs, **{**how, "placed": False}), []
 
 
-def _types(active: Any, *operands: Any, program: Any, **how: Any) -> list[Any]:
+def _types(active: Any, *operands: Value, program: Any, **how: Any) -> list[Any]:
     def of_lanes(aval: Aval) -> Any:
         for size in reversed(active.shape):
             aval = batched_aval(Axis(size), aval, 0)
@@ -217,7 +217,9 @@ def _types(active: Any, *operands: Any, program: Any, **how: Any) -> list[Any]:
     return list(map(of_lanes, program.out_avals))
 
 
-def _jvp(primals: Any, tangents: Any, *, program: Any, **how: Any) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Values, tangents: Any, *, program: Any, **how: Any
+) -> tuple[list[Any], list[Any]]:
     if not program.out_avals:
         return lane_calls_p.bind(*primals, program=program, **how), []
     run = functools.partial(_run, program=program, **how)
@@ -231,7 +233,7 @@ def _jvp(primals: Any, tangents: Any, *, program: Any, **how: Any) -> tuple[list
     ]
 
 
-def _compiled(*operands: Any, program: Any, **how: Any) -> list[Any]:
+def _compiled(*operands: Value, program: Any, **how: Any) -> list[Any]:
     def compile_() -> Callable[..., list[Any]]:
         # What is remembered under `program` as a weak key must not hold it alive.
         jaxpr, consts = program.jaxpr, program.consts
@@ -303,7 +305,7 @@ def _by_method(primitive: _compat.Primitive) -> None:
     ) -> tuple[Any, Any]:
         if vmap_method in _SEQUENTIAL:
 
-            def one_lane(*xs: Any) -> Any:
+            def one_lane(*xs: Value) -> Any:
                 return primitive.bind(*xs, vmap_method=vmap_method, **params)
 
             unroll = vmap_method == "sequential_unrolled"

@@ -20,7 +20,7 @@ from batchax.jaxprs.bodies import bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Values
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, move_axis
 from batchax.kernel.captured import Captured, program_behind
@@ -77,7 +77,7 @@ def _bind(first: Sequence[Any], second: Sequence[Any]) -> tuple[list[Any], list[
     return outs[: len(first)], outs[len(first) :]
 
 
-def _wait(*xs: Any, count: int) -> list[Any]:
+def _wait(*xs: Value, count: int) -> list[Any]:
     first, second = xs[:count], xs[count:]
 
     # On a CPU, a select on a value computed from `first` is a data dependency that XLA keeps.
@@ -113,7 +113,7 @@ def _jvp(primals: Values, tangents: Values, *, count: int) -> Any:
     return in_turn_p.bind(*primals, count=count), dots
 
 
-def _transpose(cotangents: Values, *operands: Any, count: int) -> list[Any]:
+def _transpose(cotangents: Values, *operands: Value, count: int) -> list[Any]:
     first, second = _apart(cotangents, count)
     # In reverse mode, `first` waits for `second`.
     second, first = _bind(second, first)
@@ -240,7 +240,7 @@ def _run_state(
 ) -> Batched:
     # A loop over references that it makes itself: they are made here, and the engine
     # settles which of them need a part for each lane.
-    def one_example(*xs: Any) -> list[Any]:
+    def one_example(*xs: Value) -> list[Any]:
         refs = [x if _compat.is_reference(x) else jax.new_ref(x) for x in xs]
         eval_jaxpr(jaxpr, (), *refs)
         return [r if r is x else jax.freeze(r) for r, x in zip(refs, xs, strict=True)]
@@ -390,7 +390,7 @@ def _call_hi_primitive(axis: Axis, args: Values, axes: Positions, /, *, _prim: A
     # An operation that its author describes by an object, which knows how it is batched, too.
     axes = jax.tree.unflatten(_prim.in_tree, axes)
 
-    def batched(*xs: Any) -> Batched:
+    def batched(*xs: Value) -> Batched:
         data = _compat.axis_data(axis.name, axis.size, axis.spmd_name)
         out, out_axes = _prim.batch(data, jax.tree.unflatten(_prim.in_tree, xs), axes)
         return jax.tree.leaves(out), _prim.out_tree.flatten_up_to(out_axes)

@@ -481,7 +481,7 @@ def _lane_after_lane(
 
     # The primitive takes a single initial value, which also fills the padding and enters many
     # windows, so lanes cannot share a call.
-    def one_lane(*xs: Any) -> list[Any]:
+    def one_lane(*xs: Value) -> list[Any]:
         out = primitive.bind(*xs, **params)
         return list(out) if primitive.multiple_results else [out]
 

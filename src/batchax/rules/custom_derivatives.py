@@ -337,7 +337,7 @@ class ReverseRule:
         # What is passed on as it is: symbolic zeros, and known numbers.
         as_it_is = [x if _is_zero(x) else v for x, v in zip(inputs, numbers, strict=True)]
 
-        def one_example(*xs: Any) -> tuple[list[Any], Any]:
+        def one_example(*xs: Value) -> tuple[list[Any], Any]:
             given = iter(xs)
             result = self.bwd.call_wrapped(*(next(given) if x is None else x for x in as_it_is))
             cotangents, logs = _compat.cotangents_and_logs(result)
@@ -419,7 +419,7 @@ def _custom_jvp(
         return outs[:n_out], out_axes[:n_out], tangents, tangent_axes
 
     def axes_from_rule() -> Positions:
-        def run(*xs: Any) -> tuple[list[Any], Positions]:
+        def run(*xs: Value) -> tuple[list[Any], Positions]:
             n = len(types)
             _, out_axes, _, tangent_axes = differentiate([False] * n, xs[:n], xs[n:])
             return [], union(out_axes, tangent_axes)
@@ -427,12 +427,12 @@ def _custom_jvp(
         tangents = [a.to_tangent_aval() for a in types]
         return _compat.stage_described(run, [*types, *tangents])[1]
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: Value) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
         outputs.settle(out_axes, lambda: if_later(axes_from_rule, n_out))
         return outputs.place(outs, out_axes)
 
-    def rule(*xs: Any) -> list[Any]:
+    def rule(*xs: Value) -> list[Any]:
         n = len(xs) // 2
         primals, tangents = xs[skip:n], xs[n + skip :]
         zeros = [isinstance(t, SymbolicZero) for t in tangents]
@@ -448,7 +448,7 @@ def _custom_jvp(
         ]
         return [*outs, *placed]
 
-    def emit(*xs: Any) -> tuple[list[Any], Positions]:
+    def emit(*xs: Value) -> tuple[list[Any], Positions]:
         subfuns = (_compat.rewrapped(call, fun), _compat.rewrapped(rule, jvp))
         return _custom_jvp_p.bind(*xs, subfuns=subfuns, **bound), outputs.axes
 
@@ -500,13 +500,13 @@ def _custom_vjp(
         numbers = [known_number(v) for _, v in residuals]
         return outs, out_axes, Residuals(at, types_varying(types), numbers)
 
-    def call(*xs: Any) -> list[Any]:
+    def call(*xs: Value) -> list[Any]:
         outs, out_axes = interpret(axis, body.jaxpr, body.consts, xs, axes)
         outputs.settle(out_axes, lambda: if_later(axes_from_rules, n_out))
         return outputs.place(outs, out_axes)
 
     def axes_from_rules() -> Positions:
-        def run(*xs: Any) -> tuple[list[Any], Positions]:
+        def run(*xs: Value) -> tuple[list[Any], Positions]:
             outs, out_axes, residuals = run_forward(inexact[skip:], xs[skip:])
             needed = need(xs, outs, out_axes, residuals)
             return [], union(out_axes[len(outs) - n_out :], needed)
@@ -528,7 +528,7 @@ def _custom_vjp(
         values = [next(computed) if f is None else xs[f] for f in out_trees()[2]]
         return reverse.axes_needed(residuals, values, outs[n:], out_axes[n:])
 
-    def forward(*xs: Any) -> list[Any]:
+    def forward(*xs: Value) -> list[Any]:
         # `backward` runs after `forward`, and gets its arrays only.
         nonlocal kept
         primals, perturbed = xs[::2], xs[1::2]
@@ -542,7 +542,7 @@ def _custom_vjp(
         outputs.settle(out_axes[n:], needed)
         return [*outs[:n], *outputs.place(outs[n:], out_axes[n:])]
 
-    def backward(*xs: Any) -> Any:
+    def backward(*xs: Value) -> Any:
         n = len(kept.axes)
         return reverse(kept, xs[:n], xs[n:], outputs.axes)
 

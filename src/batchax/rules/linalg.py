@@ -190,7 +190,7 @@ def _on_cpu(*operands: jax.Array, of: str, first: bool, asked: bool, **params: A
     return table.with_lanes_last(of, operands, types, params, first, library)
 
 
-def _compute(*operands: Any, **params: Any) -> list[Any]:
+def _compute(*operands: Value, **params: Any) -> list[Any]:
     run = lambda: jax.jit(functools.partial(small_matrices_p.bind, **params))
     with jax.disable_jit(False):  # which is for the user's programs
         return _programs.get(tuple(sorted(params.items())), run)(*operands)
@@ -236,7 +236,7 @@ def _jvp(
     types = _types(*map(jax.typeof, primals), of=of, first=first, asked=asked, **params)
     smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
 
-    def one(*xs: Any) -> list[Any]:
+    def one(*xs: Value) -> list[Any]:
         outs, dots = tangents_of(
             _of_jax(of, params), xs[: len(primals)], moving, xs[len(primals) :], smooth
         )
@@ -251,7 +251,7 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Any, *operands: Any, of: str, first: bool, asked: bool, **params: Any
+    cotangents: Any, *operands: Value, of: str, first: bool, asked: bool, **params: Any
 ) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
@@ -264,7 +264,7 @@ def _transpose(
     axis = _lanes(cotangents[given[0]], first, asked)
     types = [example_aval(axis, x, _at(x, first)) for x in (operands[i].aval for i in linear)]
 
-    def one(*xs: Any) -> list[Any]:
+    def one(*xs: Value) -> list[Any]:
         back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
         return back(xs[len(others) :])
 

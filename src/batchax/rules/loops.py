@@ -307,7 +307,7 @@ def _masked_loop(
     axis, body_jaxpr, n_body = masked.axis, masked.body, len(masked.positions)
     front = [0] * len(body_jaxpr.out_avals)
 
-    def step(*operands: Any) -> list[Any]:
+    def step(*operands: Value) -> list[Any]:
         consts, (active,), carry = split_operands(operands, len(consts_at), 1)
         carry = masked.step(active, consts[:n_body], carry)
         tested = [*(consts[i] for i in places), *carry]
@@ -352,7 +352,7 @@ def _of_each_lane(active: jax.Array) -> Any:
     return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
 
-def predicate(axis: Axis, cond_jaxpr: Any, operands: Any, positions: Any) -> Any:
+def predicate(axis: Axis, cond_jaxpr: Any, operands: Values, positions: Any) -> Any:
     """Evaluates the predicate of each lane, lanes first."""
     with recording.part("condition"):
         (active,), (at,) = interpret(axis, cond_jaxpr.jaxpr, cond_jaxpr.consts, operands, positions)

@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, Values
+from batchax.jaxprs.words import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions, axis_to_front, move_axis
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
@@ -32,7 +32,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 _GROUPS = 5  # of four rounds
 
 
-def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
+def hashed(key: Sequence[Any], x: Value, y: Value) -> list[Any]:
     """Hashes a counter of two words, `x` and `y`, under a key of two words."""
     # Functions of `lax` are used, as operators take several Python calls each, a hundred times.
     shape = np.broadcast_shapes(*map(np.shape, (*key, x, y)))
@@ -52,7 +52,7 @@ def hashed(key: Sequence[Any], x: Any, y: Any) -> list[Any]:
     return [x, y]
 
 
-def _broadcast(x: Any, shape: Sequence[int]) -> Any:
+def _broadcast(x: Value, shape: Sequence[int]) -> Any:
     if np.shape(x) in ((), tuple(shape)):
         return x
     return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
@@ -111,7 +111,7 @@ elements as there are numbers of 32 bits.
 """
 
 
-def _of_jax(*operands: Any, of: str, **params: Any) -> list[Any]:
+def _of_jax(*operands: Value, of: str, **params: Any) -> list[Any]:
     primitive: Any = _compat.find_primitive(of)
     out = primitive.bind(*operands, **params)
     return list(out) if primitive.multiple_results else [out]
@@ -203,7 +203,7 @@ def _alone(primitive: Any, others: Rule | None = None, implementations: Any = ()
             if isinstance(impl, str) and impl in implementations:
                 return others(axis, args, axes, **params)
 
-        def one_lane(*xs: Any) -> list[Any]:
+        def one_lane(*xs: Value) -> list[Any]:
             out = primitive.bind(*xs, **params)
             return out if primitive.multiple_results else [out]
 
@@ -257,7 +257,7 @@ def _written_out(name: str) -> None:
         return (outs, out_axes) if primitive.multiple_results else (outs[0], out_axes[0])
 
 
-def _is_written_out(operands: Any, *, shape: tuple[int, ...] = (), **params: Any) -> bool:
+def _is_written_out(operands: Values, *, shape: tuple[int, ...] = (), **params: Any) -> bool:
     """Returns whether the bits of threefry-2x32 keys can be computed here."""
     keys = [x for x in operands if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if any(jax.random.key_impl(x) != "threefry2x32" for x in keys):

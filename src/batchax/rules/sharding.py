@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Jaxpr, Values
+from batchax.jaxprs.words import Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, inserted, is_in_types, sharding_with_axis
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule
@@ -153,7 +153,7 @@ def _shard_map(
     )
     bound["in_specs"] = _batched_specs(spread, in_specs, axes)
 
-    def body(*xs: Any) -> tuple[Any, list[Position]]:
+    def body(*xs: Value) -> tuple[Any, list[Position]]:
         # Run among the manual axes of the mesh: only here are values of the right type.
         outs, out_axes = interpret(inner, jaxpr, (), xs, axes)
         specs = _batched_specs(spread, out_specs, out_axes)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
-from batchax.jaxprs.words import ClosedJaxpr, Values
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, stage_function
@@ -89,7 +89,7 @@ def one_lane(
         return None
     alone, count = replace(axis, size=1), len(rule.closed)
 
-    def run(*xs: Any) -> list[Any]:
+    def run(*xs: Value) -> list[Any]:
         # The rule sees a batch of one lane.
         given = [lax.expand_dims(x, (0,)) if f else x for x, f in zip(xs, flags, strict=True)]
         outs, out_flags = rule.run(alone, flags[count:], given[:count], given[count:])
@@ -217,7 +217,7 @@ def _derivatives(
     first, *later = reversed(every)
     count = len(rule.closed)
 
-    def function(*xs: Any) -> tuple[list[Any], Flags]:
+    def function(*xs: Value) -> tuple[list[Any], Flags]:
         return rule.run(axis, first[count:], xs[:count], xs[count:])
 
     for step, of_operands in zip(steps, later, strict=True):

@@ -60,7 +60,7 @@ class Tangents:
     def function(self, before: Flat) -> Flat:
         """Differentiates the function `before` this step."""
 
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Value) -> list[Any]:
             primals, tangents = xs[: -len(self.moving)], xs[-len(self.moving) :]
             outs, dots = tangents_of(before, primals, self.moving, tangents, self.of)
             return [*dots, *outs] if self.values else dots
@@ -88,7 +88,7 @@ class Tangents:
         # A tangent is batched as its operand is.
         targets = [*together, *(together[i] for i in self.moving)]
 
-        def run(*xs: Any) -> tuple[list[Any], Flags]:
+        def run(*xs: Value) -> tuple[list[Any], Flags]:
             given = list(map(functools.partial(spread, axis), xs, flags, targets))
             outs, out_flags = _compat.described(
                 before, lambda arrays: self.function(arrays)(*given)
@@ -112,7 +112,7 @@ class Cotangents:
     def function(self, before: Flat) -> Flat:
         """Transposes the function `before` this step."""
 
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Value) -> list[Any]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
             pull = transposed(before, others, self.linear, self.linear_types, self.of)
             return pull(cotangents)
@@ -136,7 +136,7 @@ class Cotangents:
         """Transposes `before`, a function of batches."""
         types = [batched_aval(axis, aval, 0) for aval in self.linear_types]
 
-        def run(*xs: Any) -> tuple[list[Any], Flags]:
+        def run(*xs: Value) -> tuple[list[Any], Flags]:
             others, cotangents = xs[: -len(self.of)], xs[-len(self.of) :]
             pull, out_flags = _compat.described(
                 before, lambda arrays: transposed(arrays, others, self.linear, types, self.of)
@@ -166,7 +166,7 @@ class MappedStep:
         """Maps the function `before` this step over all directions."""
         axes = [0 if m else None for m in self.mapped]
 
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Value) -> list[Any]:
             outs, out_axes = batch_function(self.axis, before, xs, axes)
             return [match_axis(self.axis, x, a, 0) for x, a in zip(outs, out_axes, strict=True)]
 
@@ -187,7 +187,7 @@ class MappedStep:
         # Directions come after the lanes, which stay in front.
         axes = [int(f) if m else None for m, f in zip(self.mapped, flags, strict=True)]
 
-        def run(*xs: Any) -> tuple[list[Any], Flags]:
+        def run(*xs: Value) -> tuple[list[Any], Flags]:
             (outs, out_axes), out_flags = _compat.described(
                 before, lambda arrays: batch_function(self.axis, arrays, xs, axes)
             )
@@ -252,7 +252,7 @@ has_derivative_rules = Anywhere(
 
 
 def per_example(jaxpr: ClosedJaxpr, steps: Sequence[DerivativeStep]) -> Flat:
-    def program(*xs: Any) -> list[Any]:
+    def program(*xs: Value) -> list[Any]:
         return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *xs)
 
     return after(steps, program)
@@ -386,7 +386,7 @@ def _reject_effects(jaxpr: ClosedJaxpr, of: Sequence[int]) -> None:
 
 
 def transpose(
-    cotangents: Values, *operands: Any, jaxpr: ClosedJaxpr, steps: Any, rule: Any
+    cotangents: Values, *operands: Value, jaxpr: ClosedJaxpr, steps: Any, rule: Any
 ) -> list[Any]:
     linear = tuple(i for i, x in enumerate(operands) if ad.is_undefined_primal(x))
     of = tuple(k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
@@ -510,7 +510,7 @@ def with_pullback_of_one(
 ) -> tuple[Batched, Callable[..., Batched]]:
     """Does so for a function of one example, which is batched operation by operation."""
 
-    def forward(*xs: Any) -> tuple[list[Any], Any]:
+    def forward(*xs: Value) -> tuple[list[Any], Any]:
         outs, pull = pullback_of(function, xs, later.moving, later.of)
         # Residuals become outputs of the program, and are batched with it.
         kept, structure = jax.tree.flatten(pull)
@@ -523,7 +523,7 @@ def with_pullback_of_one(
     first = len(outs) - count
     same = [False] * count  # is what is kept, in all directions
 
-    def reverse(*xs: Any) -> list[Any]:
+    def reverse(*xs: Value) -> list[Any]:
         return list(jax.tree.unflatten(structure, xs[:count])(list(xs[count:])))
 
     def pullback(directions: Sequence[MappedStep], operands: Values, axes: Positions) -> Batched:

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
@@ -86,7 +86,7 @@ def _bind(
     )
 
 
-def _run(*operands: Any, forward: Any, **_: Any) -> list[Any]:
+def _run(*operands: Value, forward: Any, **_: Any) -> list[Any]:
     return inline_jaxpr(forward, _of_one_mesh(operands))
 
 
@@ -116,14 +116,14 @@ def _jvp(primals: Values, tangents: Any, **params: Any) -> tuple[list[Any], list
     # By other operands it has the derivative of its operations.
     given = [tangents[i] for i in moving]
 
-    def function(*xs: Any) -> list[Any]:
+    def function(*xs: Value) -> list[Any]:
         return _run(*xs, **params)
 
     return outs, tangents_of(function, primals, moving, given, range(len(outs)))[1]
 
 
 def _transpose(
-    cotangents: Any, *operands: Any, forward: Jaxpr, transpose: Jaxpr, count: int
+    cotangents: Any, *operands: Value, forward: Jaxpr, transpose: Jaxpr, count: int
 ) -> Any:
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)
@@ -150,7 +150,7 @@ def _batched(
 ) -> tuple[list[Any], Positions]:
     ahead, out_axes = batch_inner(axis, forward, axes)
 
-    def back(*xs: Any) -> list[Any]:
+    def back(*xs: Value) -> list[Any]:
         positions = [*axes[:count], *out_axes]
         cotangents = range(count, len(xs))
         return batched_transpose(axis, transpose.jaxpr, xs, positions, cotangents, axes[count:])
@@ -221,7 +221,7 @@ class _Call:
         # Those whose derivatives are arrays; of integers and keys there are none.
         self.smooth = [i for i, x in enumerate(operands) if is_inexact(jax.typeof(x))]
 
-    def run(self, *operands: Any) -> Any:
+    def run(self, *operands: Value) -> Any:
         return self.call(self.arguments, operands)
 
     def tangents(self, primals: Values, tangents: Values) -> tuple[Any, Any]:
@@ -237,7 +237,7 @@ class _Call:
             )
         return result[0], result[1]
 
-    def forward(self, *operands: Any) -> tuple[Any, _Residuals]:
+    def forward(self, *operands: Value) -> tuple[Any, _Residuals]:
         """Runs the user's forward pass."""
         assert self.rules.fwd is not None
         args, kwargs = self.arguments.rebuild(operands)
@@ -306,7 +306,7 @@ class _Residuals:
     rebuild: Callable[[Sequence[Any]], Any]  # from those to the pytree
 
     @classmethod
-    def of(cls, tree: Any) -> _Residuals:
+    def of(cls, tree: Tree) -> _Residuals:
         leaves, structure = jax.tree.flatten(tree)
         places = [i for i, x in enumerate(leaves) if is_array(x)]
         arrays = [leaves[i] for i in places]

@@ -29,7 +29,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.words import Eqn, Jaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation
@@ -257,7 +257,7 @@ class UserRule:
         function closes over.
         """
 
-        def call(*xs: Any) -> tuple[list[Any], list[bool]]:
+        def call(*xs: Value) -> tuple[list[Any], list[bool]]:
             return self._call(axis, flags, xs)
 
         names = (axis.name, axis.size) if self.told_name and axis.name is not None else None
@@ -446,5 +446,5 @@ def _naming(user_rule: UserRule, rule: RuleFunction | None) -> Iterator[None]:
         raise
 
 
-def _shown(tree: Any) -> str:
+def _shown(tree: Tree) -> str:
     return str(tree).removeprefix("PyTreeDef(").removesuffix(")")

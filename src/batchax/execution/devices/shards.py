@@ -215,7 +215,7 @@ def on_shards(
     split = lambda x, a: _split(x) if a is None else x
     parts = [split(x, a) for x, a in zip(args, positions, strict=True)]
 
-    def one_shard(*xs: Any) -> tuple[Any, tuple[list[Position], T]]:
+    def one_shard(*xs: Value) -> tuple[Any, tuple[list[Position], T]]:
         outs, at, more = run(*map(_joined, xs))
         return outputs.told(outs, [shards.spec(a) for a in at]), (at, more)
 

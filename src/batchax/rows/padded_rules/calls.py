@@ -114,7 +114,7 @@ class SizedCall:
         """From one entry for each operand of the equation to one for each value of the call."""
         return [other] * len(self.names) + [given[i] for i in self.operands.places]
 
-    def run(self, body: Any, *values: Any) -> list[Any]:
+    def run(self, body: Any, *values: Value) -> list[Any]:
         op, rows = self.opened(values)
         return arrays(run_inside(op.sizes, body, rows), body.out_avals)
 
@@ -148,7 +148,7 @@ def as_function(op: Operation, body: Any, operands: Moving) -> Flat:
     """A program as a function of those arrays of `operands` that are not known."""
     body = _compat.close(body)
 
-    def run(*values: Any) -> list[Any]:
+    def run(*values: Value) -> list[Any]:
         return arrays(run_inside(op.sizes, body, operands.filled_in(values)), body.out_avals)
 
     return run
@@ -374,7 +374,7 @@ def _while(
     carry = rows[cond_nconsts + body_nconsts :]
     avals = _compat.close(body_jaxpr).out_avals
 
-    def run(program: Any, consts: Sequence[Row], values: Values) -> list[Any]:
+    def run(program: Any, consts: Sequence[Row], values: Any) -> list[Any]:
         outs = run_inside(op.sizes, program, [*consts, *typed_rows(values, avals)])
         return arrays(outs, program.out_avals)
 
@@ -440,7 +440,7 @@ def _custom_jvp(
     op = call.op
 
     @jax.custom_jvp
-    def function(*values: Any) -> list[Any]:
+    def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
     def rule(values: Values, tangents: Values) -> Any:
@@ -480,7 +480,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
     op = call.op
 
     @jax.custom_jvp
-    def function(*values: Any) -> list[Any]:
+    def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
     def rule(values: Values, tangents: Values) -> Any:
@@ -495,7 +495,7 @@ def _described_by_object(op: Operation, *rows: Row, _prim: Any) -> Any:
             raise op.reject(f"it has no derivative for rows of any length: {error}.") from error
 
         def linear(program: ClosedJaxpr) -> Callable[..., Any]:
-            def run(values: Values, given: Values) -> list[Any]:
+            def run(values: Any, given: Values) -> list[Any]:
                 inner, rows = call.opened(values)
                 types = program.in_avals[len(rows) :]
                 outs = run_inside(inner.sizes, program, [*rows, *typed_rows(given, types)])
@@ -528,7 +528,7 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
 
     def derivative(kind: Callable[..., Any]) -> Any:
-        def run(*xs: Any) -> list[Any]:
+        def run(*xs: Value) -> list[Any]:
             primals, given = xs[: len(avals)], list(xs[len(avals) :])
 
             def function(*moved: Any) -> list[Any]:
@@ -564,10 +564,10 @@ def _custom_vjp(
     _, perturbs, backward = op.eqn.primitive.get_bind_params(op.eqn.params)["subfuns"]
 
     @jax.custom_vjp
-    def function(*values: Any) -> list[Any]:
+    def function(*values: Value) -> list[Any]:
         return call.run(body, *values)
 
-    def forward(*primals: Any) -> tuple[list[Any], _Residuals]:
+    def forward(*primals: Value) -> tuple[list[Any], _Residuals]:
         values = [p.value for p in primals]
         inner, rows = call.opened(values)
         perturbed = call.for_each([p.perturbed for p in primals], False)
@@ -621,7 +621,7 @@ class _Residuals:
 def _staged_reverse(backward: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, list[bool]]:
     """The reverse rule for one row, for the inputs and results that are no symbolic zeros."""
 
-    def one_row(*xs: Any) -> tuple[list[Any], list[bool]]:
+    def one_row(*xs: Value) -> tuple[list[Any], list[bool]]:
         given = iter(xs)
         result = backward.call_wrapped(
             *(x if isinstance(x, SymbolicZero) else next(given) for x in inputs)

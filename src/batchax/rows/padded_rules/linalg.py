@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.words import Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.calls import OF_FUNCTIONS, Moving, arrays, run_inside, staged
@@ -225,7 +225,7 @@ def _svd(
     return _outputs(op, cropped)
 
 
-def _behind(x: Any, axis: int, count: Any, room: int) -> Any:
+def _behind(x: Value, axis: int, count: Any, room: int) -> Any:
     """What is behind the first `count` along an axis."""
     if count is None:
         return x

@@ -17,6 +17,7 @@ from jax import lax
 
 from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.words import Value
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
@@ -232,7 +233,7 @@ def _fft(op: Operation, x: Row, *, fft_type: Any, fft_lengths: Any, **params: An
     return op.cut(value.astype(out.dtype), out.shape)
 
 
-def _both_halves(op: Operation, x: Any, half: Any, dim: Any) -> Any:
+def _both_halves(op: Operation, x: Value, half: Any, dim: Any) -> Any:
     """Twice each frequency that stands for two, for a transform whose real part is wanted."""
     at = np.arange(x.shape[-1], dtype=np.int32)
     alone = (at == 0) | (2 * at == op.sizes.size(dim))
@@ -265,7 +266,7 @@ def _by_chirp(op: Operation, x: jax.Array, size: jax.Array, room: int, sign: int
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # to be one program outside of `jit`, too
-def _sums(x: Any, size: Any, room: int, sign: int) -> Any:
+def _sums(x: Value, size: Any, room: int, sign: int) -> Any:
     given = x.shape[-1]
     at = np.arange(max(given, room), dtype=np.uint32)
     turns = (at * at % (2 * size.astype(np.uint32))).astype(x.real.dtype)
