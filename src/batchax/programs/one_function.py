@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import dtypes, lax
+from jax.custom_derivatives import linear_call
 
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
@@ -81,19 +82,23 @@ def _is_short(eqn: Eqn) -> bool:
 def from_zero(total: jax.Array) -> Any:
     """Turns -0 into 0 in a sum of two or more terms, as if they were added to 0.
 
-    The derivative is that of `total`, also where it is 0.
+    It is linear, as the sum is, which may be of tangents: a comparison has no transpose.
     """
+    return linear_call(lambda _, x: _from_zero(x), lambda _, cotangent: cotangent, (), total)
+
+
+def _from_zero(total: jax.Array) -> Any:
     # XLA's sums begin with 0, but XLA removes an addition of 0 that is written out.
     if np.issubdtype(total.dtype, np.complexfloating):
-        return lax.complex(from_zero(lax.real(total)), from_zero(lax.imag(total)))
+        return lax.complex(_from_zero(lax.real(total)), _from_zero(lax.imag(total)))
     zero = lax.full_like(total, 0)
-    # -0 - (-0) is 0. A constant here would have no derivative.
+    # -0 - (-0) is 0. A constant here would have no derivative, and a kernel is differentiated.
     return lax.select(lax.eq(total, zero), total - lax.stop_gradient(total), total)
 
 
 def _sum(params: dict[str, Any], x: jax.Array) -> Any:
     total = _all_in(lax.add)(params, x)
-    return total if total.size == x.size else from_zero(total)
+    return total if total.size == x.size else _from_zero(total)
 
 
 def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -162,7 +167,7 @@ def _product(params: dict[str, Any], x: jax.Array, y: jax.Array) -> Any:
         x, y = _last(x, left[0]), _last(y, right[0])
         x = lax.broadcast_in_dim(x, (*shape, n), [*range(n_left), len(shape)])
         y = lax.broadcast_in_dim(y, (*shape, n), [*range(n_left, len(shape)), len(shape)])
-        return from_zero(_by_halves(lax.add, lax.mul(x, y), len(shape)))
+        return _from_zero(_by_halves(lax.add, lax.mul(x, y), len(shape)))
 
     def term(k: int) -> Any:
         first, second = (
@@ -175,7 +180,7 @@ def _product(params: dict[str, Any], x: jax.Array, y: jax.Array) -> Any:
         )
 
     total = functools.reduce(lax.add, map(term, range(n)))
-    return total if n == 1 else from_zero(total)
+    return total if n == 1 else _from_zero(total)
 
 
 def _last(x: Value, axis: int) -> Any:

@@ -1,0 +1,56 @@
+"""What a rule makes of tangents in a forward rule of the user is transposed: it is linear."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import batchax as bx
+
+from support.every_rule import NAME, RULES
+
+CASES = [
+    (module, name)
+    for module, programs in RULES.items()
+    if module not in ("rules.references", "rules.callbacks")  # JAX refuses them in such a rule
+    for name in programs
+    if name not in ("dce_sink", "scan_steps")  # without a result; of one precision
+]
+
+
+def ruled(fun):
+    """`fun` with its own derivative as a rule of forward mode."""
+    one = jax.custom_jvp(lambda *args: fun(*args))
+    one.defjvp(lambda primals, tangents: jax.jvp(fun, primals, tangents))
+    return one
+
+
+def of_gradient(vmap, fun, types, **options):
+    """Traces the gradient of the batch with respect to all real arguments."""
+    real = [i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.floating)]
+
+    def total(args):
+        outs = jax.tree.leaves(vmap(fun, axis_name=NAME, **options)(*args))
+        return sum(x.sum() for x in outs if jnp.issubdtype(x.dtype, jnp.floating))
+
+    def gradient(*args):
+        part = lambda some: total([some.get(i, x) for i, x in enumerate(args)])
+        return jax.grad(part)({i: args[i] for i in real})
+
+    return jax.eval_shape(gradient, *types)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["single", "double"])
+@pytest.mark.parametrize(("module", "name"), CASES, ids=[name for _, name in CASES])
+@pytest.mark.each_commit(60, "conv_general_dilated-double", "dot_general-double", "sort-single")
+def test_linear_parts_are_transposed(module, name, x64):
+    fun, *types = RULES[module][name]
+    with jax.enable_x64(x64):
+        if x64:
+            wide = lambda t: jnp.float64 if t.dtype == jnp.float32 else t.dtype
+            types = [jax.ShapeDtypeStruct(t.shape, wide(t)) for t in types]
+        try:
+            expected = of_gradient(jax.vmap, ruled(fun), types)
+        except Exception:
+            pytest.skip("JAX does not differentiate it")
+        for options in ({}, {"batch_size": 2}):
+            assert of_gradient(bx.vmap, ruled(fun), types, **options) == expected
