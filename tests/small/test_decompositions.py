@@ -177,7 +177,8 @@ def test_factors_are_the_librarys(dtype, full, shape):
         for ours, theirs in (apart, oblique):
             # The library overflows where matrices are huge, and is no measure there.
             fair = np.nan_to_num(theirs[mine], nan=1.0, posinf=1.0).max()
-            assert ours[mine].max() <= 4 * max(fair, 0.5), kind
+            # A sum of so many numbers rounds by half of their root.
+            assert ours[mine].max() <= 4 * max(fair, np.sqrt(max(shape)) / 2), kind
         if kind in ("random", "graded rows", "graded columns", "permuted", "zero", "tiny"):
             np.testing.assert_array_equal(signs[0][mine], signs[1][mine], kind)
     # What is well-conditioned is the same except for rounding, columns that complete it, too.
@@ -392,8 +393,8 @@ def test_matrices_are_what_they_are_decomposed_into_as_the_librarys_are_of_eigh(
     for kind in kinds:
         mine = names == kind
         for ours, theirs in (apart, oblique):
-            # Processors round in other places: the sums of n numbers in it by half of sqrt(n) each.
-            assert ours[mine].max() <= 4 * max(theirs[mine].max(), np.sqrt(n) / 2), kind
+            # Processors round in other places, and each of n rotations does.
+            assert ours[mine].max() <= 4 * max(theirs[mine].max(), np.sqrt(n) / 2, n / 4), kind
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
