@@ -17,7 +17,7 @@ import numpy as np
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
-from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
@@ -72,7 +72,7 @@ def but_for_platform(seen: dict[str, Any]) -> dict[str, Any]:
     return {**seen, "program": None, "xla_flags": None}
 
 
-def _described(program: Jaxpr, shapes: Any, platform: str) -> dict[str, Any]:
+def _described(program: ClosedJaxpr, shapes: Any, platform: str) -> dict[str, Any]:
     paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
     flags = os.environ.get("XLA_FLAGS", "").split()
     return {

@@ -39,7 +39,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr
 from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
@@ -224,9 +224,7 @@ def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
     return rebuild(iter(values))
 
 
-def arrays_of(
-    outputs: Sequence[Output], out: Any, numbers: jax.Array, real: Any = None
-) -> list[Any]:
+def arrays_of(outputs: Sequence[Output], out: Any, numbers: Any, real: Any = None) -> list[Any]:
     """Reduces the outputs of a batch inside a program, except for those that `vmap` added."""
     leaves = jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Ragged))
     arrays = []
@@ -544,7 +542,7 @@ def program_of(function: RowFunction, batch_size: int) -> Program:
     return program
 
 
-def staged_batch(function: RowFunction, batch_size: int) -> Jaxpr:
+def staged_batch(function: RowFunction, batch_size: int) -> ClosedJaxpr:
     """Traces the program of a batch, with all that the user passed: rules and reductions, too."""
     # The number of devices may change between calls, so it is not part of the program.
     if function.options.get("mesh") is not None:

@@ -454,11 +454,7 @@ def reopen_store(out: str | Address, description: dict[str, Any]) -> Store:
 
 
 def _store(
-    kind: str,
-    out: Any,
-    leaves: Sequence[Leaf],
-    unit_rows: int,
-    options: dict[str, Any] | None = None,
+    kind: str, out: Any, leaves: Sequence[Leaf], unit_rows: int, options: Any = None
 ) -> Store:
     in_memory = kind == MemoryStore.kind
     stores = None if in_memory else importlib.import_module("batchax.datasets.file_stores")

@@ -36,7 +36,7 @@ from batchax.execution.call import without_references
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.names import index_as_input
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,
@@ -398,7 +398,7 @@ def _run(*operands: Value, loop: DivergentLoop, program: Any) -> list[Any]:
     return inline_jaxpr(program, operands)
 
 
-def _elsewhere(*, loop: DivergentLoop, program: Jaxpr) -> Callable[..., list[Any]] | None:
+def _elsewhere(*, loop: DivergentLoop, program: ClosedJaxpr) -> Callable[..., list[Any]] | None:
     """What runs on a platform that was not decided for: masked lanes, unless the user asked.
 
     ``jax.export`` lowers a program for platforms of which the machine that traces has none.
@@ -416,7 +416,7 @@ def _differentiated(*operands: Value, loop: DivergentLoop, program: Any) -> list
 
 
 def _jvp(
-    primals: Values, tangents: Sequence[Any], *, loop: DivergentLoop, program: Jaxpr
+    primals: Values, tangents: Sequence[Any], *, loop: DivergentLoop, program: ClosedJaxpr
 ) -> tuple[list[Any], list[Any]]:
     of_operations = jvp_of(_differentiated, divergent_loop_p)
     return of_operations(primals, tangents, loop=loop, program=program)

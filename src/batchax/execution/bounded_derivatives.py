@@ -34,7 +34,7 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.progress import Steps
 from batchax.jaxprs.inside import Anywhere, with_inside
-from batchax.jaxprs.words import Jaxpr, Value, Values
+from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
@@ -235,7 +235,9 @@ class _Derivative:
             used = needs
 
 
-def _derivative(body: Jaxpr, guarded: Jaxpr, form: LoopSignature, which: Any) -> _Derivative:
+def _derivative(
+    body: ClosedJaxpr, guarded: ClosedJaxpr, form: LoopSignature, which: Any
+) -> _Derivative:
     derivative = _Derivative(body, guarded, guarded, form, *which)
     at = derivative.inputs, derivative.outputs
     ruled = _by_forward_rules(body, *at)

@@ -41,7 +41,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import declare, with_values
@@ -362,7 +362,7 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
 
 
 def run_loop(
-    *operands: jax.Array, test: Any, body: Any, guarded: Jaxpr, form: LoopSignature
+    *operands: jax.Array, test: Any, body: Any, guarded: ClosedJaxpr, form: LoopSignature
 ) -> list[Any]:
     """Runs the bounded loop as ordinary JAX operations."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
@@ -616,7 +616,7 @@ def as_while(
     return loop, finish
 
 
-def _arrays(test: Jaxpr, body: Jaxpr, form: LoopSignature) -> list[Any]:
+def _arrays(test: ClosedJaxpr, body: ClosedJaxpr, form: LoopSignature) -> list[Any]:
     count = jax.typeof(np.int32(0))
     return loop_types(test, body, form, count)[form.n_carry : -1]
 

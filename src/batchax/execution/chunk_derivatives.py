@@ -52,7 +52,7 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
 from batchax.jaxprs.neutral import accumulator
-from batchax.jaxprs.words import Aval, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
 from batchax.rules.calls import calls_library, in_turn
 from batchax.rules.custom_derivatives import reached
@@ -301,7 +301,9 @@ def _reject_effects(program: Any) -> None:
         )
 
 
-def transpose(cotangents: Values, *operands: Value, loop: ChunkLoop, program: Jaxpr) -> list[Any]:
+def transpose(
+    cotangents: Values, *operands: Value, loop: ChunkLoop, program: ClosedJaxpr
+) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     if not given:

@@ -43,7 +43,7 @@ from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.programs.one_function import fits_single_kernel
@@ -166,7 +166,7 @@ def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: jax.Array) -> list
     return [picked(x, k, Gathered) for x, k in zip(outs, loop.results, strict=True)]
 
 
-def elsewhere(*, loop: ChunkLoop, program: Jaxpr) -> Callable[..., list[Any]] | None:
+def elsewhere(*, loop: ChunkLoop, program: ClosedJaxpr) -> Callable[..., list[Any]] | None:
     """Returns what runs on a platform other than the one the loop was planned for."""
     return None if loop.masked is None else functools.partial(_all_at_once, loop, loop.masked)
 

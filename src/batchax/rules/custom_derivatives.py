@@ -20,7 +20,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.words import Aval, Jaxpr, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, lanes_vary_over, match_axis
 from batchax.kernel.captured import (
     Captured,
@@ -457,7 +457,7 @@ def _custom_jvp(
 
 
 @kept_with("whether derivative rules close over values of a program that is being staged")
-def _closes_over_values(body: Jaxpr, *rules: Any) -> bool:
+def _closes_over_values(body: ClosedJaxpr, *rules: Any) -> bool:
     return any(map(closes_over_tracers, rules))
 
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Tree, Value, Values
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Tree, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
@@ -123,7 +123,7 @@ def _jvp(primals: Values, tangents: Any, **params: Any) -> tuple[list[Any], list
 
 
 def _transpose(
-    cotangents: Any, *operands: Value, forward: Jaxpr, transpose: Jaxpr, count: int
+    cotangents: Any, *operands: Value, forward: ClosedJaxpr, transpose: ClosedJaxpr, count: int
 ) -> Any:
     others = operands[:count]
     given = map(ad.instantiate_zeros, cotangents)

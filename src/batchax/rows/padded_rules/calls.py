@@ -368,7 +368,7 @@ def _while(
     cond_nconsts: int,
     cond_jaxpr: Any,
     body_nconsts: int,
-    body_jaxpr: Jaxpr,
+    body_jaxpr: ClosedJaxpr,
 ) -> list[Any]:
     tested, consts = rows[:cond_nconsts], rows[cond_nconsts:][:body_nconsts]
     carry = rows[cond_nconsts + body_nconsts :]
@@ -425,7 +425,7 @@ def staged_jvp_rule(eqn: Eqn) -> ClosedJaxpr:
 def _custom_jvp(
     op: Operation,
     *rows: Row,
-    call_jaxpr: Jaxpr,
+    call_jaxpr: ClosedJaxpr,
     jvp_jaxpr_fun: Any,
     num_consts: int,
     symbolic_zeros: bool,
@@ -551,7 +551,7 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
 def _custom_vjp(
     op: Operation,
     *rows: Row,
-    call_jaxpr: Jaxpr,
+    call_jaxpr: ClosedJaxpr,
     fwd_jaxpr_thunk: Any,
     num_consts: int,
     out_trees: Callable[..., Any],

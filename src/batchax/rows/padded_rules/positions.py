@@ -23,7 +23,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.jaxprs.neutral import highest, lowest
-from batchax.jaxprs.words import Jaxpr, Value, Values
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.sizes import (
@@ -524,7 +524,7 @@ def _scatter(
     *,
     dimension_numbers: Any,
     mode: Any,
-    update_jaxpr: Jaxpr | None,
+    update_jaxpr: ClosedJaxpr | None,
     **params: Any,
 ) -> Any:
     name, dnums = op.eqn.primitive.name, dimension_numbers
