@@ -270,7 +270,7 @@ class _Comparison:
         return tuple(self._paths[i] for i in self._smooth)
 
     def _vjp(self, fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-        def of_points(*points: jax.Array) -> list[Any]:
+        def of_points(*points: Value) -> list[Any]:
             outs = self._called(fun, with_values(leaves, self._smooth, points))
             return [_array(y) for y in _inexact(outs)]
 
@@ -287,7 +287,7 @@ class _Comparison:
                 f"{int(size.argmax())}."
             )
 
-    def _same(self, lane: int, what: str, got: jax.Array, expected: jax.Array) -> None:
+    def _same(self, lane: int, what: str, got: Value, expected: Value) -> None:
         rtol, atol = self._tolerance["rtol"], self._tolerance["atol"]
         problem = difference_of_trees({what: got}, {what: expected}, rtol, atol)
         if problem:

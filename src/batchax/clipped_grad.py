@@ -19,6 +19,7 @@ from batchax.frontend.in_axes import argument_names, is_array, is_position
 from batchax.frontend.options import check_callable, check_options, wraps
 from batchax.frontend.outputs import Reduce
 from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.words import Value
 from batchax.vmap import MoreOptions, vmap
 
 P = ParamSpec("P")
@@ -176,7 +177,7 @@ def clipped_grad(
     return cast(Any, of_batch)
 
 
-def _squared_norm(x: jax.Array) -> Any:
+def _squared_norm(x: Value) -> Any:
     # In this form that of a product is seen to be a product of norms (`sums/products.py`), which an
     # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -293,10 +293,10 @@ def _check_overwritten(
 
 def _check_options(
     batch_size: Any,
-    commit_rows: int | None,
-    on_error: str,
-    on_nonfinite: str | None,
-    resume: str,
+    commit_rows: Any,
+    on_error: Any,
+    on_nonfinite: Any,
+    resume: Any,
 ) -> None:
     check_batch_size(batch_size)
     check_count("commit_rows", commit_rows, 1, or_none=True)

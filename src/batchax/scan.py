@@ -47,7 +47,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
 from batchax.jaxprs.spoken import brief, listed, name_of, show
-from batchax.jaxprs.words import ClosedJaxpr, Values
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import example_aval, stage_described, stage_function
 from batchax.kernel.registry import describe_returned
@@ -156,7 +156,7 @@ def scan(
         n_carry = len(carry)
 
         @wraps(fun)  # JAX's messages name the user's function
-        def one_step(*values: jax.Array) -> tuple[list[Any], FlatOutputs]:
+        def one_step(*values: Value) -> tuple[list[Any], FlatOutputs]:
             example_args, example_kwargs = flat.rebuild(values[n_carry:])
             old = jax.tree.unflatten(structure, values[:n_carry])
             new, ys = _pair(fun, fun(old, *example_args, **example_kwargs))
@@ -165,7 +165,7 @@ def scan(
             arrays, outputs = flatten_outputs(ys, out_axes, steps, STEPS)
             return [*jax.tree.leaves(new), *arrays], outputs
 
-        def go_on(*values: jax.Array) -> list[Any]:
+        def go_on(*values: Value) -> list[Any]:
             assert until is not None
             stop = until(jax.tree.unflatten(structure, values))
             return [jnp.logical_not(check_predicate(until, stop))]
@@ -302,14 +302,14 @@ def _check_unroll(unroll: Any) -> None:
         )
 
 
-def _written_out(unroll: int | bool, steps: int) -> int:
+def _written_out(unroll: int | bool, steps: Any) -> int:
     """How many steps an iteration of the loop has: all of them for True, and for 0, as in JAX."""
     if isinstance(unroll, bool):  # True would equal 1
         unroll = 0 if unroll else 1
     return unroll or (max(steps, 1) if isinstance(steps, int) else 0)
 
 
-def _check_until(until: Any, unroll: int) -> None:
+def _check_until(until: Any, unroll: Any) -> None:
     if until is None:
         return
     if not callable(until):

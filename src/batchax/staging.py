@@ -14,6 +14,7 @@ import numpy as np
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import without_objects
+from batchax.jaxprs.words import Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged
@@ -128,7 +129,7 @@ def _stage(
     ]
 
     @functools.wraps(batched)
-    def run(*arrays: jax.Array) -> Any:
+    def run(*arrays: Value) -> Any:
         values = [x for _, x in leaves]
         for i, x in zip(chosen, arrays, strict=True):
             values[i] = x

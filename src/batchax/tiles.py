@@ -62,7 +62,7 @@ class Tiles(AxisSpec):
             )
         return (parts, total // parts) if self.size is None else (total // parts, parts)
 
-    def of_output(self, value: Value, path: str, size: int) -> Parts:
+    def of_output(self, value: Value, path: str, size: Any) -> Parts:
         shape, axis = _checked(self, "out_axes", value, path)
         symbolic = not isinstance(shape[axis], int)
         rows = symbolic or self.last == "short"  # they come along axis 0

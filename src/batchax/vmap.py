@@ -52,6 +52,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
+from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 
@@ -289,7 +290,7 @@ def vmap(
         )
         mapped = with_lane_indices(flat.mapped, axis)
 
-        def one_example(*examples: jax.Array) -> tuple[list[Any], FlatOutputs]:
+        def one_example(*examples: Value) -> tuple[list[Any], FlatOutputs]:
             def traced() -> tuple[list[Any], FlatOutputs]:
                 example_args, example_kwargs = flat.rebuild(examples)
                 out = _compat.resolve_patched(fun)(*example_args, **example_kwargs)

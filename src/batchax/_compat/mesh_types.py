@@ -73,7 +73,7 @@ def scalar_like(aval: Any, dtype: np.dtype[Any]) -> Any:
     return aval.update(shape=(), dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def filled(aval: Any, value: int, dtype: np.dtype[Any] | None = None) -> Any:
+def filled(aval: Any, value: Any, dtype: np.dtype[Any] | None = None) -> Any:
     """Fills an array with the shape and sharding of a type."""
     # Since JAX 0.12, ``lax.full`` omits the mesh if nothing is sharded over it.
     dtype, sharding = dtype or aval.dtype, aval.sharding

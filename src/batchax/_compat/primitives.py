@@ -86,7 +86,7 @@ def lower_early(
     primitive.to_lojax = replaced
 
 
-def weakly(x: jax.Array) -> Any:
+def weakly(x: Any) -> Any:
     """Gives `x` the weak type of a Python scalar, which no public function does for arrays."""
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=jax.typeof(x).sharding

@@ -240,7 +240,7 @@ def names_in_scope() -> list[tuple[Hashable, Any]]:
     return list(get_axis_env().axis_sizes.items())
 
 
-def named_scope(name: Hashable | None, size: int) -> AbstractContextManager[None]:
+def named_scope(name: Hashable | None, size: Any) -> AbstractContextManager[None]:
     """Allows collectives over `name` inside."""
     return extend_axis_env_nd([] if name is None else [(name, size)])
 
@@ -342,7 +342,7 @@ def is_left(tracer: Any) -> bool:
     return any(getattr(trace, "tag", trace) is t for trace in outer for t in around)
 
 
-def _is_derived(tracer: jax.Array) -> bool:
+def _is_derived(tracer: Any) -> bool:
     return type(tracer).__name__ in ("JVPTracer", "LinearizeTracer")
 
 

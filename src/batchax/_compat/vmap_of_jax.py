@@ -58,7 +58,7 @@ def axis_from(data: Any, axis_type: Any) -> Any:
     return axis_type(data.size, name, data.spmd_name, data.explicit_mesh_axis)
 
 
-def axis_data(name: Hashable, size: int, spmd_name: Any) -> Any:
+def axis_data(name: Hashable, size: Any, spmd_name: Any) -> Any:
     """Makes the axis description that batching methods of JAX's extensible operations take."""
     from jax._src.interpreters.batching import AxisData
 

@@ -91,7 +91,7 @@ class ObjectPath:
 Address = Path | ObjectPath
 
 
-def is_url(x: str) -> bool:
+def is_url(x: Any) -> bool:
     return isinstance(x, ObjectPath) or (isinstance(x, str) and _match(x) is not None)
 
 

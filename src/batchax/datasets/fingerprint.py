@@ -17,7 +17,7 @@ import numpy as np
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
@@ -148,7 +148,7 @@ def _without_names(text: str) -> str:
     return re.sub(r'@("[^"]*"|[\w.$-]+)', lambda m: f"@{names.get(m[1], m[1])}", text)
 
 
-def _numbers(constant: jax.Array) -> Any:
+def _numbers(constant: Value) -> Any:
     if jax.dtypes.issubdtype(constant.dtype, jax.dtypes.prng_key):
         constant = jax.random.key_data(constant)
     return np.ascontiguousarray(constant)

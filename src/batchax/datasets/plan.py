@@ -301,7 +301,7 @@ class Plan:
         return made
 
 
-def whole_batches(commit_rows: int, batch_size: int) -> int:
+def whole_batches(commit_rows: Any, batch_size: int) -> int:
     try:
         asked = index(commit_rows)
     except TypeError:

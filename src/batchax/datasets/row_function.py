@@ -39,7 +39,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.words import ClosedJaxpr, Value
 from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
@@ -314,7 +314,7 @@ class RowFunction:
         return unpacked
 
     def batched(
-        self, numbers: jax.Array, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
+        self, numbers: Value, rows: Sequence[Any], shared: Sequence[Any], real: Any = None
     ) -> Any:
         """Computes the outputs of a batch; `real` masks rows that sums leave out."""
 
@@ -331,7 +331,7 @@ class RowFunction:
         self,
         fun: Callable[..., Any],
         out_axes: Any,
-        numbers: jax.Array,
+        numbers: Value,
         rows: Sequence[Any],
         shared: Sequence[Any],
         more: dict[str, Any],

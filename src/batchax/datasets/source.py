@@ -374,7 +374,7 @@ class Source:
             )
         return got
 
-    def _taken(self, x: np.ndarray, fresh: bool) -> np.ndarray:
+    def _taken(self, x: Any, fresh: bool) -> np.ndarray:
         x = np.asarray(x)
         # A copy is needed if the array may change later, or the caller may write to it.
         own = (x.flags.owndata or self.gives_fresh) and x.flags.writeable
@@ -398,7 +398,7 @@ def check_shape(shape: Any, name: str) -> None:
         raise ArgumentTypeError(f"{name} is empty, and has no shape: there are no rows in it.")
 
 
-def native(dtype: np.dtype[Any], name: str) -> np.dtype:
+def native(dtype: Any, name: str) -> np.dtype:
     """Returns a numeric dtype in native byte order."""
     try:
         own = np.dtype(dtype)

@@ -205,9 +205,7 @@ class TailCompaction:
         count = match_axis(self.axis, count, at, 0)
         return lax.clamp(np.int32(0), count, np.int32(loop.form.steps.most))
 
-    def _from(
-        self, loop: BoundedLoop, outs: Values, rest: jax.Array, start: jax.Array
-    ) -> list[Any]:
+    def _from(self, loop: BoundedLoop, outs: Values, rest: Value, start: Value) -> list[Any]:
         """The carry and ys, after as many more steps as `rest` says of each lane."""
         given, at, n = loop.form.split(loop.args), loop.form.split(loop.axes), loop.form.n_carry
         loop = replace(
@@ -223,7 +221,7 @@ class TailCompaction:
         ys = zip(apart[n:-1], outs[n:], loop.form.y_axes, strict=True)
         return [*carry, *(select_lanes(later, s + 1, y, old) for y, old, s in ys)]
 
-    def _in_blocks(self, loop: BoundedLoop, start: jax.Array) -> list[Any]:
+    def _in_blocks(self, loop: BoundedLoop, start: Value) -> list[Any]:
         """The results of a counted loop or a sweep that begins at step `start`, and zeros."""
         axes, form, width = loop.axes, loop.form, self.width
         bare = replace(loop, args=(), axes=[None if a is None else 0 for a in axes])
@@ -285,7 +283,7 @@ def _with_count(loop: BoundedLoop, count: Any) -> BoundedLoop:
     return replace(loop, args=args.flat, axes=axes.flat)
 
 
-def _moved(x: Value, by: jax.Array, axis: int) -> Any:
+def _moved(x: Value, by: Value, axis: int) -> Any:
     """`x` with entry 0 at entry `by`, and so on; what leaves at one end comes in at the other."""
     return jnp.roll(x, by, axis)
 

@@ -92,7 +92,7 @@ def run_differentiable(
     way: Derivative,
     program: ClosedJaxpr,
     positions: Positions,
-    active: jax.Array,
+    active: Value,
     operands: Values,
 ) -> list[Any]:
     """The results of a program for the lanes that are active, at the front.
@@ -335,7 +335,7 @@ class _Part:
             def of_width(width: int) -> Callable[..., list[Any]]:
                 lanes = replace(axis, size=width)
 
-                def run_chunk(start: jax.Array, counts: jax.Array, *xs: Value) -> list[Any]:
+                def run_chunk(start: Value, counts: Value, *xs: Value) -> list[Any]:
                     outs, at = interpret(lanes, program.jaxpr, program.consts, xs, positions)
                     return [match_axis(lanes, x, a, 0) for x, a in zip(outs, at, strict=True)]
 
@@ -391,7 +391,7 @@ def _masked(
     axis: Axis,
     program: ClosedJaxpr,
     positions: Positions,
-    active: jax.Array,
+    active: Value,
     xs: Values,
     surely: bool = False,
 ) -> list[Any]:

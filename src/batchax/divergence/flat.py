@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -70,7 +69,7 @@ class SegmentRun:
     segment: Segment  # what is done
     positions: Positions  # where each value of the loop has the batch axis, slots included
 
-    def __call__(self, here: jax.Array, values: Values) -> list[Any]:
+    def __call__(self, here: Value, values: Values) -> list[Any]:
         """The values, after the lanes that are `here` have done it."""
         if not self.segment.writes:
             return list(values)
@@ -107,13 +106,13 @@ class SegmentRun:
     def _reads_at(self) -> list[Position]:
         return [self.positions[k] for k in self.segment.reads]
 
-    def _masked(self, here: jax.Array, values: list[Any]) -> list[Any]:
+    def _masked(self, here: Value, values: list[Any]) -> list[Any]:
         part = self.segment
         masked = MaskedBody.of(self.axis, self.test, part.program, tuple(self._reads_at))
         reads, old = ([values[k] for k in some] for some in (part.reads, part.writes))
         return with_values(values, part.writes, masked.step(here, reads, old))
 
-    def _in_blocks(self, width: int, here: jax.Array, values: Values) -> list[Any]:
+    def _in_blocks(self, width: int, here: Value, values: Values) -> list[Any]:
         """The values, after the lanes that are `here` have done it in blocks of that width."""
         part, size, axis = self.segment, self.axis.size, replace(self.axis, size=width)
         program, used = part.program, _used(part.program)
@@ -182,7 +181,7 @@ class FlatLoop(DivergentLoop):
         whole = Loop(lanes, self.test, self.body, tuple(differs))
         return self.axis.divergence.plan_of_nest(whole, self.nest, self.length)
 
-    def run(self, *operands: jax.Array) -> list[Any]:
+    def run(self, *operands: Value) -> list[Any]:
         """As that of any loop."""
         if not isinstance(self.plan, Probed):
             return super().run(*operands)
@@ -207,7 +206,7 @@ class FlatLoop(DivergentLoop):
         self,
         width: int,
         consts: Values,
-        active: jax.Array,
+        active: Value,
         carry: Values,
         tally: Tally,
     ) -> tuple[Any, list[Any], Tally]:
@@ -220,7 +219,7 @@ class FlatLoop(DivergentLoop):
         """As `run`, with lanes that wait for each other: a ``scan`` has derivatives in reverse."""
         return self.masked(*operands)
 
-    def masked(self, *operands: jax.Array) -> list[Any]:
+    def masked(self, *operands: Value) -> list[Any]:
         """As `run`, with lanes that wait for each other."""
         axis = replace(self.axis, divergence=None)
         positions = [*self.positions, *[0] * (len(operands) - len(self.positions))]
@@ -306,7 +305,7 @@ class Lanes:
         positions = (*self.constants_at, *[0] * len(self.nest.slots))
         return SegmentRun(self.axis, self.nest.test, segment, positions)
 
-    def _moved(self, come: jax.Array, stay: jax.Array, number: int, values: list[Any]) -> Any:
+    def _moved(self, come: Value, stay: Value, number: int, values: list[Any]) -> Any:
         """Who has come through a part: of those that `come` to it, all but those that `stay`."""
         place = values[self._place]
         through = lax.bitwise_and(come, lax.bitwise_not(stay))
@@ -329,8 +328,8 @@ class Lanes:
         self,
         number: int,
         part: Inner,
-        here: jax.Array,
-        active: jax.Array,
+        here: Value,
+        active: Value,
         values: list[Any],
         deadline: Any,
         tally: Tally,

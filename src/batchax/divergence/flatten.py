@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import eval_jaxpr
 from jax.extend.core.primitives import scan_p, while_p
@@ -21,7 +20,7 @@ from batchax.divergence.opening import scan_as_while, while_of_scan
 from batchax.divergence.policy import SHOWN, Loop, Masked
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.words import Aval, ClosedJaxpr
+from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop
 from batchax.kernel.captured import closed_over
@@ -137,7 +136,7 @@ def _scan(axis: Axis, loop: AnyLoop) -> _Form | None:
     count = len(consts)
 
     def together() -> ClosedJaxpr:
-        def run(*operands: jax.Array) -> list[Any]:
+        def run(*operands: Value) -> list[Any]:
             consts, (_, *carry) = operands[:count], operands[count:]
             operands = (*consts[:n_consts], *carry[:n_carry], *consts[n_consts:])
             return [np.int32(params["length"]), *scan_p.bind(*operands, **params)]

@@ -289,7 +289,7 @@ class DivergentLoop:
         return isinstance(self.plan, Tiles)
 
 
-def as_weak_as(aval: Aval, x: jax.Array) -> Any:
+def as_weak_as(aval: Aval, x: Value) -> Any:
     """`x`, as weakly typed as `aval`: a loop may be given what is more so than its results."""
     if jax.typeof(x).weak_type == aval.weak_type:
         return x

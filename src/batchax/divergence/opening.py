@@ -67,7 +67,7 @@ def while_of_scan(axis: Axis, params: dict[str, Any]) -> tuple[ClosedJaxpr, Clos
     jaxpr, length, reverse = params["jaxpr"], params["length"], params["reverse"]
     n_consts, n_carry = _compat.scan_counts(params)
 
-    def goes_on(step: jax.Array, *_: jax.Array) -> list[Any]:
+    def goes_on(step: Value, *_: Value) -> list[Any]:
         return [lax.lt(step, np.int32(length))]
 
     def build() -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -84,17 +84,17 @@ def _step(
     """The body of the ``while``: takes entries of the xs, does what `program` does, puts the ys."""
     within: Any = {"allow_negative_indices": False}
 
-    def place(step: jax.Array) -> Any:
+    def place(step: Value) -> Any:
         return np.int32(length - 1) - step if reverse else step
 
-    def take(step: jax.Array, *xs: Value) -> list[Any]:
+    def take(step: Value, *xs: Value) -> list[Any]:
         at = place(step)
         return [
             lax.squeeze(lax.dynamic_slice(x, _place(x, at), (1, *x.shape[1:]), **within), [0])
             for x in xs
         ]
 
-    def put(step: jax.Array, *values: jax.Array) -> list[Any]:
+    def put(step: Value, *values: Value) -> list[Any]:
         at, count = place(step), len(values) // 2
         ys = [
             lax.dynamic_update_slice(y, lax.expand_dims(e, [0]), _place(y, at), **within)
@@ -121,7 +121,7 @@ def _step(
     return once.program([*consts, *xs, step, *carry, *ys], [last[0], *new, *last[1:]])
 
 
-def _place(x: jax.Array, at: jax.Array) -> list[Any]:
+def _place(x: Value, at: Value) -> list[Any]:
     return [at] + [np.int32(0)] * (x.ndim - 1)
 
 

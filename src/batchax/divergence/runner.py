@@ -242,7 +242,7 @@ class Runner(Asked):
         return chosen
 
 
-def for_any_machine(option: str) -> Any:
+def for_any_machine(option: Any) -> Any:
     """`option`, with "auto" as what decides alike wherever a job resumes."""
     if not (isinstance(option, str) and option == "auto"):
         return option

@@ -24,7 +24,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -41,7 +40,7 @@ class SkiRental:
         """How many lane-steps cost as much as moving so many lanes."""
         return lax.mul(np.float32(self.price), _float(lanes))
 
-    def waits(self, wasted: jax.Array, lanes: Any) -> Any:
+    def waits(self, wasted: Value, lanes: Any) -> Any:
         """Whether so many wasted lane-steps cost less than it costs to move so many lanes."""
         return lax.lt(_float(wasted), self.limit(lanes))
 

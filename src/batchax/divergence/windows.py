@@ -46,7 +46,7 @@ class Blocks:
     lanes: int  # how many lanes are in a block
 
     @classmethod
-    def of(cls, mask: jax.Array) -> Blocks | None:
+    def of(cls, mask: Value) -> Blocks | None:
         """Of a mask of lanes: two at least, if it has as many; None where it is best left whole."""
         size = mask.shape[0]
         most = min(_LANES, max(1, size // 2))
@@ -64,17 +64,17 @@ class Blocks:
         """The place after the last one."""
         return np.int32(self.mask.shape[0])
 
-    def at(self, place: jax.Array) -> Any:
+    def at(self, place: Value) -> Any:
         """The block that begins there."""
         return part_of(self.mask, place, 0, self.lanes)
 
 
-def anyone(active: jax.Array) -> Any:
+def anyone(active: Value) -> Any:
     """Whether any lane is active."""
     return staged_once("anyone", lambda active: [_anyone(active)], active)[0]
 
 
-def _anyone(active: jax.Array) -> Any:
+def _anyone(active: Value) -> Any:
     blocks = Blocks.of(active)
     if blocks is None:
         return lax.reduce_or(active, (0,))
@@ -91,14 +91,14 @@ def _anyone(active: jax.Array) -> Any:
     return while_loop(goes_on, once, alike((np.int32(0), np.False_), [active]))[1]
 
 
-def rows_of(x: Value, position: Position, lanes: jax.Array) -> Any:
+def rows_of(x: Value, position: Position, lanes: Value) -> Any:
     """What these lanes have of an array of all lanes; `lanes` may repeat some."""
     if position is None:
         return x
     return taken_at(x, lanes, position)
 
 
-def with_rows(x: Value, rows: jax.Array, target: jax.Array) -> Any:
+def with_rows(x: Value, rows: Value, target: Value) -> Any:
     """`x` with `rows` for the lanes `target`; those that are out of bounds are dropped."""
     return put(x, rows, target, 0)
 
@@ -175,11 +175,11 @@ class Together:
         pause = lax.select(lax.bitwise_and(counts, last), self._pause(taken), np.int32(0))
         return taken, lax.add(asked, pause), some, goes_on
 
-    def _pause(self, taken: jax.Array) -> Any:
+    def _pause(self, taken: Value) -> Any:
         least = np.int32(self.pause)
         return least if least == 1 else lax.max(least, lax.div(taken, np.int32(_MORE)))
 
-    def _bears(self, count: jax.Array, taken: jax.Array) -> Any:
+    def _bears(self, count: Value, taken: Value) -> Any:
         """Whether what was lost by waiting costs less than to move those that are left.
 
         Who is done has waited for half of the steps, on average, if they were done one by one.
@@ -198,7 +198,7 @@ class Queue(NamedTuple):
     active: Any  # which of them are not done: the others never come
 
     @classmethod
-    def of_all(cls, active: jax.Array) -> Queue:
+    def of_all(cls, active: Value) -> Queue:
         """All lanes."""
         return cls(None, active)
 
@@ -396,7 +396,7 @@ def _steps(
     consts: Values,
     begins: Any,
     goes_on: _GoesOn,
-    waiting: jax.Array,
+    waiting: Value,
     state: Any,
 ) -> Any:
     """Steps of the lanes of a window: one if they `begin`, and more while they `go on`."""
@@ -418,7 +418,7 @@ class _GoesOn:
     width: int  # how many there are
     left: int  # how many may be active when none waits and they leave
 
-    def judged(self, active: jax.Array, waiting: jax.Array, wasted: jax.Array) -> list[Any]:
+    def judged(self, active: Value, waiting: Value, wasted: Value) -> list[Any]:
         """The lane-steps wasted after one more, and whether lanes go on.
 
         Args:
@@ -446,7 +446,7 @@ class _GoesOn:
         start = alike((np.int32(0), np.int32(0), wasted, np.True_), [active])
         return while_loop(lambda state: lax.lt(state[0], blocks.end), once, start)[2:]
 
-    def _wasted(self, wasted: jax.Array, lanes: int, active: jax.Array) -> Any:
+    def _wasted(self, wasted: Value, lanes: int, active: Value) -> Any:
         """The lane-steps wasted after one more of so many lanes, some of which are active."""
         return lax.add(
             wasted, lax.convert_element_type(lax.sub(np.int32(lanes), active), np.float32)

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -214,7 +213,7 @@ def run_while(axis: Axis, loop: BoundedLoop, goes_on: Callable[[Any, Any], Any])
     n = 1 + form.n_test
     test_at, lanes = form.split(loop.axes).test, of_lanes(axis, loop)
 
-    def active_lanes(consts: Values, carry: Values, active: jax.Array | None = None) -> Any:
+    def active_lanes(consts: Values, carry: Values, active: Value | None = None) -> Any:
         operands, positions = [*consts[1:n], *carry], [*test_at, *[0] * len(carry)]
         # The first test has no mask: all lanes are active.
         if active is None:

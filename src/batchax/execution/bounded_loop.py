@@ -170,13 +170,13 @@ class Round(NamedTuple):
         """Returns the slot of the carry after so many steps."""
         return number - self.start + self.lowest
 
-    def at(self, number: jax.Array, count: int) -> Round:
+    def at(self, number: Value, count: int) -> Round:
         """Returns the round of the carry after `number` steps. The carry before is in this one."""
         full = self.place_of(number) == np.int32(count)
         following = jnp.stack([number, self.lowest + _ONE])
         return Round(jnp.where(full, following, self.both))
 
-    def numbers(self, last: jax.Array, count: int) -> Any:
+    def numbers(self, last: Value, count: int) -> Any:
         """Returns the number of steps before the carry in each slot, after `last` steps."""
         i = jnp.arange(count, dtype=np.int32)
         # Slots below `lowest` keep the first carry of an earlier round: round i starts after i
@@ -200,7 +200,7 @@ class Stack(NamedTuple):
     height: Any  # how many there are; slots from here on are free
 
     @classmethod
-    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: jax.Array) -> Stack:
+    def of(cls, checkpoints: Sequence[Any], first: Sequence[Any], count: Value) -> Stack:
         """Builds the stack of the checkpoints before step `count`; `first` is the first carry."""
         numbers, *places = checkpoints
         zero, order = np.int32(0), lax.iota(np.int32, numbers.shape[0])
@@ -224,7 +224,7 @@ class Stack(NamedTuple):
         place = entry_of(self.order, self.height - _ONE - below, 0)
         return [entry_of(x, place, 0) for x in self.places]
 
-    def leg(self, number: jax.Array) -> tuple[Any, Callable[[Any], Any], Stack]:
+    def leg(self, number: Value) -> tuple[Any, Callable[[Any], Any], Stack]:
         """Plans the leg from the carry on top to the one after `number` steps, or part of the way.
 
         Returns where it ends, the slot of each carry on the way by its step, and the stack with
@@ -362,7 +362,7 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
 
 
 def run_loop(
-    *operands: jax.Array, test: Any, body: Any, guarded: ClosedJaxpr, form: LoopSignature
+    *operands: Value, test: Any, body: Any, guarded: ClosedJaxpr, form: LoopSignature
 ) -> list[Any]:
     """Runs the bounded loop as ordinary JAX operations."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
@@ -459,7 +459,7 @@ def reverse_sweep(
     *,
     kept: Sequence[int] | None = None,
     guarded: tuple[LoopStep | None, LoopStep | None] = (None, None),
-    count: jax.Array,
+    count: Value,
     steps: Steps,
     x_axes: Sequence[int],
     y_axes: Sequence[int | None],
@@ -497,7 +497,7 @@ def reverse_sweep(
 
 
 def run_sweep(
-    *operands: jax.Array, forward: Any, back: Any, guarded: Any, form: SweepSignature
+    *operands: Value, forward: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> list[Any]:
     """Runs the sweep as ordinary JAX operations."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
@@ -507,14 +507,14 @@ def run_sweep(
     one = np.int32(1)
     count = lax.clamp(np.int32(0), count, np.int32(form.steps.most))
 
-    def entries(t: jax.Array) -> list[Any]:
+    def entries(t: Value) -> list[Any]:
         return [entry_of(x, t, a) for x, a in zip(xs, form.x_axes, strict=True)]
 
     def whole(kept: Values) -> list[Any]:
         """Fills in the values of the carry that checkpoints lack; they are not read."""
         return list(map(_compat.unconsumed, with_values(carry, form.kept, kept)))
 
-    def ahead(stack: Stack, t: jax.Array) -> Stack:
+    def ahead(stack: Stack, t: Value) -> Stack:
         """Puts the carry before step `t` on top of the stack, or one on the way."""
         end, place_of, longer = stack.leg(t)
 

@@ -231,7 +231,7 @@ def _batched(
         def of_width(width: int) -> Any:
             one_example = body.function(width)
 
-            def batched(start: jax.Array, *xs: Value) -> list[Any]:
+            def batched(start: Value, *xs: Value) -> list[Any]:
                 outs, out_axes = batch_function(axis, one_example, [start, *xs], [None, *axes])
                 return [
                     match_axis(axis, x, a, 0) if hit else x

@@ -381,7 +381,7 @@ def collect(
     loop: ChunkLoop,
     results: Values,
     outs: Values,
-    index: jax.Array,
+    index: Value,
     gathered: GatheredLanes | None = None,
 ) -> list[Any]:
     """Adds the results `outs` of chunk `index` to the results so far."""
@@ -400,8 +400,8 @@ def _collect(
     spec: Result,
     result: Any,
     out: Any,
-    start: jax.Array,
-    index: jax.Array,
+    start: Value,
+    index: Value,
     gathered: GatheredLanes | None,
 ) -> Any:
     match spec:
@@ -422,7 +422,7 @@ def _collect(
             return out
 
 
-def _write(result: Any, out: Any, start: jax.Array, axis: int) -> Any:
+def _write(result: Any, out: Any, start: Value, axis: int) -> Any:
     if jax.typeof(out).sharding.mesh.empty and not jax.typeof(result).sharding.mesh.empty:
         # Under `jax.set_mesh` the type of whatever is made tells of the mesh, as that of `result`
         # does. Arrays from before have types that do not, nor does what is computed of them alone;

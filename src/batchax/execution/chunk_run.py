@@ -139,7 +139,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> 
     avals = [jax.typeof(x) for x in operands]
     some = loop.program(avals, loop.chunk)
 
-    def nothing(*operands: jax.Array) -> list[Any]:
+    def nothing(*operands: Value) -> list[Any]:
         before = _of_types(few, some, results_before(few, some))
         return _compat.varying_alike(before, like=operands)
 
@@ -153,7 +153,7 @@ def _as_many_are_picked(loop: ChunkLoop, whole: AllAtOnce, operands: Values) -> 
     return lax.switch(way, [nothing, in_chunks, at_once], *operands)
 
 
-def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: jax.Array) -> list[Any]:
+def _all_at_once(loop: ChunkLoop, body: ChunkBody, *operands: Value) -> list[Any]:
     """Runs `body` for all lanes, of which a mask selects some."""
     every = body.staged(loop.size, [jax.typeof(x) for x in operands])
     (start,) = _compat.varying_alike([np.int32(0)], like=operands)
@@ -249,7 +249,7 @@ def _in_loop(chunks: _Chunks, program: ClosedJaxpr, results: list[Value]) -> lis
 
     # The last chunk is a step of the loop, too. After the loop it would be a program that does
     # not depend on it, and nothing would keep its calls of the host from being made first.
-    def either(i: jax.Array, results: list[Value]) -> list[Any]:
+    def either(i: Value, results: list[Value]) -> list[Any]:
         last = functools.partial(chunks.step, i, rest)
         return lax.cond(i < full, functools.partial(step, i), last, results)
 
@@ -263,7 +263,7 @@ def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> 
     # is the count of finished chunks, plus a zero that depends on their outputs and that no
     # compiler knows. A zero read from the results would make XLA copy them, as the last chunk
     # writes into them.
-    def counted(i: jax.Array, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+    def counted(i: Value, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         done, results = carry
         outs, gathered = chunks.run(i, chunks.width)
         done = lax.add(done, lax.add(np.int32(1), zero_after(outs)))
@@ -278,8 +278,8 @@ def _last_after(chunks: _Chunks, full: int, rest: int, results: list[Value]) -> 
 def _part(
     x: Value,
     spec: Operand,
-    start: jax.Array,
-    index: jax.Array,
+    start: Value,
+    index: Value,
     width: int,
     gathered: GatheredLanes | None,
 ) -> Any:
@@ -345,7 +345,7 @@ def _key(loop: ChunkLoop, avals: Sequence[Aval], chunk: int) -> Hashable:
     return chunk, *own, tuple(avals), *programs
 
 
-def run_flat(loop: ChunkLoop, *operands: jax.Array) -> list[Any]:
+def run_flat(loop: ChunkLoop, *operands: Value) -> list[Any]:
     """Runs with each operand as an argument, for compilation."""
     return run(loop, operands)
 

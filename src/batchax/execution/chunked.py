@@ -93,9 +93,7 @@ def _run_keeping(loop: ChunkLoop, operands: Values) -> list[Any]:
         outs = loop.body.function(width)(start, *parts)
         return collect(loop, results, outs, index)
 
-    def in_loop(
-        index: jax.Array, results: list[Value], parts: Sequence[Any]
-    ) -> tuple[list[Any], None]:
+    def in_loop(index: Value, results: list[Value], parts: Sequence[Any]) -> tuple[list[Any], None]:
         if full > 1:  # a loop of one step is none, to a compiler
             steps.begin(index)
             results = steps.through(results, index)
@@ -479,7 +477,7 @@ class Chunking:
     keep: bool  # whether reverse mode saves what each chunk computed
     progress: LoopProgress | None = None
 
-    def applies_to(self, size: int) -> bool:
+    def applies_to(self, size: Any) -> bool:
         """Returns whether a batch of that size has several chunks, or may have."""
         if not isinstance(size, int):
             raise UnsupportedError(
@@ -501,7 +499,7 @@ def find_chunking(
     fun: Callable[..., Any],
     batch_size: Any,
     memory_limit: Any,
-    residuals: str,
+    residuals: Any,
     progress: Any = False,
 ) -> Chunking | None:
     """Validates the options of `vmap`; None if all lanes run at once.

@@ -20,7 +20,7 @@ _CHUNKS = 16  # chunks that all lanes should make at least; for that, chunks are
 _FEWEST = 16  # but no narrower than this
 
 
-def count_active(active: jax.Array, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
+def count_active(active: Value, dtype: Any = np.int32, *, one_function: bool = False) -> Any:
     """Counts active lanes. `one_function`: inside a single XLA kernel."""
     if (
         one_function or jax.default_backend() != "cpu" or active.shape[0] >= 1 << 24
@@ -57,7 +57,7 @@ class GatheredLanes(NamedTuple):
     alone: Any = None  # the index of the only lane; None if the chunk has slots for several
 
 
-def in_order(active: jax.Array, room: int) -> tuple[Any, Any]:
+def in_order(active: Value, room: int) -> tuple[Any, Any]:
     """Returns the indices of `active` lanes in order, and their number.
 
     For integers, which estimate run time, the longest come first. The result has `room` entries
@@ -104,7 +104,7 @@ def _by_scatter(room: int) -> Callable[..., Any]:
     return run
 
 
-def _longest_first(lengths: jax.Array, room: int) -> tuple[Any, Any]:
+def _longest_first(lengths: Value, room: int) -> tuple[Any, Any]:
     order, count = _nothing(lengths, room)
     count += lax.convert_element_type(lax.reduce_sum(lax.sign(lengths), (0,)), np.int32)
 
@@ -117,15 +117,13 @@ def _longest_first(lengths: jax.Array, room: int) -> tuple[Any, Any]:
     return lax.cond(count > 0, some, lambda: order), count
 
 
-def _nothing(active: jax.Array, room: int) -> tuple[Any, Any]:
+def _nothing(active: Value, room: int) -> tuple[Any, Any]:
     nothing = [lax.full((active.size + room,), 0, np.int32), lax.full((), 0, np.int32)]
     order, count = _compat.varying_alike(nothing, like=[active])
     return order, count
 
 
-def of_chunk(
-    order: jax.Array | None, count: jax.Array, start: jax.Array, width: int
-) -> GatheredLanes:
+def of_chunk(order: Value | None, count: Value, start: Value, width: int) -> GatheredLanes:
     """Returns the lanes of the chunk that begins with entry `start` of `order`.
 
     Without an order, the chunk is the lane at `start`.
@@ -157,7 +155,7 @@ def or_zero_of(x: Value, mask: Value, axis: int) -> Any:
     return lax.select(lax.broadcast_in_dim(mask, x.shape, (axis,)), x, lax.full_like(x, 0))
 
 
-def taken_at(x: Value, places: jax.Array, axis: int) -> Any:
+def taken_at(x: Value, places: Value, axis: int) -> Any:
     window = tuple(1 if d == axis else n for d, n in enumerate(x.shape))
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -170,7 +168,7 @@ def taken_at(x: Value, places: jax.Array, axis: int) -> Any:
     return _compat.unconsumed(lax.gather(x, indices, numbers, window, mode=mode))
 
 
-def put(x: Value, values: Any, places: jax.Array, axis: int) -> Any:
+def put(x: Value, values: Any, places: Value, axis: int) -> Any:
     """Writes `values` at distinct places along `axis`, and drops those out of bounds."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(d for d in range(x.ndim) if d != axis),
@@ -180,7 +178,7 @@ def put(x: Value, values: Any, places: jax.Array, axis: int) -> Any:
     return put_p.bind(x, lax.reshape(places, (places.size, 1)), values, numbers=numbers)
 
 
-def _put(x: Value, indices: jax.Array, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
+def _put(x: Value, indices: Value, values: Any, *, numbers: lax.ScatterDimensionNumbers) -> Any:
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(x, indices, values, numbers, unique_indices=True, mode=mode)
 

@@ -140,7 +140,7 @@ def _on_one_device(axis: Axis, eqn: Eqn, xs: Values, names: tuple[Any, ...]) -> 
     return bind_if(axis, eqn, xs, lax.eq(lax.axis_index(names), np.int32(0)))
 
 
-def _caller(lane: jax.Array, own: jax.Array | None) -> Any:
+def _caller(lane: Value, own: Value | None) -> Any:
     """Returns the lane index for callbacks, negative for a repeated lane."""
     if own is None:
         return lane
@@ -210,8 +210,8 @@ def _evaluate(
     jaxpr: Jaxpr,
     consts: Values,
     args: Values,
-    lane: jax.Array,
-    caller: jax.Array | None,
+    lane: Value,
+    caller: Value | None,
 ) -> list[Any]:
     def run_equation(eqn: Eqn, xs: list[Value]) -> Sequence[Any]:
         used = is_exposed(axis, eqn) or (caller is not None and _calls(eqn))
@@ -220,9 +220,7 @@ def _evaluate(
     return evaluate(jaxpr, consts, args, run_equation)
 
 
-def _use(
-    axis: Axis, eqn: Eqn, xs: list[Value], lane: jax.Array, caller: jax.Array | None
-) -> Sequence[Any]:
+def _use(axis: Axis, eqn: Eqn, xs: list[Value], lane: Value, caller: Value | None) -> Sequence[Any]:
     """Evaluates an equation that uses the axis, for the lane of index `lane`.
 
     Also one with a host callback, if `caller` is the index to pass to it.
@@ -269,7 +267,7 @@ def _is_index(eqn: Eqn) -> bool:
     return eqn.primitive.name == "axis_index"
 
 
-def _index(axis: Axis, names: str, lane: jax.Array) -> Any:
+def _index(axis: Axis, names: Any, lane: Value) -> Any:
     """Computes the index over several axes, of which the first is the slowest."""
     index = jnp.int32(0)
     for n in as_names(names):

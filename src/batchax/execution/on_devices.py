@@ -132,7 +132,7 @@ class OnDevices(Way):
     def run(self, call: Call) -> tuple[list[Any], _Said]:
         passed = list(map(_kind, call.values[: call.constants]))
 
-        def one_shard(*values: jax.Array) -> tuple[list[Any], list[Position], _Said]:
+        def one_shard(*values: Value) -> tuple[list[Any], list[Position], _Said]:
             own, said = _of_one_device(call.with_values(values), passed)
             check_callbacks(self.shards, own.staged.jaxpr)
             return *self._chunks_of_one().runner(own, self.shards).outputs(), said
@@ -257,7 +257,7 @@ def _are_told(call: Call) -> bool:
 _NOTHING: Any = jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def _is_typed(mesh: Any, name: str) -> bool:
+def _is_typed(mesh: Any, name: Any) -> bool:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[name] == AxisType.Explicit
 
 

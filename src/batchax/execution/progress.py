@@ -102,7 +102,7 @@ class ProgressCallback:
 
     # Values may follow, which only order the call. A known total is not passed, as each number
     # takes time.
-    def __call__(self, done: jax.Array, *more: jax.Array) -> None:
+    def __call__(self, done: Value, *more: Value) -> None:
         total = int(more[0]) if self.total is None else self.total
         self.progress.tell(int(done), total, self.over)
 
@@ -192,19 +192,19 @@ class Steps:
         callback = None if self.callback is None else self.callback.derivative(name)
         return replace(self, callback=callback)
 
-    def begin(self, done: Any, total: jax.Array | None = None) -> None:
+    def begin(self, done: Any, total: Value | None = None) -> None:
         """Reports at the start of a step that `done` steps of `total`, or `most`, are done."""
         if self.callback is not None and self.most > 1:  # that the only step is done is enough
             done = lax.convert_element_type(done, np.int32)  # indices of JAX's may have 64 bits
             self._tell(done, total, self._due(done))
 
-    def end(self, done: Any, total: jax.Array | None = None, results: Values = ()) -> None:
+    def end(self, done: Any, total: Value | None = None, results: Values = ()) -> None:
         """Reports after the loop; `results` make the call wait for them."""
         if self.callback is not None:
             done = np.int32(done) if isinstance(done, int) else done
             self._tell(done, total, None, results, over=True)
 
-    def through(self, carry: Values, done: jax.Array) -> list[Any]:
+    def through(self, carry: Values, done: Value) -> list[Any]:
         """Passes the carry of a scan through an operation whose transpose reports reverse steps."""
         moving = [i for i, x in enumerate(carry) if is_inexact(x)]
         if self.callback is None or not moving:
@@ -213,14 +213,14 @@ class Steps:
         passed = dict(zip(moving, values, strict=True))
         return [passed.get(i, x) for i, x in enumerate(carry)]
 
-    def went_back(self, done: jax.Array, cotangent: jax.Array) -> None:
+    def went_back(self, done: Value, cotangent: Value) -> None:
         """Reports in the reverse loop, at the end of a step, that so many are left."""
         back, most = self.derivative("cotangents"), np.int32(self.most)
         due = back._due(most - done)
         due = None if due is None else lax.bitwise_or(due, lax.eq(done, np.int32(0)))
         back._tell(most - done, None, due, [cotangent])
 
-    def _due(self, done: jax.Array) -> Any:
+    def _due(self, done: Value) -> Any:
         """Returns whether a step reports; None: every step does."""
         # At most about `_CALLS` calls a loop.
         every = max(-(-self.most // _CALLS), self.width * self.together)
@@ -235,8 +235,8 @@ class Steps:
     def _tell(
         self,
         done: Any,
-        total: jax.Array | None,
-        due: jax.Array | None,
+        total: Value | None,
+        due: Value | None,
         after: Sequence[Any] = (),
         over: bool = False,
     ) -> None:
@@ -267,7 +267,7 @@ def _is_first_device(axes: Sequence[tuple[Hashable, Any]]) -> Any:
     return eval_jaxpr(program.jaxpr, program.consts)[0]
 
 
-def _call(*operands: jax.Array, callback: ProgressCallback) -> list[Any]:
+def _call(*operands: Value, callback: ProgressCallback) -> list[Any]:
     """Reports to the host once the operands after the numbers are computed."""
     numbers, after = operands[: callback.numbers], operands[callback.numbers :]
     # The callback waits for one entry, so that arrays are not copied to the host.

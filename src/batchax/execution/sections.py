@@ -215,8 +215,8 @@ def partial_result(
     reduction: Reduction,
     x: Value,
     axis: int,
-    index: jax.Array | None = None,
-    real: jax.Array | None = None,
+    index: Value | None = None,
+    real: Value | None = None,
 ) -> tuple[list[Any], Partial]:
     """Returns the arrays that one chunk adds to a reduction of `x` along `axis`.
 
@@ -500,8 +500,8 @@ class _Chunk:
         target: Target,
         x: Value,
         position: Position,
-        index: jax.Array | None,
-        real: jax.Array | None,
+        index: Value | None,
+        real: Value | None,
     ) -> list[Any]:
         """Returns what a chunk computes for one target, and notes its specs."""
         reduction = target.reduction

@@ -28,7 +28,7 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
-def part_of(x: Value, start: jax.Array, axis: int, width: int) -> Any:
+def part_of(x: Value, start: Value, axis: int, width: int) -> Any:
     sizes = list(x.shape)
     sizes[axis] = width
     part = lax.dynamic_slice(x, _places(x, start, axis), sizes, allow_negative_indices=False)
@@ -72,7 +72,7 @@ def blank(aval: Aval, number: int) -> Any:
 
 def scan_slices(
     step: Callable[[Any, Any, list[Any]], Any],
-    carry: list[jax.Array],
+    carry: Values,
     xs: Values,
     axes: Sequence[int | None],
     width: int | None,
@@ -137,7 +137,7 @@ def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Oper
     return _Operand(cut=lax.stop_gradient(x), axis=axis, handed_on=True)
 
 
-def take(array: Value, start: jax.Array, axis: int, width: int) -> list[jax.Array]:
+def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
     """Returns a slice of an array that is handed on, and the array.
 
     The slice may not be read from it again, which makes this the transpose of `put`.
@@ -152,7 +152,7 @@ def take(array: Value, start: jax.Array, axis: int, width: int) -> list[jax.Arra
     return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
 
 
-def put(array: Value, part: Value, start: jax.Array, axis: int) -> Any:
+def put(array: Value, part: Value, start: Value, axis: int) -> Any:
     """Writes a slice into an array that is handed on, where it had nothing before."""
     width = part.shape[axis]
 

@@ -126,20 +126,20 @@ def run_steps(
         arrays = {k: blank(aval, first + k) for k, aval in avals.items()}
         return {k: _compat.varying_as(array, types[k]) for k, array in arrays.items()}
 
-    def cut(state: _State, i: int, start: jax.Array, width: int) -> Any:
+    def cut(state: _State, i: int, start: Value, width: int) -> Any:
         part = part_of(fixed[i], start, read[i], width)
         if i in state.handed:
             way, state.handed[i] = take(state.handed[i], start, read[i], width)
             part = with_derivative_of(part, way)
         return part
 
-    def write(state: _State, k: int, part: jax.Array, start: jax.Array) -> None:
+    def write(state: _State, k: int, part: Value, start: Value) -> None:
         if k in state.ways:
             state.ways[k] = put(state.ways[k], part, start, written[k])
             part = lax.stop_gradient(part)
         state.arrays[k] = put_part(state.arrays[k], part, start, written[k])
 
-    def one(state: _State, at: jax.Array, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
+    def one(state: _State, at: Value, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
         state = state.copy()
         for i in read:
             if i not in given:
@@ -155,7 +155,7 @@ def run_steps(
                 write(state, k, expand_axis(ys.pop(k), written[k]), at)
         return state._replace(carry=outs[: program.n_carry]), ys
 
-    def block(state: _State, at: jax.Array, width: int) -> _State:
+    def block(state: _State, at: Value, width: int) -> _State:
         state = state.copy()
         parts = {i: jnp.moveaxis(cut(state, i, at, width), read[i], 0) for i in x_blocks}
         inner = state.without(x_blocks, y_blocks)
@@ -272,7 +272,7 @@ def _sweeps(program: ScanProgram, xs: Values) -> list[_Sweep]:
     return [sweep for sweep in sweeps if sweep.count and sweep.width]
 
 
-def _begin(program: ScanProgram, sweep: _Sweep, index: jax.Array, carry: list[Value]) -> list[Any]:
+def _begin(program: ScanProgram, sweep: _Sweep, index: Value, carry: list[Value]) -> list[Any]:
     """Reports a step, or block, at its start, and returns the carry."""
     if program.steps.callback is None:
         return carry
@@ -324,7 +324,7 @@ def _split(program: ScanProgram, operands: Values) -> list[list[Any]]:
 
 
 def _operations(
-    *operands: jax.Array, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
+    *operands: Value, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
 ) -> list[Any]:
     consts, carry, xs = _split(program, operands)
     return run_steps(replace(program, body=body), consts, carry, xs, differentiable)

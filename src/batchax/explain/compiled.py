@@ -22,7 +22,7 @@ from batchax.explain.findings.operations import FindingContext
 from batchax.explain.listing import Attribution, Listing, Names, number_of, value_of
 from batchax.explain.wording import show_masked
 from batchax.jaxprs.inside import Anywhere, programs_inside
-from batchax.jaxprs.words import Eqn
+from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.programs.counted import Counted, Mark, loop_number, with_marks
@@ -267,7 +267,7 @@ def _needed(
     return of_lanes, _by_key(counted.marks, counts)
 
 
-def _by_key(marks: Sequence[Mark], counts: jax.Array) -> dict[_Key, int]:
+def _by_key(marks: Sequence[Mark], counts: Value) -> dict[_Key, int]:
     """Sums the lane-steps of each loop and branch."""
     sums: dict[_Key, int] = {}
     for mark, count in zip(marks, np.asarray(counts), strict=True):

@@ -52,7 +52,7 @@ class Names:
         """Reserves a name that something else has."""
         self._taken.add(name)
 
-    def enter(self, program: Jaxpr) -> None:
+    def enter(self, program: Any) -> None:
         """Forgets what is inside a program: called twice, it has other values each time."""
         made = (v for eqn in program.eqns for v in eqn.outvars)
         for variable in (*program.constvars, *program.invars, *made):
@@ -124,7 +124,7 @@ class Attribution:
 
     def _walk(
         self,
-        program: Jaxpr,
+        program: Any,
         integers: Mapping[Any, int],
         around: Record | None,
         times: int | None,
@@ -539,7 +539,7 @@ def _passed_to(eqn: Eqn) -> Sequence[Any]:
     return [*eqn.invars[first : first + lengths.solve], *eqn.invars[sum(lengths) :]]
 
 
-def _is_library(program: Jaxpr) -> bool:
+def _is_library(program: Any) -> bool:
     """Whether a program is of a function of JAX, whose lines say nothing to users."""
     # Staged once, it is shared by all who call it, with the lines of the one who did first.
     file = getattr(getattr(program, "debug_info", None), "func_filename", None) or ""

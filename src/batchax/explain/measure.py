@@ -167,7 +167,7 @@ def _sizes(lanes: int) -> list[int]:
 
 
 def as_it_is(
-    batch_size: int | None, staged: Staged, compiled: Any, compiling: float | None = None
+    batch_size: Any, staged: Staged, compiled: Any, compiling: float | None = None
 ) -> _Way:
     """Returns a batched function that was staged and compiled, as a way to run its lanes."""
     peak = memory_of(compiled).bytes

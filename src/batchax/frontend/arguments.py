@@ -276,7 +276,7 @@ def flatten_arguments(
     return FlatArguments(mapped, shared, made)
 
 
-def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> int:
+def find_axis_size(mapped: Sequence[Mapped], axis_size: Any, terms: Terms = LANES) -> Any:
     """Returns the one size that all mapped axes have, or raises AxisError."""
     sized = [m for m in mapped if m.lanes is not None]
     if not sized:
@@ -398,7 +398,7 @@ def check_untraced(purpose: str, arguments: Any) -> None:
         raise ArgumentTypeError(f"{purpose}, and an argument is traced. Call it outside of jit.")
 
 
-def check_axis_size(axis_size: int | None, required: bool = False, terms: Terms = LANES) -> None:
+def check_axis_size(axis_size: Any, required: bool = False, terms: Terms = LANES) -> None:
     if not (_is_size(axis_size) or (axis_size is None and not required)):
         raise ArgumentTypeError(f"{terms.size} must be a non-negative int, got {show(axis_size)}.")
 

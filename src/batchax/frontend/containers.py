@@ -152,7 +152,7 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
     return Parts(arrays, axes, join)
 
 
-def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> int:
+def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
     """Returns `spec` as the registration takes it, which knows no int from the end."""
     kind, name = _compat.type_of_batch_axis(value), type(value).__name__
     spec = int(spec) if isinstance(spec, np.integer) else spec
@@ -175,7 +175,7 @@ def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
         ) from None
 
 
-def _example_of(x: Value, axis: int) -> Any:
+def _example_of(x: Value, axis: Any) -> Any:
     """Returns what stands for one lane of `x`: of its type, for which nothing is computed."""
     if x is LANE_INDEX:
         return np.int32(0)
@@ -382,7 +382,7 @@ def parts_of_argument(value: Value, spec: Any, path: str) -> Parts | None:
     )
 
 
-def parts_of_output(value: Value, spec: Any, path: str, size: int | None) -> Parts | None:
+def parts_of_output(value: Value, spec: Any, path: str, size: Any) -> Parts | None:
     """Takes a container apart that is an output of one of `size` lanes; returns None for others."""
     container = _containers.get(_type(value))
     if container is None:

@@ -503,7 +503,7 @@ def _check_parameter_names(fun: Callable[..., Any], in_axes: dict[str, Any]) -> 
         )
 
 
-def _from_callable(leaf: SpecifiedLeaf) -> int | None:
+def _from_callable(leaf: SpecifiedLeaf) -> Any:
     axis = leaf.spec(leaf.value)
     if axis is None or (is_input_spec(axis) and not is_rule(axis)) or is_container_spec(axis):
         return axis

@@ -127,7 +127,7 @@ def check_tolerances(**tolerances: Any) -> None:
             raise error(f"{name} must be a number, zero or more, got {brief(given)}.")
 
 
-def check_small_matrices(option: str) -> None:
+def check_small_matrices(option: Any) -> None:
     check_one_of("small_matrices", option, "auto", "library", "vectorized")
 
 

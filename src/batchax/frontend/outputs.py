@@ -181,7 +181,7 @@ def lanes_first(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten_outputs(
-    out: Any, out_axes: Any, size: int, terms: Terms = LANES, sum_match: bool = False
+    out: Any, out_axes: Any, size: Any, terms: Terms = LANES, sum_match: bool = False
 ) -> tuple[list[Any], FlatOutputs]:
     """Spreads `out_axes` over what the per-example function returned.
 
@@ -299,7 +299,7 @@ def check_reduces(spec: Reduce, output: Any, path: str) -> None:
         )
 
 
-def check_lanes(spec: Reduce, lanes: int, path: str, nothing: str) -> None:
+def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
     """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(

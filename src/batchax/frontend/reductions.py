@@ -162,7 +162,7 @@ def states_of(
     return states, at
 
 
-def _of_lane(reduction: Reduction, *given: jax.Array) -> Any:
+def _of_lane(reduction: Reduction, *given: Value) -> Any:
     assert reduction.lane is not None
     return jax.tree.map(jnp.asarray, reduction.lane(*given))
 
@@ -210,7 +210,7 @@ def _in_pairs(reduction: Reduction, states: Any) -> Any:
     return jax.tree.map(lambda s: s[0], states)
 
 
-def finished(reduction: Reduction, state: Any, lanes: int) -> Any:
+def finished(reduction: Reduction, state: Any, lanes: Any) -> Any:
     return state if reduction.finish is None else reduction.finish(state, lanes)
 
 
@@ -222,7 +222,7 @@ def of_all(reduction: Reduction, x: Value, axis: int) -> Any:
     return finished(reduction, folded(reduction, *states_of(reduction, x, axis, index)), lanes)
 
 
-def of_shared(reduction: Reduction, x: Value, lanes: int) -> Any:
+def of_shared(reduction: Reduction, x: Value, lanes: Any) -> Any:
     if reduction.of_copies is not None:
         return reduction.of_copies(x, lanes)
     return of_all(reduction, jnp.broadcast_to(x, (lanes, *x.shape)), 0)
@@ -481,7 +481,7 @@ _NONE = np.iinfo(np.int32).max  # later than every lane; -1 if no row of a datas
 def _first_of(extreme: Callable[..., Any]) -> Callable[[Any], Any]:
     """Returns what makes one of the states of lanes along axis 0; NaN is the most extreme."""
 
-    def fold(states: Values) -> tuple[jax.Array, ...]:
+    def fold(states: Values) -> tuple[Any, ...]:
         values, lanes = states
         best = extreme(values, 0)
         holds = lax.eq(values, jnp.broadcast_to(best[None], values.shape))
@@ -509,7 +509,7 @@ def _argument(
     )
 
 
-def _mean(total: Value, n: int) -> Any:
+def _mean(total: Value, n: Any) -> Any:
     return total / n
 
 

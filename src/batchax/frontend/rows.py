@@ -44,7 +44,7 @@ class RowOptions:
                 )
 
 
-def find_row_options(layout: str, buckets: Any, batch_size: Any) -> RowOptions:
+def find_row_options(layout: Any, buckets: Any, batch_size: Any) -> RowOptions:
     """What the options of `vmap` ask for where rows are concerned.
 
     Raises:

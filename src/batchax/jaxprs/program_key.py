@@ -23,7 +23,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.words import Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,7 @@ def _key(x: Value, inside: tuple[int, ...]) -> Hashable:
     return type(x), x
 
 
-def _of_program(program: ClosedJaxpr, inside: tuple[int, ...]) -> Hashable:
+def _of_program(program: Any, inside: tuple[int, ...]) -> Hashable:
     jaxpr = getattr(program, "jaxpr", program)
     # Variables by the order of their first appearance: names and identities do not matter.
     numbers: dict[Any, int] = {}

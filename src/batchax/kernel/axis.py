@@ -225,7 +225,7 @@ def axis_to_front(axis: Axis, x: Value, source: Position) -> Any:
     return match_axis(axis, x, source, 0)
 
 
-def _in_range(name: str, position: int, x: Value, ndim: int) -> int:
+def _in_range(name: str, position: Any, x: Value, ndim: int) -> int:
     if type(position) is int and -ndim <= position < ndim:  # by far the most frequent case
         return position % ndim
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):

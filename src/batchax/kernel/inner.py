@@ -386,7 +386,7 @@ def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state:
     # A weakly typed carry would change its type in the first step.
     leaves = list(map(_strong, leaves))
 
-    def flat(*leaves: jax.Array) -> list[Any]:
+    def flat(*leaves: Value) -> list[Any]:
         return list(map(_strong, jax.tree.leaves(once(structure.unflatten(leaves)))))
 
     types = list(map(jax.typeof, leaves))

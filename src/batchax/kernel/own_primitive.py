@@ -78,7 +78,7 @@ def _of_moving(
     It returns the results `of`, then all of them.
     """
 
-    def some(*values: jax.Array) -> tuple[list[Any], list[Any]]:
+    def some(*values: Value) -> tuple[list[Any], list[Any]]:
         outs = function(*with_values(primals, moving, values))
         return [outs[k] for k in of], outs
 
@@ -99,7 +99,7 @@ def transposed(
     rest = iter(others)
     blank = [None if i in linear else next(rest) for i in range(len(others) + len(linear))]
 
-    def of_linear(*values: jax.Array) -> list[Any]:
+    def of_linear(*values: Value) -> list[Any]:
         outs = function(*with_values(blank, linear, values))
         return [outs[k] for k in of]
 

@@ -184,7 +184,7 @@ def _types_for_one(
 ) -> Sequence[Any]:
     """Computes the result types of a primitive for one example."""
 
-    def one_example(*xs: Value) -> list[jax.Array]:
+    def one_example(*xs: Value) -> list[Any]:
         out = primitive.bind(*xs, **primitive.get_bind_params(params))
         # `get_bind_params` restores functions that JAX stores in parameters as jaxprs.
         return out if primitive.multiple_results else [out]
@@ -202,7 +202,7 @@ _MEANING = (
 )
 
 
-def _position(where: str, name: str, position: int | None, aval: Aval) -> Position:
+def _position(where: str, name: str, position: Any, aval: Aval) -> Position:
     if position is None:
         return None
     if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
@@ -600,7 +600,7 @@ def broadcasting(primitive: Primitive) -> None:
     _register(primitive, rule, "broadcasting", elementwise=True)
 
 
-def reducing(primitive: Primitive, neutral: int | None = None) -> None:
+def reducing(primitive: Primitive, neutral: Any = None) -> None:
     """Registers a primitive as one that removes the dimensions in its parameter `axes`.
 
     Args:
@@ -646,7 +646,7 @@ def _register(primitive: Primitive, rule: Callable[..., Any], maker: str, **fact
         describe([primitive], **facts)
 
 
-def reduced_dims(primitive: Primitive, dims: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def reduced_dims(primitive: Primitive, dims: Any, rank: int) -> tuple[int, ...]:
     """Normalizes the dimensions that a `reducing` primitive removes, counted from the front."""
     several = isinstance(dims, (tuple, list))
     if not (several and all(isinstance(d, (int, np.integer)) for d in dims)):

@@ -231,7 +231,7 @@ def find(
 
 def _compiled(
     values: Values, specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
-) -> list[jax.Array]:
+) -> list[Any]:
     """Compiles and runs a function of the leaves."""
     # It sees what is no array as it is; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)

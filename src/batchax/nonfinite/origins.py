@@ -200,7 +200,7 @@ def _lengths(order: Iterable[Link]) -> dict[Link, int]:
     return lengths
 
 
-def _blamed(order: Sequence[Link], at: dict[Link, int], kind: jax.Array) -> tuple[Any, Any]:
+def _blamed(order: Sequence[Link], at: dict[Link, int], kind: Value) -> tuple[Any, Any]:
     """Returns the first of the worst parents of each link, or itself; and whether a parent is to
     blame.
     """
@@ -218,7 +218,7 @@ def _blamed(order: Sequence[Link], at: dict[Link, int], kind: jax.Array) -> tupl
     return jnp.where(has_parent, chosen, np.arange(len(order))), has_parent
 
 
-def _kinds(worst: jax.Array) -> Any:
+def _kinds(worst: Value) -> Any:
     bits = worst.dtype
     infinity = np.array(np.inf, f"float{8 * bits.itemsize}").view(bits) << bits.type(1)
     kind = jnp.where(worst > infinity, NAN, jnp.where(worst == infinity, INFINITE, FINITE))
@@ -525,7 +525,7 @@ def _plain(values: Values) -> list[Marked]:
     return [Marked(x) for x in values]
 
 
-def _whole(x: Value, origin: jax.Array | None) -> Marked:
+def _whole(x: Value, origin: Value | None) -> Marked:
     """Marks a value whose origin is known; None if it cannot be bad, or has no marks."""
     return Marked(x, None if origin is None else Link(None, origin=origin))
 

@@ -62,7 +62,7 @@ def reads_symbols() -> bool:
     return _of_symbol.get() is not _as_one
 
 
-def number_of(size: int) -> int:
+def number_of(size: Any) -> int:
     """Returns a size, or one for a symbol without a value."""
     return size if isinstance(size, int) else _of_symbol.get()(size)
 
@@ -108,7 +108,7 @@ def products_of_convolution(eqn: Eqn) -> int:
 
 def _pairs_of_window(
     size: Any,
-    window: int,
+    window: Any,
     places: Any,
     stride: int,
     padding: Sequence[int],
@@ -608,7 +608,7 @@ def cost_of_program(
 
 
 def costs_of_program(
-    jaxpr: Jaxpr,
+    jaxpr: Any,
     integers: Mapping[Any, int] | None = None,
     differs: Sequence[bool] | None = None,
     steps: int = 1,

@@ -115,7 +115,7 @@ def _counted_beside(eqn: Eqn, params: dict[str, Any], number: int) -> list[Any]:
 
 
 def _marked(program: ClosedJaxpr, what: Mark) -> ClosedJaxpr:
-    def run(*operands: jax.Array) -> list[Any]:
+    def run(*operands: Value) -> list[Any]:
         put_mark(what)
         return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
@@ -233,7 +233,7 @@ class Counted:
         jaxpr: Jaxpr,
         consts: Sequence[Any],
         args: Sequence[Any],
-        counts: jax.Array,
+        counts: Value,
         more: Any = (),
     ) -> tuple[list[Any], Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -260,9 +260,7 @@ class Counted:
         walk(plan(jaxpr.eqns, outvars, _is_kept, self._reads), env, read, run_step)
         return list(map(read, outvars)), counts
 
-    def _open(
-        self, eqn: Eqn, operands: list[Value], counts: jax.Array
-    ) -> tuple[Sequence[Any], Any]:
+    def _open(self, eqn: Eqn, operands: list[Value], counts: Value) -> tuple[Sequence[Any], Any]:
         own = self._operations(eqn)
         if own is not None:
             return self._run(own.jaxpr, own.consts, operands, counts)
@@ -277,15 +275,13 @@ class Counted:
         given = [operands[i] for i in bodies[0].operands]
         return self._run(program.jaxpr, program.consts, given, counts)
 
-    def _while(
-        self, eqn: Eqn, operands: list[Value], counts: jax.Array
-    ) -> tuple[Sequence[Any], Any]:
+    def _while(self, eqn: Eqn, operands: list[Value], counts: Value) -> tuple[Sequence[Any], Any]:
         test, body = bodies_of(eqn)
         of_test = [operands[i] for i in test.operands[: test.same]]
         of_body = [operands[i] for i in body.operands[: body.same]]
         programs = [_compat.close(b.program) for b in (test, body)]
 
-        def asked(carry: Sequence[Any], counts: jax.Array) -> tuple[Any, Any]:
+        def asked(carry: Sequence[Any], counts: Value) -> tuple[Any, Any]:
             (goes_on,), counts = self._run(
                 programs[0].jaxpr, programs[0].consts, [*of_test, *carry], counts
             )
@@ -309,7 +305,7 @@ class Counted:
         return carry, counts
 
     def _counted_loop(
-        self, eqn: Eqn, operands: list[Value], counts: jax.Array
+        self, eqn: Eqn, operands: list[Value], counts: Value
     ) -> tuple[Sequence[Any], Any]:
         (body,) = bodies_of(eqn)
         program, first = _compat.close(body.program), body.same + body.carried
@@ -324,9 +320,7 @@ class Counted:
             (carry, counts), ys = lax.scan(step, (carry, counts), xs, body.times, body.reverse)
         return [*carry, *ys], counts
 
-    def _cond(
-        self, eqn: Eqn, operands: list[Value], counts: jax.Array
-    ) -> tuple[Sequence[Any], Any]:
+    def _cond(self, eqn: Eqn, operands: list[Value], counts: Value) -> tuple[Sequence[Any], Any]:
         index, *others = operands
 
         def branch(program: ClosedJaxpr) -> Callable[..., Any]:
@@ -344,7 +338,7 @@ def _is_kept(eqn: Eqn) -> bool:
     return mark_of(eqn) is not None or _compat.does_more_than_show(eqn.effects)
 
 
-def _chosen(active: jax.Array, new: jax.Array, old: jax.Array) -> Any:
+def _chosen(active: Value, new: Value, old: Value) -> Any:
     if not active.shape:
         return new
     active = lax.expand_dims(active, range(active.ndim, jnp.ndim(new)))

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.own_primitives import expanded, operations_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.words import Eqn, Jaxpr, Value
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ def _known_inside(eqn: Eqn, body: Body, integers: Mapping[Any, int]) -> dict[Any
     return _passed_on(body.program, [eqn.invars[i] for i in body.operands[: body.same]], integers)
 
 
-def _open(program: Jaxpr) -> Jaxpr:
+def _open(program: Any) -> Jaxpr:
     return getattr(program, "jaxpr", program)
 
 
-def _passed_on(program: Any, operands: Values, integers: Mapping[Any, int]) -> dict[Any, int]:
+def _passed_on(program: Any, operands: Any, integers: Mapping[Any, int]) -> dict[Any, int]:
     inside = integers_in(program)
     for var, operand in zip(_open(program).invars, operands, strict=False):
         value = _integer(operand, integers)
@@ -204,7 +204,7 @@ _OF_TWO: dict[str, Callable[[int, int], int]] = {
 }
 
 
-def integers_in(program: Jaxpr, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_in(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Finds the scalar integers of a program that are known without running it."""
     jaxpr, integers = _open(program), integers_given(program, inputs)
     for eqn in jaxpr.eqns:
@@ -218,7 +218,7 @@ def integers_in(program: Jaxpr, inputs: Mapping[Any, int] | None = None) -> dict
     return integers
 
 
-def integers_given(program: Jaxpr, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
+def integers_given(program: Any, inputs: Mapping[Any, int] | None = None) -> dict[Any, int]:
     """Returns the known integers among constants and inputs, from which others follow."""
     integers = dict(inputs or {})
     for var, value in zip(_open(program).constvars, getattr(program, "consts", ()), strict=False):

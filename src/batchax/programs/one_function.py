@@ -79,7 +79,7 @@ def _is_short(eqn: Eqn) -> bool:
     return int(np.prod([shape[a] for a in eqn.params["axes"]])) <= _TERMS
 
 
-def from_zero(total: jax.Array) -> Any:
+def from_zero(total: Value) -> Any:
     """Turns -0 into 0 in a sum of two or more terms, as if they were added to 0.
 
     It is linear, as the sum is, which may be of tangents: a comparison has no transpose.
@@ -96,7 +96,7 @@ def _from_zero(total: jax.Array) -> Any:
     return lax.select(lax.eq(total, zero), total - lax.stop_gradient(total), total)
 
 
-def _sum(params: dict[str, Any], x: jax.Array) -> Any:
+def _sum(params: dict[str, Any], x: Value) -> Any:
     total = _all_in(lax.add)(params, x)
     return total if total.size == x.size else _from_zero(total)
 
@@ -104,7 +104,7 @@ def _sum(params: dict[str, Any], x: jax.Array) -> Any:
 def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Writes a reduction as operations on two terms: one by one, or on halves."""
 
-    def write(params: dict[str, Any], x: jax.Array) -> Any:
+    def write(params: dict[str, Any], x: Value) -> Any:
         axes = sorted(params["axes"])
         if int(np.prod([x.shape[a] for a in axes])) <= _TERMS:
             return functools.reduce(combine, _terms(x, axes))
@@ -115,7 +115,7 @@ def _all_in(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return write
 
 
-def _terms(x: jax.Array, axes: Sequence[int]) -> Iterator[Any]:
+def _terms(x: Value, axes: Sequence[int]) -> Iterator[Any]:
     for places in itertools.product(*(range(x.shape[a]) for a in axes)):
         first, end = [0] * x.ndim, list(x.shape)
         for a, place in zip(axes, places, strict=True):
@@ -155,7 +155,7 @@ def _is_short_product(eqn: Eqn) -> bool:
     return int(np.prod([x.shape[a] for a in left])) <= _FACTORS and _pairs(eqn) <= _PAIRS
 
 
-def _product(params: dict[str, Any], x: jax.Array, y: jax.Array) -> Any:
+def _product(params: dict[str, Any], x: Value, y: Value) -> Any:
     contracted, _ = params["dimension_numbers"]
     dtype = params["preferred_element_type"] or x.dtype
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))

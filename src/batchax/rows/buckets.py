@@ -416,7 +416,7 @@ def bucket(ragged_or_lengths: Any, max_buckets: int = 8, *, multiple_of: int = 1
     return Buckets(of_axes(every), sizes, tuple(groups), most)
 
 
-def _places(size: int) -> int:
+def _places(size: Any) -> int:
     return math.prod(as_tuple(size))
 
 

@@ -88,7 +88,7 @@ def as_lengths(lengths: Any, what: str = "lengths") -> Any:
     return lengths
 
 
-def check_fill_value(fill_value: int, data: Value) -> None:
+def check_fill_value(fill_value: Any, data: Value) -> None:
     of_numbers = not jnp.issubdtype(data.dtype, jax.dtypes.prng_key)
     if fill_value is None or isinstance(fill_value, Tracer) or not of_numbers:
         return
@@ -106,7 +106,7 @@ def check_fill_value(fill_value: int, data: Value) -> None:
         )
 
 
-def checked_axis(axis: int, array: Value, more: int = 0) -> int:
+def checked_axis(axis: Any, array: Value, more: int = 0) -> int:
     """An axis of rows that have so many axes more than their array, not negative."""
     ndim = array.ndim + more
     if not isinstance(axis, (int, np.integer)) or isinstance(axis, bool):
@@ -228,7 +228,7 @@ def check_each(lengths: np.ndarray, most: int, what: str, name: str = "lengths")
         raise AxisError(f"Ragged: {name}[{i}] is {lengths[i]}, more than {what}.")
 
 
-def check_max_length(most: int | None) -> None:
+def check_max_length(most: Any) -> None:
     if most is None:
         return
     if not isinstance(most, (int, np.integer)) or isinstance(most, bool):
@@ -318,7 +318,7 @@ class Selecting(RowBatch):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.rows())
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: Any) -> Any:
         """Selects one row as an array (an int), or several as a `Ragged`.
 
         Args:
@@ -731,7 +731,7 @@ class Building(RowBatch):
 
     @classmethod
     def from_padded(
-        cls: type[B], padded: jax.Array, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
+        cls: type[B], padded: Value, lengths: Any, max_length: Bounds = None, *, axis: Axes = 0
     ) -> B:
         """Builds a batch from rows that are padded to one size.
 
@@ -838,7 +838,7 @@ class Building(RowBatch):
         return cls(flat, lengths, max_length, axis=at)
 
 
-def _clipped(lengths: jax.Array, size: int) -> Any:
+def _clipped(lengths: Value, size: int) -> Any:
     if not isinstance(lengths, Tracer):
         return lengths
     return jnp.clip(lengths.astype(jnp.int32), 0, size)

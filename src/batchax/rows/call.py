@@ -127,7 +127,7 @@ def ragged(*names: str) -> RaggedSize:
     return RaggedSize(names)
 
 
-def check_size_name(name: str, maker: str) -> None:
+def check_size_name(name: Any, maker: str) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name in _OPERATIONS:
         raise ArgumentTypeError(
             f'{maker}() takes a name for the size of rows, such as {maker}("n"), got {brief(name)}.'
@@ -498,7 +498,7 @@ FoundLengths = tuple[Any, int | None]
 
 
 def as_ragged(
-    padded: jax.Array,
+    padded: Value,
     shape: Sequence[Any],
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],
@@ -538,7 +538,7 @@ def as_ragged(
 
 
 def as_shorter(
-    packed: jax.Array,
+    packed: Value,
     shape: Sequence[Any],
     sizes: Sequence[RowSize],
     arguments: Sequence[tuple[Mapped, SizesOf]],

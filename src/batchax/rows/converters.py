@@ -239,7 +239,7 @@ class Converters(Building):
         return np.array(part), each[0] if len(each) == 1 else np.stack(each, 1)
 
 
-def _from_lengths(cls: Any, flat: np.ndarray, lengths: np.ndarray, max_length: Any) -> Any:
+def _from_lengths(cls: Any, flat: Any, lengths: np.ndarray, max_length: Any) -> Any:
     """Rows whose elements follow one another along axis 0, with lengths as `rows_of` has."""
     each = by_axis(lengths)
     return cls(flat, list(each.T), max_length, axis=tuple(range(each.shape[1])))

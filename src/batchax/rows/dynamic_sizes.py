@@ -77,9 +77,7 @@ class Finding:
     # By condition and limit what was found: what has one condition has one size.
     places: list[tuple[Any, int | None, Any, Any]] = field(default_factory=list)
 
-    def places_of(
-        self, condition: jax.Array, limit: int | None, called: str, given: jax.Array
-    ) -> Any:
+    def places_of(self, condition: Value, limit: int | None, called: str, given: Value) -> Any:
         """The places where a vector of bools, which is made of what is `given`, is true."""
         if self.scope is None:
             self.needed = True
@@ -188,7 +186,7 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     """What a function that finds sizes returns, as arrays that can hold all elements."""
     scope = _scopes.get(None, lambda: _compat.RowScope(Lengths({}, False)))
 
-    def staged(*examples: jax.Array) -> tuple[list[Any], FlatOutputs]:
+    def staged(*examples: Value) -> tuple[list[Any], FlatOutputs]:
         with _staged_with(scope):
             return function(*examples)
 
@@ -268,7 +266,7 @@ def _room(sizes: Sizes, of_rows: Sequence[RowSize], dim: Any) -> int | None:
     return next((size.capacity for size in of_rows if str(dim) == size.name), None)
 
 
-def _known_or_more(lengths: jax.Array, room: int | None) -> FoundLengths:
+def _known_or_more(lengths: Value, room: int | None) -> FoundLengths:
     """Sizes that were found, and how many elements all rows have at most, if that is known."""
     own = known_lengths(lengths)
     if own is not None:
@@ -288,7 +286,7 @@ def _check_limit(called: str, limit: int, counts: Any) -> None:
 
 @_compat.api_boundary
 def compress(
-    condition: jax.Array, x: jax.Array, axis: int | None = None, *, max_size: int | None = None
+    condition: Value, x: Value, axis: int | None = None, *, max_size: int | None = None
 ) -> Any:
     """Selects the elements of `x` where `condition` is true, as ``numpy.compress``.
 
@@ -423,7 +421,7 @@ def unique(x: Value, *, max_size: int | None = None) -> Any:
     return _taken(ordered, _places(new, max_size, called, new))
 
 
-def _taken(x: jax.Array, places: jax.Array, axis: int = 0) -> Any:
+def _taken(x: Value, places: Value, axis: int = 0) -> Any:
     if not _has_elements(x.shape[axis]):  # JAX takes nothing of what may have none, as `x[1:]` may
         shape = list(x.shape)
         shape[axis] = 1
@@ -438,7 +436,7 @@ def _has_elements(size: Any) -> bool:
         return False
 
 
-def _places(condition: jax.Array, max_size: int | None, called: str, given: jax.Array) -> Any:
+def _places(condition: Value, max_size: int | None, called: str, given: Value) -> Any:
     """Where a vector of bools is true, as int32."""
     _check_max_size(max_size, called)
     if isinstance(condition, Tracer):

@@ -112,7 +112,7 @@ def run_in_buckets(call: RowCall, way: Way, buckets: int | GroupsOfRows) -> Call
         return execute(Call(axis, call.function, mapped, way))
     of_row: list[Any] = []  # what describes the outputs of one row, and how many axes each has
 
-    def one_row_in_bucket(*values: jax.Array) -> tuple[list[Any], FlatOutputs]:
+    def one_row_in_bucket(*values: Value) -> tuple[list[Any], FlatOutputs]:
         arrays, outputs = call.function(*values)
         of_row[:] = outputs, list(map(jnp.ndim, arrays))
         return arrays, replace(outputs, described=list(map(in_front, outputs.described)))
@@ -199,7 +199,7 @@ def group_by_length(call: RowCall, chunking: Chunking | None, why: str = "") -> 
         )
     ]
 
-    def one_row_in_group(*values: jax.Array) -> tuple[list[Any], FlatOutputs]:
+    def one_row_in_group(*values: Value) -> tuple[list[Any], FlatOutputs]:
         arrays, outputs = one_row(*values)
         return arrays, replace(outputs, described=of_groups)
 

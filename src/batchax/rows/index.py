@@ -59,11 +59,11 @@ def index_arrays(find: str, operands: Values, **params: Any) -> list[Any]:
     return index_arrays_p.bind(*_compat.varying_alike(operands), find=find, **params)
 
 
-def _operations(*operands: jax.Array, find: str, **params: Any) -> list[Any]:
+def _operations(*operands: Value, find: str, **params: Any) -> list[Any]:
     return PROGRAMS[find].operations(*operands, **params)
 
 
-def _on_cpu(*operands: jax.Array, find: str, **params: Any) -> list[Any]:
+def _on_cpu(*operands: Value, find: str, **params: Any) -> list[Any]:
     return PROGRAMS[find].on_cpu(*operands, **params)
 
 
@@ -91,9 +91,7 @@ index_arrays_p = own_primitive(
 )
 
 
-def row_places(
-    lengths: Value, capacity: int, bound: int, starts: jax.Array | None = None
-) -> list[Any]:
+def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None = None) -> list[Any]:
     """Where each row begins, how many elements it has, and the row and the place of each element.
 
     Rows follow one another in an array of `capacity` elements, and end where it ends; those that
@@ -165,7 +163,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
     return list(state[-1])
 
 
-def _start_elsewhere(starts: Value, row: jax.Array) -> Any:
+def _start_elsewhere(starts: Value, row: Value) -> Any:
     """Where a row begins in another array; beyond the last row, beyond that array."""
     last = np.int32(starts.shape[0] - 1)
     return lax.select(row <= last, entry_of(starts, lax.min(row, last)), np.int32(_BEYOND))
@@ -272,7 +270,7 @@ Axes = int | tuple[int, ...]
 """The ragged axis of a row, or its ragged axes, in order, of which packed rows have the first."""
 
 
-def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: int = 0) -> Any:
+def pad_rows(data: Any, index: RowIndex, axis: Axes, fill_value: Any = 0) -> Any:
     """Packed rows, along `axis` of `data`, as an array of padded rows with the rows in front."""
     axes = _axes(axis)
     pieces = _pad_pieces(data, index, axes[0], fill_value)
@@ -292,7 +290,7 @@ def _of_pieces(axes: Sequence[int]) -> tuple[list[int], list[int]]:
     return [*range(1, count), count + axes[0]], [axis + 1 for axis in axes]
 
 
-def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: int) -> Any:
+def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: Any) -> Any:
     rows, bound, capacity = index.starts.shape[0], index.bound, data.shape[axis]
     shape = (rows, *data.shape[:axis], bound, *data.shape[axis + 1 :])
     if fill_value is None or jnp.issubdtype(data.dtype, jax.dtypes.prng_key):
@@ -308,7 +306,7 @@ def _pad_pieces(data: Any, index: RowIndex, axis: int, fill_value: int) -> Any:
     return jnp.where(mask, filled, jnp.asarray(fill_value, data.dtype))
 
 
-def pack_rows(padded: jax.Array, index: RowIndex, axis: Axes) -> Any:
+def pack_rows(padded: Value, index: RowIndex, axis: Axes) -> Any:
     """Padded rows, with the rows in front, one after another along `axis`; then zeros."""
     axes = _axes(axis)
     if len(axes) > 1:
@@ -348,7 +346,7 @@ def _pad(
 
 
 def _pack(
-    padded: jax.Array,
+    padded: Value,
     starts: Value,
     lengths: Value,
     places: Value,

@@ -207,7 +207,7 @@ REDUCTIONS = {
 """The reductions over segments; JAX cannot differentiate its product over segments."""
 
 
-def reduce_segments(kind: str, x: Value, rows: jax.Array, count: int) -> Any:
+def reduce_segments(kind: str, x: Value, rows: Value, count: int) -> Any:
     """`x`, packed along axis 0, reduced over each of the `count` rows by one of `REDUCTIONS`.
 
     `rows` is the row of each element, in order; `count` for those that belong to none.
@@ -217,14 +217,14 @@ def reduce_segments(kind: str, x: Value, rows: jax.Array, count: int) -> Any:
     return _reduce(kind, x, rows, count)
 
 
-def _reduce(kind: str, x: Value, rows: jax.Array, count: int) -> Any:
+def _reduce(kind: str, x: Value, rows: Value, count: int) -> Any:
     is_bool = x.dtype == jnp.bool_
     x = x.astype(jnp.int32) if is_bool else x
     out = REDUCTIONS[kind](x, rows, count, indices_are_sorted=True, mode="drop")
     return out > 0 if is_bool else out
 
 
-def _extreme(kind: str, count: int, x: Value, rows: jax.Array) -> Any:
+def _extreme(kind: str, count: int, x: Value, rows: Value) -> Any:
     """The greatest or least of each row, with a derivative: JAX has none of it over segments."""
 
     @jax.custom_jvp

@@ -27,7 +27,7 @@ from batchax.rows.sizes import agreed, greatest
 
 
 @_compat.patches("psum")
-def _psum(original: Callable[..., Any], x: Value, names: tuple[str, ...], **kwargs: Any) -> Any:
+def _psum(original: Callable[..., Any], x: Value, names: Any, **kwargs: Any) -> Any:
     # JAX multiplies a constant that is not an array by the number of lanes. The length of a row is
     # not a constant: a symbolic one becomes an array. A number that may be a length, where rows are
     # grouped by length, raises.
@@ -174,7 +174,7 @@ def _linspace(
 @_compat.patches("jax.numpy.searchsorted")
 def _searchsorted(
     original: Callable[..., Any],
-    a: jax.Array,
+    a: Value,
     v: Value,
     side: str = "left",
     sorter: Any = None,
@@ -202,7 +202,7 @@ def _searchsorted(
 
 
 @_compat.patches("searchsorted", "nonzero")
-def _without_derivative(original: Callable[..., Any], *operands: jax.Array, **options: Any) -> Any:
+def _without_derivative(original: Callable[..., Any], *operands: Value, **options: Any) -> Any:
     # The results are integers. JAX's derivative of them allocates zeros with NumPy, which requires
     # sizes as numbers. It is not called for operands without a derivative.
     return original(*map(lax.stop_gradient, operands), **options)

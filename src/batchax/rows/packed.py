@@ -221,7 +221,7 @@ def _run_again(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Pac
     flat = flatten(body)
     moving = [i for i, v in enumerate(values) if not isinstance(v.value, np.ndarray)]
 
-    def run(*arrays: jax.Array) -> tuple[list[Any], list[Packed]]:
+    def run(*arrays: Value) -> tuple[list[Any], list[Packed]]:
         given = dict(zip(moving, arrays, strict=True))
         env = {i: Packed(x, flat.shapes[i]) for i, x in flat.consts.items()}
         env.update((i, replace(v, value=given.get(i, v.value))) for i, v in enumerate(values))

@@ -130,7 +130,7 @@ class Operation:
         mask = self.sizes.mask(shape, self.sizes.padded_axes(shape))
         return value if mask is None else safe_lanes(mask, value, value.ndim, "keep")
 
-    def result(self, value: Value, fill: int | None = None, index: int = 0) -> Row:
+    def result(self, value: Value, fill: Any = None, index: int = 0) -> Row:
         return Row(value, self.eqn.outvars[index].aval.shape, fill)
 
     def reject(self, why: str) -> CannotPad:

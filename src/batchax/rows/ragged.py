@@ -226,7 +226,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         return self.each_length[0].shape[0]
 
     @translate_argument_names
-    def to_padded(self, fill_value: int = 0) -> Any:
+    def to_padded(self, fill_value: Any = 0) -> Any:
         """Pads the rows to an array of shape ``(B, ..., max_length, ...)``.
 
         Each ragged axis has its bound: images become ``(B, H, W)``.
@@ -379,7 +379,7 @@ class Ragged(Converters, Selecting, NoArray, BatchOfRows):
         )
 
 
-def rows_of_one_size(x: jax.Array, axes: Sequence[int]) -> Ragged:
+def rows_of_one_size(x: Value, axes: Sequence[int]) -> Ragged:
     """An array with the rows in front as rows that are ragged along these axes."""
     rows, at, count = x.shape[0], axes[0], len(axes)
     sizes = [x.shape[k + 1] for k in axes]

@@ -323,7 +323,7 @@ def run_in_classes(
     programs = returning_alike([program for program, _ in staged])
     types = programs[0].out_avals
 
-    def one_block(start: jax.Array, used: jax.Array, number: jax.Array, *xs: Value) -> list[Any]:
+    def one_block(start: Value, used: Value, number: Value, *xs: Value) -> list[Any]:
         given = [x if w else lax.squeeze(x, (0,)) for x, w in zip(xs, whole, strict=True)]
         outs = class_switch(lax.squeeze(number, (0,)), programs, given)
         return [lax.expand_dims(x, (0,)) for x in outs]
@@ -350,7 +350,7 @@ def class_switch(number: Value, programs: Sequence[ClosedJaxpr], operands: Value
     runs = [functools.partial(eval_jaxpr, p.jaxpr, p.consts) for p in programs]
     smooth = [k for k, aval in enumerate(programs[0].out_avals) if is_inexact(aval)]
 
-    def switch(number: jax.Array, *xs: Value) -> list[Any]:
+    def switch(number: Value, *xs: Value) -> list[Any]:
         return list(lax.switch(number, runs, *xs))
 
     def rule(primals: Values, moving: Sequence[int], dots: Values) -> tuple[list[Any], list[Any]]:
@@ -661,7 +661,7 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
     held, last = jnp.asarray(held), np.int32(count - 1)
     full = lambda size: lax.full((size + WINDOW,), -1, np.int32)
 
-    def of_element(state: tuple[jax.Array, ...]) -> Any:
+    def of_element(state: Values) -> Any:
         row, place, at = state
         start = entry_of(starts, row)
         behind = entry_of(starts, lax.min(row + one, last))
@@ -674,7 +674,7 @@ def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> lis
         row += lax.convert_element_type(leaves, np.int32)
         return row, lax.select(leaves, zero, place + window), at
 
-    def of_place(state: tuple[jax.Array, ...]) -> Any:
+    def of_place(state: Values) -> Any:
         block, slot, place, there, back = state
         kind = lax.min(entry_of(rows.number, block), np.int32(classes - 1))
         in_slot, own = slot < entry_of(held, kind), slot < entry_of(rows.held, block)

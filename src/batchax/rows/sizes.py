@@ -81,7 +81,7 @@ class Sizes:
             self._bounds[dim] = self._find_bound(dim)
         return self._bounds[dim]
 
-    def find(self, name: str, most: Any, count: jax.Array, limited: Limited | None) -> int:
+    def find(self, name: str, most: Any, count: Value, limited: Limited | None) -> int:
         """Enters a size that the program has found, and what it is at most; returns its bound."""
         bound = self.bound(most) if limited is None else min(self.bound(most), limited.limit)
         bound = min(bound, self.at_most.get(name, bound))

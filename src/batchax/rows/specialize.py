@@ -267,7 +267,7 @@ class _Result:
         filled = nothing.at[1].get(mode="fill")
         return lax.broadcast(filled, self.bounds)
 
-    def packed(self, x: jax.Array) -> Ragged:
+    def packed(self, x: Value) -> Ragged:
         """Padded results of rows, the rows in front, as rows."""
         sizes = self._lengths.sizes
         own, table = [known_lengths(size.lengths) for size in sizes], np.asarray

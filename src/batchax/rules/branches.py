@@ -93,7 +93,7 @@ def after_branches(
 
 def _common_branch(
     axis: Axis,
-    index: jax.Array,
+    index: Value,
     operands: Values,
     positions: Positions,
     branches: Any,
@@ -183,7 +183,7 @@ def one_branch(
 
 def _if_any(
     axis: Axis,
-    active: jax.Array,
+    active: Value,
     branch: Any,
     operands: list[Value],
     positions: list[Position],
@@ -208,7 +208,7 @@ def _if_any(
 
 def select_results(
     axis: Axis,
-    index: jax.Array,
+    index: Value,
     branches: Sequence[Any],
     results: Sequence[PlacedOutputs],
     updated: Collection[int] = (),

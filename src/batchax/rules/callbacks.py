@@ -62,7 +62,7 @@ def calls_in(eqn: Eqn) -> list[Any]:
 def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     """Adds a first operand `active` to `program`, whose callbacks and checks then depend on it."""
 
-    def run(active: jax.Array, *xs: Value) -> list[Any]:
+    def run(active: Value, *xs: Value) -> list[Any]:
         return _evaluate(axis, program, xs, active)
 
     def build() -> ClosedJaxpr:
@@ -71,12 +71,12 @@ def with_active(axis: Axis, program: ClosedJaxpr) -> ClosedJaxpr:
     return remembered(program, ("with active", axis), build)
 
 
-def _evaluate(axis: Axis, program: ClosedJaxpr, operands: Values, active: jax.Array) -> list[Any]:
+def _evaluate(axis: Axis, program: ClosedJaxpr, operands: Values, active: Value) -> list[Any]:
     run_equation = lambda eqn, xs: bind_if(axis, eqn, xs, active)
     return evaluate(program.jaxpr, program.consts, operands, run_equation)
 
 
-def bind_if(axis: Axis, eqn: Eqn, xs: Values, active: jax.Array) -> Sequence[Any]:
+def bind_if(axis: Axis, eqn: Eqn, xs: Values, active: Value) -> Sequence[Any]:
     """Evaluates an equation of one example, whose callbacks and checks require `active`."""
     calls, name = calls_host(eqn), eqn.primitive.name
     if not (calls or _compat.checks(eqn.effects)):
@@ -101,9 +101,7 @@ def failures(err_tree: Any, **_: Any) -> int:
     return err_tree.children()[0].num_leaves  # of an error: then come codes and payloads
 
 
-def call_if(
-    eqn: Eqn, operands: Values, active: Any, lane: jax.Array | None = None
-) -> Sequence[Any]:
+def call_if(eqn: Eqn, operands: Values, active: Any, lane: Value | None = None) -> Sequence[Any]:
     """Evaluates an equation with a host callback if the lane is active; zeros otherwise.
 
     `lane` is the index among all lanes, negative for one that does not count: calls that all lanes
@@ -126,7 +124,7 @@ def call_if(
 
 
 def _run(
-    active: jax.Array, *operands: jax.Array, program: Any, shared: Sequence[bool], placed: bool
+    active: Value, *operands: Value, program: Any, shared: Sequence[bool], placed: bool
 ) -> list[Any]:
     """Makes the calls of the active lanes, one after another."""
     if placed:
@@ -269,7 +267,7 @@ def returning_zeros(
         x = _compat.varying_as(_compat.filled(aval, 0), aval)
         return _compat.weakly(x) if aval.weak_type else x
 
-    def zeros(*operands: jax.Array) -> list[Any]:
+    def zeros(*operands: Value) -> list[Any]:
         return [
             operands[handed_on[k]] if k in handed_on else zero(aval)
             for k, aval in enumerate(out_avals)

@@ -215,7 +215,7 @@ for _name in CASTS:
 
 @register_rule(lax.axis_index_p)
 def _axis_index(
-    axis: Axis, args: Any, positions: Any, /, *, axis_name: str
+    axis: Axis, args: Any, positions: Any, /, *, axis_name: Any
 ) -> tuple[Any, Position]:
     if axis.name in as_names(axis_name):
         sharding = None if axis.mesh_axis is None else PartitionSpec(axis.mesh_axis)
@@ -363,7 +363,7 @@ def _all_to_all(
 
 
 def _exchange(
-    x: Value, position: int, split: int, concat: int, before: Any, size: int, after: Any
+    x: Value, position: int, split: int, concat: int, before: Any, size: Any, after: Any
 ) -> tuple[Any, int]:
     """Sends each lane its part from every lane, over this axis and those around it.
 

@@ -361,7 +361,7 @@ def known_number(x: Value) -> Any:
     return x.val if aval.weak_type else np.dtype(aval.dtype).type(x.val)
 
 
-def _counted_once(cotangent: jax.Array, aval: Aval) -> Any:
+def _counted_once(cotangent: Value, aval: Aval) -> Any:
     """Zeroes a cotangent on all devices but one, for an input that was cast to vary."""
     over = _compat.varying_axes(aval) - _compat.varying_axes(jax.typeof(cotangent))
     if not over or cotangent.dtype == jax.dtypes.float0:
@@ -519,9 +519,7 @@ def _custom_vjp(
             if before is not None:  # traces that JAX remembers have that one
                 description.set(before)
 
-    def need(
-        xs: tuple[jax.Array, ...], outs: Values, out_axes: Positions, residuals: Residuals
-    ) -> Positions:
+    def need(xs: Values, outs: Values, out_axes: Positions, residuals: Residuals) -> Positions:
         """Returns which outputs the reverse rule needs by lane, after a forward run."""
         n = len(outs) - n_out
         computed = iter(outs[:n])

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.words import Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,
@@ -222,7 +222,7 @@ def _with_own_indices(
     return type(dnums)(window, removed, indexed, paired, index_paired)
 
 
-def _before_index_vector(indices: jax.Array, position: int) -> tuple[Any, int]:
+def _before_index_vector(indices: Value, position: int) -> tuple[Any, int]:
     """Moves the batch axis away from the last dimension, which holds the parts of an index."""
     if position == indices.ndim - 1:
         return move_axis(indices, position, 0), 0

@@ -215,7 +215,7 @@ def masked(
     """
     own = frozenset(own) if fill else frozenset()
 
-    def run(active: jax.Array, *operands: jax.Array) -> list[Any]:
+    def run(active: Value, *operands: Value) -> list[Any]:
         return _run(_Lane(axis, active, fill), program, operands, own)
 
     def build() -> ClosedJaxpr:
@@ -277,14 +277,14 @@ def _run_equation(lane: _Lane, eqn: Eqn, xs: list[Value], mine: set[int]) -> Seq
     return bind_equation(eqn, [lane.safe(x) if i in mine else x for i, x in enumerate(xs)])
 
 
-def _as_it_is(active: jax.Array, eqn: Eqn, xs: list[jax.Array]) -> Sequence[Any]:
+def _as_it_is(active: Value, eqn: Eqn, xs: Values) -> Sequence[Any]:
     return bind_equation(eqn, xs)
 
 
 # Updates: in a masked lane they go to an index out of bounds, and are dropped.
 
 
-def _scatter(active: jax.Array, eqn: Eqn, xs: list[jax.Array]) -> Sequence[Any]:
+def _scatter(active: Value, eqn: Eqn, xs: Values) -> Sequence[Any]:
     operand, indices, updates = xs
     dnums, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
     shape = np.shape(operand)
@@ -312,7 +312,7 @@ def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int
     return [1 if d in single else next(sizes) for d in range(len(shape))]
 
 
-def _moved_out(active: jax.Array, indices: jax.Array, size: int) -> Any:
+def _moved_out(active: Value, indices: Value, size: int) -> Any:
     """Moves the indices of a masked lane out of bounds."""
 
     def number(n: int) -> Any:
@@ -323,7 +323,7 @@ def _moved_out(active: jax.Array, indices: jax.Array, size: int) -> Any:
     return lax.select(active, indices, lax.sub(within, lax.full_like(within, size)))
 
 
-def _dynamic_update_slice(active: jax.Array, eqn: Eqn, xs: Any) -> Sequence[Any]:
+def _dynamic_update_slice(active: Value, eqn: Eqn, xs: Any) -> Sequence[Any]:
     operand, update, *starts = xs
     shape, sizes = np.shape(operand), np.shape(update)
     moving = [d for d in range(len(shape)) if shape[d] != sizes[d]]
@@ -387,7 +387,7 @@ def _goes_on_if_active(axis: Axis, test: ClosedJaxpr) -> ClosedJaxpr:
     # does not matter.
     program = masked(axis, test)
 
-    def goes_on(active: jax.Array, *operands: jax.Array) -> list[Any]:
+    def goes_on(active: Value, *operands: Value) -> list[Any]:
         (more,) = eval_jaxpr(program.jaxpr, program.consts, active, *operands)
         return [some_active_p.bind(active, more)]
 
@@ -410,7 +410,7 @@ _READS = frozenset("dynamic_slice gather slice".split())
 # Whether a loop in a program goes on.
 
 
-def _goes_on(active: jax.Array, more: jax.Array) -> Any:
+def _goes_on(active: Value, more: Value) -> Any:
     """Computes ``active & more``. If lanes share `more`, they continue while one is active."""
     return lax.bitwise_and(more, lax.broadcast(active, np.shape(more)))
 

@@ -166,7 +166,7 @@ def _bind(operands: Values, **params: Any) -> list[Any]:
 def _of_jax(of: str, params: dict[str, Any]) -> Callable[..., Any]:
     primitive: Any = _compat.find_primitive(of)
 
-    def run(*operands: jax.Array) -> list[Any]:
+    def run(*operands: Value) -> list[Any]:
         out = primitive.bind(*operands, **params)
         return list(out) if primitive.multiple_results else [out]
 
@@ -177,14 +177,12 @@ def _at(x: Aval | Value, first: bool) -> int:
     return 0 if first else x.ndim - 1
 
 
-def _operations(
-    *operands: jax.Array, of: str, first: bool, asked: bool, **params: Any
-) -> list[Any]:
+def _operations(*operands: Value, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
     at = 0 if first else -1  # a product has no axis of lanes: it is batched
     return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 
-def _on_cpu(*operands: jax.Array, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+def _on_cpu(*operands: Value, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
     types = _types(*map(jax.typeof, operands), of=of, first=first, asked=asked, **params)
     library = functools.partial(_operations, of=of, first=first, asked=asked, **params)
     return table.with_lanes_last(of, operands, types, params, first, library)
@@ -398,7 +396,7 @@ def _tridiagonal_solve(axis: Axis, args: Values, axes: Any, /, **params: Any) ->
     return _merged(partial(linalg.tridiagonal_solve_p.bind, *diagonals, **params), b, axes[-1], -1)
 
 
-def _merged(solve: Callable[[Any], Any], b: jax.Array, position: int, dim: int) -> tuple[Any, int]:
+def _merged(solve: Callable[[Any], Any], b: Value, position: int, dim: int) -> tuple[Any, int]:
     """Solves with the lanes as additional right-hand sides, along `dim` from the end."""
     start = b.ndim + dim - 1
     if position not in (start, start + 1):  # next to `dim`, so that a reshape merges the two

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import jax
 from jax import lax
 from jax.extend.core.primitives import scan_p, while_p
 
@@ -316,7 +315,7 @@ def _masked_loop(
         more = predicate_if(axis, active, cond_jaxpr, tested, tested_at)
         return [lax.bitwise_and(active, more), *carry]
 
-    def any_active(active: jax.Array, *_: jax.Array) -> list[Any]:
+    def any_active(active: Value, *_: Value) -> list[Any]:
         return [lax.reduce_or(active, tuple(range(active.ndim)))]
 
     def build() -> tuple[Any, Any]:
@@ -335,7 +334,7 @@ def _masked_loop(
 
 def predicate_if(
     axis: Axis,
-    active: jax.Array,
+    active: Value,
     cond_jaxpr: Any,
     operands: Values,
     positions: Positions,
@@ -347,7 +346,7 @@ def predicate_if(
     return predicate(axis, cond_jaxpr, operands, positions)
 
 
-def _of_each_lane(active: jax.Array) -> Any:
+def _of_each_lane(active: Value) -> Any:
     """Reduces a mask to one entry a lane: with inner lanes, a lane is active if any of them is."""
     return active if active.ndim == 1 else lax.reduce_or(active, tuple(range(1, active.ndim)))
 
@@ -391,7 +390,7 @@ def _scan(
     return outs, [*settled, *(None if a is None else a + 1 for a in ys_at)]
 
 
-def _inside(axis: Axis, steps: int) -> Axis:
+def _inside(axis: Axis, steps: Any) -> Axis:
     """Updates `axis` for a step of a loop with `steps` steps."""
     steps = max(1, steps) if isinstance(steps, int) else LOOP_STEPS  # or a symbol
     # Costs that recur at each step multiply, and lanes may be last from step to step.

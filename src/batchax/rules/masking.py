@@ -209,7 +209,7 @@ def safe_lanes(active: Value, x: Value, depth: int, fill: str = "donor") -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("depth", "fill"))
-def _values(active: jax.Array, x: Value, *, depth: int, fill: str) -> Any:
+def _values(active: Value, x: Value, *, depth: int, fill: str) -> Any:
     """Computes `safe_lanes_p`; masked lanes get the `fill` "donor" or "zero"."""
     no_lanes = any(isinstance(n, int) and n == 0 for n in active.shape)
     if fill == "keep" or (fill == "donor" and depth == 0) or no_lanes:
@@ -230,7 +230,7 @@ def _values(active: jax.Array, x: Value, *, depth: int, fill: str) -> Any:
     return _compat.unconsumed(lax.select(mask, *map(_compat.unconsumed, (x, other))))
 
 
-def _lane(row: jax.Array, index: jax.Array) -> Any:
+def _lane(row: Value, index: Value) -> Any:
     sharding: Any = jax.typeof(row).sharding
     if sharding.spec[:1] in ((), (None,)) or jnp.issubdtype(row.dtype, jax.dtypes.extended):
         return lax.dynamic_index_in_dim(row, index, 0, False, allow_negative_indices=False)
@@ -291,7 +291,7 @@ safe_lanes_p = own_primitive(
 
 
 def run_masked(
-    active: jax.Array,
+    active: Value,
     run: Callable[[list[Any], list[Position]], tuple[list[Any], list[Position]]],
     operands: Values,
     positions: Positions,
@@ -333,7 +333,7 @@ def run_masked(
     return results
 
 
-def select_lanes(active: jax.Array, position: int, new: jax.Array, old: jax.Array) -> Any:
+def select_lanes(active: Value, position: int, new: Value, old: Value) -> Any:
     """Selects `new` in active lanes and `old` in others; both have lanes at `position`."""
     if new is old:
         return old

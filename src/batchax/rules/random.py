@@ -58,7 +58,7 @@ def _broadcast(x: Value, shape: Sequence[int]) -> Any:
     return lax.broadcast_in_dim(x, shape, range(len(shape) - np.ndim(x), len(shape)))
 
 
-def _counted(keys: jax.Array, shape: Sequence[int]) -> list[Any]:
+def _counted(keys: Value, shape: Sequence[int]) -> list[Any]:
     """Hashes the counters 0, 1, 2, ... of an array of `shape`, for each of `keys`."""
     data = jax.random.key_data(keys)
     each = (*keys.shape, *(1,) * len(shape))
@@ -72,7 +72,7 @@ def _counted(keys: jax.Array, shape: Sequence[int]) -> list[Any]:
     return hashed([lax.reshape(word, each) for word in (first, second)], np.uint32(0), place)
 
 
-def _bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
+def _bits(keys: Value, *, bit_width: int, shape: Sequence[int]) -> list[Any]:
     high, low = _counted(keys, shape)
     dtype = np.dtype(f"uint{bit_width}")
     if bit_width == 64:
@@ -81,11 +81,11 @@ def _bits(keys: jax.Array, *, bit_width: int, shape: Sequence[int]) -> list[Any]
     return [lax.convert_element_type(lax.bitwise_xor(high, low), dtype)]
 
 
-def _split(keys: jax.Array, *, shape: Sequence[int]) -> list[Any]:
+def _split(keys: Value, *, shape: Sequence[int]) -> list[Any]:
     return [_keys_of(_counted(keys, shape))]
 
 
-def _fold_in(keys: jax.Array, data: Any) -> list[Any]:
+def _fold_in(keys: Value, data: Any) -> list[Any]:
     key = jax.random.key_data(keys)
     return [_keys_of(hashed([key[..., 0], key[..., 1]], np.uint32(0), data.astype(np.uint32)))]
 
@@ -117,7 +117,7 @@ def _of_jax(*operands: Value, of: str, **params: Any) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
-def _on_cpu(*operands: jax.Array, of: str, **params: Any) -> list[Any]:
+def _on_cpu(*operands: Value, of: str, **params: Any) -> list[Any]:
     make = lambda: WRITTEN_OUT[of](*operands, **params)
     types = _types(*map(jax.typeof, operands), of=of, **params)
     if any(jax.dtypes.issubdtype(t.dtype, jax.dtypes.extended) for t in types):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -66,7 +65,7 @@ def _sort_by_shared_keys(
     return outs, list(axes)
 
 
-def _reorder(x: Value, position: int, order: jax.Array, dimension: int) -> Any:
+def _reorder(x: Value, position: int, order: Value, dimension: int) -> Any:
     """Permutes `x` along per-example `dimension`."""
     (dim,) = shift_dims((dimension,), position)
     others = tuple(d for d in range(order.ndim) if d != dimension)

@@ -56,7 +56,7 @@ _COMPILING = 0.4  # seconds longer
 _BLOCK = 2**12  # elements
 
 
-def _is_real(x: jax.Array) -> bool:
+def _is_real(x: Value) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 16
 
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -181,7 +180,7 @@ def _decomposed(planes: Sequence[Any]) -> list[Any]:
     return [values, *(jnp.where(bad, jnp.nan, jnp.swapaxes(x, 0, 1)) for x in vectors)]
 
 
-def _large(square: jax.Array, first: jax.Array, second: jax.Array) -> Any:
+def _large(square: Value, first: Value, second: Value) -> Any:
     """Whether an element of this square is not negligible between two of the diagonal."""
     info = jnp.finfo(square.dtype)
     return square > jnp.maximum(float(info.eps) ** 2 * jnp.abs(first * second), info.tiny)
@@ -201,9 +200,9 @@ def _left(table: _Tables, state: Sequence[Any]) -> Any:
 def _round(
     table: _Tables,
     order: Rounds,
-    state: list[jax.Array],
+    state: Values,
     vectors: Values,
-    active: jax.Array,
+    active: Value,
 ) -> Any:
     """Returns the elements and eigenvectors once all pairs of a round are rotated."""
     factors = _factors(table, state, active)
@@ -234,7 +233,7 @@ def _round(
     return state, turned(order, factors[0][:pairs], sine, vectors)
 
 
-def _factors(table: _Tables, state: Sequence[Any], active: jax.Array) -> list[Any]:
+def _factors(table: _Tables, state: Sequence[Any], active: Value) -> list[Any]:
     """Returns of each kind a factor for each pair, and of the pair that no row is in."""
     info = jnp.finfo(state[0].dtype)
     between = [rows(x, table.between) for x in state]

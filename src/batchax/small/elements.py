@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,7 +13,7 @@ from jax import lax
 from batchax.jaxprs.words import Value, Values
 
 
-def rows(x: Value, places: np.ndarray) -> Any:
+def rows(x: Value, places: Any) -> Any:
     """Gathers the rows of `x` at `places`, which are in it."""
     places = np.asarray(places, np.int32)
     numbers = lax.GatherDimensionNumbers(
@@ -25,7 +24,7 @@ def rows(x: Value, places: np.ndarray) -> Any:
     return lax.gather(x, places[:, None], numbers, sizes, mode=mode)
 
 
-def column(numbers: np.ndarray, like: Value) -> Any:
+def column(numbers: Any, like: Value) -> Any:
     """Returns a number for each row of `like`."""
     return np.asarray(numbers, like.dtype).reshape(-1, *(1,) * (like.ndim - 1))
 
@@ -66,7 +65,7 @@ def each_pair(number: int, body: Callable[[Any, Any, Any], Any], state: Any) -> 
     return repeat(0, number - 1, after, state)
 
 
-def row(x: Value, *at: jax.Array) -> Any:
+def row(x: Value, *at: Value) -> Any:
     """Returns ``x[at]``, of numbers that are in it."""
     for i in at:
         x = lax.dynamic_index_in_dim(x, i, 0, keepdims=False, allow_negative_indices=False)
@@ -96,7 +95,7 @@ def in_order(values: Any, vectors: Sequence[Any]) -> list[Any]:
     places = np.arange(n)[:, None]
 
     # The place of each is the number of smaller ones: with few rows that takes no sort.
-    def count(i: jax.Array, rank: jax.Array) -> Any:
+    def count(i: Value, rank: Value) -> Any:
         less = (values[i] < values) | ((values[i] == values) & (i < places))
         return rank + less.astype(rank.dtype)
 
@@ -181,9 +180,7 @@ def rounds(n: int) -> Rounds:
     return Rounds(n - 1 + odd, pairs, partner, pair, side, comes_from)
 
 
-def turned(
-    order: Rounds, cosine: jax.Array, sine: Sequence[Any], vectors: Sequence[Any]
-) -> list[Any]:
+def turned(order: Rounds, cosine: Value, sine: Sequence[Any], vectors: Sequence[Any]) -> list[Any]:
     """Returns vectors, ``[places, elements, lanes]``, whose pairs are rotated, at their next
     places. Of `cosine` and `sine`, ``[pairs + 1, lanes]``, the last is 1 and 0, for places in no
     pair.

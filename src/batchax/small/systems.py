@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -143,7 +142,7 @@ def triangular_solve(
         b = b.swapaxes(0, 1)
     in_order = (lambda i: i) if lower != across else (lambda i: n - 1 - i)
 
-    def solved(done: jax.Array, x: jax.Array) -> Any:
+    def solved(done: Value, x: Value) -> Any:
         i = in_order(done)
         left = lambda k, rest: rest - row(a, i, in_order(k)) * row(x, in_order(k))
         rest = repeat(0, done, left, row(x, i))

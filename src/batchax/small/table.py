@@ -38,7 +38,7 @@ def in_blocks(
         return placed(*arrays)
 
     # Lanes of the last block that there are too few of are computed by the last two.
-    def block(i: jax.Array, outs: Values) -> list[jax.Array]:
+    def block(i: Value, outs: Values) -> list[Any]:
         start = lax.min(i * _SIZE, lanes - _SIZE)
         parts = [lax.dynamic_slice_in_dim(x, start, _SIZE, at(x)) for x in arrays]
         written = zip(outs, placed(*parts), strict=True)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -86,7 +85,7 @@ class DeferredContraction(NamedTuple):
     factors: Values  # arrays of all lanes
     positions: Positions  # their batch axes
 
-    def total(self, real: jax.Array | None = None) -> Any:
+    def total(self, real: Value | None = None) -> Any:
         """Computes the sum over lanes; narrow floats are summed in float32. `real` masks lanes."""
         pieces: dict[_Place, Any] = {}
         for term in sorted(self.terms, key=lambda term: term.starts):
@@ -104,12 +103,12 @@ class DeferredContraction(NamedTuple):
         result = reductions.finished(reduction, self.state(reduction), self.lanes)
         return result if reduction.lane is None else self.as_output(result)
 
-    def state(self, reduction: Reduction, real: jax.Array | None = None) -> Any:
+    def state(self, reduction: Reduction, real: Value | None = None) -> Any:
         """Computes the state of a reduction that sums lanes (see `total`)."""
         total = self.total(real)
         return self.as_output(total) if reduction.lane is None else total
 
-    def _added(self, term: Term, real: jax.Array | None) -> Any:
+    def _added(self, term: Term, real: Value | None) -> Any:
         arrays = [
             _Labelled.of(self.factors[k], labels[:-1] if one_hot else labels, self.positions[k])
             for k, labels, one_hot in term.factors
@@ -165,7 +164,7 @@ class _Labelled(NamedTuple):
         x, y = _compat.varying_alike([aligned(self, labels), aligned(other, labels)])
         return _Labelled(jnp.multiply(x, y), labels)
 
-    def masked(self, real: jax.Array | None) -> _Labelled:
+    def masked(self, real: Value | None) -> _Labelled:
         """Zeroes lanes that do not count."""
         if real is None or not self.has_lanes:
             return self
@@ -217,14 +216,12 @@ def _assembled(pieces: dict[_Place, Any], shape: tuple[int, ...]) -> Any:
     return functools.reduce(jnp.add, padded)
 
 
-def _of_group(arrays: Sequence[_Labelled], group: Group, real: jax.Array | None) -> _Labelled:
+def _of_group(arrays: Sequence[_Labelled], group: Group, real: Value | None) -> _Labelled:
     each = (arrays[k] for k in group.numbers)
     return functools.reduce(_Labelled.times, each).masked(real)
 
 
-def _weighted(
-    x: _Labelled, weights: _Labelled | None, lanes: int, real: jax.Array | None
-) -> _Labelled:
+def _weighted(x: _Labelled, weights: _Labelled | None, lanes: int, real: Value | None) -> _Labelled:
     """Computes the sum over lanes of one array, times a number for each."""
     dtype = x.value.dtype
     if weights is None or not weights.has_lanes:
@@ -239,7 +236,7 @@ def _weighted(
 
 
 def _contracted(
-    x: _Labelled, y: _Labelled, term: Term, lanes: int, real: jax.Array | None
+    x: _Labelled, y: _Labelled, term: Term, lanes: int, real: Value | None
 ) -> _Labelled:
     """Computes the sum over lanes of products of two arrays, and over unwanted labels."""
     if x.has_lanes != y.has_lanes:  # what depends on the lane is added up first

@@ -81,7 +81,7 @@ class Arguments:
             leaves += jax.tree.leaves(spread, is_leaf=_is_none)
         return [leaves[i] for i in self.operand_leaves]
 
-    def said(self, of_operands: Sequence[Any], of_constants: bool | None) -> list[Any]:
+    def said(self, of_operands: Sequence[Any], of_constants: Any) -> list[Any]:
         """Builds the pytrees that a rule gets about its arguments.
 
         They are in order of definition, keyword-only ones last.

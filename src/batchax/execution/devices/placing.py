@@ -287,7 +287,7 @@ class OnMesh:
         check_spans(mesh)
         return mesh, self.names or tuple(mesh.axis_names)
 
-    def shards(self, lanes: int, values: Values, own: Sequence[range] = ()) -> Shards | None:
+    def shards(self, lanes: Any, values: Values, own: Sequence[range] = ()) -> Shards | None:
         """Returns how so many lanes are sharded; None for no lanes.
 
         `own` are the lanes of each process, if rows are local. Raises UnsupportedError for a

@@ -73,7 +73,7 @@ def _same(x: Value) -> Any:
     return x
 
 
-def own_rows(mesh: Mesh, mapped: Sequence[Mapped]) -> list[int]:
+def own_rows(mesh: Any, mapped: Sequence[Mapped]) -> list[int]:
     """Returns the number of local rows of this process, for the others.
 
     It is -1 if arguments disagree, which other processes must learn, too, and empty without local
@@ -188,7 +188,7 @@ def _with(x: np.ndarray, axis: int, size: int) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def call_of_all(
-    mesh: Mesh,
+    mesh: Any,
     fun: Callable[..., Any],
     arguments: Any,
     mapped: Sequence[Mapped],

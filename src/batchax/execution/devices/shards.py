@@ -128,7 +128,7 @@ def _split(x: Value) -> Any:
     return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def _joined(x: jax.Array) -> Any:
+def _joined(x: Value) -> Any:
     return lax.complex(*x) if isinstance(x, tuple) else x
 
 

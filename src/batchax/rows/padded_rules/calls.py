@@ -173,7 +173,7 @@ def _call(op: Operation, *rows: Row, **params: Any) -> Any:
 
 @padded_rule(fact="again")
 @padded_rule(fact="marked")
-def _kept_call(op: Operation, *rows: Row, **params: Any) -> list[jax.Array]:
+def _kept_call(op: Operation, *rows: Row, **params: Any) -> list[Any]:
     """A call that says something about its program, such as that reverse mode computes it again."""
     operands = Moving(rows)
     op = replace(op, sizes=replace(op.sizes, again=True))
@@ -273,7 +273,7 @@ def _scan(
     return [*last, *ys]
 
 
-def _keep(active: Any, new: jax.Array, old: jax.Array) -> Any:
+def _keep(active: Any, new: Value, old: Value) -> Any:
     return old if new is old else lax.select(active, new, old)
 
 
@@ -289,7 +289,7 @@ class _Harmless:
 
 def _first_again(
     op: Operation,
-    size: jax.Array,
+    size: Value,
     consts: Sequence[Row],
     carry: Values,
     xs: Sequence[Row],
@@ -321,7 +321,7 @@ def _first_again(
 
 
 def _zeros(
-    op: Operation, size: jax.Array, consts: Sequence[Row], carry: Values, xs: Sequence[Row]
+    op: Operation, size: Value, consts: Sequence[Row], carry: Values, xs: Sequence[Row]
 ) -> _Harmless:
     """Steps not taken are of zeros, which padding often holds already, and the first carry."""
     parts = [op.filled(x, 0, (0,)) if is_inexact(x.value) else x.value for x in xs]
@@ -430,7 +430,7 @@ def _custom_jvp(
     num_consts: int,
     symbolic_zeros: bool,
     **params: Any,
-) -> list[jax.Array]:
+) -> list[Any]:
     body = _compat.close(call_jaxpr)
     own = OF_FUNCTIONS.get(_compat.name_within_jax(body.jaxpr))
     outs = None if own is None else own(op, *rows)
@@ -527,7 +527,7 @@ def _staged_derivatives(eqn: Eqn, moving: Sequence[int]) -> list[ClosedJaxpr]:
     dots = [avals[i].to_tangent_aval() for i in moving]
     cotangents = [v.aval.to_tangent_aval() for v in eqn.outvars if is_inexact(v.aval)]
 
-    def derivative(kind: Callable[..., Any]) -> Any:
+    def derivative(kind: Any) -> Any:
         def run(*xs: Value) -> list[Any]:
             primals, given = xs[: len(avals)], list(xs[len(avals) :])
 
@@ -557,7 +557,7 @@ def _custom_vjp(
     out_trees: Callable[..., Any],
     symbolic_zeros: bool,
     **params: Any,
-) -> list[jax.Array]:
+) -> list[Any]:
     body = _compat.close(call_jaxpr)
     call, values = SizedCall.of(op, rows)
     op = call.op

@@ -110,7 +110,7 @@ def _permutation(op: Operation, pivots: Row, **params: Any) -> Any:
 
 
 @padded_rule("triangular_solve")
-def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> list[jax.Array]:
+def _triangular_solve(op: Operation, a: Row, b: Row, **params: Any) -> list[Any]:
     return _outputs(op, [op.bind(_beside_identity(op, a), op.filled(b, 0))])
 
 
@@ -130,7 +130,7 @@ def _custom_linear_solve(
             constants.append([])
             continue
 
-        def run(*values: jax.Array, own: Moving = own, body: Any = body) -> list[Any]:
+        def run(*values: Value, own: Moving = own, body: Any = body) -> list[Any]:
             count = len(own.places)
             given = [Row(x, aval.shape) for x, aval in zip(values[count:], b_avals, strict=True)]
             outs = run_inside(op.sizes, body, [*own.filled_in(values[:count]), *given])

@@ -141,7 +141,7 @@ def _reduce_window(
     return op.cut(op.bind(array, padding=none, base_dilation=(1,) * len(bounds)), op.out_shape)
 
 
-def _extents(op: Operation, dimensions: list[int], dilation: tuple[int, ...]) -> list[int]:
+def _extents(op: Operation, dimensions: Sequence[int], dilation: tuple[int, ...]) -> list[int]:
     return [
         (op.sizes.bound(dim) - 1) * int(step) + 1
         for dim, step in zip(dimensions, dilation, strict=True)
@@ -240,7 +240,7 @@ def _both_halves(op: Operation, x: Value, half: Any, dim: Any) -> Any:
     return jnp.where(at < op.sizes.size(half), jnp.where(alone, x, 2 * x), 0)
 
 
-def _transformed(op: Operation, x: jax.Array, axis: int, dim: Any, room: int, sign: int) -> Any:
+def _transformed(op: Operation, x: Value, axis: int, dim: Any, room: int, sign: int) -> Any:
     """The transform along an axis, in which a row has `dim` elements, and zeros behind them."""
     size = jnp.maximum(op.sizes.size(dim), 1)
     scale = 1 / size.astype(x.real.dtype) if sign > 0 else None
@@ -254,7 +254,7 @@ def _transformed(op: Operation, x: jax.Array, axis: int, dim: Any, room: int, si
     return jnp.moveaxis(y, -1, axis)
 
 
-def _by_chirp(op: Operation, x: jax.Array, size: jax.Array, room: int, sign: int) -> Any:
+def _by_chirp(op: Operation, x: Value, size: Value, room: int, sign: int) -> Any:
     """The sums of ``x[j] * exp(sign * 2 pi i * j * k / size)`` over j, for each k below `room`."""
     most = max(x.shape[-1], room)
     if most >= _MOST:

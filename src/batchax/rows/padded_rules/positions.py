@@ -15,7 +15,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,11 +38,11 @@ from batchax.rules.masking import is_inexact
 from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
-def _along(mask: jax.Array, shape: Sequence[int], axis: int) -> Any:
+def _along(mask: Value, shape: Sequence[int], axis: int) -> Any:
     return lax.broadcast_in_dim(mask, shape, (axis,))
 
 
-def steps(count: int, start: jax.Array, stride: int, limit: Any) -> Any:
+def steps(count: int, start: Value, stride: int, limit: Any) -> Any:
     """`count` places from `start` on, `stride` apart; -1 for those outside of 0 to `limit`."""
     at = jnp.asarray(start, np.int32) + stride * jnp.arange(count, dtype=np.int32)
     return jnp.where((at >= 0) & (at < limit), at, -1)
@@ -118,12 +117,12 @@ def padded(
 def overwritten(
     op: Operation,
     x: Value,
-    update: jax.Array,
+    update: Value,
     starts: Sequence[Any],
     shape: Sequence[Any],
     window_shape: Sequence[Any],
     combine: Callable[..., Any],
-    written: jax.Array | None = None,
+    written: Value | None = None,
 ) -> Any:
     """`x` with ``combine(x, update)`` in a window that begins at `starts`, within the row.
 
@@ -154,7 +153,12 @@ def overwritten(
 
 @padded_rule("slice")
 def _slice(
-    op: Operation, x: Row, *, start_indices: Any, limit_indices: Any, strides: tuple[int, ...]
+    op: Operation,
+    x: Row,
+    *,
+    start_indices: Any,
+    limit_indices: Any,
+    strides: tuple[int, ...] | None,
 ) -> Any:
     out = x.value
     whole = True
@@ -186,7 +190,7 @@ def _concatenate(op: Operation, *rows: Row, dimension: int) -> Any:
     return op.result(join(op, rows, dimension), fill)
 
 
-def _fill_of_all(rows: Sequence[Row]) -> int | None:
+def _fill_of_all(rows: Sequence[Row]) -> Any:
     fill = rows[0].fill
     return fill if all(row.fill is not None and row.fill == fill for row in rows) else None
 
@@ -419,14 +423,14 @@ def is_found(sizes: Sizes, dim: Any) -> bool:
     return is_symbolic(dim) and not sizes.found_of.keys().isdisjoint(_compat.symbols(dim))
 
 
-def _moved_inside(op: Operation, at: jax.Array, rooms: Sequence[Any], mode: Any) -> Any:
+def _moved_inside(op: Operation, at: Value, rooms: Sequence[Any], mode: Any) -> Any:
     limits = last_places(op, rooms, at)
     if mode == FILL_OR_DROP:
         return jnp.where(in_bounds(at, limits), at, -1)
     return jnp.clip(at, 0, jnp.maximum(limits, 0))
 
 
-def dropped_in_reverse(x: Value, kept: jax.Array, axes: Sequence[int]) -> Any:
+def dropped_in_reverse(x: Value, kept: Value, axes: Sequence[int]) -> Any:
     """`x`, through which derivatives flow in reverse only where `kept`, which has its `axes`.
 
     For indices with mode "promise_in_bounds", JAX reads the nearest element, but adds nothing to it
@@ -477,7 +481,7 @@ def within(op: Operation, start: Any, room: Any, size: Any) -> Any:
     return jnp.clip(at, 0, jnp.asarray(jnp.maximum(op.sizes.value(room), 0), at.dtype))
 
 
-def last_places(op: Operation, rooms: Sequence[Any], at: jax.Array) -> Any:
+def last_places(op: Operation, rooms: Sequence[Any], at: Value) -> Any:
     """The greatest index in each indexed dimension, where windows may be moved by `rooms`.
 
     Of the type of the indices `at`, and with as many dimensions.
@@ -486,7 +490,7 @@ def last_places(op: Operation, rooms: Sequence[Any], at: jax.Array) -> Any:
     return lax.expand_dims(limits, range(at.ndim - 1))
 
 
-def in_bounds(at: jax.Array, limits: Any) -> Any:
+def in_bounds(at: Value, limits: Any) -> Any:
     return jnp.all((at >= 0) & (at <= limits), -1, keepdims=True)
 
 
@@ -500,7 +504,7 @@ def as_index(at: Any) -> Any:
     return at.astype(np.int32)
 
 
-def _replace(old: jax.Array, new: jax.Array) -> Any:
+def _replace(old: Value, new: Value) -> Any:
     return new
 
 
@@ -567,7 +571,7 @@ def _scatter(
     return op.bind(x.value, at, updates.value, mode=FILL_OR_DROP, indices_are_sorted=False)
 
 
-def _targets(op: Operation, at: jax.Array, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
+def _targets(op: Operation, at: Value, shape: Any, rooms: Any, mode: Any) -> tuple[Any, Any]:
     """Where windows begin; and which are written, as one more dimension of size one."""
     limits = last_places(op, rooms, at)
     if mode == CLIP:
@@ -588,9 +592,7 @@ def _dynamic_update_slice(op: Operation, x: Row, update: Row, *starts: Row) -> A
 
 
 @padded_rule("sort")
-def _sort(
-    op: Operation, *rows: Row, dimension: int, num_keys: int, **params: Any
-) -> list[jax.Array]:
+def _sort(op: Operation, *rows: Row, dimension: int, num_keys: int, **params: Any) -> list[Any]:
     if op.sizes.is_exact(rows[0].shape[dimension]):
         return op.bind(*(row.value for row in rows))
     last = [_last(row.value.dtype) for row in rows[:num_keys]]
