@@ -16,9 +16,6 @@ Value: TypeAlias = Any
 
 Values: TypeAlias = Sequence[Value]
 
-Tree: TypeAlias = Any
-"""Values in containers, as `jax.tree` takes apart. Python has no type for such trees."""
-
 Aval: TypeAlias = Any
 """The type of a value: shape, dtype, and more of some. JAX has no class for what all have."""
 

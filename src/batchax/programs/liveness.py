@@ -146,10 +146,10 @@ def _overlap(a: _Value, b: _Value) -> bool:
 
 
 # What an instruction returns: a value, or a tuple of them and of such tuples.
-Returned = Any
+Tree = Any
 
 
-def _leaves(tree: Returned) -> Iterator[_Value]:
+def _leaves(tree: Tree) -> Iterator[_Value]:
     if isinstance(tree, tuple):
         for part in tree:
             yield from _leaves(part)
@@ -157,7 +157,7 @@ def _leaves(tree: Returned) -> Iterator[_Value]:
         yield tree
 
 
-def _at(tree: Returned, path: Sequence[int]) -> Any:
+def _at(tree: Tree, path: Sequence[int]) -> Any:
     return functools.reduce(operator.getitem, path, tree)
 
 
@@ -216,13 +216,13 @@ class _Lives:
                 buffers.remove(buffer)
         return buffers
 
-    def _read(self, tree: Returned) -> None:
+    def _read(self, tree: Tree) -> None:
         for value in _leaves(tree):
             value.last = self.end
 
     def _written(
         self, made: Instruction, shape: Shape, over: Sequence[_Value] = (), kind: Kind = "temporary"
-    ) -> Returned:
+    ) -> Tree:
         if shape.parts is not None:
             return tuple(self._written(made, part, over, kind) for part in shape.parts)
         alike = [v for v in over if v.shape.text == shape.text]
@@ -230,9 +230,9 @@ class _Lives:
         self._values.append(value)
         return value
 
-    def _run(self, name: str, arguments: Sequence[Returned]) -> Returned:
+    def _run(self, name: str, arguments: Sequence[Tree]) -> Tree:
         computation = self._module.computations[name]
-        results: dict[str, Returned] = {}
+        results: dict[str, Tree] = {}
         for instruction in computation.instructions:
             self.end += 1
             operands = [results[name] for name in instruction.operands]
@@ -249,7 +249,7 @@ class _Lives:
                 results[instruction.name] = self._result(instruction, operands)
         return results[computation.root]
 
-    def _result(self, instruction: Instruction, operands: Sequence[Returned]) -> Returned:
+    def _result(self, instruction: Instruction, operands: Sequence[Tree]) -> Tree:
         opcode, called = instruction.opcode, instruction.called
         if opcode == "while":
             condition, body = called
@@ -295,7 +295,7 @@ class _Lives:
             i.opcode in _NOT_IN_PLACE - {"broadcast", "iota", "parameter"} for i in inside
         )
 
-    def _returned(self, name: str, arguments: Sequence[Returned]) -> Returned:
+    def _returned(self, name: str, arguments: Sequence[Tree]) -> Tree:
         """Returns the result of a computation, alive at its end."""
         result = self._run(name, arguments)
         # The end is a separate moment, at which all results are alive.
@@ -303,7 +303,7 @@ class _Lives:
         self._read(result)
         return result
 
-    def _done(self, opcode: str, started: Returned) -> Returned:
+    def _done(self, opcode: str, started: Tree) -> Tree:
         """Returns the result of an asynchronous start."""
         if opcode == "all-reduce-done":
             # A start returns its operands and results in a tuple.
