@@ -229,12 +229,12 @@ def test_of_no_lanes():
     for options in ({}, dict(batch_size=2)):
         same(reduced(names, **options)(empty), references(names, empty))
         for kind in refused:
-            with pytest.raises(bx.AxisError, match=f"nothing has no {kind}"):
+            with pytest.raises(bx.AxisError, match=f"{kind} of no values"):
                 reduced([kind], **options)(empty)
     total, last = (bx.vmap(lambda x: x, out_axes=ALL[name])(empty) for name in ("norm", "affine"))
     same((total, last), (jnp.zeros(3), jnp.zeros(3)))
     first = bx.Reduction(lambda a, b: a, 0, of_nothing=False)
-    with pytest.raises(bx.AxisError, match=r"nothing has no batchax\.Reduction"):
+    with pytest.raises(bx.AxisError, match=r"batchax\.Reduction.* of no values"):
         bx.vmap(lambda x: x, out_axes=bx.Reduce(first))(empty)
 
 

@@ -390,7 +390,7 @@ def loops(case, args, should, tangents, cotangents):
         run = functools.partial(one_by_one, replace(case, mode="values"), args=args)
         yield _calls_of(namespace(case, jax.vmap), run, [], [])
         # It differentiates a loop over lanes with effects: of a loop in that, which is the same for
-        # all lanes but for these, JAX keeps no call at all, nor for `lax.map`.
+        # all lanes but for these, JAX drops every call, for `lax.map`, too.
         told = []
         with contextlib.suppress(Exception):  # `lax.map` has fewer options
             batched(case, args, tangents, cotangents, vmap="looped", told=told)

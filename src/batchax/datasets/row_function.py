@@ -457,7 +457,7 @@ def _with_key(in_axes: Any, count: int) -> Any:
     return (0, *(in_axes if isinstance(in_axes, (tuple, list)) else [in_axes] * count))
 
 
-# Of a batch that batch_size="auto" chooses: more rows gain nothing. An accelerator wants more.
+# Bytes of a batch that batch_size="auto" chooses: more make no CPU faster, but an accelerator.
 _MOST_BYTES, _MOST_ELSEWHERE = 8 * 2**20, 64 * 2**20
 _PARTS = 8  # of a batch in which rows that fail are looked for; so many more in each of these
 

@@ -322,8 +322,8 @@ def spread_in_axes(
 ) -> tuple[list[SpecifiedLeaf], Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
     """Lists the leaves of the arguments, each with what `in_axes` says of it.
 
-    Also returns how to make arguments of what stands for the leaves. With `objects`, an axis for a
-    tree is not said of what is no array in it.
+    Also returns how to make arguments of values for the leaves. With `objects`, an axis for a tree
+    is not that of its leaves that are not arrays.
     """
     specs, keyword_specs = _by_argument(fun, in_axes, args, kwargs, terms)
     leaves: list[SpecifiedLeaf] = []

@@ -130,7 +130,7 @@ class FlatOutputs:
 
     described: Sequence[OutputArray]  # what is known of each array
     rebuild: Callable[[Sequence[Any]], Any]  # makes the outputs of the arrays, batched
-    # what is no array among the outputs, with what messages call it
+    # outputs that are not arrays, with what messages call them
     objects: Sequence[tuple[str, Any]]
 
 
@@ -303,7 +303,8 @@ def check_lanes(spec: Reduce, lanes: Any, path: str, nothing: str) -> None:
     """Raises an error for a reduction of no lanes, if there is no result of nothing."""
     if isinstance(lanes, int) and not lanes and not spec.reduction.of_nothing:
         raise AxisError(
-            f"out_axes gives {spec!r} for {path}, and {nothing}: nothing has no {spec.kind}."
+            f"out_axes gives {spec!r} for {path}, and {nothing}: {spec.kind} of no values is not "
+            "defined."
         )
 
 

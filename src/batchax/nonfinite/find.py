@@ -233,7 +233,7 @@ def _compiled(
     values: Values, specs: Sequence[Any], lengths_known: bool, run: Callable[..., Any]
 ) -> list[Any]:
     """Compiles and runs a function of the leaves."""
-    # It sees what is no array as it is; lengths of rows, too, where they are known.
+    # It sees values that are not arrays as they are; lengths of rows, too, where they are known.
     is_rows = lambda x: isinstance(x, Ragged)
     rows = filter(is_rows, jax.tree.leaves(list(values), is_leaf=is_rows))
     lengths = {id(n) for x in rows for n in x.each_length if lengths_known}

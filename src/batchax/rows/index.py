@@ -400,7 +400,7 @@ def _pick(x: Value, axis: int, places: Value) -> Any:
         return jnp.zeros((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype)
     taken = take_clipped(x, places, axis)
     whole = isinstance(places, np.ndarray) and (places >= 0).all()
-    if whole or jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
+    if whole or jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero
         return taken
     return _zero_unless(taken, jnp.asarray(places >= 0), (axis,))
 

@@ -108,7 +108,7 @@ def _divisible(bound: int, by: int) -> int:
 
 _MOST_CLASSES = 5  # that are chosen unasked: each computes blocks that are not full
 _MOVED = 4  # places for each in blocks or packed rows: found by their indices, there and back
-_MOST_LOSS = 1.15  # of the time of padded rows, for lengths that gain nothing
+_MOST_LOSS = 1.15  # at most, of the time of padded rows, if no length is shorter
 _WORTH_ON_CPU = 100_000.0  # nanoseconds of work, compared with which the start of a block is cheap
 _WORTH = 50_000_000.0  # the same where many rows run at a time
 _RUNS = 1_000  # of a compiled program, over which the time to compile it is spread
@@ -385,7 +385,7 @@ def _block_of_rows(classes: SizeClasses, x: Value, shape: Sequence[Any]) -> Any:
     size = classes.elements([shape[a] for a in at]) if at else classes.rows[-1]
     if x.shape[0] == size:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys: there is no zero
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero
         return x[np.minimum(np.arange(size), x.shape[0] - 1)]
     return jnp.pad(x, [(0, size - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
