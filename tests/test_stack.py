@@ -133,7 +133,7 @@ REFUSED = {
         lambda: bx.stack([X, X.astype(jnp.int32)]),
         "trees[1] is int32[3], but trees[0] is float32[3]",
     ),
-    "a function for an array": (lambda: bx.stack([{"f": jnp.sin}, {"f": jnp.cos}]), "trees[1]['f'] is"),
+    "a function": (lambda: bx.stack([{"f": jnp.sin}, {"f": jnp.cos}]), "trees[1]['f'] is"),
     "an array and a string": (lambda: bx.stack([{"f": X}, {"f": "x"}]), "trees[1]['f'] is 'x'"),
     "containers": (
         lambda: bx.stack([{"m": MATRIX}, {"m": MATRIX}]),
