@@ -373,7 +373,6 @@ class ZarrStore(Store):
         return [self.out / str(group) for group in self._groups()]
 
     def _check_names(self) -> None:
-        """Raises an ArgumentTypeError if a name is not a valid path in a Zarr group."""
         names = [leaf.name for leaf in self.leaves]
         for leaf in self.leaves:
             parts = leaf.name.split("/")
@@ -382,9 +381,10 @@ class ZarrStore(Store):
                 part in ("", ".", "..", "zarr.json") or part.startswith("__") for part in parts
             )
             if (strange and names != [""]) or any(name in names for name in above):
+                others = "" if strange else f", next to {', '.join(map(repr, names))}"
                 raise ArgumentTypeError(
-                    f"{called(leaf)}: this cannot be the name of an array in a Zarr group, next to "
-                    f"{', '.join(map(repr, names))}. Choose another name."
+                    f"{called(leaf)}: this cannot be the name of an array in a Zarr group{others}. "
+                    "Choose another name."
                 )
 
 
