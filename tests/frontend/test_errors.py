@@ -352,7 +352,7 @@ def test_out_axes_of_the_wrong_type(out_axes):
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"mesh": "all"}])
 def test_of_no_lanes_there_is_no_extreme(options):
     greatest = bx.vmap(lambda x: {"a": x}, out_axes={"a": bx.Reduce("max")}, **options)
-    with pytest.raises(bx.AxisError, match=r"out\['a'\], and the batch has no lanes.* no max"):
+    with pytest.raises(bx.AxisError, match=r"out\['a'\], and the batch has no lanes: max of no v"):
         greatest(jnp.ones((0, 3)))
 
 
