@@ -83,7 +83,7 @@ single: .venv/ready
 	@.venv/bin/python $(PYTEST) --commit --part 2,3,4,5,6,7,8/8 --of "$(COMPUTES)"
 
 # What compiles to single kernels, windows, and small matrices, compiled as users compile it.
-AS_USERS = tests/small tests/divergence/test_few_lanes.py tests/divergence/test_flat_loops.py \
+AS_USERS = tests/linalg tests/divergence/test_few_lanes.py tests/divergence/test_flat_loops.py \
     tests/divergence/test_flat_windows.py tests/divergence/test_loops_in_one_function.py \
     tests/divergence/test_refill.py
 defaults: .venv/ready

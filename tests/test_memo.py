@@ -324,8 +324,8 @@ NO_CACHES = {
     "rows/padded_rules/operations.py": {"_sums": "a program outside of `jit`, of two numbers"},
     "rules/calls.py": {"function": "a function that an equation holds, staged once for it"},
     "rules/masking.py": {"_values": "jitted, for numbers and words"},
-    "small/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},
-    "small/elements.py": {"rounds": "the same"},
+    "linalg/eigh.py": {"_tables": "places in matrices, for each of a few sizes"},
+    "linalg/elements.py": {"rounds": "the same"},
 }
 
 

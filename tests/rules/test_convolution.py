@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.linalg import pays
 from batchax.rules import convolution as convolution_rule
-from batchax.small import pays
 
 from support import batches
 from support.batches import SIZE

@@ -14,8 +14,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
-from batchax.small import pays
-from batchax.small.table import DECOMPOSITIONS
+from batchax.linalg import pays
+from batchax.linalg.table import DECOMPOSITIONS
 
 from support.oracle import same
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.lax import linalg
 
-from batchax.small.table import DECOMPOSITIONS, with_lanes_last
+from batchax.linalg.table import DECOMPOSITIONS, with_lanes_last
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 

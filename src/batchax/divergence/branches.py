@@ -53,6 +53,7 @@ from batchax.kernel.captured import closed_over
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values
+from batchax.linalg.pays import LOOP_STEPS
 from batchax.programs.cost import (
     SCALAR,
     STEPS,
@@ -68,7 +69,6 @@ from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import hazards, is_inexact
-from batchax.small.pays import LOOP_STEPS
 
 RunLanes = Callable[[ClosedJaxpr, Positions, Any, Values], list[Any]]
 """Runs a program for active lanes, of where operands have the batch axis, a mask, and operands."""

@@ -20,6 +20,7 @@ from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
 from batchax.kernel.differing import LOOPS
+from batchax.linalg.pays import runs
 from batchax.memo import kept_with
 from batchax.programs.cost import (
     GPU_LAUNCH,
@@ -38,7 +39,6 @@ from batchax.programs.cost import (
     size_of,
 )
 from batchax.rules.in_place import kept_carries
-from batchax.small.pays import runs
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and
 # is not free.

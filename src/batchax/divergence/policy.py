@@ -43,11 +43,11 @@ from batchax.divergence.costs import (
 )
 from batchax.divergence.nest import Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
+from batchax.linalg.pays import runs
 from batchax.programs.cost import Nanoseconds
 from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel
 from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
-from batchax.small.pays import runs
 
 
 @dataclass(frozen=True)

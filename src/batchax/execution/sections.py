@@ -54,11 +54,11 @@ from batchax.kernel.captured import MappedProgram, closed_over, running
 from batchax.kernel.differing import differing_through, differs_of, has_other_rule
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis, varying_of
+from batchax.linalg.pays import LOOP_STEPS
 from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import safe_lanes_p
-from batchax.small.pays import LOOP_STEPS
 from batchax.sums.contracted import run_adding
 from batchax.sums.deferred import DeferredContraction
 

@@ -29,10 +29,10 @@ from batchax.kernel.interpreter import Place, interpret
 from batchax.kernel.named_axes import varying_of, without_mesh
 from batchax.kernel.own_primitive import own_primitive
 from batchax.kernel.registry import register_looking, register_rule
+from batchax.linalg.table import chooses
 from batchax.rules.custom_derivatives import batched_transpose
 from batchax.rules.masking import is_inexact
 from batchax.rules.sharding import batched_layout, batched_sharding
-from batchax.small.table import chooses
 
 calls_library = Anywhere(lambda eqn: facts_of(eqn.primitive).library).in_program
 """Whether a program, or one inside it, has a library called on CPUs."""

@@ -21,9 +21,9 @@ from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_w
 from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import matched, register_rule
+from batchax.linalg.pays import pays_back
 from batchax.memo import Memo
 from batchax.programs.one_function import from_zero
-from batchax.small.pays import pays_back
 
 _MOST_SLICES = 49  # they are written out in the program
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough

@@ -27,11 +27,11 @@ from batchax.kernel.interpreter import Place
 from batchax.kernel.named_axes import vary_over, varying_of
 from batchax.kernel.own_primitive import declare, own_primitive, tangents_of, transposed
 from batchax.kernel.registry import leading_rule, register_looking, register_rule
+from batchax.linalg import table
+from batchax.linalg.pays import LOOP_STEPS
+from batchax.linalg.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
 from batchax.memo import Memo
 from batchax.rules import sorting_network
-from batchax.small import table
-from batchax.small.pays import LOOP_STEPS
-from batchax.small.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
 
 
 def least_lanes(size: int, programs: Sequence[ClosedJaxpr]) -> int:

@@ -39,11 +39,11 @@ from batchax.kernel.inner import (
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, settle_varying, types_varying, vary_over, varying_of
 from batchax.kernel.registry import register_rule
+from batchax.linalg.pays import LOOP_STEPS
 from batchax.rules.callbacks import is_seen, with_active
 from batchax.rules.contraction import takes_less_as_rows
 from batchax.rules.in_place import masked_in_place, updates_in_place
 from batchax.rules.masking import MaskPlan, hazards, plan_masking, run_masked, select_lanes
-from batchax.small.pays import LOOP_STEPS
 
 DivergentFlow = TypeVar("DivergentFlow", WhileLoop, BoundedLoop, Branches)
 

@@ -20,7 +20,7 @@ from jax import lax
 from batchax.jaxprs.words import Value
 from batchax.kernel.axis import Axis, Position, shift_dims
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
-from batchax.small.pays import pays_back
+from batchax.linalg.pays import pays_back
 
 
 def pays(x: Value, in_loop: int) -> bool:

@@ -28,9 +28,9 @@ from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import matched
+from batchax.linalg.pays import pays_back
 from batchax.memo import memoized
 from batchax.rules.sorting_by_image import image, magnitude
-from batchax.small.pays import pays_back
 
 
 def pays(operands: Sequence[Any], dimension: int, num_keys: int, in_loop: int) -> bool:

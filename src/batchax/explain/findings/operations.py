@@ -15,6 +15,7 @@ from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
 from batchax.jaxprs.words import Values
 from batchax.kernel.recording import Record, Recorder
+from batchax.linalg.table import chooses
 from batchax.programs.cost import (
     CALLBACK,
     FINDINGS,
@@ -27,7 +28,6 @@ from batchax.programs.cost import (
     windows_of,
 )
 from batchax.programs.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
-from batchax.small.table import chooses
 
 
 def price(work: Work) -> float:

@@ -15,10 +15,10 @@ from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import divided
 from batchax.jaxprs.words import Aval, Eqn, Value, Values
-from batchax.small import eigh, product, qr, svd
-from batchax.small.elements import largest, parts
-from batchax.small.pays import of_library
-from batchax.small.systems import cholesky, lu, triangular_solve, with_permutation
+from batchax.linalg import eigh, product, qr, svd
+from batchax.linalg.elements import largest, parts
+from batchax.linalg.pays import of_library
+from batchax.linalg.systems import cholesky, lu, triangular_solve, with_permutation
 
 _SIZE = 112  # an odd multiple of a vector's: rows that lie powers of two apart evict each other
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.elements import conjugate, parts, power_of_two, rows, squares, times, whole
+from batchax.linalg.elements import conjugate, parts, power_of_two, rows, squares, times, whole
 
 
 def serves(lane: Sequence[Aval], params: Any) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from batchax.small.product import pays, product
+from batchax.linalg.product import pays, product
 
 from support.matrices import DTYPES, with_wrong_elements
 

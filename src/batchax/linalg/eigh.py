@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value, Values
-from batchax.small.elements import (
+from batchax.linalg.elements import (
     Rounds,
     column,
     fold,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from batchax.jaxprs.words import Value, Values
-from batchax.small.elements import (
+from batchax.linalg.elements import (
     conjugate,
     parts,
     power_of_two,

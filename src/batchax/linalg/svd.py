@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from batchax.jaxprs.words import Aval, Value
-from batchax.small.elements import (
+from batchax.linalg.elements import (
     conjugate,
     each_pair,
     fold,
