@@ -209,7 +209,7 @@ _TOTAL = Reduce(Reduction(jnp.add, 0))
 
 
 def states_to_add(out: Any, out_axes: Any, counts: Any = None) -> Any:
-    """Replaces outputs that rows add up by states, so that `vmap` adds them (`sums/`).
+    """Replaces outputs that rows add up by states, so that `vmap` adds them (`contractions/`).
 
     `counts` is False for a row that sums leave out; None: all count.
     """

@@ -25,6 +25,8 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
+from batchax.contractions.contracted import factored, run_adding
+from batchax.contractions.deferred import DeferredContraction
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import compiled_whole
 from batchax.frontend.arguments import Mapped
@@ -48,8 +50,6 @@ from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
 from batchax.memo import Memo
-from batchax.sums.contracted import factored, run_adding
-from batchax.sums.deferred import DeferredContraction
 
 Self = TypeVar("Self", bound="Call")
 

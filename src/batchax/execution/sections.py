@@ -27,6 +27,8 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.contractions.contracted import run_adding
+from batchax.contractions.deferred import DeferredContraction
 from batchax.execution.chunk_loop import (
     SUM,
     WHOLE,
@@ -59,8 +61,6 @@ from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import safe_lanes_p
-from batchax.sums.contracted import run_adding
-from batchax.sums.deferred import DeferredContraction
 
 Env = dict[Any, tuple[Any, Position]]
 """Variables whose values for all lanes are known, and where their batch axes are."""

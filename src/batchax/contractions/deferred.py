@@ -13,12 +13,20 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.contractions.products import (
+    Factor,
+    Group,
+    Product,
+    Terms,
+    aligned,
+    arrays_of,
+    groups_of,
+)
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator
 from batchax.jaxprs.words import Value, Values
 from batchax.kernel.axis import Position, Positions
-from batchax.sums.products import Factor, Group, Product, Terms, aligned, arrays_of, groups_of
 
 
 class Term(NamedTuple):

@@ -18,11 +18,11 @@ from jax.core import Tracer
 from jax.extend.core.primitives import remat_p, scan_p
 
 from batchax import _compat
+from batchax.contractions.deferred import DeferredContraction, described, is_deferred
+from batchax.contractions.products import Factor, Label, Operand, Product, Terms
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, variables_in, variables_read
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
-from batchax.sums.deferred import DeferredContraction, described, is_deferred
-from batchax.sums.products import Factor, Label, Operand, Product, Terms
 
 ENTERED = (scan_p, remat_p)
 """The primitives from which factors come out."""

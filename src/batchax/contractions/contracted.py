@@ -18,6 +18,11 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
+from batchax.contractions.deferred import DeferredContraction, described, is_deferred
+from batchax.contractions.inside import ENTERED, run_inside
+from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
+from batchax.contractions.products import Operand, Product, Terms, arrays_of
+from batchax.contractions.squares import sum_of_squares
 from batchax.jaxprs.bodies import bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
@@ -31,11 +36,6 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.programs.cost import is_fused
-from batchax.sums.deferred import DeferredContraction, described, is_deferred
-from batchax.sums.inside import ENTERED, run_inside
-from batchax.sums.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
-from batchax.sums.products import Operand, Product, Terms, arrays_of
-from batchax.sums.squares import sum_of_squares
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
 

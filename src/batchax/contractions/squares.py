@@ -25,9 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value
-from batchax.sums.operations import cut
-from batchax.sums.products import (
+from batchax.contractions.operations import cut
+from batchax.contractions.products import (
     Factor,
     Group,
     Label,
@@ -36,6 +35,7 @@ from batchax.sums.products import (
     aligned,
     groups_of,
 )
+from batchax.jaxprs.words import Value
 
 _ELEMENT = 16  # multiplications in the time in which an element is written and read again
 _MOST_FORMS = 32
