@@ -29,10 +29,10 @@ from jax.sharding import PartitionSpec as P
 import batchax as bx
 from batchax import _compat
 from batchax._compat import one_function
+from batchax.analysis.one_function import fits_lowered_kernel, fits_single_kernel
 from batchax.kernel.axis import Axis
 from batchax.kernel.captured import closes_over_tracers
 from batchax.kernel.registry import find_rule
-from batchax.programs.one_function import fits_lowered_kernel, fits_single_kernel
 
 from support.high_operations import cube
 from support.shared_store import clients

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.programs.thresholds import TABLE, device_kind
+from batchax.analysis.thresholds import TABLE, device_kind
 
 from support import decorated
 

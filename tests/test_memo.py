@@ -313,7 +313,7 @@ NO_CACHES = {
         "_of_jax": "what JAX's own table had, of imports",
     },
     "memo.py": {"_all": "the memos"},
-    "programs/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
+    "analysis/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
     "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
     "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},

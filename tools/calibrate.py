@@ -1,6 +1,6 @@
 """Measures what operations cost on this kind of device: `make calibrate`.
 
-It writes the row of the device in `src/batchax/programs/calibrated.py`. The cost model and the
+It writes the row of the device in `src/batchax/analysis/calibrated.py`. The cost model and the
 thresholds of divergent lanes are multiples of these numbers. The file is committed, so a program
 depends on the kind of the device, and not on the load of the machine that compiles it.
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from batchax.programs.calibrated import CALIBRATED, Costs
+from batchax.analysis.calibrated import CALIBRATED, Costs
 
 TABLE = Path(__file__).parents[1] / "src" / "batchax" / "programs" / "calibrated.py"
 HEAD = "CALIBRATED = {\n"  # what stands before it is kept

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import batchax as bx
-from batchax.programs.cost import cost_of_program
+from batchax.analysis.cost import cost_of_program
 from benchmarks.devices.workloads import WORKLOADS, DeviceWorkload
 from benchmarks.measure import FULL, QUICK, Result, compare
 

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from batchax import _compat
+from batchax.analysis import hlo
+from batchax.analysis.canonical import Table
+from batchax.analysis.canonical_form import canonical
+from batchax.analysis.differences import Difference, first_difference, operations
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.spoken import brief
-from batchax.programs import hlo
-from batchax.programs.canonical import Table
-from batchax.programs.canonical_form import canonical
-from batchax.programs.differences import Difference, first_difference, operations
 
 
 @dataclass(frozen=True)

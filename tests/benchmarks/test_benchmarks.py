@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from batchax.programs.hlo import normalised_hlo, operations
+from batchax.analysis.hlo import normalised_hlo, operations
 from benchmarks import __main__ as command
 from benchmarks import history
 from benchmarks.cluster.simulated import Case, simulated

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import TABLE
 
 from support.forced import FORCED, KERNELS, LAST
 from support.oracle import same

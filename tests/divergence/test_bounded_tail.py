@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import TABLE
 
 from support import oracle
 from support.forced import FORCED

@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence import branches
 from batchax.divergence.runner import Runner
 from batchax.execution.chunk_loop import (
@@ -22,7 +23,6 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
 )
 from batchax.jaxprs.own_primitives import expanded
-from batchax.programs.thresholds import TABLE
 
 from support import forced, oracle
 from support.forced import DECIDED, FORCED, MASKED_DERIVATIVES

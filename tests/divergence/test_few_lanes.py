@@ -8,10 +8,10 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import batchax as bx
+from batchax.analysis.one_function import fits_single_kernel
+from batchax.analysis.thresholds import TABLE, device_kind, thresholds_here
 from batchax.execution.chunk_loop import ChunkLoop
 from batchax.jaxprs.inside import with_inside
-from batchax.programs.one_function import fits_single_kernel
-from batchax.programs.thresholds import TABLE, device_kind, thresholds_here
 
 LANES = 24
 SIDE = 6

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.analysis import thresholds
 from batchax.divergence import flat, nest
 from batchax.divergence.runner import Runner
-from batchax.programs import thresholds
 
 from support import forced, oracle
 

@@ -6,8 +6,8 @@ import numpy as np
 from jax import lax
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import TABLE
 
 from support.oracle import same
 

@@ -7,11 +7,11 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence import flatten, policy, runner
 from batchax.divergence.costs import WITH_DERIVATIVE, Price, Step, price_at_most
 from batchax.divergence.nest import price_inside
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import TABLE
 
 SIZE = 6  # of the vectors that lanes carry
 LANES = 1, 16, 100, 4_096

@@ -9,11 +9,11 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence import policy
 from batchax.divergence.probed import masked_until_unequal
 from batchax.divergence.runner import Runner
 from batchax.kernel.axis import Axis
-from batchax.programs.thresholds import TABLE
 
 from support.forced import ALONE
 from support.kinds_of_axis import check_kind

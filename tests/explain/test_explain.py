@@ -13,10 +13,10 @@ from jax import lax
 from jax.interpreters import batching, mlir
 
 import batchax as bx
+from batchax.analysis.cost import cost_of_program
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
 from batchax.explain import measure
-from batchax.programs.cost import cost_of_program
-from batchax.programs.thresholds import TABLE
 
 from support.compiled import compilations
 from support.features import Box

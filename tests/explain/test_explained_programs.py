@@ -9,9 +9,9 @@ from jax.extend.core import jaxprs_in_params
 
 import batchax as bx
 from batchax import _compat
+from batchax.analysis.cost import cost_of_program
 from batchax.explain.listing import shown_name, type_name
 from batchax.jaxprs.evaluate import plan
-from batchax.programs.cost import cost_of_program
 
 from support.oracle import example, same
 from support.programs import random_program

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import batchax as bx
+from batchax.analysis.differences import is_installed
 from batchax.explain.page import as_page
-from batchax.programs.differences import is_installed
 
 
 def told(explanation, fun, lines, page):

@@ -25,7 +25,7 @@ import batchax
 from batchax import _compat
 from batchax.jaxprs.own_primitives import is_own
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
-from batchax.programs.cost import has_price
+from batchax.analysis.cost import has_price
 found = _compat.primitives_by_name()
 print(json.dumps({
     "without entry": [n for n, p in found.items() if not has_entry(p)],

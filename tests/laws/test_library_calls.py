@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import batchax as bx
-from batchax.programs.hlo import read_module
+from batchax.analysis.hlo import read_module
 from batchax.rules.calls import in_turn
 
 from support.oracle import loop_function, same

@@ -11,8 +11,8 @@ from jax import lax
 from jax.lax import linalg as ll
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import TABLE
 from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import safe_lanes
 

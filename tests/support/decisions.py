@@ -15,9 +15,9 @@ from unittest import mock
 import jax
 
 import batchax as bx
+from batchax.analysis.thresholds import TABLE
 from batchax.divergence import policy, runner
 from batchax.divergence.nest import price_inside
-from batchax.programs.thresholds import TABLE
 from benchmarks.divergence.measure import WORKLOADS as DIVERGING
 from benchmarks.nests.measure import WORKLOADS as NESTS
 from benchmarks.search.measure import PROGRAMS as DRAFTED

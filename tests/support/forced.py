@@ -2,8 +2,8 @@
 
 from math import inf
 
+from batchax.analysis.thresholds import Thresholds
 from batchax.divergence.runner import Runner
-from batchax.programs.thresholds import Thresholds
 
 EVERYWHERE = Thresholds(
     max_move_steps=inf,

@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import jit_p
 
 from batchax import _compat
+from batchax.analysis.cost import is_fused
 from batchax.contractions.deferred import DeferredContraction, described, is_deferred
 from batchax.contractions.inside import ENTERED, run_inside
 from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
@@ -35,7 +36,6 @@ from batchax.kernel.inner import stage_function
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.programs.cost import is_fused
 
 _SUMMED = ("float16", "bfloat16", "float32", "float64")
 

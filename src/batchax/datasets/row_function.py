@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.analysis.cost import PLANS, cost_of_program
 from batchax.datasets.fingerprint import digest
 from batchax.datasets.inputs import Input, Inputs, elements_of_batches, find_inputs
 from batchax.datasets.plan import Leaf, Rows, as_ragged, kept, reject_several_axes
@@ -40,7 +41,6 @@ from batchax.frontend.outputs import (
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import ClosedJaxpr, Value
-from batchax.programs.cost import PLANS, cost_of_program
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged

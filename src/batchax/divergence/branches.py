@@ -28,6 +28,18 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.analysis.cost import (
+    SCALAR,
+    STEPS,
+    VECTORIZED,
+    Bytes,
+    Cost,
+    Lanes,
+    Nanoseconds,
+    bytes_of,
+    cost_of_program,
+)
+from batchax.analysis.one_function import fits_single_kernel
 from batchax.divergence import policy
 from batchax.divergence.costs import BranchCost, launch_time, length, time_begun, time_to_move
 from batchax.divergence.limits import CANNOT_MOVE, NAME, can_move
@@ -54,18 +66,6 @@ from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Linearized, tangents_of, with_tangent_rule, with_values
 from batchax.linalg.pays import LOOP_STEPS
-from batchax.programs.cost import (
-    SCALAR,
-    STEPS,
-    VECTORIZED,
-    Bytes,
-    Cost,
-    Lanes,
-    Nanoseconds,
-    bytes_of,
-    cost_of_program,
-)
-from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.branches import after_branches, one_branch, select_results
 from batchax.rules.linalg import least_lanes
 from batchax.rules.masking import hazards, is_inexact

@@ -19,6 +19,8 @@ from jax.core import eval_jaxpr
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.analysis.cost import bytes_of
+from batchax.analysis.one_function import lower_for_kernel
 from batchax.divergence.policy import (
     Alone,
     FewAlone,
@@ -57,8 +59,6 @@ from batchax.kernel.inner import (
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import Varying, any_uses_axis, types_varying, varying_of
 from batchax.kernel.own_primitive import OF_OPERATIONS, jvp_of, own_primitive, with_values
-from batchax.programs.cost import bytes_of
-from batchax.programs.one_function import lower_for_kernel
 from batchax.rules.loops import MaskedBody, predicate, run_masking
 from batchax.rules.masking import select_lanes
 

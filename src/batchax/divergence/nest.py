@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.analysis.cost import bytes_of
 from batchax.divergence.costs import (
     Price,
     price_of,
@@ -33,7 +34,6 @@ from batchax.kernel.differing import (
     differs_of,
 )
 from batchax.kernel.inner import remembered
-from batchax.programs.cost import bytes_of
 from batchax.rules.in_place import kept_carries
 
 

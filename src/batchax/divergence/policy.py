@@ -27,6 +27,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from batchax.analysis.cost import Nanoseconds
+from batchax.analysis.one_function import fits_lowered_kernel, fits_serial_kernel
+from batchax.analysis.thresholds import Thresholds
 from batchax.divergence.compact import Compact
 from batchax.divergence.costs import (
     NOTHING,
@@ -44,9 +47,6 @@ from batchax.divergence.costs import (
 from batchax.divergence.nest import Inner, Nest, price_inside
 from batchax.jaxprs.words import ClosedJaxpr
 from batchax.linalg.pays import runs
-from batchax.programs.cost import Nanoseconds
-from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel
-from batchax.programs.thresholds import Thresholds
 from batchax.rules.linalg import least_lanes
 
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.extend.core.primitives import cond_p, scan_p, while_p
 
 from batchax import _compat
+from batchax.analysis.cost import cost_of_program
 from batchax.divergence.costs import SCALAR, may_wait
 from batchax.divergence.policy import PROBED, PROBED_GAIN
 from batchax.divergence.varying import alike
@@ -30,7 +31,6 @@ from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import remembered, stage_function, while_loop
-from batchax.programs.cost import cost_of_program
 from batchax.rules.loops import MaskedBody, predicate
 
 

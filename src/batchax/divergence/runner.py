@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from batchax import _compat
+from batchax.analysis.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 from batchax.divergence.bounded import TailCompaction, bounded_divergent, run_with_tail
 from batchax.divergence.branches import run_branches
 from batchax.divergence.compact import Compact
@@ -50,7 +51,6 @@ from batchax.execution.bounded_loop import LoopSignature, as_while
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, BoundedLoop, Branches, PlacedOutputs, WhileLoop
 from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
-from batchax.programs.thresholds import ANY_MACHINE, TABLE, Thresholds, thresholds_here
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.analysis.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
+from batchax.analysis.one_function import fits_single_kernel
 from batchax.execution import gathered_lanes
 from batchax.execution.chunk_loop import (
     ActiveMask,
@@ -45,8 +47,6 @@ from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.inner import inline_jaxpr, while_loop
-from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
-from batchax.programs.one_function import fits_single_kernel
 from batchax.rules.calls import zero_after
 
 

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 from batchax import _compat
+from batchax.analysis.counted import Counted, Mark, loop_number, with_marks
+from batchax.analysis.liveness import LiveValue, values_at_peak
 from batchax.divergence.policy import SHOWN, Alone, FewAlone, Probed
 from batchax.errors import UnsupportedError
 from batchax.execution.devices.shards import Shards
@@ -25,8 +27,6 @@ from batchax.jaxprs.inside import Anywhere, programs_inside
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Record, Recorder
-from batchax.programs.counted import Counted, Mark, loop_number, with_marks
-from batchax.programs.liveness import LiveValue, values_at_peak
 from batchax.staging import Staged, stage
 from batchax.vmap import vmap
 

@@ -14,6 +14,9 @@ from jax.core import ShapedArray
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.analysis.cost import Cost, bytes_of, cost_around, cost_of_equation
+from batchax.analysis.differences import calling_line, is_installed, source_line
+from batchax.analysis.inner import devices_of, integers_in, programs_in
 from batchax.explain.account import Equation, Service, Source, Value, Work
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
 from batchax.jaxprs.bodies import bodies_of
@@ -26,9 +29,6 @@ from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import PerExample, Record, Recorder
 from batchax.kernel.registry import find_rule, rule_origin
-from batchax.programs.cost import Cost, bytes_of, cost_around, cost_of_equation
-from batchax.programs.differences import calling_line, is_installed, source_line
-from batchax.programs.inner import devices_of, integers_in, programs_in
 from batchax.rows.ragged import Ragged
 from batchax.staging import Staged
 

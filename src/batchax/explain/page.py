@@ -17,6 +17,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from batchax.analysis.differences import is_installed, shown_place
 from batchax.explain.account import Account, Equation, Source, Work, as_plain
 from batchax.explain.findings.operations import price
 from batchax.explain.text import Line, costliest_lines, lines_of, own_line
@@ -33,7 +34,6 @@ from batchax.explain.wording import (
     show_unmeasured,
     told_again,
 )
-from batchax.programs.differences import is_installed, shown_place
 
 _MOST_LINKS = 40  # from a line to its equations: those that cost most
 

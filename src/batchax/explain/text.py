@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchax.analysis.differences import shown_place
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Equation, Memory, Source, StepCount, Value, Work
 from batchax.explain.findings.operations import price
@@ -30,7 +31,6 @@ from batchax.explain.wording import (
     told_again,
 )
 from batchax.jaxprs.words import Values
-from batchax.programs.differences import shown_place
 
 
 @dataclass(frozen=True)

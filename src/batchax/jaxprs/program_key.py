@@ -5,7 +5,7 @@ would compile each time. Two programs with equal keys have the same operations, 
 same parameters, wired alike, and the same functions of the user's behind callbacks and
 derivative rules. What cannot be compared counts as different.
 
-There are two other equalities, each for another purpose: the canonical form (of `programs/`)
+There are two other equalities, each for another purpose: the canonical form (of `analysis/`)
 sees through other ways to write what is computed, and compares constants by what they hold; and
 the fingerprint of a dataset outlives the process.
 """

@@ -20,10 +20,10 @@ import jax
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.analysis.counted import mark_for, numbered, put_mark
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.memo import Memo
-from batchax.programs.counted import mark_for, numbered, put_mark
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")

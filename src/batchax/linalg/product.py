@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from batchax.analysis.one_function import from_zero
 from batchax.jaxprs.words import Aval, Value
 from batchax.linalg.pays import pays_back
-from batchax.programs.one_function import from_zero
 
 
 def serves(lane: Sequence[Aval], params: dict[str, Any]) -> bool:

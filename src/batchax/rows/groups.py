@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.analysis.canonical import Table
+from batchax.analysis.canonical_form import same_results
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.call import Call, Way, apply_passes, execute
 from batchax.execution.call import Outputs as CallOutputs
@@ -26,8 +28,6 @@ from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.canonical import Table
-from batchax.programs.canonical_form import same_results
 from batchax.rows.buckets import (
     Buckets,
     bucket,

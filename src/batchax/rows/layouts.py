@@ -25,13 +25,13 @@ from jax.extend import core
 from jax.extend.core.primitives import custom_jvp_call_p
 
 from batchax import _compat
+from batchax.analysis.cost import ROWS, Cost, cost_of_equation, reading_symbols
 from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
-from batchax.programs.cost import ROWS, Cost, cost_of_equation, reading_symbols
 from batchax.rows.packed_forms import (
     Names,
     can_hold,

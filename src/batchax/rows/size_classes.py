@@ -23,6 +23,7 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
+from batchax.analysis.cost import BLOCK, COMPILED_STEP, ROWS
 from batchax.execution.chunk_loop import (
     WHOLE,
     ActiveMask,
@@ -37,7 +38,6 @@ from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
-from batchax.programs.cost import BLOCK, COMPILED_STEP, ROWS
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
 from batchax.rows.index import PROGRAMS, WINDOW, IndexProgram, index_arrays, moved

@@ -21,6 +21,7 @@ from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 
 from batchax import _compat
+from batchax.analysis.canonical_form import same_results
 from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
@@ -28,7 +29,6 @@ from batchax.frontend.outputs import FlatOutputs, place
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.programs.canonical_form import same_results
 from batchax.rows.building import known_lengths
 from batchax.rows.call import (
     RowCall,

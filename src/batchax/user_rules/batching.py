@@ -20,13 +20,13 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from batchax import _compat
+from batchax.analysis.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, stage_function
 from batchax.kernel.interpreter import Place
 from batchax.kernel.own_primitive import Flat, own_primitive
-from batchax.programs.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
 from batchax.user_rules.call import (
     Batched,
     BatchedFlat,

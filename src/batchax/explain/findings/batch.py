@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from batchax.analysis.cost import FINDINGS, LAUNCH, STEPS
 from batchax.config import config
 from batchax.divergence.compact import Compact
 from batchax.divergence.limits import rule_of_user
@@ -46,7 +47,6 @@ from batchax.kernel.axis import (
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import Record
 from batchax.kernel.registry import find_rule
-from batchax.programs.cost import FINDINGS, LAUNCH, STEPS
 
 
 def branches(context: FindingContext) -> Iterator[Finding]:

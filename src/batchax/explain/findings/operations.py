@@ -9,14 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from batchax import _compat
-from batchax.execution.memory import show_bytes
-from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Work
-from batchax.explain.listing import Tally, number_of
-from batchax.explain.wording import count, marked, show_flops
-from batchax.jaxprs.words import Values
-from batchax.kernel.recording import Record, Recorder
-from batchax.linalg.table import chooses
-from batchax.programs.cost import (
+from batchax.analysis.cost import (
     CALLBACK,
     FINDINGS,
     SCATTERS,
@@ -27,7 +20,14 @@ from batchax.programs.cost import (
     size_of,
     windows_of,
 )
-from batchax.programs.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
+from batchax.analysis.hlo import Computation, Instruction, Module, UnreadableProgram, read_module
+from batchax.execution.memory import show_bytes
+from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Work
+from batchax.explain.listing import Tally, number_of
+from batchax.explain.wording import count, marked, show_flops
+from batchax.jaxprs.words import Values
+from batchax.kernel.recording import Record, Recorder
+from batchax.linalg.table import chooses
 
 
 def price(work: Work) -> float:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 import jax
 
-from batchax.programs.calibrated import CALIBRATED
-from batchax.programs.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Bytes, Lanes, Nanoseconds
+from batchax.analysis.calibrated import CALIBRATED
+from batchax.analysis.cost import GPU_LAUNCH, GPU_SPEED, LAUNCH, Bytes, Lanes, Nanoseconds
 
 _FEW_CORES = 2
 _CORES = os.cpu_count() or 1  # to ask takes as long as a few operations to trace

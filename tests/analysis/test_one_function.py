@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from batchax.programs.one_function import fits_lowered_kernel, fits_serial_kernel, lower_for_kernel
+from batchax.analysis.one_function import fits_lowered_kernel, fits_serial_kernel, lower_for_kernel
 
 from support.oracle import same
 

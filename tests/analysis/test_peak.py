@@ -6,9 +6,9 @@ import pytest
 from jax import lax
 
 import batchax as bx
+from batchax.analysis.hlo import UnreadableProgram, read_module
+from batchax.analysis.liveness import values_at_peak
 from batchax.execution.memory import memory_of
-from batchax.programs.hlo import UnreadableProgram, read_module
-from batchax.programs.liveness import values_at_peak
 from benchmarks.workloads import WORKLOADS
 
 from support.oracle import example

@@ -16,11 +16,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from batchax import _compat
-from batchax.jaxprs.bodies import Body, bodies_of
-from batchax.jaxprs.primitive_facts import body_parameter
-from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import ClosedJaxpr, Eqn
-from batchax.programs.canonical import (
+from batchax.analysis.canonical import (
     CanonicalProgram,
     CanonicalValue,
     Table,
@@ -31,6 +27,10 @@ from batchax.programs.canonical import (
     whole,
     without_ones,
 )
+from batchax.jaxprs.bodies import Body, bodies_of
+from batchax.jaxprs.primitive_facts import body_parameter
+from batchax.jaxprs.program_key import value_key
+from batchax.jaxprs.words import ClosedJaxpr, Eqn
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}

@@ -13,7 +13,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 import batchax as bx
 from batchax import _compat
-from batchax.programs.canonical import CanonicalProgram, Table
+from batchax.analysis.canonical import CanonicalProgram, Table
 
 from support.programs import random_program
 

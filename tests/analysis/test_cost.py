@@ -8,8 +8,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import batchax as bx
-from batchax.programs.cost import Cost, cost_of_equation, cost_of_program
-from batchax.programs.inner import integers_in, programs_in
+from batchax.analysis.cost import Cost, cost_of_equation, cost_of_program
+from batchax.analysis.inner import integers_in, programs_in
 from benchmarks.workloads import WORKLOADS
 
 LANES = 4

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.analysis.canonical import LEAVES, CanonicalProgram, Table
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.words import Eqn
-from batchax.programs.canonical import LEAVES, CanonicalProgram, Table
 
 
 class SourceLine(NamedTuple):

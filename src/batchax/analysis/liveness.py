@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batchax.programs.hlo import Instruction, Module, Shape, UnreadableProgram, read_module
+from batchax.analysis.hlo import Instruction, Module, Shape, UnreadableProgram, read_module
 
 Kind = Literal["argument", "output", "temporary", "constant"]
 
