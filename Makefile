@@ -47,7 +47,7 @@ FLAGS ?= fast
 # A file stays on one worker: what it compiled once need not compile again.
 PYTEST = -m pytest -q -n $(JOBS) --dist loadfile
 DOUBLE = JAX_ENABLE_X64=1
-COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/user_rules
+COMPUTES = tests/laws tests/rules tests/rows tests/divergence tests/execution tests/custom_rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Hypothesis imports what offers strategies, such as Zarr, wherever it is imported.
@@ -114,7 +114,7 @@ NEXT := JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_REMAT3=1
 DERIVATIVES := tests/rules/test_custom_derivatives.py tests/rules/test_closing_rules.py \
     tests/execution/test_chunked_derivatives.py tests/execution/test_losses.py \
     tests/laws/test_own_primitives.py tests/laws/test_library_calls.py tests/laws/test_models.py \
-    tests/user_rules/test_own_derivatives.py
+    tests/custom_rules/test_own_derivatives.py
 
 # Pytest with these arguments, with these settings; what to do in its place where there is no Python
 # 3.12; and the environment, if not one with all extras. The canary tells what JAX has changed before

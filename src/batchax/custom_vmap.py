@@ -9,13 +9,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from batchax import _compat
+from batchax.custom_rules.call import call, with_captured
+from batchax.custom_rules.own_derivatives import DerivativeRules, call_with_derivatives
+from batchax.custom_rules.rule import UserRule, split_arguments
 from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.words import Values
-from batchax.user_rules.call import call, with_captured
-from batchax.user_rules.own_derivatives import DerivativeRules, call_with_derivatives
-from batchax.user_rules.rule import UserRule, split_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,6 +17,7 @@ from jax.extend.core import jaxprs_in_params
 import batchax as bx
 from batchax import _compat
 from batchax.contractions.contracted import outer_product_sum_p
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import with_derivative_of
 from batchax.kernel.own_primitive import declared
@@ -28,7 +29,6 @@ from batchax.rules.calls import in_turn
 from batchax.rules.in_place import some_active_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 from support.high_operations import OLD, cube
 from support.oracle import same

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import batchax as bx
 from batchax._compat import find_primitive
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
 from batchax.rows.index import index_arrays_p
@@ -31,7 +32,6 @@ from batchax.rules.masking import safe_lanes
 from batchax.rules.random import drawn_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
-from batchax.user_rules.own_derivatives import linear_with_transpose
 from rules.test_collectives import COLLECTIVES
 from rules.test_contraction import SCALED
 from rules.test_elementwise import COUNT, NARY, UNARY

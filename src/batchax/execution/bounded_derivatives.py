@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.errors import UnsupportedError
 from batchax.execution.bounded_loop import (
     LoopSignature,
@@ -40,7 +41,6 @@ from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import hazards, is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def loop_jvp(

@@ -21,11 +21,11 @@ from jax import lax
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.words import Aval, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def part_of(x: Value, start: Value, axis: int, width: int) -> Any:

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from batchax.custom_rules.call import Cotangents, DerivativeStep, after, custom_call_p
+from batchax.custom_rules.rule import Form, UserRule
 from batchax.custom_vmap import custom_vmap
 from batchax.errors import ArgumentTypeError
 from batchax.jaxprs.words import Aval, Eqn, Value, Values
@@ -29,8 +31,6 @@ from batchax.rows.index import RowIndex, pack_rows, pad_rows
 from batchax.rows.padded import Operation, Row
 from batchax.rows.sizes import Sizes, has_symbols, is_symbolic, ragged_axis
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.call import Cotangents, DerivativeStep, after, custom_call_p
-from batchax.user_rules.rule import Form, UserRule
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,6 +24,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.analysis.cost import BLOCK, COMPILED_STEP, ROWS
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.chunk_loop import (
     WHOLE,
     ActiveMask,
@@ -46,7 +47,6 @@ from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packed_forms import Names, can_hold
 from batchax.rows.sizes import Sizes, find_found, has_symbols, ragged_axes, ragged_axis
 from batchax.rules.masking import find_collective, is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 Dims = Sequence[Any]
 """The sizes of the ragged axes of a value, in order."""

@@ -25,6 +25,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.execution.chunk_loop import (
     Combined,
@@ -49,7 +50,6 @@ from batchax.kernel.axis import Position, Positions, inserted
 from batchax.kernel.debug_nans import in_jit
 from batchax.kernel.named_axes import mesh_around
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def placed(shards: Shards, paths: Sequence[str], args: Values, positions: Positions) -> list[Any]:

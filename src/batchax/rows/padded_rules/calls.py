@@ -17,6 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.custom_rules.call import per_example
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
@@ -24,8 +26,6 @@ from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_ru
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Sizes, has_symbols
 from batchax.rules.masking import hazards, is_inexact, safe_lanes
-from batchax.user_rules.call import per_example
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 Flat = Callable[..., list[Any]]
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
+from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.neutral import highest, lowest
 from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
@@ -35,7 +36,6 @@ from batchax.rows.sizes import (
     places_where,
 )
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.own_derivatives import linear_with_transpose
 
 
 def _along(mask: Value, shape: Sequence[int], axis: int) -> Any:

@@ -21,13 +21,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.analysis.cost import LAUNCH, STEPS, VECTORIZED, cost_of_program
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
-from batchax.kernel import recording
-from batchax.kernel.axis import Axis, Positions
-from batchax.kernel.inner import batch_function, stage_function
-from batchax.kernel.interpreter import Place
-from batchax.kernel.own_primitive import Flat, own_primitive
-from batchax.user_rules.call import (
+from batchax.custom_rules.call import (
     Batched,
     BatchedFlat,
     DerivativeStep,
@@ -50,7 +44,13 @@ from batchax.user_rules.call import (
     with_pullback_of_one,
     without_primals,
 )
-from batchax.user_rules.rule import UserRule
+from batchax.custom_rules.rule import UserRule
+from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.kernel import recording
+from batchax.kernel.axis import Axis, Positions
+from batchax.kernel.inner import batch_function, stage_function
+from batchax.kernel.interpreter import Place
+from batchax.kernel.own_primitive import Flat, own_primitive
 
 # Of the cost of the other way, and a launch less: a smaller gain is within the error of the price.
 # The benchmark `rules` times it.

@@ -24,6 +24,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.custom_rules.call import custom_call_p
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
@@ -35,7 +36,6 @@ from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation
 from batchax.kernel.named_axes import uses_name
 from batchax.kernel.registry import describe_rule, fitted, noting, split_pair
-from batchax.user_rules.call import custom_call_p
 
 
 @dataclass(frozen=True)

@@ -3,4 +3,4 @@
 Importing this package registers both.
 """
 
-from batchax.user_rules import batching as batching
+from batchax.custom_rules import batching as batching

@@ -19,6 +19,7 @@ from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.custom_rules.rule import Arguments
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
@@ -29,7 +30,6 @@ from batchax.kernel.registry import describe_returned
 from batchax.memo import Memo
 from batchax.rules.custom_derivatives import batched_transpose, in_reverse_alone
 from batchax.rules.masking import is_inexact
-from batchax.user_rules.rule import Arguments
 
 Linear = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of residuals, and of values it is linear in."""
