@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.cache import Memo, memoized, memos
 from batchax.kernel.recording import Recorder
-from batchax.memo import Memo, memoized, memos
 
 from support.oracle import same
 
@@ -312,7 +312,7 @@ NO_CACHES = {
         "_rules": "a table that users fill",
         "_of_jax": "what JAX's own table had, of imports",
     },
-    "memo.py": {"_all": "the memos"},
+    "cache.py": {"_all": "the memos"},
     "analysis/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
     "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import batchax as bx
+from batchax.cache import Memo
 from batchax.execution import chunked
-from batchax.memo import Memo
 
 from support.chunks import check_chunks
 from support.oracle import agree, example, same, same_type

@@ -29,10 +29,10 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.calibrated import CALIBRATED
 from batchax.analysis.inner import Inner, integers_given, integers_in, programs_in
+from batchax.cache import Memo
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr
-from batchax.memo import Memo
 
 Nanoseconds = NewType("Nanoseconds", float)
 """Of the work of lanes on a core of a CPU: what other devices do counts as much."""

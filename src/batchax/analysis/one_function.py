@@ -20,11 +20,11 @@ from jax.custom_derivatives import linear_call
 from batchax import _compat
 from batchax.analysis.cost import SERIAL, windows_of
 from batchax.analysis.inner import programs_in
+from batchax.cache import Memo
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
-from batchax.memo import Memo
 
 _TERMS = 8  # that are added one by one
 _FACTORS = 16  # of which products add up

@@ -19,6 +19,7 @@ from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.custom_rules.rule import Arguments
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
@@ -27,7 +28,6 @@ from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values
 from batchax.kernel.registry import describe_returned
-from batchax.memo import Memo
 from batchax.rules.custom_derivatives import batched_transpose, in_reverse_alone
 from batchax.rules.masking import is_inexact
 

@@ -32,12 +32,12 @@ from batchax.analysis.cost import (
     costs_of_program,
     size_of,
 )
+from batchax.cache import kept_with
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
 from batchax.kernel.differing import LOOPS
 from batchax.linalg.pays import runs
-from batchax.memo import kept_with
 from batchax.rules.in_place import kept_carries
 
 # Steps that moving a lane costs at most, measured: arithmetic that is fused costs nothing here, and

@@ -25,6 +25,7 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.contractions.contracted import factored, run_adding
 from batchax.contractions.deferred import DeferredContraction
 from batchax.errors import UnsupportedError
@@ -49,7 +50,6 @@ from batchax.kernel.debug_nans import WHOLE, checks_nans_here, hide_from_debug_n
 from batchax.kernel.inner import example_aval, remembered, stage_described
 from batchax.kernel.own_primitive import placeholder
 from batchax.kernel.registry import call_key
-from batchax.memo import Memo
 
 Self = TypeVar("Self", bound="Call")
 

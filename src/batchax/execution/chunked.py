@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import ArgumentTypeError, OptionError, UnsupportedError
 from batchax.execution.call import Call, Way, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
@@ -57,7 +58,6 @@ from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
 from batchax.kernel.captured import closed_over
-from batchax.memo import Memo
 from batchax.rules.callbacks import calls_in
 from batchax.rules.calls import calls_library, in_turn
 

@@ -17,13 +17,13 @@ from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_foreign
-from batchax.memo import Memo
 
 # A call outside `jit` stages its function again, and JAX would compile again what was staged
 # again. So programs are kept under keys that say what they do.

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 
+from batchax.cache import Memo
 from batchax.errors import ArgumentTypeError, MemoryLimitError, OptionError
 from batchax.execution.devices import meetings
 from batchax.jaxprs.spoken import brief
-from batchax.memo import Memo
 
 logger = logging.getLogger("batchax")
 

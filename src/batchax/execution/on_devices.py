@@ -18,6 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.execution.call import CONSTANT, AllAtOnce, Call, Outputs, Pass, Way
 from batchax.execution.chunked import Chunking, InChunks, check_no_references, kept_in_chunks
@@ -45,7 +46,6 @@ from batchax.kernel.axis import Position, Positions
 from batchax.kernel.debug_nans import checks_nans_here, in_jit
 from batchax.kernel.differing import differing, differing_through, differs_of
 from batchax.kernel.named_axes import mesh_around
-from batchax.memo import Memo
 from batchax.rules.masking import hazards
 
 

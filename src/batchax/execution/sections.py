@@ -27,6 +27,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.cache import memoized
 from batchax.contractions.contracted import run_adding
 from batchax.contractions.deferred import DeferredContraction
 from batchax.execution.chunk_loop import (
@@ -57,7 +58,6 @@ from batchax.kernel.differing import differing_through, differs_of, has_other_ru
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis, varying_of
 from batchax.linalg.pays import LOOP_STEPS
-from batchax.memo import memoized
 from batchax.rules.collectives import REDUCTIONS
 from batchax.rules.custom_derivatives import reached
 from batchax.rules.masking import safe_lanes_p

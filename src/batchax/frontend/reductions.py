@@ -24,11 +24,11 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
+from batchax.cache import memoized
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.spoken import brief, show
 from batchax.jaxprs.words import Value, Values
-from batchax.memo import memoized
 
 
 @_compat.api_boundary

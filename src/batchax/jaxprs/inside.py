@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.jaxprs.words import Eqn, Value
-from batchax.memo import Memo
 
 
 def programs_inside(eqn: Eqn) -> list[Any]:

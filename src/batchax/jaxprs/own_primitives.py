@@ -17,8 +17,8 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.jaxprs.words import ClosedJaxpr, Eqn
-from batchax.memo import Memo
 
 
 @dataclass(frozen=True)

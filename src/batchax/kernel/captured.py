@@ -35,6 +35,7 @@ from jax.extend.core import Literal
 from jax.tree_util import PyTreeDef
 
 from batchax import _compat
+from batchax.cache import kept_with
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
@@ -43,7 +44,6 @@ from batchax.jaxprs.spoken import line_of
 from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.interpreter import interpret
-from batchax.memo import kept_with
 
 
 def reject_lost(program: ClosedJaxpr, trace: Any) -> ClosedJaxpr:

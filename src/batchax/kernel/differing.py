@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from batchax import _compat
+from batchax.cache import Memo, kept_with
 from batchax.jaxprs.bodies import Body, bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere, with_inside
@@ -26,7 +27,6 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find
-from batchax.memo import Memo, kept_with
 
 _OF_ONE_LANE = {
     "unvmap_any": jnp.any,

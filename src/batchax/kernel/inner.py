@@ -20,6 +20,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -44,7 +45,6 @@ from batchax.kernel.named_axes import (
     without_mesh,
 )
 from batchax.kernel.registry import registrations
-from batchax.memo import Memo
 
 
 class _Placement(enum.Enum):

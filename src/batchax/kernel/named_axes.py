@@ -26,6 +26,7 @@ from jax.extend.core import unmapped_aval
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.cache import kept_with
 from batchax.errors import AxisError
 from batchax.jaxprs.evaluate import bind_equation, variables_read
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
@@ -34,7 +35,6 @@ from batchax.jaxprs.spoken import spoken
 from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, lanes_vary_over, names_in
 from batchax.kernel.registry import is_foreign, registrations
-from batchax.memo import kept_with
 
 # In the place of names, for a call whose batching rule, of a user, receives the name of the axis:
 # whichever that is, the rule may use it.

@@ -21,9 +21,9 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.analysis.counted import mark_for, numbered, put_mark
+from batchax.cache import Memo
 from batchax.jaxprs.words import Eqn, Value
 from batchax.kernel.axis import Axis, Position, Positions
-from batchax.memo import Memo
 
 _MARK = "batchax_equation_"
 _MARKS = re.compile(_MARK + r"(\d+)")

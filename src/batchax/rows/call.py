@@ -16,6 +16,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
 from batchax.execution.call import Call
 from batchax.frontend.advice import ABOUT_SHAPES, SIZES_DIFFER
@@ -28,7 +29,6 @@ from batchax.jaxprs.words import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described
 from batchax.kernel.registry import call_key
-from batchax.memo import Memo
 from batchax.rows.building import (
     as_lengths,
     elements_of,

@@ -29,6 +29,7 @@ from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
@@ -39,7 +40,6 @@ from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
-from batchax.memo import Memo
 from batchax.rows.building import known_lengths
 from batchax.rows.call import FoundLengths, RowCall, RowSize, as_ragged, place_ragged
 from batchax.rows.padded import CannotPad, Row, run_padded

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
 from batchax.frontend.arguments import Mapped
@@ -22,7 +23,6 @@ from batchax.jaxprs.words import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function
-from batchax.memo import Memo
 from batchax.rows.call import RowCall, SizesOf, as_ragged, as_shorter, capacity_of, with_room
 from batchax.rows.groups import of_one_row
 from batchax.rows.index import pack_rows, pad_rows

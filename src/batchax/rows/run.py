@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Pass, Way, execute
 from batchax.execution.chunked import Chunking
@@ -32,7 +33,6 @@ from batchax.jaxprs.words import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis
-from batchax.memo import Memo
 from batchax.rows.buckets import Buckets
 from batchax.rows.call import (
     RowCall,

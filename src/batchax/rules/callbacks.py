@@ -17,6 +17,7 @@ from jax.extend.core.primitives import cond_p
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.cache import memoized
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
@@ -30,7 +31,6 @@ from batchax.kernel.inner import batched_aval, remembered, stage_function
 from batchax.kernel.interpreter import lanes_spread, lanes_together, one_after_another
 from batchax.kernel.own_primitive import OF_OPERATIONS, declare, own_primitive, tangents_of
 from batchax.kernel.registry import register_rule
-from batchax.memo import memoized
 from batchax.rules.calls import CALLS
 from batchax.rules.in_place import live_type
 from batchax.rules.masking import hazards, safe_lanes

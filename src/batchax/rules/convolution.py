@@ -15,6 +15,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.analysis.one_function import from_zero
+from batchax.cache import Memo
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Value, Values
 from batchax.kernel import recording
@@ -23,7 +24,6 @@ from batchax.kernel.inner import example_aval
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.registry import matched, register_rule
 from batchax.linalg.pays import pays_back
-from batchax.memo import Memo
 
 _MOST_SLICES = 49  # they are written out in the program
 _MANY_CHANNELS = 32  # from here on a product for each place of a kernel is large enough

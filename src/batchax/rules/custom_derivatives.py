@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from batchax import _compat
+from batchax.cache import Memo, kept_with
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
@@ -38,7 +39,6 @@ from batchax.kernel.named_axes import (
     without_mesh,
 )
 from batchax.kernel.registry import register_rule
-from batchax.memo import Memo, kept_with
 
 
 class CallOutputs:

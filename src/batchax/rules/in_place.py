@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
+from batchax.cache import kept_with
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
@@ -23,7 +24,6 @@ from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive
-from batchax.memo import kept_with
 from batchax.rules.calls import CALLS
 from batchax.rules.masking import expand_like, is_endless, is_inexact, safe_lanes
 

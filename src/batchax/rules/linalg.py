@@ -17,6 +17,7 @@ from jax.interpreters import ad
 from jax.lax import linalg
 
 from batchax import _compat
+from batchax.cache import Memo
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
@@ -30,7 +31,6 @@ from batchax.kernel.registry import leading_rule, register_looking, register_rul
 from batchax.linalg import table
 from batchax.linalg.pays import LOOP_STEPS
 from batchax.linalg.table import DECOMPOSITIONS, Decomposition, lanes_last_pays
-from batchax.memo import Memo
 from batchax.rules import sorting_network
 
 

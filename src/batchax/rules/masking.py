@@ -18,6 +18,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.analysis.inner import integers_in, programs_in
+from batchax.cache import kept_with
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import programs_inside, with_inside
@@ -25,7 +26,6 @@ from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
-from batchax.memo import kept_with
 
 _FEW_STEPS = 16  # of a loop, that masked lanes may take rather than be given other operands
 

@@ -23,13 +23,13 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
+from batchax.cache import memoized
 from batchax.jaxprs.words import Value, Values
 from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.kernel.registry import matched
 from batchax.linalg.pays import pays_back
-from batchax.memo import memoized
 from batchax.rules.sorting_by_image import image, magnitude
 
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from batchax.cache import memoized
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
 from batchax.jaxprs.words import Value
 from batchax.kernel.debug_nans import in_jit
-from batchax.memo import memoized
 
 
 def of_several_processes(mesh: Any) -> bool:
