@@ -23,7 +23,7 @@ from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.options import OF_RANKS, check_small_matrices, wraps
 from batchax.frontend.outputs import flatten_arrays, is_array
 from batchax.jaxprs.spoken import name_of, show
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.ranks.declared import (
     Core,
     CoreSizes,

@@ -13,7 +13,7 @@ from batchax.frontend.arguments import check_axis_name, check_axis_size, mesh_ax
 from batchax.frontend.in_axes import count, is_position
 from batchax.frontend.outputs import AUTO
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Aval, ClosedJaxpr
+from batchax.jaxprs.types import Aval, ClosedJaxpr
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import ANYWHERE, ZERO_IF_MAPPED, batch_inner
 

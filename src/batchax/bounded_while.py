@@ -24,7 +24,7 @@ from batchax.frontend.outputs import (
     settle,
 )
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import ClosedJaxpr, Values
+from batchax.jaxprs.types import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function
 

@@ -26,7 +26,7 @@ from batchax.frontend.options import (
 )
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.own_primitive import with_values
 from batchax.rows.ragged import Ragged

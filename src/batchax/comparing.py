@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.rules.masking import is_inexact
 
 _ROUNDINGS = 1000  # by which results may differ: the order of sums is not the same

@@ -15,7 +15,7 @@ from batchax.custom_rules.rule import UserRule, split_arguments
 from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from batchax import _compat
 from batchax.errors import AxisError
 from batchax.frontend.batched import Batched
 from batchax.frontend.options import check_callable, check_count, wraps
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 
 P = ParamSpec("P")
 

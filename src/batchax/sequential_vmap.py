@@ -10,7 +10,7 @@ import jax
 from batchax import _compat
 from batchax.custom_vmap import custom_vmap
 from batchax.frontend.options import check_callable
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 from batchax.scan import scan
 

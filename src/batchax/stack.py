@@ -15,7 +15,7 @@ from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.in_axes import is_array, is_flag
 from batchax.frontend.options import checked_list
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 
 
 @_compat.api_boundary

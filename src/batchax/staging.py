@@ -14,7 +14,7 @@ import numpy as np
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import without_objects
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.recording import Recorder
 from batchax.rows.ragged import Ragged

@@ -19,7 +19,7 @@ from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_count, check_one_of
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.rows.ragged import Ragged
 
 

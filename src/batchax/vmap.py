@@ -52,7 +52,7 @@ from batchax.frontend.outputs import (
     flatten_outputs,
 )
 from batchax.frontend.rows import find_row_options, finding_sizes, pass_of_rows
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis
 

@@ -26,7 +26,7 @@ from batchax.jaxprs.evaluate import evaluate
 from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 
 LEAVES = frozenset({"argument", "constant", "captured", "carried", "shard", "result", "effect"})
 """Names of nodes that are no operations: where values enter, and results of several."""

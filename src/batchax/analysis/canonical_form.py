@@ -30,7 +30,7 @@ from batchax.analysis.canonical import (
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.primitive_facts import body_parameter
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.jaxprs.types import ClosedJaxpr, Eqn
 
 COMMUTING = frozenset({"add", "mul", "max", "min", "and", "or", "xor", "eq", "ne"})
 RENAMED = {"add_any": "add"}

@@ -32,7 +32,7 @@ from batchax.analysis.inner import Inner, integers_given, integers_in, programs_
 from batchax.cache import Memo
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, Eqn, Jaxpr
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr
 
 Nanoseconds = NewType("Nanoseconds", float)
 """Of the work of lanes on a core of a CPU: what other devices do counts as much."""

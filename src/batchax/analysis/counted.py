@@ -28,7 +28,7 @@ from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variabl
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, rewritten
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 
 _LOOP = "batchax_loop_"
 _NO_LOOP = "batchax_beside"

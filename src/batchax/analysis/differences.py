@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.canonical import LEAVES, CanonicalProgram, Table
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.words import Eqn
+from batchax.jaxprs.types import Eqn
 
 
 class SourceLine(NamedTuple):

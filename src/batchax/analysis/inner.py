@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from batchax.jaxprs.bodies import Body, bodies_of
 from batchax.jaxprs.own_primitives import expanded, operations_of
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value
+from batchax.jaxprs.types import Eqn, Jaxpr, Value
 
 
 @dataclass(frozen=True)

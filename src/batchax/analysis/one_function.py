@@ -24,7 +24,7 @@ from batchax.cache import Memo
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 
 _TERMS = 8  # that are added one by one
 _FACTORS = 16  # of which products add up

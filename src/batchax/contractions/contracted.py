@@ -28,7 +28,7 @@ from batchax.jaxprs.bodies import bodies_of, program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, closed_over
 from batchax.kernel.debug_nans import checks_nans_here

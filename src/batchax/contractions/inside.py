@@ -22,7 +22,7 @@ from batchax.contractions.deferred import DeferredContraction, described, is_def
 from batchax.contractions.products import Factor, Label, Operand, Product, Terms
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of
 from batchax.jaxprs.evaluate import bind_equation, variables_in, variables_read
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 
 ENTERED = (scan_p, remat_p)
 """The primitives from which factors come out."""

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core.primitives import broadcast_in_dim_p
 
 from batchax.contractions.products import Factor, Label, Operand, Product, Terms, itself
-from batchax.jaxprs.words import Eqn, Value, Values
+from batchax.jaxprs.types import Eqn, Value, Values
 
 _MOST_TERMS = 16  # what is added up more often is summed as it is
 _MOST_PIECES = 512

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 
 
 @dataclass(frozen=True, eq=False)

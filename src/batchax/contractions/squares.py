@@ -35,7 +35,7 @@ from batchax.contractions.products import (
     aligned,
     groups_of,
 )
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 
 _ELEMENT = 16  # multiplications in the time in which an element is written and read again
 _MOST_FORMS = 32

@@ -45,7 +45,7 @@ from batchax.custom_rules.call import (
     without_primals,
 )
 from batchax.custom_rules.rule import UserRule
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function, stage_function

@@ -29,7 +29,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.rewriter import Rewriter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers
 from batchax.kernel.inner import batch_function, batched_aval, example_aval, stage_described

@@ -23,7 +23,7 @@ from batchax.cache import Memo
 from batchax.custom_rules.rule import Arguments
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_inner, inline_jaxpr
 from batchax.kernel.own_primitive import own_primitive, tangents_of, with_values

@@ -30,7 +30,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind
 from batchax.kernel.interpreter import batch_equation

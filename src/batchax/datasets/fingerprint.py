@@ -17,7 +17,7 @@ import numpy as np
 from batchax.datasets.source import Source
 from batchax.errors import UnsupportedError
 from batchax.execution.eager import whatever_jit
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 
 # Flags of XLA on which no result depends.
 _NO_RESULTS = ("--xla_dump_", "--xla_force_host_platform_device_count=")

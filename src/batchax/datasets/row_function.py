@@ -40,7 +40,7 @@ from batchax.frontend.outputs import (
 )
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Value
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output
 from batchax.rows.ragged import Ragged

@@ -34,7 +34,7 @@ from batchax.analysis.cost import (
 )
 from batchax.cache import kept_with
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
-from batchax.jaxprs.words import ClosedJaxpr, Jaxpr
+from batchax.jaxprs.types import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
 from batchax.kernel.differing import LOOPS
 from batchax.linalg.pays import runs

@@ -44,7 +44,7 @@ from batchax.execution.gathered_lanes import (
 )
 from batchax.execution.slices import blank
 from batchax.jaxprs.evaluate import variables_used
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.differing import looks_at_lanes

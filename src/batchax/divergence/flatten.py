@@ -20,7 +20,7 @@ from batchax.divergence.opening import scan_as_while, while_of_scan
 from batchax.divergence.policy import SHOWN, Loop, Masked
 from batchax.execution.names import index_as_input
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import AnyLoop, Axis, PlacedOutputs, Position, WhileLoop
 from batchax.kernel.captured import closed_over

@@ -8,7 +8,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.jaxprs.words import ClosedJaxpr, Values
+from batchax.jaxprs.types import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.rules.masking import find_collective
 

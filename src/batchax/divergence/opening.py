@@ -20,7 +20,7 @@ from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.rewriter import Rewriter, fresh
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (
     Differs,

@@ -12,7 +12,7 @@ from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
 from batchax.frontend.options import is_word, not_one_of
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 
 
 def parted(option: Any, values: Values, spread: bool = False) -> Runner | None:

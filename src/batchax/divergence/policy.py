@@ -45,7 +45,7 @@ from batchax.divergence.costs import (
     time_to_move,
 )
 from batchax.divergence.nest import Inner, Nest, price_inside
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.types import ClosedJaxpr
 from batchax.linalg.pays import runs
 from batchax.rules.linalg import least_lanes
 

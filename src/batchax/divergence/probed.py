@@ -28,7 +28,7 @@ from batchax.divergence.windows import anyone
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import remembered, stage_function, while_loop
 from batchax.rules.loops import MaskedBody, predicate

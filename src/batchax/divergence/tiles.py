@@ -25,7 +25,7 @@ from batchax.divergence.varying import alike
 from batchax.divergence.windows import LaneStep, anyone, rows_of, until_all_are_done
 from batchax.execution.gathered_lanes import count_active
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions
 from batchax.kernel.inner import while_loop
 

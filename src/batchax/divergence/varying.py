@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from batchax import _compat
-from batchax.jaxprs.words import ClosedJaxpr
+from batchax.jaxprs.types import ClosedJaxpr
 from batchax.kernel.axis import Axis, WhileLoop
 from batchax.kernel.inner import batch_inner, returning
 from batchax.kernel.named_axes import Varying, varying_of

@@ -30,7 +30,7 @@ from batchax.divergence.ski_rental import SkiRental
 from batchax.divergence.varying import alike
 from batchax.execution.gathered_lanes import count_active, put, taken_at
 from batchax.execution.slices import entry_of, part_of, put_entry
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions
 from batchax.kernel.inner import staged_once, while_loop
 

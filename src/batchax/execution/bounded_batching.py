@@ -36,7 +36,7 @@ from batchax.execution.bounded_loop import (
 from batchax.execution.eager import jitted, whatever_jit
 from batchax.execution.steps import entry_axis, steps_axes, whole_axis
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,

@@ -35,7 +35,7 @@ from batchax.execution.bounded_loop import (
 )
 from batchax.execution.progress import Steps
 from batchax.jaxprs.inside import Anywhere, with_inside
-from batchax.jaxprs.words import ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.inner import inline_jaxpr
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_values

@@ -41,7 +41,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from batchax import _compat
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, put_entry
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, PlacedOutputs, WhileLoop, match_axis
 from batchax.kernel.inner import inline_jaxpr, remembered
 from batchax.kernel.own_primitive import declare, with_values

@@ -42,7 +42,7 @@ from batchax.frontend.outputs import (
     place,
 )
 from batchax.jaxprs.rewriter import Inside, rewritten
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.captured import MappedProgram, running

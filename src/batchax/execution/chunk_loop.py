@@ -39,7 +39,7 @@ from batchax.execution.slices import blank, put_part
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.neutral import accumulator, highest, lowest
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import declare
 
 

@@ -45,7 +45,7 @@ from batchax.execution.memory import Auto, fitting_chunk
 from batchax.execution.progress import Steps
 from batchax.execution.slices import entry_of, part_of, put_part
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.inner import inline_jaxpr, while_loop
 from batchax.rules.calls import zero_after
 

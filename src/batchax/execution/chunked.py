@@ -55,7 +55,7 @@ from batchax.frontend.options import check_count, check_one_of, is_word, not_one
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
 from batchax.kernel.captured import closed_over
 from batchax.rules.callbacks import calls_in

@@ -22,7 +22,7 @@ from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_foreign
 
 # A call outside `jit` stages its function again, and JAX would compile again what was staged

@@ -11,7 +11,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.execution.slices import part_of
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function, staged_once
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive

@@ -40,7 +40,7 @@ from batchax.frontend.outputs import FlatOutputs
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
-from batchax.jaxprs.words import Eqn, Value, Values
+from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, Positions
 from batchax.kernel.debug_nans import checks_nans_here, in_jit

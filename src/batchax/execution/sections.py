@@ -50,7 +50,7 @@ from batchax.frontend.reductions import Reduction
 from batchax.jaxprs.bodies import bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.words import Eqn, Value, Values
+from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running

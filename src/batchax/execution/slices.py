@@ -22,7 +22,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.custom_rules.own_derivatives import linear_with_transpose
-from batchax.jaxprs.words import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.masking import is_inexact

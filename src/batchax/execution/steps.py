@@ -29,7 +29,7 @@ from batchax.execution.eager import jitted
 from batchax.execution.progress import Steps
 from batchax.execution.slices import blank, part_of, put, put_part, take, with_derivative_of
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, expand_axis, match_axis
 from batchax.kernel.inner import batch_function, inline_jaxpr, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis

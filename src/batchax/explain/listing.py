@@ -24,7 +24,7 @@ from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr
+from batchax.jaxprs.types import Eqn, Jaxpr
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batched_aval
 from batchax.kernel.recording import PerExample, Record, Recorder

@@ -30,7 +30,7 @@ from batchax.explain.wording import (
     show_work,
     told_again,
 )
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 
 
 @dataclass(frozen=True)

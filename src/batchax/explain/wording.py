@@ -12,7 +12,7 @@ import numpy as np
 
 from batchax.execution.memory import show_bytes
 from batchax.explain.account import Account, Devices, Equation, StepCount, Timing, Value, Work
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 
 _LEAST = 4
 """Fewer entries than this are listed, though others are like them."""

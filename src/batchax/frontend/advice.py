@@ -20,7 +20,7 @@ from batchax import _compat
 from batchax.errors import AxisError, BatchaxError
 from batchax.frontend.in_axes import SpecifiedLeaf
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.captured import of_what_is_around
 
 _ALIVE = re.compile(r"^<(\w+) (\d+)> is referred to by (.*)$", re.MULTILINE)

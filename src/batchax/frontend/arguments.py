@@ -40,7 +40,7 @@ from batchax.frontend.in_axes import (
     spread_in_axes,
 )
 from batchax.jaxprs.spoken import listed, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import as_lanes
 

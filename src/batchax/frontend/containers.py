@@ -30,7 +30,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from batchax.cache import memoized
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 
 
 @_compat.api_boundary

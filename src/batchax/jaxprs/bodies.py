@@ -18,7 +18,7 @@ from jax.extend.core.primitives import cond_p, linear_solve_p, scan_p, while_p
 from batchax import _compat
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import body_parameter, facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 
 
 @dataclass(frozen=True)

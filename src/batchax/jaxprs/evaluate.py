@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.words import Eqn, Jaxpr, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Values
 
 
 def evaluate(

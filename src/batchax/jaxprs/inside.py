@@ -10,7 +10,7 @@ import numpy as np
 
 from batchax import _compat
 from batchax.cache import Memo
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.types import Eqn, Value
 
 
 def programs_inside(eqn: Eqn) -> list[Any]:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from batchax import _compat
 from batchax.cache import Memo
-from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.jaxprs.types import ClosedJaxpr, Eqn
 
 
 @dataclass(frozen=True)

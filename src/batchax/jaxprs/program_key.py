@@ -23,7 +23,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 
 
 @dataclass(frozen=True, eq=False)

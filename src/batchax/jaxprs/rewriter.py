@@ -9,7 +9,7 @@ from jax.extend.core import DropVar, Literal, Var
 
 from batchax import _compat
 from batchax.jaxprs.evaluate import variables_in, variables_read
-from batchax.jaxprs.words import ClosedJaxpr, Eqn
+from batchax.jaxprs.types import ClosedJaxpr, Eqn
 
 
 class Rewriter:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.words import Eqn
+from batchax.jaxprs.types import Eqn
 
 
 def name_of(fun: Any) -> str:

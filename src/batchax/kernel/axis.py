@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.jaxprs.spoken import show
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 
 Position = int | None
 """Where the batch axis of a value is: a position, or None for "not batched"."""

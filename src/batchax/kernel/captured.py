@@ -41,7 +41,7 @@ from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.inside import Anywhere, programs_held, programs_inside
 from batchax.jaxprs.spoken import line_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.interpreter import interpret
 

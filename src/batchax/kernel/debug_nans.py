@@ -21,7 +21,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core.primitives import copy_p
 
 from batchax import _compat
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 
 T = TypeVar("T")

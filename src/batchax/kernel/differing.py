@@ -23,7 +23,7 @@ from batchax.jaxprs.inside import Anywhere, with_inside
 from batchax.jaxprs.own_primitives import operations_of
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.registry import find

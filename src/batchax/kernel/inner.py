@@ -21,7 +21,7 @@ from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.cache import Memo
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     Axis,

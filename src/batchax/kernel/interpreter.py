@@ -38,7 +38,7 @@ from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variabl
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of, spoken
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh
 from batchax.kernel.debug_nans import checks_nans_here, found, hide_from_debug_nans, in_jit

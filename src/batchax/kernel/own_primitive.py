@@ -31,7 +31,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.rewriter import Rewriter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 
 Flat = Callable[..., list[Any]]

@@ -22,7 +22,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.counted import mark_for, numbered, put_mark
 from batchax.cache import Memo
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel.axis import Axis, Position, Positions
 
 _MARK = "batchax_equation_"

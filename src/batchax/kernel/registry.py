@@ -36,7 +36,7 @@ from batchax.errors import ArgumentTypeError, AxisError, RuleReplacedWarning
 from batchax.jaxprs.primitive_facts import UNKNOWN, describe, facts_of, forget
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.spoken import brief, listed, show
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Value, Values
 from batchax.linalg.elements import (
     Rounds,
     column,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 
 
 def rows(x: Value, places: Any) -> Any:

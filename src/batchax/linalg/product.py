@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from batchax.analysis.one_function import from_zero
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.types import Aval, Value
 from batchax.linalg.pays import pays_back
 
 

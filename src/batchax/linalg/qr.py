@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.types import Aval, Value
 from batchax.linalg.elements import conjugate, parts, power_of_two, rows, squares, times, whole
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Aval, Value
+from batchax.jaxprs.types import Aval, Value
 from batchax.linalg.elements import (
     conjugate,
     each_pair,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.linalg.elements import (
     conjugate,
     parts,

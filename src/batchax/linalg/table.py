@@ -14,7 +14,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import divided
-from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.linalg import eigh, product, qr, svd
 from batchax.linalg.elements import largest, parts
 from batchax.linalg.pays import of_library

@@ -19,7 +19,7 @@ from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.spoken import spoken
-from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.nonfinite.origins import (
     FIRST_LOOP,
     KIND,

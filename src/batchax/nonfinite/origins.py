@@ -23,7 +23,7 @@ from batchax import _compat
 from batchax.jaxprs.bodies import bodies_of, control_flow, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 
 FINITE, INFINITE, NAN = 0, 1, 2
 KIND, PLACE, TURNED, FIRST_LOOP = 0, 1, 2, 3

@@ -22,7 +22,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import moved
 from batchax.rows.ragged import Ragged

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.rows.building import Building, as_row, elements_of, part_along
 
 R = TypeVar("R", bound="Converters")

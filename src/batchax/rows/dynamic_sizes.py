@@ -35,7 +35,7 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
 from batchax.frontend.rows import finds_sizes
 from batchax.jaxprs.spoken import brief
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike

@@ -23,7 +23,7 @@ from batchax.frontend.arguments import Mapped
 from batchax.frontend.in_axes import is_array, is_same
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce, check_unbatched, place
 from batchax.frontend.rows import GroupsOfRows
-from batchax.jaxprs.words import ClosedJaxpr, Value
+from batchax.jaxprs.types import ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, axis_to_front, broadcast_axis, move_axis
 from batchax.kernel.inner import batch_function

@@ -28,7 +28,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.slices import entry_of, part_of, put_entry, put_part
-from batchax.jaxprs.words import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive

@@ -30,7 +30,7 @@ from batchax.frontend.rows import Layout
 from batchax.jaxprs.bodies import program_called
 from batchax.jaxprs.evaluate import plan
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import is_replaced_in_jax, reduced_dims
 from batchax.rows.packed_forms import (
     Names,

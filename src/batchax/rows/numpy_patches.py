@@ -22,7 +22,7 @@ from jax.core import max_dim, min_dim
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.rows.sizes import agreed, greatest
 
 

@@ -25,7 +25,7 @@ from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
 from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Eqn, Value
+from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.interpreter import batch_equation

@@ -24,7 +24,7 @@ from jax.extend import core
 from batchax import _compat
 from batchax.cache import Memo
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, Eqn, Value
+from batchax.jaxprs.types import Aval, Eqn, Value
 from batchax.rows.index import RowIndex, moved, row_places, take_clipped
 from batchax.rows.padded import Operation, Row
 from batchax.rows.padded_rules.positions import (

@@ -29,7 +29,7 @@ from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.spoken import line_of
-from batchax.jaxprs.words import Aval, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.named_axes import bind_varying
 from batchax.kernel.registry import is_replaced_in_jax

@@ -19,7 +19,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.options import translate_argument_names
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.rows.building import (
     Selecting,
     as_bounds,

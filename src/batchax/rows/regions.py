@@ -19,7 +19,7 @@ from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import check_unbatched, place
 from batchax.frontend.rows import Layout, RowOptions
 from batchax.jaxprs.evaluate import walk
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Position, axis_to_front
 from batchax.kernel.inner import batch_function

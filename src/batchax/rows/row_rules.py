@@ -22,7 +22,7 @@ from batchax.custom_rules.call import Cotangents, DerivativeStep, after, custom_
 from batchax.custom_rules.rule import Form, UserRule
 from batchax.custom_vmap import custom_vmap
 from batchax.errors import ArgumentTypeError
-from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive

@@ -29,7 +29,7 @@ from batchax.execution.devices.shards import (
 )
 from batchax.frontend.outputs import place
 from batchax.frontend.rows import Layout, RowOptions, runs_rows
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Position
 from batchax.kernel.named_axes import any_uses_axis

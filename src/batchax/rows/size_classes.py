@@ -34,7 +34,7 @@ from batchax.execution.chunk_loop import (
     chunk_loop,
 )
 from batchax.execution.slices import entry_of, put_entry, put_part
-from batchax.jaxprs.words import ClosedJaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
 from batchax.kernel.inner import batch_function, returning_alike

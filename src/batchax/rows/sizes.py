@@ -35,7 +35,7 @@ from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Aval, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive

@@ -26,7 +26,7 @@ from batchax.execution.call import Call, Outputs
 from batchax.execution.chunked import Chunking
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs, place
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Value
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Value
 from batchax.kernel import recording
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.rows.building import known_lengths

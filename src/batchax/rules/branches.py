@@ -21,7 +21,7 @@ from jax.extend.core.primitives import cond_p
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.words import Eqn, Value, Values
+from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis
 from batchax.kernel.inner import ANYWHERE, batch_inner, returning_alike

@@ -24,7 +24,7 @@ from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.spoken import name_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis
 from batchax.kernel.inner import batched_aval, remembered, stage_function

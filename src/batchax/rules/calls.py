@@ -20,7 +20,7 @@ from batchax.jaxprs.bodies import bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, move_axis
 from batchax.kernel.captured import Captured, program_behind

@@ -12,7 +12,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Eqn, Value, Values
+from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,

@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.analysis.one_function import from_zero
 from batchax.cache import Memo
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, inserted, move_axis, sharding_with_axis
 from batchax.kernel.inner import example_aval

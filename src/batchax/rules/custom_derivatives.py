@@ -21,7 +21,7 @@ from batchax.cache import Memo, kept_with
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, lanes_vary_over, match_axis
 from batchax.kernel.captured import (
     Captured,

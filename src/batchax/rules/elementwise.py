@@ -13,7 +13,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Jaxpr, Value, Values
+from batchax.jaxprs.types import Jaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,
     Position,

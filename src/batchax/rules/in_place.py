@@ -20,7 +20,7 @@ from batchax.cache import kept_with
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, move_axis
 from batchax.kernel.inner import remembered, stage_function
 from batchax.kernel.own_primitive import NoDerivative, own_primitive

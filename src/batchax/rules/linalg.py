@@ -20,7 +20,7 @@ from batchax import _compat
 from batchax.cache import Memo
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, match_axis, move_axis
 from batchax.kernel.inner import ANYWHERE, batch_function, batch_inner, batched_aval, example_aval

@@ -12,7 +12,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
     AnyLoop,

@@ -23,7 +23,7 @@ from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
-from batchax.jaxprs.words import Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, move_axis
 from batchax.kernel.own_primitive import own_primitive
 

@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Aval, Value, Values
+from batchax.jaxprs.types import Aval, Value, Values
 from batchax.kernel.axis import Axis, Positions, axis_to_front, move_axis
 from batchax.kernel.interpreter import one_after_another
 from batchax.kernel.own_primitive import NoDerivative, own_primitive

@@ -20,7 +20,7 @@ from jax import lax
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import register_rule, vectorized
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 from batchax.kernel.axis import (
     Axis,
     Position,

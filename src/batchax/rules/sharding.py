@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Jaxpr, Value, Values
+from batchax.jaxprs.types import Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, inserted, is_in_types, sharding_with_axis
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.registry import register_rule

@@ -10,7 +10,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.registry import matched, register_rule
 from batchax.rules import sorting_network

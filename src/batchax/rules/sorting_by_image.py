@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.axis import Axis, Position, shift_dims
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.linalg.pays import pays_back

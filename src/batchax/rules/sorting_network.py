@@ -24,7 +24,7 @@ from jax import lax
 
 from batchax import _compat
 from batchax.cache import memoized
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive

@@ -45,7 +45,7 @@ from batchax.execution.devices.shards import Shards, sharding_of, typed_mesh
 from batchax.frontend.arguments import LocalRows
 from batchax.jaxprs.neutral import NEUTRAL, accumulator
 from batchax.jaxprs.spoken import brief, show
-from batchax.jaxprs.words import Value, Values
+from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions, inserted
 from batchax.kernel.debug_nans import in_jit
 from batchax.kernel.named_axes import mesh_around

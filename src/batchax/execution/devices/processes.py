@@ -18,7 +18,7 @@ from batchax.cache import memoized
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.debug_nans import in_jit
 
 

@@ -25,7 +25,7 @@ from batchax.execution.memory import show_bytes
 from batchax.explain.account import Equation, Finding, Memory, StepCount, Timing, Work
 from batchax.explain.listing import Tally, number_of
 from batchax.explain.wording import count, marked, show_flops
-from batchax.jaxprs.words import Values
+from batchax.jaxprs.types import Values
 from batchax.kernel.recording import Record, Recorder
 from batchax.linalg.table import chooses
 

@@ -21,7 +21,7 @@ from batchax.custom_rules.call import per_example
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
-from batchax.jaxprs.words import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
+from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
 from batchax.rows.row_rules import in_padding, size_of_rule
 from batchax.rows.sizes import Sizes, has_symbols

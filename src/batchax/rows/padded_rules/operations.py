@@ -17,7 +17,7 @@ from jax import lax
 
 from batchax.jaxprs.neutral import NEUTRAL
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.words import Value
+from batchax.jaxprs.types import Value
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule
 from batchax.rows.padded_rules.positions import is_static, pad_end, padded
