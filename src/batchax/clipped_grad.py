@@ -178,8 +178,9 @@ def clipped_grad(
 
 
 def _squared_norm(x: Value) -> Any:
-    # In this form that of a product is seen to be a product of norms (`contractions/products.py`), which an
-    # `abs` between hides. The square of a number of 16 bits may be too large for 16 bits.
+    # In this form that of a product is seen to be a product of norms
+    # (`contractions/products.py`), which an `abs` between hides. The square of a number of 16 bits
+    # may be too large for 16 bits.
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return jnp.sum(jnp.square(jnp.abs(x) if jnp.iscomplexobj(x) else x))
 
