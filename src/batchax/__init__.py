@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 # Rules and ways to run an axis are registered when their modules are imported.
-from batchax import execution, rules, user_rules  # noqa: F401
+from batchax import custom_rules, execution, rules  # noqa: F401
 from batchax.batch_jaxpr import batch_jaxpr
 from batchax.bounded_while import bounded_while
 from batchax.config import config

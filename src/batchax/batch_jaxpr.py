@@ -76,8 +76,8 @@ def batch_jaxpr(
     places = [ANYWHERE if p is AUTO or p is None else p for p in out_axes]
     axis = Axis(size, axis_name, spmd_axis_name)
     batched, positions = batch_inner(axis, closed_jaxpr, in_axes, places)
-    for i, (position, asked) in enumerate(zip(positions, out_axes, strict=True)):
-        if asked is None and position is not None:
+    for i, (position, wanted_axis) in enumerate(zip(positions, out_axes, strict=True)):
+        if wanted_axis is None and position is not None:
             raise AxisError(
                 f"out_axes[{i}] is None, but output {i} of the program depends on the batch. Pass "
                 "the position its batch axis should have, or batchax.AUTO."

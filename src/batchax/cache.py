@@ -1,4 +1,4 @@
-"""What outlives a call: all of it is kept in `Memo`s, which all threads share.
+"""What outlives a call: all of it is kept in `Cache`s, which all threads share.
 
 Whatever else is mutable belongs to one call or to one thread (a context variable), or is a table
 that is filled from outside: of rules, say.
@@ -21,10 +21,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 # comparing keys, or a finalizer that runs meanwhile, may come here again.
 _lock = threading.RLock()
 
-_all: weakref.WeakSet[Memo] = weakref.WeakSet()
+_all: weakref.WeakSet[Cache] = weakref.WeakSet()
 
 
-class Memo:
+class Cache:
     """Results by key, of which those that were not asked for longest are forgotten first.
 
     No lock is held while something is built, which may run the user's code. Two threads that ask
@@ -85,7 +85,7 @@ class Memo:
         with _lock:
             entry = self._known.get(number, {}).get(key)
             if entry is not None:
-                entry.asked = next(_times)
+                entry.last_used = next(_times)
             return entry
 
     def cache_clear(self) -> None:
@@ -119,7 +119,7 @@ class Memo:
             for number, kept in self._known.copy().items()
             for key, entry in kept.copy().items()
         ]
-        return sorted(entries, key=lambda entry: entry[2].asked)
+        return sorted(entries, key=lambda entry: entry[2].last_used)
 
     def _forget_oldest(self) -> None:
         if self._count <= self.most:
@@ -136,49 +136,49 @@ class Memo:
 class _Kept:
     """A result, and when it was last read: no dict changes while keys in it are compared."""
 
-    __slots__ = "asked", "value"
+    __slots__ = "last_used", "value"
 
     def __init__(self, value: Any) -> None:
-        self.value, self.asked = value, next(_times)
+        self.value, self.last_used = value, next(_times)
 
 
 _times = itertools.count()
 
 
-def memoized(of: str, most: int) -> Callable[[F], F]:
-    """Decorator: the results of a function of hashable arguments are kept in a `Memo`.
+def cached(of: str, most: int) -> Callable[[F], F]:
+    """Decorator: the results of a function of hashable arguments are kept in a `Cache`.
 
     They may depend on JAX's options, too.
     """
 
     def decorate(fun: F) -> F:
-        memo = Memo(of, most)
+        cache = Cache(of, most)
 
         @functools.wraps(fun)
         def kept(*args: Any) -> Any:
-            return memo.get((args, _compat.trace_context()), lambda: fun(*args))
+            return cache.get((args, _compat.trace_context()), lambda: fun(*args))
 
         return cast(F, kept)
 
     return decorate
 
 
-def kept_with(of: str) -> Callable[[F], F]:
+def cached_on(of: str) -> Callable[[F], F]:
     """Decorator: what a function makes of an object, and of hashables, is kept with the object."""
 
     def decorate(fun: F) -> F:
-        memo = Memo(of, most=4096)
+        cache = Cache(of, most=4096)
 
         @functools.wraps(fun)
         def kept(owner: Any, *args: Any) -> Any:
-            return memo.get(args, lambda: fun(owner, *args), owner)
+            return cache.get(args, lambda: fun(owner, *args), owner)
 
         return cast(F, kept)
 
     return decorate
 
 
-def memos() -> list[Memo]:
+def caches() -> list[Cache]:
     """All that there are."""
     with _lock:
-        return sorted(_all, key=lambda memo: memo.of)
+        return sorted(_all, key=lambda cache: cache.of)

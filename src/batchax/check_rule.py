@@ -272,8 +272,8 @@ class _Comparison:
         try:
             got = batched(*case.values)
         except Exception as error:
-            told = f"{where}it raised {type(error).__name__}: {error}"
-            raise RuleMismatchError(told) from _compat.without_hidden_frames(error)
+            message = f"{where}it raised {type(error).__name__}: {error}"
+            raise RuleMismatchError(message) from _compat.without_hidden_frames(error)
         problem = difference_of_trees(got, expected, self.rtol, self.atol)
         if problem:  # it may be the rounding of terms that cancel: to find that out takes its time
             scales = scales_nearby(loop, case.values)

@@ -15,7 +15,7 @@ from batchax.divergence.compact import Compact
 from batchax.divergence.option import (
     check_divergence,
     diverging,
-    is_asked,
+    is_explicit,
     lanes_at_a_time,
     parted,
 )
@@ -241,7 +241,7 @@ def vmap(
     rows = find_row_options(layout, buckets, batch_size)
     check_small_matrices(small_matrices)
     chunking = find_chunking(fun, batch_size, memory_limit, residuals, progress)
-    some_at_a_time = chunking is not None or is_asked(divergence)
+    some_at_a_time = chunking is not None or is_explicit(divergence)
     on_mesh = find_mesh(mesh)
     spread = on_mesh is not None
     if on_mesh is not None and spmd_axis_name is not None:

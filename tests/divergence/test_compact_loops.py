@@ -333,13 +333,13 @@ def test_mistakes(make, error, message):
 
 
 def test_arrays_updated_in_place_are_not_copied():
-    def f(n, x, memo):
+    def f(n, x, cache):
         def step(c):
-            i, memo, total = c
-            memo = memo.at[i % 300].add(x)
-            return i + 1, memo, total + memo[(i * 7) % 300]
+            i, cache, total = c
+            cache = cache.at[i % 300].add(x)
+            return i + 1, cache, total + cache[(i * 7) % 300]
 
-        return lax.while_loop(lambda c: c[0] < n, step, (0, memo, 0.0))
+        return lax.while_loop(lambda c: c[0] < n, step, (0, cache, 0.0))
 
     args = (COUNTS, POINTS[:, 0], jnp.zeros((N, 300)))
     check(f, *args)

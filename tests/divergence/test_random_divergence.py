@@ -31,9 +31,9 @@ def drawn(rng, depth):
 
     def memory(n, x):
         def step(c):
-            i, memo, x = c
-            memo = memo.at[(i * 7) % 80].set(x.sum())
-            return i + 1, memo, first(n + i, x) + memo[(i * 3) % 80]
+            i, cache, x = c
+            cache = cache.at[(i * 7) % 80].set(x.sum())
+            return i + 1, cache, first(n + i, x) + cache[(i * 3) % 80]
 
         return lax.while_loop(lambda c: c[0] < n % most, step, (0, jnp.zeros(80), x))[2]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.execution import chunked
 
 from support.chunks import check_chunks
@@ -283,7 +283,7 @@ def test_a_call_outside_of_jit_is_cut_into_chunks_once(monkeypatch):
     built = []
     real = chunked.SectionRunner
     monkeypatch.setattr(chunked, "SectionRunner", lambda *a: built.append(1) or real(*a))
-    monkeypatch.setattr(chunked, "kept_in_chunks", Memo("for this test", most=2))
+    monkeypatch.setattr(chunked, "kept_in_chunks", Cache("for this test", most=2))
     x, w = example((6, 3), seed=1), example((3,), seed=2)
 
     def check(times, w, x, scale=1.0, **options):

@@ -268,7 +268,15 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
             raise Discarded(f"alone: {type(error).__name__}: {first_line(error)}") from error
         finally:
             only_finite.set(False)
-        rows.append(jax.tree.unflatten(jax.tree.structure(out_shapes), result))
+        row = jax.tree.unflatten(jax.tree.structure(out_shapes), result)
+        of_none = any(0 in shape.shape for shape in shapes)
+        if (
+            of_none
+            and case.mode != "values"
+            and any(is_inexact(y) and np.isnan(y).any() for y in row[0])
+        ):
+            raise Discarded("the derivative of a NaN that no elements make: JAX knows it is 0")
+        rows.append(row)
         cotangents.append(pulled_from)
     ys, others, dots, _ = (
         [list(column) for column in zip(*[row[g] for row in rows], strict=True)] for g in range(4)

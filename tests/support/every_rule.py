@@ -480,7 +480,7 @@ def _own():
         "rules.linalg": {
             "small_matrices": (
                 lambda x: small_matrices_p.bind(
-                    jnp.stack([x] * 2, -1), of="cholesky", first=False, asked=False
+                    jnp.stack([x] * 2, -1), of="cholesky", first=False, explicit=False
                 ),
                 M,
             )

@@ -93,7 +93,7 @@ class Outputs:
     def __init__(self, arrays: Sequence[Any] = ()) -> None:
         self.arrays = list(arrays)
 
-    def told(self, arrays: Sequence[Any], specs: Sequence[Any]) -> Outputs:
+    def with_sharding(self, arrays: Sequence[Any], specs: Sequence[Any]) -> Outputs:
         """Wraps the outputs; this object now holds their sharding."""
         self.arrays = list(specs)
         return Outputs(arrays)

@@ -29,7 +29,7 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.analysis.calibrated import CALIBRATED
 from batchax.analysis.inner import Inner, integers_given, integers_in, programs_in
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Jaxpr
@@ -591,7 +591,7 @@ def cost_around(eqn: Eqn, inner: Sequence[Inner]) -> Cost:
     return Cost()
 
 
-_costs = Memo("what programs cost", most=8192)
+_costs = Cache("what programs cost", most=8192)
 
 
 def cost_of_program(

@@ -281,7 +281,7 @@ class Counted:
         of_body = [operands[i] for i in body.operands[: body.same]]
         programs = [_compat.close(b.program) for b in (test, body)]
 
-        def asked(carry: Sequence[Any], counts: Value) -> tuple[Any, Any]:
+        def with_predicate(carry: Sequence[Any], counts: Value) -> tuple[Any, Any]:
             (goes_on,), counts = self._run(
                 programs[0].jaxpr, programs[0].consts, [*of_test, *carry], counts
             )
@@ -294,11 +294,11 @@ class Counted:
             )
             # A predicate of several lanes leads what is carried, and who is done keeps that.
             new = [_chosen(active, x, old) for x, old in zip(new, carry, strict=True)]
-            more, counts = asked(new, counts)
+            more, counts = with_predicate(new, counts)
             return active & more, new, counts
 
         carry = [operands[i] for i in body.carry_operands]
-        active, counts = asked(carry, counts)
+        active, counts = with_predicate(carry, counts)
         goes_on = lambda state: state[0].any()
         with named_as_marked(programs[1]):
             _, carry, counts = lax.while_loop(goes_on, once, (jnp.asarray(active), carry, counts))

@@ -132,9 +132,9 @@ def _steps(
     ]
     of_test = integers_in(test, of_test | _given(carried.tested, fixed))
     of_body = of_body | _given(carried.before, fixed)
-    asked = _asked(test, test.outvars[0])
+    conjuncts = _conjuncts(test, test.outvars[0])
     counts = []
-    for counter, bound in filter(None, (_below(test, v, of_test) for v in asked)):
+    for counter, bound in filter(None, (_below(test, v, of_test) for v in conjuncts)):
         if counter not in carried.tested:
             continue
         place = carried.tested.index(counter)
@@ -144,24 +144,24 @@ def _steps(
             # The number of strides from the start to the bound, rounded up.
             counts.append(max(0, -((start - bound) // stride)))
     most = min(counts, default=None)
-    return (most if len(asked) == 1 else None), most
+    return (most if len(conjuncts) == 1 else None), most
 
 
-def _asked(test: Jaxpr, variable: Any) -> list[Any]:
+def _conjuncts(test: Jaxpr, variable: Any) -> list[Any]:
     """Lists the booleans that must all be true for `variable` to be true."""
     made = None if isinstance(variable, Literal) else _maker(test, variable)
     if made is None or not (made.primitive.name == "and" or facts_of(made.primitive).alias):
         return [variable]
-    return [v for operand in made.invars for v in _asked(test, operand)]
+    return [v for operand in made.invars for v in _conjuncts(test, operand)]
 
 
 def _given(variables: list[Any], values: list[int | None]) -> dict[Any, int]:
     return {v: n for v, n in zip(variables, values, strict=True) if n is not None}
 
 
-def _below(test: Jaxpr, asked: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
-    """Returns the variable, and its upper bound if the boolean `asked` is true."""
-    made = None if isinstance(asked, Literal) else _maker(test, asked)
+def _below(test: Jaxpr, condition: Any, integers: Mapping[Any, int]) -> tuple[Any, int] | None:
+    """Returns the variable, and its upper bound if the boolean `condition` is true."""
+    made = None if isinstance(condition, Literal) else _maker(test, condition)
     if made is None or made.primitive.name not in _COMPARISONS:
         return None
     low, high = made.invars

@@ -20,7 +20,7 @@ from jax.custom_derivatives import linear_call
 from batchax import _compat
 from batchax.analysis.cost import SERIAL, windows_of
 from batchax.analysis.inner import programs_in
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
@@ -47,7 +47,7 @@ def can_be_written(eqn: Eqn, short: bool = False) -> bool:
 
 
 _is_other_form = Anywhere(lambda eqn: can_be_written(eqn))
-_programs = Memo("programs for lanes in one function", most=512)
+_programs = Cache("programs for lanes in one function", most=512)
 
 
 def _change(eqn: Eqn, inside: Inside) -> Any:

@@ -105,7 +105,7 @@ class Thresholds(NamedTuple):
     """devices that lanes may be spread over"""
     windows: int = 1
     """windows of a loop besides the run of all lanes: each is compiled"""
-    asked: bool = False
+    explicit: bool = False
     """whether the user passed "compact", which raises where lanes cannot run apart"""
 
     @property
@@ -188,7 +188,7 @@ TABLE = {
         cores=_FEW_CORES,
         kernel_lanes=Lanes(0),
         windows=2,
-        asked=True,
+        explicit=True,
     ),
 }
 ANY_MACHINE = "cpu"

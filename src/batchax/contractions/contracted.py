@@ -160,15 +160,15 @@ class _Factoring:
         given = zip(xs, self._positions, strict=True)
         self._shared = {id(x): x for x, a in given if a is None}
         outs = self._evaluated(staged, list(map(Operand, xs)))
-        return [self._told(x) if k in self._outputs else x.value for k, x in enumerate(outs)]
+        return [self._factored(x) if k in self._outputs else x.value for k, x in enumerate(outs)]
 
     def made_anyway(self, jaxpr: Jaxpr) -> set[int]:
         """Returns the products of matrices that `jaxpr` computes for other purposes than sums."""
-        told = [eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p]
-        sums = {id(eqn.outvars[0]) for eqn in told}
+        products = [eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p]
+        sums = {id(eqn.outvars[0]) for eqn in products}
         others = [
             *(v for v in jaxpr.outvars if id(v) not in sums),
-            *(v for eqn in told for v in eqn.invars[1:]),
+            *(v for eqn in products for v in eqn.invars[1:]),
         ]
         made = {v for step in plan(jaxpr.eqns, others) for v in step.eqn.outvars}
         return {k for k, x in self._matrices.items() if _compat.staged_variable(x) in made}
@@ -211,7 +211,7 @@ class _Factoring:
             each.append(Operand(x, None if id(v) in self._apart else own, *more))
         return each
 
-    def _told(self, x: Operand) -> Any:
+    def _factored(self, x: Operand) -> Any:
         """Returns an output, with its factors if sums over lanes are better by those."""
         terms = x.products
         if not any(map(is_deferred, terms)):
@@ -312,14 +312,15 @@ def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any]
         return program.run()
     jaxpr = program.staged.jaxpr
     made_by = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive is outer_product_sum_p}
-    told: list[Eqn | None] = [
+    products: list[Eqn | None] = [
         made_by.get(v) if add and not isinstance(v, Literal) else None
         for v, add in zip(jaxpr.outvars, added, strict=True)
     ]
-    if not any(told) or any(map(_is_sharded, program.args)):
+    if not any(products) or any(map(_is_sharded, program.args)):
         return program.run()
     inside = [
-        [v] if e is None else list(e.invars[1:]) for v, e in zip(jaxpr.outvars, told, strict=True)
+        [v] if e is None else list(e.invars[1:])
+        for v, e in zip(jaxpr.outvars, products, strict=True)
     ]
     # Factors are returned in place of the outputs, which are then dead code.
     changed = jaxpr.replace(outvars=[v for vs in inside for v in vs])
@@ -330,7 +331,7 @@ def run_adding(program: MappedProgram, added: Sequence[bool]) -> tuple[list[Any]
     parts = [[next(each) for _ in vs] for vs in inside]
     results = [
         part[0] if eqn is None else _result(eqn, program.axis.size, part)
-        for eqn, part in zip(told, parts, strict=True)
+        for eqn, part in zip(products, parts, strict=True)
     ]
     return [x for x, _ in results], [a for _, a in results]
 

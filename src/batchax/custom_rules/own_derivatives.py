@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.custom_rules.rule import Arguments
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_array
@@ -65,7 +65,7 @@ def linear_with_transpose(
     return _bind(ahead, back, residuals, operands)
 
 
-_staged = Memo("linear functions, and their transposes", most=1024)
+_staged = Cache("linear functions, and their transposes", most=1024)
 
 
 def _bind(

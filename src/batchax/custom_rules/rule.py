@@ -242,10 +242,10 @@ class UserRule:
     @functools.cached_property
     def asks(self) -> tuple[str, ...]:
         """Returns which names of the axis the rule takes."""
-        return _asked_for(self.rule)
+        return _names_taken(self.rule)
 
     @property
-    def told_name(self) -> bool:
+    def takes_axis_name(self) -> bool:
         return "axis_name" in self.asks
 
     def run(
@@ -260,7 +260,7 @@ class UserRule:
         def call(*xs: Value) -> tuple[list[Any], list[bool]]:
             return self._call(axis, flags, xs)
 
-        names = (axis.name, axis.size) if self.told_name and axis.name is not None else None
+        names = (axis.name, axis.size) if self.takes_axis_name and axis.name is not None else None
         if names is None:
             return self.with_closed(self.rule, call, closed, operands)
         staged, consts, out_flags = self._staged(self.rule, call, closed, operands, [names])
@@ -335,11 +335,11 @@ class UserRule:
         args, kwargs = self.arguments.rebuild(operands)
         in_batched = self.arguments.said(flags, False)
         spmd = axis.spmd_name
-        told = {
+        names_of_axis = {
             "axis_name": axis.name,
             "spmd_axis_name": spmd[0] if spmd is not None and len(spmd) == 1 else spmd,
         }
-        kwargs |= {name: told[name] for name in self.asks}
+        kwargs |= {name: names_of_axis[name] for name in self.asks}
         with self.naming(self.rule):
             result = self.rule(axis.size, in_batched, *args, **kwargs)
         where = self.where(self.rule)
@@ -417,7 +417,7 @@ _LANES = Form(
 )
 
 
-def _asked_for(rule: RuleFunction | None) -> tuple[str, ...]:
+def _names_taken(rule: RuleFunction | None) -> tuple[str, ...]:
     """Returns which names of the axis the rule has keyword-only parameters for."""
     if rule is None:
         return ()
@@ -438,7 +438,7 @@ def _naming(user_rule: UserRule, rule: RuleFunction | None) -> Iterator[None]:
         with noting(f"batchax: raised in {describe_rule(rule)}, {of}."):
             yield
     except NameError as error:
-        if "axis name" in str(error) and "axis_name" not in _asked_for(rule):
+        if "axis name" in str(error) and "axis_name" not in _names_taken(rule):
             error.add_note(
                 "A rule may use collectives over the axis being mapped if it has a keyword-only "
                 "parameter `axis_name`."

@@ -110,7 +110,7 @@ class Sliced(Source):
         self._tensorstore = library == "tensorstore"
         with reading(name):  # it may have been closed
             shape, dtype = x.shape, x.dtype.numpy_dtype if self._tensorstore else x.dtype
-            path, self._told = _place(x, library)
+            path, self._origin = _place(x, library)
             in_hdf5 = library == "h5py" and path is not None
             linked = linked_files(x, path, name) if in_hdf5 else []
         check_shape(shape, name)
@@ -124,7 +124,7 @@ class Sliced(Source):
         return labels_of(self._array, axis)
 
     def origin(self) -> dict[str, Any] | None:
-        return self._told if self.files is None else {**self.files.identity(), **(self._told or {})}
+        return ({} if self.files is None else self.files.identity()) | (self._origin or {}) or None
 
     def get(self, index: Index) -> Any:
         if self._tensorstore:
@@ -162,8 +162,8 @@ def _place(x: Any, library: str) -> tuple[Path | None, dict[str, Any] | None]:
         spec = x.spec().to_json()
         store = spec.get("kvstore", {"driver": "memory"})
         if isinstance(store, dict) and store.get("driver") != "memory":
-            told = {"spec": json.dumps(spec, sort_keys=True)}
-            return (Path(store["path"]) if store.get("driver") == "file" else None), told
+            origin = {"spec": json.dumps(spec, sort_keys=True)}
+            return (Path(store["path"]) if store.get("driver") == "file" else None), origin
     return None, None
 
 

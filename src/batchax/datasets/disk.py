@@ -44,9 +44,9 @@ def writing(path: Path) -> Iterator[None]:
             )
         elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             why = f"{error.strerror}. Choose an output that this process may write to."
-        told = StorageError(f"{path} could not be written: {why}")
-        told.errno = error.errno
-        raise told from error
+        failure = StorageError(f"{path} could not be written: {why}")
+        failure.errno = error.errno
+        raise failure from error
 
 
 @contextlib.contextmanager

@@ -582,10 +582,10 @@ class ZarrObjects(Source):
         document = _document_of_array(path, seen.__contains__, lambda: seen, files.read, name)
         self._path, self._driver = path, _DOCUMENTS[document]
         self._document = document, files.read(path / document)
-        told = json.loads(self._document[1])
+        metadata = json.loads(self._document[1])
         with reading(name):
             array = self._opened(KeyValuesInMemory())
-            self._name_of = _names(told, self._driver)
+            self._name_of = _names(metadata, self._driver)
             self._chunk = array.chunk_layout.write_chunk.shape
         super().__init__(name, array.shape, array.dtype.numpy_dtype)
 
@@ -610,12 +610,12 @@ class ZarrObjects(Source):
         return tensorstore.open(spec, context=memory.context, open=True, read=True).result()
 
 
-def _names(told: dict[str, Any], driver: str) -> Any:
+def _names(metadata: dict[str, Any], driver: str) -> Any:
     """Returns a function from a chunk's grid position to its object name."""
     if driver == "zarr":
-        between = told.get("dimension_separator", ".")
+        between = metadata.get("dimension_separator", ".")
         return lambda place: between.join(map(str, place)) or "0"
-    encoding = told["chunk_key_encoding"]
+    encoding = metadata["chunk_key_encoding"]
     default = encoding["name"] == "default"
     if not default and encoding["name"] != "v2":
         raise ArgumentTypeError(f"its chunks are named by {encoding['name']!r}, which is not known")

@@ -156,7 +156,7 @@ def _numbers(constant: Value) -> Any:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Describes the differences between two calls, as sentences without a period."""
-    told = [
+    changes = [
         *_changed(old.get("options", {}), new.get("options", {})),
         *_inputs(old.get("inputs", []), new.get("inputs", [])),
     ]
@@ -164,12 +164,12 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     same_arguments = _types(old) == _types(new)
     was, now = old.get("results", {}), new.get("results", {})
     if list(was) != list(now):
-        told.append("the function returns arrays by other names")
+        changes.append("the function returns arrays by other names")
     elif was != now and same_arguments:
-        told += [f"the function's result{each}" for each in _changed(was, now)]
+        changes += [f"the function's result{each}" for each in _changed(was, now)]
     elif _only(old, _PROGRAMS) != _only(new, _PROGRAMS) and same_arguments and not around:
-        told.append("the function computes something else")
-    return told + around
+        changes.append("the function computes something else")
+    return changes + around
 
 
 def growth(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[int]]:

@@ -64,10 +64,10 @@ class Job:
     @property
     def done(self) -> dict[int, Record]:
         if self._done is None:
-            self._done = self._told()
+            self._done = self._read_done()
         return self._done
 
-    def _told(self) -> dict[int, Record]:
+    def _read_done(self) -> dict[int, Record]:
         done, self._differ = read_attempts(self._files.journal)
         for number, record in done.items():
             if record.unit.number != number or not self.plan.has(record.unit):
@@ -95,7 +95,7 @@ class Job:
 
     def look_again(self) -> None:
         """Reads what other processes, with their journals, have done since."""
-        self._done = self._told()
+        self._done = self._read_done()
 
     def settle(self) -> None:
         """Withdraws units whose attempts wrote different bits, as it is unknown which are there."""

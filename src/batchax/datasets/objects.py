@@ -89,11 +89,11 @@ def read_version(path: ObjectPath, part: tuple[int, int] | None = None) -> tuple
         got = _obstore().get(_bucket(path), path.key, options=options)
         return bytes(got.bytes()), _version(got.meta)
 
-    return _asked(path, "read", get)
+    return _request(path, "read", get)
 
 
 def meta(path: ObjectPath) -> Meta:
-    return _meta(_asked(path, "looked at", lambda: _obstore().head(_bucket(path), path.key)))
+    return _meta(_request(path, "looked at", lambda: _obstore().head(_bucket(path), path.key)))
 
 
 def put(path: ObjectPath, content: bytes, mode: Any = "overwrite") -> Version:
@@ -102,7 +102,7 @@ def put(path: ObjectPath, content: bytes, mode: Any = "overwrite") -> Version:
             _obstore().put(_bucket(path), path.key, content, mode=mode, use_multipart=False)
         )
 
-    return _asked(path, "written", ask)
+    return _request(path, "written", ask)
 
 
 def put_new(path: ObjectPath, content: bytes) -> Version:
@@ -118,7 +118,7 @@ def put_over(path: ObjectPath, content: bytes, before: Version) -> Version:
 
 def remove(path: ObjectPath) -> None:
     with contextlib.suppress(FileNotFoundError):
-        _asked(path, "removed", lambda: _obstore().delete(_bucket(path), path.key))
+        _request(path, "removed", lambda: _obstore().delete(_bucket(path), path.key))
 
 
 def below(path: ObjectPath) -> Iterator[tuple[ObjectPath, Meta]]:
@@ -128,7 +128,7 @@ def below(path: ObjectPath) -> Iterator[tuple[ObjectPath, Meta]]:
         chunks = _obstore().list(_bucket(path), path.key or None)
         return [entry for chunk in chunks for entry in chunk]
 
-    for entry in _asked(path, "listed", listed):
+    for entry in _request(path, "listed", listed):
         yield ObjectPath(path.scheme, path.bucket, entry["path"]), _meta(entry)
 
 
@@ -140,7 +140,7 @@ def exists(path: ObjectPath) -> bool:
         pass
     # A prefix under which objects lie exists like a folder.
     some = lambda: next(iter(_obstore().list(_bucket(path), path.key, chunk_size=1)), [])
-    return bool(len(_asked(path, "listed", some)))
+    return bool(len(_request(path, "listed", some)))
 
 
 def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
@@ -158,7 +158,7 @@ def _unless_lost(path: ObjectPath, content: bytes, mode: Any) -> Version:
         raise FileExistsError(f"{path} is another one") from None
 
 
-def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
+def _request(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
     """Sends a request. Its errors become Python's, or a sentence without secrets."""
     errors = needed("obstore.exceptions", f"{path.scheme}://")
     try:
@@ -171,8 +171,8 @@ def _asked(path: ObjectPath, done: str, ask: Callable[[], T]) -> T:
         raise
     except (errors.BaseError, OSError, ValueError) as error:
         # Without the cause: its text would be in the traceback.
-        told = f"{path} could not be {done}: {without_secrets(error)}"
-        raise UnreachableError(told) from None
+        message = f"{path} could not be {done}: {without_secrets(error)}"
+        raise UnreachableError(message) from None
 
 
 def without_secrets(error: BaseException) -> str:
@@ -259,7 +259,7 @@ class Lease:
     # as clocks differ. A holder on this machine whose process is gone has lost it at once.
     def __init__(self, path: ObjectPath, against: Any = lambda: ()) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._told = {
+        self._lease = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "machine": _machine(),
@@ -296,7 +296,7 @@ class Lease:
                 return False
             try:
                 content, version = read_version(self._path)
-                own = _read(content).get("token") == self._told["token"]
+                own = _read(content).get("token") == self._lease["token"]
             except FileNotFoundError:
                 own, version = False, None
             self._version = version if own else None  # that of a renewal whose answer was lost
@@ -323,7 +323,7 @@ class Lease:
             version, self._version = self._version, None
             if version is None:
                 return
-            self._told["released"] = True
+            self._lease["released"] = True
             with contextlib.suppress(FileExistsError, StorageError):  # it is another's, or will be
                 put_over(self._path, self._content(), version)
 
@@ -345,7 +345,7 @@ class Lease:
             raise LockedError(f"{self._path} was just taken by another process.") from None
 
     def _content(self) -> bytes:
-        return json.dumps({**self._told, "renewed": self._renewed}).encode()
+        return json.dumps({**self._lease, "renewed": self._renewed}).encode()
 
 
 def _renew(lease: weakref.ref[Lease], stop: threading.Event, pause: float) -> None:
@@ -395,10 +395,10 @@ def last_holder(path: ObjectPath) -> Holder | None:
 
 
 def _is_held(path: ObjectPath, content: bytes) -> bool:
-    told = _read(content)
-    if told.get("released") or not told:
+    lease = _read(content)
+    if lease.get("released") or not lease:
         return False
-    if told.get("machine") == _machine() and not _runs(told.get("pid")):
+    if lease.get("machine") == _machine() and not _runs(lease.get("pid")):
         return False
     try:
         return _now(path) - meta(path).modified < LASTS
@@ -417,19 +417,19 @@ def _now(path: ObjectPath) -> float:
 
 
 def _holder(content: bytes) -> Holder | None:
-    told = _read(content)
+    lease = _read(content)
     try:
-        return Holder(int(told["pid"]), str(told["host"]), float(told["since"]))
+        return Holder(int(lease["pid"]), str(lease["host"]), float(lease["since"]))
     except (LookupError, TypeError, ValueError):
         return None
 
 
 def _read(content: bytes) -> dict[str, Any]:
     try:
-        told = json.loads(content)
+        lease = json.loads(content)
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return lease if isinstance(lease, dict) else {}
 
 
 def _machine() -> str:

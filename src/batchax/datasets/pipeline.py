@@ -36,11 +36,11 @@ _PAUSE = 0.1  # seconds before what failed is tried again, and twice as long aft
 @dataclass
 class Stop:
     error: BaseException | None = None  # what went wrong first
-    asked: threading.Event = field(default_factory=threading.Event)  # whether a stop was requested
+    requested: threading.Event = field(default_factory=threading.Event)
 
     @property
     def now(self) -> bool:
-        return self.error is not None or self.asked.is_set()
+        return self.error is not None or self.requested.is_set()
 
     def because(self, error: BaseException) -> None:
         """Ends work; the first error counts."""
@@ -189,7 +189,7 @@ def trying(work: Callable[[], T], retries: int, stop: Stop) -> T:
         try:
             return work()
         except (StorageError, OSError):
-            if stop.asked.wait(pause):
+            if stop.requested.wait(pause):
                 break
             pause *= 2
     return work()
@@ -202,13 +202,13 @@ def interruptible(stop: Stop, say: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
-    def asked(*_: Any) -> None:
-        if stop.asked.is_set():
+    def interrupt(*_: Any) -> None:
+        if stop.requested.is_set():
             raise KeyboardInterrupt
-        stop.asked.set()
+        stop.requested.set()
         say("Interrupted: what is being computed is finished and kept. Once more ends at once.")
 
-    before = signal.signal(signal.SIGINT, asked)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:
@@ -429,7 +429,7 @@ class Batches(Iterator[Any]):
         self._ready: queue.Queue[Any] = queue.Queue(max(1, ahead))
         self._begun: deque[tuple[Unit, Callable[[], list[Any]]]] = deque()
         self._end: BaseException | None = None
-        weakref.finalize(self, self._stop.asked.set)
+        weakref.finalize(self, self._stop.requested.set)
         self._thread = _reading_thread(read, self._ready, self._stop)
 
     def __next__(self) -> Any:
@@ -462,7 +462,7 @@ class Batches(Iterator[Any]):
           >>> list(batches)
           []
         """
-        self._stop.asked.set()
+        self._stop.requested.set()
         self._begun.clear()
         self._end = StopIteration()
         if self._thread is not threading.current_thread():

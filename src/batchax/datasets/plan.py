@@ -90,8 +90,8 @@ def alike(bad: Iterable[Bad]) -> list[Bad]:
     first: dict[str, str] = {}
     rows = []
     for b in bad:
-        told = first.setdefault(b.traceback.removesuffix(b.error), b.traceback)
-        rows.append(b if told is b.traceback else replace(b, traceback=told))
+        traceback = first.setdefault(b.traceback.removesuffix(b.error), b.traceback)
+        rows.append(b if traceback is b.traceback else replace(b, traceback=traceback))
     return rows
 
 
@@ -303,16 +303,16 @@ class Plan:
 
 def whole_batches(commit_rows: Any, batch_size: int) -> int:
     try:
-        asked = index(commit_rows)
+        rows_each = index(commit_rows)
     except TypeError:
         raise ArgumentTypeError(
             f"commit_rows must be a whole number of rows, and is {brief(commit_rows)}."
         ) from None
-    below = asked // batch_size * batch_size
-    if asked != below or asked < 1:
+    below = rows_each // batch_size * batch_size
+    if rows_each != below or rows_each < 1:
         fitting = f"{below} or {below + batch_size}" if below > 0 else f"{batch_size}"
         raise AxisError(
-            f"commit_rows={asked} is not a multiple of batch_size={batch_size}: rows are committed "
-            f"in whole batches. Use commit_rows={fitting}, or another batch_size."
+            f"commit_rows={rows_each} is not a multiple of batch_size={batch_size}: rows are "
+            f"committed in whole batches. Use commit_rows={fitting}, or another batch_size."
         )
-    return asked
+    return rows_each

@@ -388,7 +388,7 @@ def _fingerprint(function: RowFunction, how: How, plan: Plan) -> dict[str, Any]:
 def plan_of(
     function: RowFunction, batch_size: Any, memory_limit: Any, commit_rows: int | None
 ) -> Plan:
-    rows, size, asked = function.inputs.rows, batch_size, commit_rows
+    rows, size, commit_rows_given = function.inputs.rows, batch_size, commit_rows
     if size == "auto":
         size = fitting(function, memory_limit)
         if commit_rows is not None:
@@ -403,7 +403,7 @@ def plan_of(
         return replace(plan, open=True)
     lengths = [m.source.lengths for m in function.inputs.mapped]
     of_rows = [x for x in lengths if x is not None]
-    if asked is not None or not of_rows:
+    if commit_rows_given is not None or not of_rows:
         return plan
     return plan.by_elements(np.sum(of_rows, axis=0))
 
@@ -453,7 +453,7 @@ def _run_left(function: RowFunction, how: How, job: AnyJob, reused: int) -> None
     if (taken is not None and taken.rows is None) or any(k not in job.done for k in left):
         progress.close(_kept(job))
         job.check()  # raises if its folder was deleted
-        if not stop.asked.is_set():
+        if not stop.requested.is_set():
             raise JobError(
                 f"The journal of the job of {how.out} no longer has all records of this process: "
                 "it was deleted or cut during the call. The same call recomputes the units that "
@@ -520,12 +520,12 @@ def _report(function: RowFunction, how: How, job: AnyJob, reused: int) -> Report
     )
 
 
-def _as_named(told: Any, how: How) -> Any:
+def _as_named(paths: Any, how: How) -> Any:
     try:
         same = isinstance(how.named, Path) and how.named.absolute() == how.out
     except OSError:  # the folder of this process is gone
         same = False
     if not same:
-        return told
+        return paths
     named, out = str(how.named), str(how.out)
-    return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, told)
+    return jax.tree.map(lambda x: x.replace(out, named) if isinstance(x, str) else x, paths)

@@ -97,14 +97,14 @@ class Files:
     def identity(self) -> dict[str, Any]:
         """Returns path, size, times, and digests of folder names and small content, for JSON."""
         seen = self._seen
-        told: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
-        told["modified_ns"] = max((file[2] for file in seen), default=0)
-        told["changed_ns"] = max((file[3] for file in seen), default=0)
+        meta: dict[str, Any] = {"path": str(self.path), "size": sum(file[1] for file in seen)}
+        meta["modified_ns"] = max((file[2] for file in seen), default=0)
+        meta["changed_ns"] = max((file[3] for file in seen), default=0)
         if self.path.is_dir() or self._linked:  # files that were swapped are others
-            told["files"] = hashlib.sha256(repr(sorted(f[:4] for f in seen)).encode()).hexdigest()
-        if told["size"] * self.count <= _SMALL:
-            told["sha256"] = self._content
-        return told
+            meta["files"] = hashlib.sha256(repr(sorted(f[:4] for f in seen)).encode()).hexdigest()
+        if meta["size"] * self.count <= _SMALL:
+            meta["sha256"] = self._content
+        return meta
 
     @cached_property
     def _content(self) -> str:
@@ -210,8 +210,8 @@ class ObjectFiles:
     check_content = check
 
     def identity(self) -> dict[str, Any]:
-        told = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
-        digest = hashlib.sha256(repr(told).encode()).hexdigest()
+        identity = sorted((str(path), m.size, m.version.name) for path, m in self.seen.items())
+        digest = hashlib.sha256(repr(identity).encode()).hexdigest()
         size = sum(m.size for m in self.seen.values())
         return {"path": str(self.path), "size": size, "versions": digest}
 
@@ -455,8 +455,8 @@ def _parts(path: Address) -> Sequence[str]:
 
 def _no_job(names: Sequence[str], patterns: Sequence[str]) -> bool:
     """Returns whether no name is the folder of a job, unless the pattern asks for those."""
-    asked = any(pattern.endswith(JOB) for pattern in patterns)
-    return asked or not any(name.endswith(JOB) for name in names)
+    of_jobs = any(pattern.endswith(JOB) for pattern in patterns)
+    return of_jobs or not any(name.endswith(JOB) for name in names)
 
 
 def _fit_parts(names: Sequence[str], patterns: Sequence[str]) -> bool:

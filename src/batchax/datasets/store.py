@@ -99,10 +99,10 @@ def written_over(out: Any, what: str) -> JobError:
 def _stamp(at: Path, names: Sequence[str]) -> int | None:
     """Returns a stamp that changes if a file is written to; None if one is missing."""
     try:
-        told = [os.stat(at / name) for name in names]
+        stats = [os.stat(at / name) for name in names]
     except OSError:
         return None
-    return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in told))
+    return hash(tuple((x.st_ino, x.st_size, x.st_mtime_ns) for x in stats))
 
 
 class ConditionalPuts:

@@ -355,11 +355,11 @@ def row_error(
             f"rows {batch.row(0)} to {batch.row(batch.count - 1)} of {names} fail together, "
             f"but each succeeds alone: {error}"
         )
-    told = f"row {bad[0].row} of {names} fails: {bad[0].error}"
+    message = f"row {bad[0].row} of {names} fails: {bad[0].error}"
     if option is None:
-        return RowError(told)
+        return RowError(message)
     return RowError(
-        f"{told}\nFinished units are kept, and the same call resumes; with "
+        f"{message}\nFinished units are kept, and the same call resumes; with "
         f'{option}="quarantine" without such rows.'
     )
 

@@ -32,7 +32,7 @@ from batchax.analysis.cost import (
     costs_of_program,
     size_of,
 )
-from batchax.cache import kept_with
+from batchax.cache import cached_on
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
@@ -117,8 +117,8 @@ class Step:
     def of(cls, test: Any, body: ClosedJaxpr, differs: Sequence[bool]) -> Step:
         """From its programs, and which operands of the body each lane has its own of."""
         tests = [test.jaxpr] if test is not None else []
-        asked = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
-        cost = sum(asked, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
+        of_tests = (cost_of_program(t, differs=(True,) * len(t.invars), steps=STEPS) for t in tests)
+        cost = sum(of_tests, cost_of_program(body.jaxpr, differs=differs, steps=STEPS))
         held = bytes_of(body.out_avals)
         # What is carried is read and written, except for arrays that stay in place, updated or not.
         kept = kept_carries(body, len(body.in_avals) - len(body.out_avals))
@@ -276,7 +276,7 @@ def price_at_most(loop: AnyLoop) -> Price:
     return total([_at_most(p.jaxpr) for p in loop.params.values() if isinstance(p, ClosedJaxpr)])
 
 
-@kept_with("what programs cost at most")
+@cached_on("what programs cost at most")
 def _at_most(jaxpr: Jaxpr) -> Price:
     loops = [jaxpr, *(e for e in with_inside(jaxpr.eqns) if programs_inside(e))]
     held = [[v.aval for v in loop.outvars] for loop in loops]

@@ -260,7 +260,7 @@ class Lanes:
             values[n_consts:] = masked.step(active, values[n_test:n_consts], values[n_consts:])
             if tally:
                 tally = counted(tally, count_active(active))
-            return lax.bitwise_and(active, self.asked(values)), values, self.time, tally
+            return lax.bitwise_and(active, self.predicates(values)), values, self.time, tally
         here, spent = lax.bitwise_and(active, self._at(0, values)), self.time
         for number, part in enumerate(nest.parts):
             match part:
@@ -274,10 +274,10 @@ class Lanes:
                         number, part, here, active, values, left, tally
                     )
                     spent = lax.add(spent, taken)
-        stays = lax.bitwise_or(self.asked(values), lax.bitwise_not(here))
+        stays = lax.bitwise_or(self.predicates(values), lax.bitwise_not(here))
         return lax.bitwise_and(active, stays), values, spent, tally
 
-    def asked(self, values: Sequence[Any]) -> Any:
+    def predicates(self, values: Sequence[Any]) -> Any:
         """The predicate of each lane."""
         nest = self.nest
         carry = values[nest.n_consts : nest.n_consts + nest.n_carry]
@@ -344,7 +344,7 @@ class Lanes:
         lanes = Lanes(self.axis, part.nest, consts_at)
         mine = [values[k] for k in part.slots]
         inside = lax.bitwise_and(active, self._at(number, values))
-        first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.asked([*consts, *mine])))
+        first = lax.bitwise_or(inside, lax.bitwise_and(here, lanes.predicates([*consts, *mine])))
         # Invariants: each lane has one place, which is the part that it is in, and 0 between steps.
         # It takes the parts of a step in order. A lane that is elsewhere keeps what it holds: it is
         # masked, or in no block. A step of this loop ends with each lane at the start of its next

@@ -122,7 +122,7 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
     n_carry = len(body.out_avals)
     n_body = len(body.in_avals) - n_carry
     n_test = len(test.in_avals) - n_carry
-    asked = price_of(test, (True,) * len(test.in_avals))
+    test_price = price_of(test, (True,) * len(test.in_avals))
     counts = n_test, n_test + n_body, n_carry
     inside = differing_in_steps(body.jaxpr, n_body, n_carry, differs)
     copies, own = False, tuple(itertools.compress(body.in_avals[:n_body], differs))
@@ -135,12 +135,12 @@ def _nest_of(axis: Axis, test: ClosedJaxpr, body: ClosedJaxpr, differs: Differs)
         copies = cut.copies_what_is_shared()
         copies |= any(part.nest.copies for part in parts if isinstance(part, Inner))
         if not copies and _pays(parts, axis.size):
-            return Nest(test, None, parts, *counts, slots, asked, own)
+            return Nest(test, None, parts, *counts, slots, test_price, own)
     slots = tuple(body.out_avals)
     step = price_of(body, (*differs[:n_body], *[True] * n_carry))
     kept = kept_carries(body, n_body)
     written = price_of_keeping([aval for k, aval in enumerate(slots) if k not in kept])
-    price = total([asked, step, written])
+    price = total([test_price, step, written])
     return Nest(test, body, (), *counts, slots, price, own, copies)
 
 

@@ -163,7 +163,7 @@ def _open(axis: Axis, to: Rewriter, differs: Differs) -> None:
         of_results = differing_in(eqn, of_operands)
         apart.update(zip(eqn.outvars, of_results.results, strict=True))
         if eqn.primitive is while_p:
-            to.eqns.append(_asked_of_each(to.own(eqn)))
+            to.eqns.append(_with_predicate_of_each_lane(to.own(eqn)))
         elif not of_results.parts:
             to.eqns.append(to.own(eqn))
         elif eqn.primitive is scan_p:
@@ -173,7 +173,7 @@ def _open(axis: Axis, to: Rewriter, differs: Differs) -> None:
             to.replace(eqn, called, lambda inner, d=of_operands: _open(axis, inner, d))
 
 
-def _asked_of_each(eqn: Eqn) -> Eqn:
+def _with_predicate_of_each_lane(eqn: Eqn) -> Eqn:
     test = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
     if test is eqn.params["cond_jaxpr"]:
         return eqn

@@ -31,8 +31,8 @@ def parted(option: Any, values: Values, spread: bool = False) -> Runner | None:
         return None
     if is_word(option, "compact"):
         option = Compact()
-    asked = option if isinstance(option, Compact) else None
-    runner = option if isinstance(option, Runner) else Runner.here(asked)
+    explicit = option if isinstance(option, Compact) else None
+    runner = option if isinstance(option, Runner) else Runner.here(explicit)
     return None if not runner.explicit and not spread and runner.leaves(values) else runner
 
 
@@ -57,7 +57,7 @@ def check_divergence(option: Any) -> None:
         raise not_one_of("divergence", option, *_WORDS, other="batchax.Compact(...)")
 
 
-def is_asked(option: Any) -> bool:
+def is_explicit(option: Any) -> bool:
     """Whether the user asks for lanes to run apart, and does not leave it to batchax."""
     return is_word(option, "compact") or isinstance(option, Compact)
 

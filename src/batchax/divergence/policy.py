@@ -165,7 +165,7 @@ NOTHING_ASKED = Compact()
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What the user, or the loop around, asks of how lanes run."""
 
     option: Compact = NOTHING_ASKED  # what the user asks for; what is not set is chosen
@@ -234,17 +234,17 @@ class BoundedTail:
 ControlFlow = Loop | NestedLoop | BoundedTail | BranchCost
 
 
-def decide(control_flow: ControlFlow, thresholds: Thresholds, asked: Asked) -> Decision:
+def decide(control_flow: ControlFlow, thresholds: Thresholds, request: Request) -> Decision:
     """How the lanes of a loop, a nested loop, or a branch run."""
     match control_flow:
         case Loop():
-            return _loop(control_flow, thresholds, asked)
+            return _loop(control_flow, thresholds, request)
         case NestedLoop():
-            return _nest(control_flow, thresholds, asked)
+            return _nest(control_flow, thresholds, request)
         case BoundedTail():
-            return _tail_of_bounded(control_flow, thresholds, asked)
+            return _tail_of_bounded(control_flow, thresholds, request)
         case BranchCost():
-            return _branch(control_flow, thresholds, asked)
+            return _branch(control_flow, thresholds, request)
 
 
 def worth_batching_twice(t: Thresholds) -> Nanoseconds:
@@ -252,12 +252,14 @@ def worth_batching_twice(t: Thresholds) -> Nanoseconds:
     return min(t.min_window_work, t.min_branch_work, t.min_work)
 
 
-def _flattened(width: int, nest: Nest, asked: Asked) -> Flattened:
+def _flattened(width: int, nest: Nest, request: Request) -> Flattened:
     moving = price_of_moving(nest.slots, nest.slots).lane / max(price_inside(nest).lane, 1.0)
-    return Flattened(Window((width,), moving, share=asked.option.threshold, counts=asked.counts))
+    return Flattened(
+        Window((width,), moving, share=request.option.threshold, counts=request.counts)
+    )
 
 
-def _loop(loop: Loop, t: Thresholds, asked: Asked) -> LoopDecision:
+def _loop(loop: Loop, t: Thresholds, request: Request) -> LoopDecision:
     step, size, alike = loop.step, loop.lanes, least_lanes(loop.lanes, loop.jaxprs)
     few = _few_serial(t, loop, step)
     if few >= size:
@@ -271,11 +273,11 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> LoopDecision:
             return Window(widths, step.moving, _most_left(widths, step.overhead))
         if width < size:
             return Window((width,), step.moving)
-        widths, why = _of_the_last(t, loop, step, asked, alike)
-        if widths != (size,) or asked.counts:
+        widths, why = _of_the_last(t, loop, step, request, alike)
+        if widths != (size,) or request.counts:
             left = _most_left(widths, step.overhead) if t.serial_slowdown == 1 else widths[-1]
-            pause = 1 if t.asked else _PAUSE
-            rest = pause, asked.option.threshold, asked.counts
+            pause = 1 if t.explicit else _PAUSE
+            rest = pause, request.option.threshold, request.counts
             return Window(widths, step.moving, left, *rest)
     else:
         why = f"to move a lane costs as much as {step.moving:.2g} of its steps"
@@ -285,7 +287,7 @@ def _loop(loop: Loop, t: Thresholds, asked: Asked) -> LoopDecision:
     if width < size:
         many = step.work * size >= t.min_work
         return Tiles(width, step.moving, leave_at=width // _LEFT if many else 0)
-    by_library = alike > size // min(t.window_shares) and not t.asked
+    by_library = alike > size // min(t.window_shares) and not t.explicit
     return Masked(_LIBRARY if by_library else why)
 
 
@@ -303,7 +305,7 @@ def _from_the_start(t: Thresholds, size: int, step: Step, alike: int) -> int:
 
 
 def _of_the_last(
-    t: Thresholds, loop: Loop, step: Step, asked: Asked, alike: int
+    t: Thresholds, loop: Loop, step: Step, request: Request, alike: int
 ) -> tuple[tuple[int, ...], str]:
     """The widths of the windows for the lanes that others have left behind; why, if of all lanes.
 
@@ -312,8 +314,8 @@ def _of_the_last(
     """
     size, body = loop.lanes, loop.body
     long = different(body.jaxpr) >= t.min_operations
-    widths, why = _widths(t, size, step, asked, 1 if long else _ROOM)
-    if t.asked:
+    widths, why = _widths(t, size, step, request, 1 if long else _ROOM)
+    if t.explicit:
         return widths, why
     few = loop.bounded and step.work * size >= t.min_work
     saves = size + step.overhead >= t.min_tail_gain * (widths[-1] + step.overhead)
@@ -322,24 +324,24 @@ def _of_the_last(
 
 
 def _widths(
-    t: Thresholds, size: int, step: Step, asked: Asked, room: float
+    t: Thresholds, size: int, step: Step, request: Request, room: float
 ) -> tuple[tuple[int, ...], str]:
     """The widths of the windows of a loop, from the widest down; why, if there is but one.
 
     The first is that of all lanes, if they may run at once. A step of a window alone takes `room`
     times as long as its overhead.
     """
-    most, width = asked.most(size), asked.option.width
+    most, width = request.most(size), request.option.width
     # Each window is one more copy of the program of a step to compile.
     windows = min(t.windows, max(1, _LONGEST // max(1, step.length)))
-    if asked.nesting:
+    if request.nesting:
         windows = 1
-        if asked.nesting > 1 or 4 * step.length > _LONGEST:
+        if request.nesting > 1 or 4 * step.length > _LONGEST:
             return (most,), "inside another, a step is too long to be compiled again"
         if step.moving > _MOST_STEPS_INSIDE and width is None:
             return (most,), "inside another, to move a lane costs more than the steps saved"
     narrow = power_of_two(step.overhead)
-    least = narrow if t.asked else 1  # by default less must be saved than this makes sure of
+    least = narrow if t.explicit else 1  # by default less must be saved than this makes sure of
     if width is None:
         cached = power_of_two(lanes_in_cache(step.held))
         wide = int(min((_ROOMY if windows > 1 else room) * narrow, max(narrow, cached)))
@@ -422,12 +424,12 @@ def _fitting(t: Thresholds, size: int, enough: float) -> int:
     return next((width for width in every if enough <= width < size), size)
 
 
-def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window | Masked:
+def _tail_of_bounded(tail: BoundedTail, t: Thresholds, request: Request) -> Window | Masked:
     size, own = tail.lanes, tail.step
     work, begun = WITH_DERIVATIVE * own.work, WITH_DERIVATIVE * own.begun
     step = replace(own, work=work, begun=begun, moving=own.moving / WITH_DERIVATIVE)
-    if t.asked:
-        widths, why = _widths(t, size, own, asked, _ROOM)
+    if t.explicit:
+        widths, why = _widths(t, size, own, request, _ROOM)
         width = widths[-1]
     elif tail.gain < t.min_gain_per_operation * (_TO_TAKE_APART + WITH_DERIVATIVE * own.length):
         return Masked(CHEAP)
@@ -442,15 +444,15 @@ def _tail_of_bounded(tail: BoundedTail, t: Thresholds, asked: Asked) -> Window |
     return Window((size, width), step.moving) if width < size else Masked(why)
 
 
-def _nest(nested: NestedLoop, t: Thresholds, asked: Asked) -> NestDecision:
+def _nest(nested: NestedLoop, t: Thresholds, request: Request) -> NestDecision:
     size, nest, length = nested.whole.lanes, nested.nest, nested.length
     alone = _alone_as_fast(t, nested.whole, nested.whole.step)
     if _SERIAL * alone >= size:
         return Alone()
     price = price_inside(nest)
     long = length is not None and length > _MANY
-    width = asked.option.width or (size if long else _width_of_nest(t, size, nest))
-    flat = _flattened(min(width, asked.most(size)), nest, asked)
+    width = request.option.width or (size if long else _width_of_nest(t, size, nest))
+    flat = _flattened(min(width, request.most(size)), nest, request)
     width = flat.window.widths[0]
     long = price.lane * size >= t.min_work
     if width == size and long and all(_is_tiled_in_a_kernel(t, size, x) for x in nest.loops):
@@ -495,21 +497,21 @@ def _is_tiled_in_a_kernel(t: Thresholds, size: int, inner: Inner) -> bool:
     """
     test, body = (inner.eqn.params[name] for name in _WHILE)
     differs = (*inner.differs, *[True] * len(body.out_avals))
-    chosen = _loop(Loop(size, test, body, differs), t, Asked())
+    chosen = _loop(Loop(size, test, body, differs), t, Request())
     return isinstance(chosen, Tiles)
 
 
-def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial | Masked:
+def _branch(cost: BranchCost, t: Thresholds, request: Request) -> Gathered | Serial | Masked:
     if cost.cannot:
         return Masked(cost.cannot)
-    if not cost.work and not (t.asked and cost.is_unknown):
+    if not cost.work and not (t.explicit and cost.is_unknown):
         return Masked(NOTHING)
-    if t.asked:
+    if t.explicit:
         # A loop of unknown length may cost anything. A callback is made for lanes that take the
         # branch only.
-        why = "" if cost.is_unknown else _why_not(cost, t, bool(asked.option.width))
+        why = "" if cost.is_unknown else _why_not(cost, t, bool(request.option.width))
         return Masked(why) if why else Gathered()
-    if _decides(cost, t, asked.recompiled):
+    if _decides(cost, t, request.recompiled):
         share = t.max_share_gathered / t.serial_slowdown
         # In blocks and decided, derivatives compute the branch once more, which takes no longer
         # than the copies of what all share that `jax.vmap` makes.
@@ -519,7 +521,7 @@ def _branch(cost: BranchCost, t: Thresholds, asked: Asked) -> Gathered | Serial 
         return Gathered()
     few = _few(cost, t) if cost.may_be_serial else 0
     serial = few and _gains_back(cost, t, cost.operations + _TO_MOVE)
-    return Serial(few) if serial else Masked(_why_masked(cost, t, asked.recompiled))
+    return Serial(few) if serial else Masked(_why_masked(cost, t, request.recompiled))
 
 
 def in_blocks(cost: BranchCost, t: Thresholds) -> bool:

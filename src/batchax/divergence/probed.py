@@ -56,7 +56,7 @@ def masked_until_unequal(
     masked = MaskedBody.of(axis, test, counting, tuple(positions[n_test:]))
     around = lax.full((axis.size,), _price(body), np.float32)
     at = [*positions[:n_test], *[0] * len(carry)]
-    asked = lambda carry: predicate(axis, test, [*consts[:n_test], *carry], at)
+    tested = lambda carry: predicate(axis, test, [*consts[:n_test], *carry], at)
 
     def once(state: Any) -> Any:
         active, carry, own, slowest, steps = state
@@ -64,7 +64,7 @@ def masked_until_unequal(
         spent = lax.select(active, spent, lax.full_like(spent, 0))
         own = lax.add(own, lax.reduce_sum(spent, (0,)))
         slowest = lax.add(slowest, lax.reduce_max(spent, (0,)))
-        active = lax.bitwise_and(active, asked(carry))
+        active = lax.bitwise_and(active, tested(carry))
         return active, carry, own, slowest, lax.add(steps, np.int32(1))
 
     def goes_on(state: Any) -> Any:
@@ -75,7 +75,7 @@ def masked_until_unequal(
         return lax.bitwise_and(anyone(active), waits)
 
     zero = np.float32(0)
-    state = alike((asked(carry), list(carry), zero, zero, np.int32(0)), [*consts, *carry])
+    state = alike((tested(carry), list(carry), zero, zero, np.int32(0)), [*consts, *carry])
     return while_loop(goes_on, once, state)[1]
 
 

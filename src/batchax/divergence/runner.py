@@ -32,7 +32,6 @@ from batchax.divergence.loops import VARIES_LESS, Waiting, bind, divergent_loop
 from batchax.divergence.nest import Nest
 from batchax.divergence.policy import (
     SHOWN,
-    Asked,
     BoundedTail,
     ControlFlow,
     Decision,
@@ -42,6 +41,7 @@ from batchax.divergence.policy import (
     Masked,
     NestDecision,
     NestedLoop,
+    Request,
     Serial,
     Window,
     decide,
@@ -54,7 +54,7 @@ from batchax.kernel.named_axes import any_uses_axis, may_be_spread, varying_of
 
 
 @dataclass(frozen=True)
-class Runner(Asked):
+class Runner(Request):
     """How lanes that diverge run. Hashable: jaxprs that are batched with it are cached."""
 
     # the row by which it is chosen; None where nothing was measured
@@ -70,7 +70,7 @@ class Runner(Asked):
     @property
     def explicit(self) -> bool:
         """Whether the user asked for lanes to run apart, whatever it costs."""
-        return self.thresholds is not None and self.thresholds.asked
+        return self.thresholds is not None and self.thresholds.explicit
 
     def leaves(self, values: Sequence[Any]) -> bool:
         """Whether lanes may be spread over devices: to move one would be to send it."""

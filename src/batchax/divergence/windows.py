@@ -127,16 +127,16 @@ class Together:
         """
 
         def step(whole: Any) -> Any:
-            state, taken, asked, *_ = whole
+            state, taken, count_after, *_ = whole
             state = once(state)
-            return state, *staged_once(self, self._judged, state[0], taken, asked)
+            return state, *staged_once(self, self._judged, state[0], taken, count_after)
 
         whole = state, np.int32(0), np.int32(self.pause), begins, begins
         whole = alike(whole, jax.tree.leaves(state))
         state, _, _, left, _ = while_loop(lambda whole: whole[-1], step, whole)
         return state, left
 
-    def _judged(self, active: Any, taken: Any, asked: Any) -> tuple[Any, ...]:
+    def _judged(self, active: Any, taken: Any, count_after: Any) -> tuple[Any, ...]:
         """The steps taken, when lanes are counted, whether any are left, whether all go on.
 
         Args:
@@ -146,34 +146,34 @@ class Together:
         """
         blocks = Blocks.of(active)
         if blocks is None:
-            return self._of_count(np.True_, np.True_, count_active(active), taken, asked)
+            return self._of_count(np.True_, np.True_, count_active(active), taken, count_after)
 
         # All is in the loop: operations outside would be compiled as separate functions.
         def once(state: Any) -> Any:
-            place, count, taken, asked, *_ = state
+            place, count, taken, count_after, *_ = state
             new = lax.convert_element_type(blocks.at(place), np.int32)
             count = lax.add(count, lax.reduce_sum(new, (0,)))
             first, place = lax.eq(place, np.int32(0)), lax.add(place, blocks.step)
             last = lax.ge(place, blocks.end)
-            return place, count, *self._of_count(first, last, count, taken, asked)
+            return place, count, *self._of_count(first, last, count, taken, count_after)
 
         def goes_on(state: Any) -> Any:
-            place, count, taken, asked, *_ = state
-            more = lax.bitwise_or(lax.eq(count, np.int32(0)), lax.ge(taken, asked))
+            place, count, taken, count_after, *_ = state
+            more = lax.bitwise_or(lax.eq(count, np.int32(0)), lax.ge(taken, count_after))
             return lax.bitwise_and(lax.lt(place, blocks.end), more)
 
-        start = np.int32(0), np.int32(0), taken, asked, np.False_, np.False_
+        start = np.int32(0), np.int32(0), taken, count_after, np.False_, np.False_
         return while_loop(goes_on, once, alike(start, [active]))[2:]
 
-    def _of_count(self, first: Any, last: Any, count: Any, taken: Any, asked: Any) -> tuple:
+    def _of_count(self, first: Any, last: Any, count: Any, taken: Any, count_after: Any) -> tuple:
         """As `_judged`, from the count of some lanes, which may be the first, and the last."""
         taken = lax.add(taken, lax.convert_element_type(first, np.int32))
         some, many = lax.gt(count, np.int32(0)), lax.gt(count, np.int32(self.left))
         waits = lax.bitwise_or(many, lax.bitwise_and(some, self._bears(count, taken)))
-        counts = lax.ge(taken, asked)
+        counts = lax.ge(taken, count_after)
         goes_on = lax.bitwise_and(some, lax.bitwise_or(lax.bitwise_not(counts), waits))
         pause = lax.select(lax.bitwise_and(counts, last), self._pause(taken), np.int32(0))
-        return taken, lax.add(asked, pause), some, goes_on
+        return taken, lax.add(count_after, pause), some, goes_on
 
     def _pause(self, taken: Value) -> Any:
         least = np.int32(self.pause)
@@ -241,9 +241,9 @@ def refill(queue: Queue, window: InWindow) -> InWindow:
     of_all = queue.lanes is None
 
     def run(*operands: Value) -> InWindow:
-        asked = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
+        count_after = Queue(None, operands[0]) if of_all else Queue(*operands[:2])
         how = _one_by_one if jax.default_backend() == "cpu" else _at_once
-        return how(asked, InWindow(*operands[len(queue) - of_all :]))
+        return how(count_after, InWindow(*operands[len(queue) - of_all :]))
 
     return InWindow(*staged_once("refill", run, *queue[of_all:], *window))
 
@@ -256,15 +256,15 @@ def _one_by_one(queue: Queue, window: InWindow) -> InWindow:
         place, (index, active, first, _, any_active) = state
         # What is read and written in one step would be copied in each.
         stays = entry_of(window.active, place)
-        asked = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
-        comes = lax.bitwise_and(asked, entry_of(queue.active, first))
+        count_after = lax.bitwise_and(lax.bitwise_not(stays), lax.lt(first, size))
+        comes = lax.bitwise_and(count_after, entry_of(queue.active, first))
         lane = first if queue.lanes is None else entry_of(queue.lanes, first)
         old = entry_of(window.index, place)
         index = put_entry(index, lax.select(comes, lane, old), place)
         here = lax.bitwise_or(stays, comes)
         active = put_entry(active, here, place)
-        first = lax.add(first, lax.convert_element_type(asked, np.int32))
-        taken = lax.bitwise_or(comes, lax.bitwise_not(asked))
+        first = lax.add(first, lax.convert_element_type(count_after, np.int32))
+        taken = lax.bitwise_or(comes, lax.bitwise_not(count_after))
         place = lax.add(place, lax.convert_element_type(taken, np.int32))
         waiting, any_active = lax.lt(first, size), lax.bitwise_or(any_active, here)
         return place, InWindow(index, active, first, waiting, any_active)

@@ -25,7 +25,7 @@ import jax
 from jax.core import Tracer, eval_jaxpr
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.contractions.contracted import factored, run_adding
 from batchax.contractions.deferred import DeferredContraction
 from batchax.errors import UnsupportedError
@@ -72,7 +72,7 @@ class Way:
     makes_calls: ClassVar[bool] = False
 
     @property
-    def memo(self) -> Memo | None:
+    def cache(self) -> Cache | None:
         """Returns the cache of its programs for calls outside of `jit`, or None."""
         return None
 
@@ -98,7 +98,7 @@ class Way:
 
     def passes_constants(self, call: Call) -> bool:
         """Returns whether values that the function closes over are passed as arguments."""
-        return self.memo is not None and not call.traced
+        return self.cache is not None and not call.traced
 
     def put(self, constants: Sequence[Any]) -> Sequence[Any]:
         """Moves values that the function closes over to their devices."""
@@ -320,7 +320,7 @@ class _Whole(NamedTuple):
 
 
 def _whole(call: Call, values: Values) -> _Whole:
-    way, memo = call.way, call.way.memo
+    way, cache = call.way, call.way.cache
 
     def run(*values: Value) -> tuple[list[Any], Any]:
         return way.run(replace(call.with_values(values), computes=True))
@@ -333,14 +333,14 @@ def _whole(call: Call, values: Values) -> _Whole:
         return _Whole(program, said, evaluate)
 
     # While notes are taken, no cached program is used: nothing would be noted.
-    if memo is None or recording.is_on():
+    if cache is None or recording.is_on():
         return stage()
     key = call.key
-    kept = memo.find(key)
+    kept = cache.find(key)
     if kept is None:
         kept = stage()
         if way.may_keep(kept.said):
-            kept = memo.get(key, lambda: kept)
+            kept = cache.get(key, lambda: kept)
     return kept
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, OptionError, UnsupportedError
 from batchax.execution.call import Call, Way, shared_reference, without_references
 from batchax.execution.chunk_derivatives import in_parts
@@ -545,7 +545,7 @@ class InChunks(Way):
     chunking: Chunking
 
     @property
-    def memo(self) -> Memo | None:  # a choice of chunk size is noted for each call
+    def cache(self) -> Cache | None:  # a choice of chunk size is noted for each call
         return None if isinstance(self.chunking.batch_size, Auto) else kept_in_chunks
 
     def prepared(self, call: Call) -> Call:
@@ -571,7 +571,7 @@ class InChunks(Way):
         return self.chunking.runner(call).outputs()[0], None
 
 
-kept_in_chunks = Memo("calls outside of jit, cut into sections and batched", most=64)
+kept_in_chunks = Cache("calls outside of jit, cut into sections and batched", most=64)
 
 
 def check_no_references(values: Iterable[Value]) -> None:

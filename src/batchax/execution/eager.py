@@ -17,7 +17,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import SmallerChunksWarning
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.own_primitives import expanded
@@ -27,8 +27,8 @@ from batchax.kernel.registry import is_foreign
 
 # A call outside `jit` stages its function again, and JAX would compile again what was staged
 # again. So programs are kept under keys that say what they do.
-_compiled = Memo("programs that are compiled outside of jit", most=128)
-_inlined = Memo("loops that are compiled outside of jit, or traced", most=1024)
+_compiled = Cache("programs that are compiled outside of jit", most=128)
+_inlined = Cache("loops that are compiled outside of jit, or traced", most=1024)
 
 
 whatever_jit = jax.disable_jit(False)
@@ -129,9 +129,9 @@ def jitted(
     """
     # JAX's cache is then keyed by types, devices, and options only. As a static argument JAX would
     # keep the program, and all that it closes over, forever.
-    memo = _inlined if inline else _compiled
+    cache = _inlined if inline else _compiled
     make = lambda: jax.jit(program, inline=inline)
-    return memo.get((key, _compat.trace_context()), make)
+    return cache.get((key, _compat.trace_context()), make)
 
 
 def compiled_whole(program: ClosedJaxpr) -> Callable[..., list[Any]]:

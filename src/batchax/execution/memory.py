@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, MemoryLimitError, OptionError
 from batchax.execution.devices import meetings
 from batchax.jaxprs.spoken import brief
@@ -134,7 +134,7 @@ def show_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.4g} {unit}"
 
 
-_chosen = Memo("choices of chunk sizes", most=1024)
+_chosen = Cache("choices of chunk sizes", most=1024)
 
 
 def batch_size_choices() -> list[BatchSizeChoice]:

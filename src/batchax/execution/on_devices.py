@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import BatchaxError, UnsupportedError
 from batchax.execution.call import CONSTANT, AllAtOnce, Call, Outputs, Pass, Way
 from batchax.execution.chunked import Chunking, InChunks, check_no_references, kept_in_chunks
@@ -103,7 +103,7 @@ class OnDevices(Way):
         return self.chunking or Chunking(self.shards.each, keep=True)
 
     @property
-    def memo(self) -> Memo | None:  # a choice of chunk size is noted for each call
+    def cache(self) -> Cache | None:  # a choice of chunk size is noted for each call
         return None if isinstance(self.of_each.batch_size, Auto) else kept_in_chunks
 
     def needs_program(self, call: Call) -> bool:
@@ -209,7 +209,7 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
         # Cheap checks come first: every call runs them.
         if not (isinstance(call.way, AllAtOnce) and any(map(_is_spread, call.mapped))):
             return call
-        if checks_nans_here() or not _are_told(call):
+        if checks_nans_here() or not _are_placed(call):
             return call
         call = call.with_program()
         if not (_spares_exchanges(call) and _is_of_each_lane(call)):
@@ -236,7 +236,7 @@ def _is_spread(m: Mapped) -> bool:
     return m.axis < len(spec) and spec[m.axis] is not None and sharding.mesh.size > 1
 
 
-def _are_told(call: Call) -> bool:
+def _are_placed(call: Call) -> bool:
     """Returns whether the placement of all arguments is known, and fits shards."""
     inside = in_jit()
     if (not inside and call.given_traced) or AxisType.Manual in mesh_around().axis_types:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.cache import memoized
+from batchax.cache import cached
 from batchax.contractions.contracted import run_adding
 from batchax.contractions.deferred import DeferredContraction
 from batchax.execution.chunk_loop import (
@@ -258,7 +258,7 @@ def result_type(reduction: Reduction, x: Value, axis: int) -> Any:
     return _result_type(reduction, axis, shape, aval.dtype, aval.weak_type)
 
 
-@memoized("types of reductions", most=256)
+@cached("types of reductions", most=256)
 def _result_type(
     reduction: Reduction, axis: int, shape: tuple[int, ...], dtype: np.dtype[Any], weak_type: bool
 ) -> Any:
@@ -594,8 +594,8 @@ def plan_stage(
 def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
     """Returns the loops to run with lanes drawn from all chunks, as finished lanes leave."""
     divergence = setting.axis.divergence
-    asked = divergence is not None and divergence.explicit
-    if not asked or isinstance(setting.lanes.batch_size, Auto):
+    explicit = divergence is not None and divergence.explicit
+    if not explicit or isinstance(setting.lanes.batch_size, Auto):
         return set()
     # What each lane holds is then kept for all lanes at once. If that is much more than the batch
     # itself, the loop stays in chunks, which are there to save memory.

@@ -199,7 +199,7 @@ def _counted(
     # The size of a chunk: the last one may be smaller.
     chunk = max((m.lanes for m in counted.marks), default=None) if in_chunks else None
     needed, masked = _needed(example, given, chunk)
-    loops, told = _loops(staged, example.axis.size), set[int]()
+    loops, seen = _loops(staged, example.axis.size), set[int]()
     # Numbers of loops whose steps are not counted, nor those of loops inside, and why: a section
     # runs for all chunks, and a kernel that runs lanes sequentially counts nothing.
     uncounted: dict[str, str] = {}
@@ -207,9 +207,9 @@ def _counted(
         loop, held = loops.get(number, (None, None))
         if loop is None and eqn.primitive == "while":
             yield from _each(eqn, {}, {}, {}, 0, "it runs lanes of an inner vmap, too")
-        if loop is None or held is None or loop in told:  # for another number of lanes
+        if loop is None or held is None or loop in seen:  # for another number of lanes
             continue
-        told.add(loop)
+        seen.add(loop)
         if in_chunks and any_uses_axis(example.axis, *map(_compat.close, programs_inside(held))):
             uncounted[f"{number}."] = "lanes of all chunks meet in it"
         elif eqn.notes.get("divergence") in _SEQUENTIAL:

@@ -31,8 +31,8 @@ from batchax.explain.wording import (
     show_lanes_run,
     show_masked,
     show_options,
+    show_repeats,
     show_unmeasured,
-    told_again,
 )
 
 _MOST_LINKS = 40  # from a line to its equations: those that cost most
@@ -143,7 +143,7 @@ def _repeats(equations: Sequence[Equation]) -> Iterator[tuple[str, dict[str, Any
             like = [eqn.number for eqn in entry.like]
             yield (
                 entry.number,
-                {"count": len(entry.equations), "like": like, "said": told_again(entry)},
+                {"count": len(entry.equations), "like": like, "said": show_repeats(entry)},
             )
         else:
             yield from _repeats(entry.parts)

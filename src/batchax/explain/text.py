@@ -24,11 +24,11 @@ from batchax.explain.wording import (
     show_gain,
     show_lanes_run,
     show_masked,
+    show_repeats,
     show_seconds,
     show_timed,
     show_unmeasured,
     show_work,
-    told_again,
 )
 from batchax.jaxprs.types import Values
 
@@ -141,14 +141,14 @@ def _summary(explanation: Account) -> Iterator[str]:
     services: dict[str, int] = {}
     for eqn in explanation.walk():
         services[eqn.service] = services.get(eqn.service, 0) + 1
-    told = [f"{services[s]} {words}" for s, words in SERVICES.items() if s in services]
-    yield f"  equations  {', '.join(told)}"
+    by_service = [f"{services[s]} {words}" for s, words in SERVICES.items() if s in services]
+    yield f"  equations  {', '.join(by_service)}"
     work, lanes = explanation.work, max(explanation.lanes, 1)
     each = Work(work.flops / lanes, work.bytes / lanes)
     yield f"  work       {show_work(work)}; per lane {show_work(each)}"
     if explanation.devices is not None:
-        for i, told in enumerate(show_devices(explanation.devices)):
-            yield from _wrapped(told, " " * 13 if i else "  devices    ", " " * 15)
+        for i, sentence in enumerate(show_devices(explanation.devices)):
+            yield from _wrapped(sentence, " " * 13 if i else "  devices    ", " " * 15)
     if explanation.compiled is not None:
         yield f"  compiled   {show_work(explanation.compiled)}, by the compiler's count"
     if explanation.memory is not None:
@@ -238,8 +238,8 @@ _WIDTHS = 4, 12, 40, 36
 def _program(explanation: Account) -> Iterator[str]:
     yield "The program of one example -> of all lanes (* is the batch axis), the rule that batched"
     yield "each operation, and its cost for one lane and for all:"
-    for told in _values(explanation.arguments):
-        yield f"  {told}"
+    for argument in _values(explanation.arguments):
+        yield f"  {argument}"
     shown = list(_shown(explanation.equations))
     widths = [min(most, max((len(c(e)) for e in shown), default=0)) for c, most in _COLUMNS]
     yield from _equations(explanation.equations, widths, "  ")
@@ -250,16 +250,16 @@ def _values(values: Values) -> list[str]:
     """Lists names and types, those of many that are alike as one, and not all of very many."""
     if len(values) <= _MOST_VALUES:
         return [f"{v.name}: {_types(v)}" for v in values]
-    told = [
+    lines = [
         f"{name}: {_types(same[0])}" + f" ({len(same)} of these)" * (len(same) > 1)
         for name, same in alike(values)
     ]
-    if len(told) <= _MOST_VALUES:
-        return told
+    if len(lines) <= _MOST_VALUES:
+        return lines
     named = sum(len(same) for _, same in alike(values)[: _MOST_VALUES - 1])
     size = sum(v.bytes for v in values)
     last = f"... and {len(values) - named} more; all together {show_bytes(size)}"
-    return [*told[: _MOST_VALUES - 1], last]
+    return [*lines[: _MOST_VALUES - 1], last]
 
 
 def _shown(equations: Sequence[Equation]) -> Iterator[Equation]:
@@ -279,7 +279,7 @@ def _equations(
     role = ""
     for entry in fold(equations):
         if isinstance(entry, Again):
-            yield f"{indent}  ...  {told_again(entry)}"
+            yield f"{indent}  ...  {show_repeats(entry)}"
             continue
         if entry.role != role:
             yield f"{indent}{_heading(entry.role, entry)}"
@@ -363,8 +363,8 @@ def _remarks(eqn: Equation) -> str:
         remarks.append("each lane advances independently")
     if divergence == "grouped":
         decided = eqn.notes["decided"]
-        told = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}
-        for otherwise, some in told.items():
+        branches_where = {"": [b for b in eqn.notes["apart"] if b not in decided], _OR_ALL: decided}
+        for otherwise, some in branches_where.items():
             if some:
                 branches = ", ".join(map(str, some))
                 remarks.append(f"branch {branches} for the lanes that take it{otherwise}")
@@ -424,12 +424,12 @@ def _use(counted: StepCount) -> str:
         return f"not counted: {counted.why}"
     if counted.utilization is None:
         return "nothing was done"
-    told = f"{counted.needed:,} of {counted.done:,}, {counted.utilization:.0%}"
+    used = f"{counted.needed:,} of {counted.done:,}, {counted.utilization:.0%}"
     if counted.bound is None:
-        return told
+        return used
     masked = "" if counted.masked == counted.done else f"; masked lanes do {counted.masked:,}"
     gain = show_gain(counted)
-    return f"{told}{masked}; bound {counted.bound:.0%}{f'; {gain}' if gain else ''}"
+    return f"{used}{masked}; bound {counted.bound:.0%}{f'; {gain}' if gain else ''}"
 
 
 def _timings(explanation: Account) -> Iterator[str]:

@@ -176,7 +176,7 @@ def show_work(work: Work) -> str:
     return f"{show_flops(work.flops)}, {show_bytes(round(work.bytes))} read and written"
 
 
-def told_again(again: Again) -> str:
+def show_repeats(again: Again) -> str:
     first, last = again.like[0].number, again.like[-1].number
     what = f"like {first}" if first == last else f"what {first} to {last} do"
     often = f"{again.rounds:,} more" if first == last else count(again.rounds, "more time")
@@ -188,11 +188,13 @@ def told_again(again: Again) -> str:
 
 def show_devices(devices: Devices) -> list[str]:
     """Says what lanes are spread over, what devices hold and exchange: a sentence each."""
-    told = f"{devices.count} along {', '.join(devices.axes)}: {count(devices.each, 'lane')} each"
+    sentence = (
+        f"{devices.count} along {', '.join(devices.axes)}: {count(devices.each, 'lane')} each"
+    )
     if devices.repeated:
-        told += f", of which {devices.repeated} in all repeat another, {devices.imbalance:.1%}"
-        told += " of the work"
-    sentences = [told]
+        sentence += f", of which {devices.repeated} in all repeat another, {devices.imbalance:.1%}"
+        sentence += " of the work"
+    sentences = [sentence]
     if devices.replicated:
         largest = sorted(devices.replicated, key=lambda v: -v.bytes)
         held = [f"{v.name} ({show_bytes(v.bytes)})" for v in largest[:_MOST_COPIES]]
@@ -243,10 +245,10 @@ def show_masked(eqn: Equation, branch: int | None = None) -> str:
         return why
     if branch is not None:
         return why.get(branch, "")
-    told: dict[str, list[str]] = {}
+    branches: dict[str, list[str]] = {}
     for i, each in why.items():
-        told.setdefault(each, []).append(str(i))
-    return "; ".join(f"branch {', '.join(some)}: {each}" for each, some in told.items())
+        branches.setdefault(each, []).append(str(i))
+    return "; ".join(f"branch {', '.join(some)}: {each}" for each, some in branches.items())
 
 
 def marked(value: Value) -> str:

@@ -59,9 +59,9 @@ def leaked(name: str, message: str) -> str:
     if not message.startswith("Leaked trace "):
         return ""
     lines = []
-    for told in message.split("\n\n")[1:]:
-        type_of, alive = _FIRST.match(told), _ALIVE.findall(told)
-        if type_of is None or not alive or "TracingEqn" in told:
+    for paragraph in message.split("\n\n")[1:]:
+        type_of, alive = _FIRST.match(paragraph), _ALIVE.findall(paragraph)
+        if type_of is None or not alive or "TracingEqn" in paragraph:
             continue
         # JAX names the objects that hold a leaked tracer by their ``id``, the nearest first.
         at = _compat.made_at(_object(int(alive[0][1])))
@@ -238,8 +238,10 @@ def _found_sizes(error: Exception) -> str:
     if called is None and isinstance(error, jax.errors.TracerBoolConversionError):
         # Before JAX 0.12 it asks, by an `if`, whether all is in bounds.
         code = inspect.unwrap(jnp.compress).__code__
-        asked = any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
-        called = _COMPRESS if asked else None
+        in_compress = any(
+            frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)
+        )
+        called = _COMPRESS if in_compress else None
     if called is None:
         return ""
     what, instead = called

@@ -112,7 +112,7 @@ def vmappable_parts_of_argument(value: Value, spec: Any, path: str) -> Parts:
         axes.append(axis)
         return _example_of(x, axis)
 
-    with _asked(path, "in_axes", spec):
+    with _naming_function(path, "in_axes", spec):
         to_example(note, lambda: note(LANE_INDEX, 0), value, spec)
 
     def join(examples: Sequence[Any]) -> Any:
@@ -140,7 +140,7 @@ def vmappable_parts_of_output(value: Value, spec: Any, path: str, size: Any) -> 
         shape.insert(axis % (len(shape) + 1), lanes)
         return _nothing(shape, x)
 
-    with _asked(path, "out_axes", spec):
+    with _naming_function(path, "out_axes", spec):
         to_batch(note, 1, value, spec)
 
     example = without_tracers(value, lambda x: _nothing(np.shape(x), x))
@@ -165,7 +165,7 @@ def _position(value: Value, spec: Any, ndim: int, path: str, what: str) -> Any:
 
 
 @contextmanager
-def _asked(path: str, what: str, spec: Any) -> Iterator[None]:
+def _naming_function(path: str, what: str, spec: Any) -> Iterator[None]:
     """Says which axis it was that a registration raises an error for."""
     try:
         yield

@@ -95,9 +95,9 @@ def check_count(
     if not (is_int and given >= least) and not (or_none and given is None):
         kinds = ["a positive int" if least else "a non-negative int", other, "None" * or_none]
         *others, last = filter(None, kinds)
-        told = f"{', '.join(others)} or {last}" if others else last
+        allowed = f"{', '.join(others)} or {last}" if others else last
         error = OptionError if is_int else ArgumentTypeError
-        raise error(f"{name} must be {told}, got {show(given)}.")
+        raise error(f"{name} must be {allowed}, got {show(given)}.")
 
 
 def check_callable(where: str, what: str, fun: Any) -> None:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.cache import memoized
+from batchax.cache import cached
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.neutral import accumulator, highest, lowest
 from batchax.jaxprs.spoken import brief, show
@@ -381,7 +381,7 @@ def _whole_bytes(reduce: Callable[..., Any]) -> Callable[..., Any]:
 _sum, _prod = map(_whole_bytes, (jnp.sum, jnp.prod))
 
 
-@memoized("dtypes of reductions", most=256)
+@cached("dtypes of reductions", most=256)
 def _dtype(reduce: Callable[..., Any], dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype in which `reduce` is computed in parts: for floats at least float32."""
     one = jax.ShapeDtypeStruct((1,), dtype)
@@ -572,7 +572,7 @@ def adds_up(reduction: Reduction) -> bool:
     return reduction.lane is None and operation is not None and operation.held == "sum"
 
 
-@memoized("dtypes that have a reduction", most=256)
+@cached("dtypes that have a reduction", most=256)
 def has_reduction(kind: str, dtype: np.dtype[Any]) -> bool:
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return True

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.types import Eqn, Value
 
 
@@ -70,4 +70,4 @@ class Anywhere:
         return _answers.get(self, find, owner=jaxpr)
 
 
-_answers = Memo("what is true anywhere in programs", most=8192)
+_answers = Cache("what is true anywhere in programs", most=8192)

@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.types import ClosedJaxpr, Eqn
 
 
@@ -121,7 +121,7 @@ def _staged_once(primitive: _compat.Primitive, function: Callable[..., Any]) -> 
     return run
 
 
-_programs = Memo("what primitives of batchax do on some platforms", most=512)
+_programs = Cache("what primitives of batchax do on some platforms", most=512)
 
 _divided: ContextVar[bool] = ContextVar("batchax_divided", default=False)
 

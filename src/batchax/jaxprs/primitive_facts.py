@@ -57,7 +57,7 @@ UNKNOWN = Facts()
 _facts: dict[_compat.Primitive | str, Facts] = {}
 
 # What is known of primitives that have been asked about: of each equation many ask several times.
-_asked: dict[_compat.Primitive, Facts] = {}
+_looked_up: dict[_compat.Primitive, Facts] = {}
 
 
 def enter(table: str, **facts: Any) -> tuple[str, ...]:
@@ -80,18 +80,18 @@ def describe(primitives: Iterable[_compat.Primitive | str], **facts: Any) -> Non
     """Enters what is true of some primitives, besides what has been entered."""
     for primitive in primitives:
         _facts[primitive] = replace(_facts.get(primitive, UNKNOWN), **facts)
-    _ask_again()
+    _forget()
 
 
 def forget(primitive: _compat.Primitive) -> None:
     """Takes back what a maker of rules said of a primitive, whose rule is another one now."""
     _facts.pop(primitive, None)
-    _ask_again()
+    _forget()
 
 
-def _ask_again() -> None:
-    global _asked
-    _asked = {}  # another one: what a thread has looked up before now goes to the old one
+def _forget() -> None:
+    global _looked_up
+    _looked_up = {}  # another one: what a thread has looked up before now goes to the old one
 
 
 def body_parameter(primitive: _compat.Primitive, params: Mapping[str, Any]) -> str:
@@ -106,12 +106,12 @@ def has_entry(primitive: _compat.Primitive) -> bool:
 
 
 def facts_of(primitive: _compat.Primitive) -> Facts:
-    asked = _asked
-    facts = asked.get(primitive)
+    looked_up = _looked_up
+    facts = looked_up.get(primitive)
     if facts is None:
         facts = _find(primitive)
         if _compat.find_primitive(primitive.name) is not None:  # whose namesakes are known by now
-            asked[primitive] = facts
+            looked_up[primitive] = facts
     return facts
 
 

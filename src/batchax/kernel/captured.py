@@ -35,7 +35,7 @@ from jax.extend.core import Literal
 from jax.tree_util import PyTreeDef
 
 from batchax import _compat
-from batchax.cache import kept_with
+from batchax.cache import cached_on
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bodies_of
 from batchax.jaxprs.evaluate import plan
@@ -233,7 +233,7 @@ def closed_over(eqn: Eqn) -> list[Any]:
     return [v for v in dict.fromkeys(variables) if v is not None]
 
 
-@kept_with("variables that derivative rules in programs close over")
+@cached_on("variables that derivative rules in programs close over")
 def _closed_over_inside(jaxpr: Jaxpr) -> list[Any]:
     return [v for eqn in jaxpr.eqns for v in closed_over(eqn)]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from batchax import _compat
-from batchax.cache import Memo, kept_with
+from batchax.cache import Cache, cached_on
 from batchax.jaxprs.bodies import Body, bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.inside import Anywhere, with_inside
@@ -65,13 +65,13 @@ def asked_of_each_lane(test: ClosedJaxpr, body: ClosedJaxpr) -> ClosedJaxpr:
     def run(*args: Any) -> list[Any]:
         return evaluate(jaxpr, consts, args, run_equation)
 
-    return _asked.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)
+    return _predicates.get(_compat.trace_context(), lambda: _compat.stage(run, test.in_avals), test)
 
 
-_asked = Memo("predicates asked of each lane", most=256)
+_predicates = Cache("predicates of each lane", most=256)
 
 
-@kept_with("whether lanes stay together in a loop")
+@cached_on("whether lanes stay together in a loop")
 def _stays_together(jaxpr: Jaxpr) -> bool:
     """Returns whether a program checks that lanes stay in lockstep, loops in it aside."""
     # Loops inside are checked separately, as they have predicates.
@@ -95,7 +95,7 @@ def expand_bounded_loop(eqn: Eqn) -> ClosedJaxpr | None:
     return _written.get((key, _compat.trace_context()), lambda: operations_of(eqn))
 
 
-_written = Memo("bounded loops as operations", most=256)
+_written = Cache("bounded loops as operations", most=256)
 
 
 # Calls that may be replaced by what they call: they say nothing of how that is to be batched, and
@@ -124,7 +124,7 @@ def differing(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Differing:
     return _differing(jaxpr, tuple(inputs))
 
 
-@kept_with("what differs between lanes")
+@cached_on("what differs between lanes")
 def _differing(jaxpr: Jaxpr, inputs: Differs) -> Differing:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     parts = [of_equation.parts for _, of_equation in differing_through(jaxpr, env)]
@@ -177,10 +177,10 @@ def _of_while(eqn: Eqn, bodies: Sequence[Body], operands: Differs) -> Differing:
     test, body = bodies
     tested = tuple(operands[k] for k in test.operands[: test.same])
     # As the rule of the loop has it where lanes may diverge.
-    asked = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
-    of_loop = differing_in_while(asked.jaxpr, body.jaxpr, tested, _given(body, operands))
+    predicate = asked_of_each_lane(eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+    of_loop = differing_in_while(predicate.jaxpr, body.jaxpr, tested, _given(body, operands))
     # What asks about all lanes in spite of that has to have all of them at its place.
-    return of_loop._replace(parts=of_loop.parts and not looks_at_lanes.in_program(asked))
+    return of_loop._replace(parts=of_loop.parts and not looks_at_lanes.in_program(predicate))
 
 
 def differing_in_while(test: Jaxpr, body: Jaxpr, tested: Differs, given: Differs) -> Differing:

@@ -20,7 +20,7 @@ from jax.extend.core import mapped_aval, unmapped_aval
 from jax.extend.core.primitives import while_p
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import (
@@ -70,7 +70,7 @@ Example:
 """
 
 # Arrays that a body holds are freed with it, but where its batched form refers back to it.
-_built = Memo("programs inside programs, batched", most=4096)
+_built = Cache("programs inside programs, batched", most=4096)
 
 
 def batch_inner(
@@ -164,7 +164,7 @@ class _Met:
         return met
 
 
-def _memory() -> tuple[Memo, Hashable]:
+def _memory() -> tuple[Cache, Hashable]:
     """Returns the cache of batched programs, and the context that they depend on."""
     # Rules of derivatives are called only where something may be differentiated, and while notes
     # are taken each record has its own marks.
@@ -369,7 +369,7 @@ def run_inner(
     return interpret(axis, program.jaxpr, program.consts, args, axes, read)
 
 
-_programs = Memo("what moves lanes in windows, and counts them", most=512)
+_programs = Cache("what moves lanes in windows, and counts them", most=512)
 
 
 def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Value) -> list[Any]:

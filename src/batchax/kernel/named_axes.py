@@ -26,7 +26,7 @@ from jax.extend.core import unmapped_aval
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.cache import kept_with
+from batchax.cache import cached_on
 from batchax.errors import AxisError
 from batchax.jaxprs.evaluate import bind_equation, variables_read
 from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
@@ -103,7 +103,7 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
         if not type(operation).__module__.startswith("jax."):  # as below
             used |= names_in(operation.params)
         return used.union(*(_unmarked_inside(jaxpr, registrations()) for jaxpr in programs))
-    if getattr(eqn.params.get("rule"), "told_name", False):
+    if getattr(eqn.params.get("rule"), "takes_axis_name", False):
         return frozenset([ANY_NAME])
     # Which names count depends on whose rule a primitive has.
     inner = frozenset().union(
@@ -115,7 +115,7 @@ def _unmarked(eqn: Eqn) -> frozenset[Hashable]:
     return inner | names_in(eqn.params) if is_foreign(eqn.primitive) else inner
 
 
-@kept_with("names of axes that programs use")
+@cached_on("names of axes that programs use")
 def _unmarked_inside(jaxpr: Jaxpr, _: int) -> frozenset[Hashable]:
     return frozenset[Hashable]().union(*map(_unmarked, jaxpr.eqns))
 

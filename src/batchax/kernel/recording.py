@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 
 from batchax import _compat
 from batchax.analysis.counted import mark_for, numbered, put_mark
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel.axis import Axis, Position, Positions
 
@@ -90,7 +90,7 @@ class Recorder:
         self.facts: list[tuple[str, dict[str, Any]]] = []  # facts on the call as a whole
         # Used in place of the programs that `kernel.inner` remembers: a program that is taken from
         # there is not batched again, so nothing would be noted of it.
-        self.built = Memo("programs inside programs, batched while notes are taken", most=4096)
+        self.built = Cache("programs inside programs, batched while notes are taken", most=4096)
 
     @contextmanager
     def active(self, inside: Record | None = None) -> Iterator[None]:

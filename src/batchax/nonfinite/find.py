@@ -80,10 +80,10 @@ class Fault:
         return self.output, self.kind, *made
 
     def __str__(self) -> str:
-        return _told([self])
+        return _describe([self])
 
 
-def _told(faults: Sequence[Fault]) -> str:
+def _describe(faults: Sequence[Fault]) -> str:
     """Tells the faults of lanes with one cause, and the operands of one of them."""
     one = next((f for f in faults if f.operands is not None), faults[0])
     line = one.line.rpartition(os.sep)[2]
@@ -154,7 +154,7 @@ class NonFinite:
         for f in self.faults:
             causes.setdefault(f.cause, []).append(f)
         of_causes = sorted(causes.values(), key=len, reverse=True)
-        lines += map(_told, of_causes[:_WITH_VALUES])
+        lines += map(_describe, of_causes[:_WITH_VALUES])
         left = of_causes[_WITH_VALUES:]
         if left:
             lines.append(
@@ -412,8 +412,8 @@ def find_whole(
     lanes = sorted(lane for lane in first if lane is not None)
     ordered = [(lane, *first[lane]) for lane in lanes or first]
     operands = {lane: program.operands(row, lane) for lane, row in causes_shown(ordered)}
-    told = program.described()
-    faults = [told.fault(lane, i + 1, row, operands.get(lane)) for lane, i, row in ordered]
+    described = program.described()
+    faults = [described.fault(lane, i + 1, row, operands.get(lane)) for lane, i, row in ordered]
     return NonFinite(np.array(lanes, int), faults, program.lanes.size, whole=True)
 
 

@@ -118,10 +118,10 @@ def nowhere(depth: int, lanes: Lanes | None = None) -> Any:
 
 def find_origins(links: Iterable[Link], depth: int, lanes: Lanes | None = None) -> None:
     """Finds the origins of links, and stores them there; for each of the lanes if there are any."""
-    asked = [x for x in dict.fromkeys(links) if x.origin is None]
-    if not asked:
+    links_left = [x for x in dict.fromkeys(links) if x.origin is None]
+    if not links_left:
         return
-    order = _on_the_way(asked)
+    order = _on_the_way(links_left)
     roots = [x for x in order if x.origin is not None]
     by_type: dict[Any, list[Link]] = {}
     for x in order:
@@ -130,14 +130,14 @@ def find_origins(links: Iterable[Link], depth: int, lanes: Lanes | None = None) 
     joints = [x for x in order if x.origin is None and x.worst is None]
     made = [x for alike in by_type.values() for x in alike]
     at = {x: k for k, x in enumerate([*made, *roots, *joints])}
-    every = made, roots, joints, asked
+    every = made, roots, joints, links_left
 
     def find(worsts: list[list[Any]], origins: list[Any]) -> Any:
         return _found(every, at, depth, _lengths(order), worsts, origins)
 
     worsts = [[x.worst for x in alike] for alike in by_type.values()]
     rows = (find if lanes is None else jax.vmap(find))(worsts, [x.origin for x in roots])
-    for k, x in enumerate(asked):
+    for k, x in enumerate(links_left):
         x.origin = rows[..., k, :]
 
 
@@ -150,7 +150,7 @@ def _found(
     origins: list[Any],
 ) -> Any:
     """Returns the origins of the requested links."""
-    made, roots, joints, asked = every
+    made, roots, joints, links_left = every
     kinds = [_kinds(jnp.stack(alike)) for alike in worsts]
     kinds += [jnp.stack([origin[KIND] for origin in origins])] if origins else []
     kind = jnp.concatenate(kinds)
@@ -167,7 +167,7 @@ def _found(
         blamed = blamed[blamed]
     own = [_row(x, depth) for x in made] + origins
     own += [nowhere(depth)] * len(joints)
-    places = np.array([at[x] for x in asked])
+    places = np.array([at[x] for x in links_left])
     kind, turned = kind[places], turned[places]
     rows = jnp.stack(own)[blamed[places]]
     rows = rows.at[:, KIND].set(kind)

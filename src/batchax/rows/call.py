@@ -16,7 +16,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, AxisError, BatchaxError, UnsupportedError
 from batchax.execution.call import Call
 from batchax.frontend.advice import ABOUT_SHAPES, SIZES_DIFFER
@@ -44,10 +44,10 @@ from batchax.rows.ragged import Ragged, rows_of_one_size
 from batchax.rows.sizes import (
     Lengths,
     SizeOfRow,
-    asked_for_number,
     is_symbolic,
     line_of,
     names_of,
+    needs_number,
     question_of,
 )
 from batchax.rules.callbacks import calls_in
@@ -390,7 +390,7 @@ def _lengths(names: Sequence[str], lengths: Sequence[Any], bounds: Sequence[int]
     return Lengths(dict(zip(names, ranges, strict=True)), False)
 
 
-_known_symbols = Memo("symbolic sizes of rows", most=64)
+_known_symbols = Cache("symbolic sizes of rows", most=64)
 
 
 def _symbols(names: Sequence[str], lengths: Lengths) -> tuple[Any, ...]:
@@ -771,7 +771,7 @@ def reject_effects(program: ClosedJaxpr) -> None:
 
 def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
     """What to raise where a function fails for symbolic sizes, and lengths are not known."""
-    asked, sizes = asked_for_number(error), call.sizes
+    needs, sizes = needs_number(error), call.sizes
     of_lanes = all(size.of_lanes for size in sizes)  # the user may have passed sizes alone
     row, length, batch, size = (
         ("lane", "size", "array of sizes", "n")
@@ -784,10 +784,10 @@ def explained(call: RowCall, error: Exception, on_mesh: bool) -> Exception:
             f"{error}\n{row.capitalize()}s of one {length} could run together, but the {length}s "
             f"are traced here. {remedy} they are known" + (", and remove mesh." if on_mesh else ".")
         )
-    if isinstance(error, BatchaxError) and not asked:
+    if isinstance(error, BatchaxError) and not needs:
         return error
     names = ", ".join(size.name for size in sizes)
-    if asked or call.program is not None or _works_for_known(call):
+    if needs or call.program is not None or _works_for_known(call):
         if str(error).startswith(SIZES_DIFFER):  # and they are alike for rows of known lengths
             return UnsupportedError(f"{_line(error)}{error}")
         before = _compat.looked_up_before(names_of(error))

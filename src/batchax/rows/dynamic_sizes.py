@@ -29,7 +29,7 @@ from jax.extend import core
 from jax.extend.core import get_opaque_trace_state
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import Described, FlatOutputs, OutputArray
@@ -52,7 +52,6 @@ from batchax.rows.sizes import (
     SizeOfRow,
     Sizes,
     agreed,
-    asked_for_number,
     depends_on_sizes,
     finds_inside,
     finds_size,
@@ -61,6 +60,7 @@ from batchax.rows.sizes import (
     has_symbols,
     is_symbolic,
     line_of,
+    needs_number,
     question_of,
 )
 from batchax.rules.masking import find_collective
@@ -150,7 +150,7 @@ def _staged_with(scope: Any) -> Iterator[Finding]:
         _finding.reset(before)
 
 
-_scopes = Memo("the scope of sizes that are found where there are no rows", most=1)
+_scopes = Cache("the scope of sizes that are found where there are no rows", most=1)
 
 
 @finds_sizes
@@ -193,7 +193,7 @@ def _as_arrays(function: Described, examples: Sequence[Any]) -> tuple[list[Any],
     try:
         program, outputs = _compat.stage_described(staged, list(map(jax.typeof, examples)))
     except Exception as error:
-        if not asked_for_number(error):
+        if not needs_number(error):
             raise
         line = line_of(error)
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from jax import lax
 from jax.extend import core
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Value
 from batchax.rows.index import RowIndex, moved, row_places, take_clipped
@@ -369,7 +369,7 @@ def merged_shape(shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(kept)
 
 
-_sizes = Memo("sizes of rows along several axes together", most=64)
+_sizes = Cache("sizes of rows along several axes together", most=64)
 
 
 def merged_size(names: Names) -> Any:

@@ -64,10 +64,10 @@ class NoArray:
     if not TYPE_CHECKING:  # else every name would be an attribute to type checkers
 
         def __getattr__(self, name: str) -> NoReturn:
-            told = f"{type(self).__name__!r} object has no attribute {name!r}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_") and hasattr(jax.Array, name):
-                told = f"a Ragged is a batch of rows, no array: it has no {name!r}. {_ADVICE}"
-            raise AttributeError(told, name=name, obj=self)
+                message = f"a Ragged is a batch of rows, no array: it has no {name!r}. {_ADVICE}"
+            raise AttributeError(message, name=name, obj=self)
 
 
 def _reject(why: str) -> NoReturn:

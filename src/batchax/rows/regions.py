@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Way
 from batchax.frontend.arguments import Mapped
@@ -260,7 +260,7 @@ Classes = int | Literal["auto"] | None
 """How many size buckets rows may be in: so many, as many as pay, or none."""
 
 
-kept_in_regions = Memo("calls outside of jit, of rows, batched", most=64)
+kept_in_regions = Cache("calls outside of jit, of rows, batched", most=64)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class InRegions(Way):
     classes: Classes = None  # how many size buckets padded rows may be in
 
     @property
-    def memo(self) -> Memo | None:
+    def cache(self) -> Cache | None:
         return kept_in_regions
 
     def run(self, call: Call) -> tuple[list[Any], list[Position]]:

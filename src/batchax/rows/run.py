@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.errors import UnsupportedError
 from batchax.execution.call import Call, Outputs, Pass, Way, execute
 from batchax.execution.chunked import Chunking
@@ -50,7 +50,7 @@ from batchax.rows.index import RowIndex, moved, take_clipped
 from batchax.rows.padded import CannotPad
 from batchax.rows.ragged import Ragged
 from batchax.rows.regions import InRegions, most_classes
-from batchax.rows.sizes import ASKED_FOR_NUMBERS, asked_for_number, find_found
+from batchax.rows.sizes import ASKED_FOR_NUMBERS, find_found, needs_number
 from batchax.rows.specialize import MOST_LENGTHS, are_few, execute_padded, run_specialized
 
 
@@ -129,7 +129,7 @@ class _Output:
     sizes: tuple[int | None, ...] = ()
 
 
-kept_on_devices = Memo("calls outside of jit, of rows on devices", most=64)
+kept_on_devices = Cache("calls outside of jit, of rows on devices", most=64)
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class RowsOnDevices(Way):
     stages_again: bool
 
     @property
-    def memo(self) -> Memo | None:
+    def cache(self) -> Cache | None:
         return kept_on_devices
 
     def note(self, call: Call) -> None:
@@ -376,7 +376,7 @@ class InRows(Way):
             return group_by_length(rows, self.chunking)
         outs = self._of_any_length(rows, rows.lengths_known and self.shards is None)
         if isinstance(outs, Exception):
-            by_answer = self.options.layout == Layout.AUTO and asked_for_number(outs)
+            by_answer = self.options.layout == Layout.AUTO and needs_number(outs)
             parted = run_specialized(rows, self.chunking, outs) if by_answer else None
             return parted or group_by_length(rows, self.chunking, why_grouped(outs))
         return outs

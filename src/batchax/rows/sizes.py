@@ -286,7 +286,7 @@ _MOST_COMPARED = 1 << 20  # lengths for which a comparison is evaluated; arrays 
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """A question about sizes of rows, ``ask(size, other)``."""
 
     ask: Any
@@ -302,12 +302,12 @@ class Asked:
         return None if values is None else np.asarray(self.ask(*values))
 
 
-def asked_by(error: BaseException | None) -> Asked | None:
+def comparison_of(error: BaseException | None) -> Comparison | None:
     """The question that rows have different answers to, if that is why a function failed."""
     while error is not None:
-        asked = getattr(error, "asked", None)
-        if isinstance(asked, Asked):
-            return asked
+        comparison = getattr(error, "comparison", None)
+        if isinstance(comparison, Comparison):
+            return comparison
         error = error.__cause__
     return None
 
@@ -315,14 +315,14 @@ def asked_by(error: BaseException | None) -> Asked | None:
 class UndecidedSizeError(UnsupportedError, jax.errors.InconclusiveDimensionOperation):
     """A question to which rows have different answers."""
 
-    def __init__(self, line: str, question: str, asked: Asked | None = None) -> None:
+    def __init__(self, line: str, question: str, comparison: Comparison | None = None) -> None:
         super().__init__(
             f"{line}: {question}. Where lengths are known rows of one length can run together: "
             'batchax.vmap(..., layout="grouped"). Or compute with the size: '
             "jnp.where(jnp.asarray(x.shape[0]) == 1, ...)."
         )
         self.question = question
-        self.asked = asked
+        self.comparison = comparison
 
 
 class HashedSizeError(UndecidedSizeError, TypeError):
@@ -349,7 +349,7 @@ ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 """What JAX raises where a size is no number."""
 
 
-def asked_for_number(error: Exception) -> bool:
+def needs_number(error: Exception) -> bool:
     return isinstance(error, ASKED_FOR_NUMBERS) or (
         isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
     )
@@ -359,13 +359,15 @@ def question_of(error: Exception) -> str:
     """The question that `error` reports, or else its first line."""
     if isinstance(error, UndecidedSizeError):
         return error.question
-    told = str(error)
-    if _NO_NUMBER.search(told):
+    message = str(error)
+    if _NO_NUMBER.search(message):
         return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
-    if _NO_EQUAL_PARTS in told:
+    if _NO_EQUAL_PARTS in message:
         return "`jnp.split` takes a multiple of the number of parts; slice the row instead"
-    hashed = re.search(f"the size [^\n]* {_HASHED}", told)  # `jax.jit` keeps the text of an error
-    return hashed[0] if hashed else told.split("\n")[0].rstrip(".")
+    hashed = re.search(
+        f"the size [^\n]* {_HASHED}", message
+    )  # `jax.jit` keeps the text of an error
+    return hashed[0] if hashed else message.split("\n")[0].rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,7 @@ class SizeOfRow(_compat.RowDimension):
             if answer is None and not _compat.is_row_size(other):
                 answer = _ARE_THERE_ANY.get((ask, other))
             if answer is None:
-                error.asked = Asked(ask, self, other)  # type: ignore[attr-defined]
+                error.comparison = Comparison(ask, self, other)  # type: ignore[attr-defined]
                 raise
             return answer
         if ask in (operator.eq, operator.ne) and answer is (ask is operator.ne):
@@ -472,7 +474,7 @@ def _answer(
     answer = agreed(size, other, ask)
     if answer is None:
         question = f"`{question}` may be true of one row and false of another"
-        raise UndecidedSizeError(line_around(frame), question, Asked(ask, size, other))
+        raise UndecidedSizeError(line_around(frame), question, Comparison(ask, size, other))
     return answer
 
 

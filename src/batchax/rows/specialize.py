@@ -45,7 +45,7 @@ from batchax.rows.index import pad_rows
 from batchax.rows.layouts import flatten
 from batchax.rows.padded import Row, run_padded
 from batchax.rows.ragged import Ragged
-from batchax.rows.sizes import Sizes, asked_by, find_found, has_symbols, is_symbolic
+from batchax.rows.sizes import Sizes, comparison_of, find_found, has_symbols, is_symbolic
 
 MOST_LENGTHS = 33  # programs, one for each length: that of a row without elements is one
 MOST_KNOWN = 8  # programs for known lengths, one for each, where fewer serve for parts of them
@@ -348,8 +348,8 @@ def _at_length(aval: Any, length: Any) -> Any:
 
 def _parts_by_answer(call: RowCall, lengths: np.ndarray, error: Exception) -> list[_Part] | None:
     """Parts of the lengths, in each of which all questions of the function have one answer."""
-    asked = asked_by(error)
-    answers = None if asked is None else asked.answers()
+    comparison = comparison_of(error)
+    answers = None if comparison is None else comparison.answers()
     if answers is None or len(answers) != len(lengths):
         return None
     runs = np.split(lengths, np.flatnonzero(answers[1:] != answers[:-1]) + 1)

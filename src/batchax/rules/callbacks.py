@@ -17,7 +17,7 @@ from jax.extend.core.primitives import cond_p
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.cache import memoized
+from batchax.cache import cached
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
@@ -254,7 +254,7 @@ own_primitive(
 )
 
 
-@memoized("programs that return zeros", most=1024)
+@cached("programs that return zeros", most=1024)
 def returning_zeros(
     in_avals: tuple[Aval, ...],
     out_avals: tuple[Aval, ...],

@@ -15,7 +15,7 @@ from jax.core import eval_jaxpr
 
 from batchax import _compat
 from batchax.analysis.one_function import from_zero
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel import recording
@@ -297,7 +297,7 @@ def _conv_general_dilated(
 
 
 # Networks have the same convolution many times over.
-_by_platform = Memo("convolutions of lanes that share nothing", most=256)
+_by_platform = Cache("convolutions of lanes that share nothing", most=256)
 
 
 def _hashable(params: dict[str, Any]) -> Any:

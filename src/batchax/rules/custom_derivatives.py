@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from batchax import _compat
-from batchax.cache import Memo, kept_with
+from batchax.cache import Cache, cached_on
 from batchax.errors import ArgumentTypeError, UnsupportedError
 from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
@@ -456,7 +456,7 @@ def _custom_jvp(
     return emit(*args) if depends else emitted(axis, body, args, axes, emit)
 
 
-@kept_with("whether derivative rules close over values of a program that is being staged")
+@cached_on("whether derivative rules close over values of a program that is being staged")
 def _closes_over_values(body: ClosedJaxpr, *rules: Any) -> bool:
     return any(map(closes_over_tracers, rules))
 
@@ -550,7 +550,7 @@ def _custom_vjp(
 
 
 # Of the residuals of forward rules, by which arguments are differentiated.
-_descriptions = Memo("descriptions of the residuals of custom_vjp functions", most=1024)
+_descriptions = Cache("descriptions of the residuals of custom_vjp functions", most=1024)
 
 _IN_REVERSE = "custom_lin", "call_hi_primitive_linearized"
 

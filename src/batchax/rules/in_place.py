@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from batchax import _compat
-from batchax.cache import kept_with
+from batchax.cache import cached_on
 from batchax.jaxprs.bodies import Body, bind_with, bodies_of, is_rebuilt
 from batchax.jaxprs.evaluate import bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
@@ -60,7 +60,7 @@ class Origin(NamedTuple):
     updated: bool
 
 
-@kept_with("variables of programs that are an input except for updates")
+@cached_on("variables of programs that are an input except for updates")
 def origins(jaxpr: Jaxpr) -> dict[Any, Origin]:
     """Finds the variables of `jaxpr` that are an input except for updates."""
     by_variable = {v: Origin(i, False) for i, v in enumerate(jaxpr.invars)}

@@ -17,7 +17,7 @@ from jax.interpreters import ad
 from jax.lax import linalg
 
 from batchax import _compat
-from batchax.cache import Memo
+from batchax.cache import Cache
 from batchax.jaxprs.inside import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
@@ -92,8 +92,8 @@ def with_lanes_last(
         for x, a in zip(args, axes, strict=True)
     ]
     recording.note(small_matrices="together")
-    asked = axis.small_matrices == "vectorized"
-    outs = _bind(operands, of=primitive.name, first=first, asked=asked, **params)
+    explicit = axis.small_matrices == "vectorized"
+    outs = _bind(operands, of=primitive.name, first=first, explicit=explicit, **params)
     placed = outs if first else [_from_last(x, (*batch, axis.size)) for x in outs]
     at = [_at(x, first) for x in placed]
     return (placed, at) if primitive.multiple_results else (placed[0], at[0])
@@ -177,14 +177,14 @@ def _at(x: Aval | Value, first: bool) -> int:
     return 0 if first else x.ndim - 1
 
 
-def _operations(*operands: Value, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
+def _operations(*operands: Value, of: str, first: bool, explicit: bool, **params: Any) -> list[Any]:
     at = 0 if first else -1  # a product has no axis of lanes: it is batched
     return jax.vmap(_of_jax(of, params), at, at)(*operands)
 
 
-def _on_cpu(*operands: Value, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
-    types = _types(*map(jax.typeof, operands), of=of, first=first, asked=asked, **params)
-    library = functools.partial(_operations, of=of, first=first, asked=asked, **params)
+def _on_cpu(*operands: Value, of: str, first: bool, explicit: bool, **params: Any) -> list[Any]:
+    types = _types(*map(jax.typeof, operands), of=of, first=first, explicit=explicit, **params)
+    library = functools.partial(_operations, of=of, first=first, explicit=explicit, **params)
     return table.with_lanes_last(of, operands, types, params, first, library)
 
 
@@ -194,16 +194,16 @@ def _compute(*operands: Value, **params: Any) -> list[Any]:
         return _programs.get(tuple(sorted(params.items())), run)(*operands)
 
 
-_programs = Memo("decompositions of small matrices, outside of jit", most=256)
+_programs = Cache("decompositions of small matrices, outside of jit", most=256)
 
 
-def _lanes(x: Aval | Value, first: bool, asked: bool) -> Axis:
-    option = "vectorized" if asked else "auto"
+def _lanes(x: Aval | Value, first: bool, explicit: bool) -> Axis:
+    option = "vectorized" if explicit else "auto"
     return Axis(x.shape[_at(x, first)], small_matrices=option)
 
 
-def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> list[Any]:
-    axis = _lanes(avals[0], first, asked)
+def _types(*avals: Any, of: str, first: bool, explicit: bool, **params: Any) -> list[Any]:
+    axis = _lanes(avals[0], first, explicit)
     primitive: Any = _compat.find_primitive(of)
     one = [example_aval(axis, x, _at(x, first)) for x in avals]
     out, _ = primitive.abstract_eval(*one, **params)
@@ -211,9 +211,9 @@ def _types(*avals: Any, of: str, first: bool, asked: bool, **params: Any) -> lis
     return [batched_aval(axis, x, 0 if first else x.ndim) for x in outs]
 
 
-def _all_lanes(function: Any, operands: Values, first: bool, asked: bool) -> list[Any]:
+def _all_lanes(function: Any, operands: Values, first: bool, explicit: bool) -> list[Any]:
     """Applies a function of one matrix of each operand to those of all lanes."""
-    axis = _lanes(operands[0], first, asked)
+    axis = _lanes(operands[0], first, explicit)
     outs, axes = batch_function(axis, function, operands, [_at(x, first) for x in operands])
     return [
         match_axis(axis, x, a, 0 if first else x.ndim - (a is not None))
@@ -227,11 +227,11 @@ def _jvp(
     *,
     of: str,
     first: bool,
-    asked: bool,
+    explicit: bool,
     **params: Any,
 ) -> Any:
     moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    types = _types(*map(jax.typeof, primals), of=of, first=first, asked=asked, **params)
+    types = _types(*map(jax.typeof, primals), of=of, first=first, explicit=explicit, **params)
     smooth = [k for k, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact)]
 
     def one(*xs: Value) -> list[Any]:
@@ -241,7 +241,7 @@ def _jvp(
         return [*outs, *dots]
 
     # The derivative rule of JAX for one matrix, batched by the rules of batchax.
-    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first, asked)
+    both = _all_lanes(one, [*primals, *(tangents[i] for i in moving)], first, explicit)
     outs, dots = both[: len(types)], iter(both[len(types) :])
     return outs, [
         next(dots) if k in smooth else ad.Zero(t.to_tangent_aval()) for k, t in enumerate(types)
@@ -249,7 +249,7 @@ def _jvp(
 
 
 def _transpose(
-    cotangents: Any, *operands: Value, of: str, first: bool, asked: bool, **params: Any
+    cotangents: Any, *operands: Value, of: str, first: bool, explicit: bool, **params: Any
 ) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
     given = [k for k, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
@@ -259,14 +259,14 @@ def _transpose(
     if not given:
         return results
     others = [x for x in operands if not ad.is_undefined_primal(x)]
-    axis = _lanes(cotangents[given[0]], first, asked)
+    axis = _lanes(cotangents[given[0]], first, explicit)
     types = [example_aval(axis, x, _at(x, first)) for x in (operands[i].aval for i in linear)]
 
     def one(*xs: Value) -> list[Any]:
         back = transposed(_of_jax(of, params), xs[: len(others)], linear, types, given)
         return back(xs[len(others) :])
 
-    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first, asked)
+    outs = _all_lanes(one, [*others, *(cotangents[k] for k in given)], first, explicit)
     for i, x in zip(linear, outs, strict=True):
         results[i] = x
     return results
@@ -280,13 +280,13 @@ def _rule(
     *,
     of: str,
     first: bool,
-    asked: bool,
+    explicit: bool,
     **params: Any,
 ) -> tuple[Any, Any]:
     """Merges the lanes of both axes."""
     if not _may(axis, args):
         plain = replace(axis, small_matrices="library")
-        run = functools.partial(_operations, of=of, first=first, asked=asked, **params)
+        run = functools.partial(_operations, of=of, first=first, explicit=explicit, **params)
         return batch_function(plain, run, args, axes)
     merged = []
     for x, a in zip(args, axes, strict=True):
@@ -296,7 +296,7 @@ def _rule(
             lax.reshape(x, (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
         )
     recording.note(small_matrices="together")
-    outs = _bind(merged, of=of, first=first, asked=asked, **params)
+    outs = _bind(merged, of=of, first=first, explicit=explicit, **params)
     at = [_at(x, first) for x in outs]
     apart = [
         lax.reshape(x, (*x.shape[:i], axis.size, x.shape[i] // axis.size, *x.shape[i + 1 :]))

@@ -18,7 +18,7 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.analysis.inner import integers_in, programs_in
-from batchax.cache import kept_with
+from batchax.cache import cached_on
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import control_flow
 from batchax.jaxprs.inside import programs_inside, with_inside
@@ -51,7 +51,7 @@ class Hazards:
     collective: bool
 
 
-@kept_with("what may go wrong in masked lanes of programs")
+@cached_on("what may go wrong in masked lanes of programs")
 def hazards(jaxpr: Jaxpr) -> Hazards:
     """Returns the hazards of `jaxpr`, including jaxprs inside it."""
     eqns = list(_equations(jaxpr))

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.cache import memoized
+from batchax.cache import cached
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions, shift_dims
 from batchax.kernel.named_axes import may_be_spread
@@ -159,7 +159,7 @@ def _words(x: Value) -> list[Any]:
     return [word if k == 0 and signed else word ^ lowest for k, word in enumerate(words)]
 
 
-@memoized("steps of networks that sort", most=256)
+@cached("steps of networks that sort", most=256)
 def _partners(size: int) -> np.ndarray:
     """Returns, for each step of Batcher's network, the partner of each position."""
     steps = []

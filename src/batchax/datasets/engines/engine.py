@@ -170,9 +170,9 @@ def _client_of(distributed: Any, where: str) -> Any:
     try:
         return distributed.Client(where, set_as_default=False)
     except (OSError, ValueError) as error:
-        told = f'executor="dask:{where}": there is no scheduler of Dask ({error}).'
+        message = f'executor="dask:{where}": there is no scheduler of Dask ({error}).'
         raise JobError(
-            f"{masked(told, where)} Start one, `dask scheduler`, and pass the address that it "
+            f"{masked(message, where)} Start one, `dask scheduler`, and pass the address that it "
             "prints."
         ) from None
 
@@ -354,7 +354,7 @@ class Submitting:
         if self._attempts.has(REPEATED):
             raise JobError(UNGUARDED)
         times = self._in_vain // (2 * self._pool.workers)
-        self._stop.asked.wait(_PAUSE * 2**times if times else 0)
+        self._stop.requested.wait(_PAUSE * 2**times if times else 0)
         self._pool.restart()
 
     def _try_again(self, tried: _Tried, care: int) -> None:

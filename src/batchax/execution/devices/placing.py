@@ -319,15 +319,15 @@ class OnMesh:
         # computed without: JAX cannot derive devices from types there.
         around = jax.sharding.get_abstract_mesh()
         if not around.empty:
-            told = around if _compat.tracing() else jax.sharding.get_mesh()
+            set_mesh = around if _compat.tracing() else jax.sharding.get_mesh()
         else:
             plain = _compat.tracing() and not in_jit()
-            told = next(filter(None, map(typed_mesh, () if plain else values)), None)
-        if told is not None and told.size == mesh.size:
+            set_mesh = next(filter(None, map(typed_mesh, () if plain else values)), None)
+        if set_mesh is not None and set_mesh.size == mesh.size:
             if self.mesh is None:
-                return told, tuple(told.axis_names)
-            if told.shape == mesh.shape:
-                return mesh.update(axis_types=told.axis_types), names
+                return set_mesh, tuple(set_mesh.axis_names)
+            if set_mesh.shape == mesh.shape:
+                return mesh.update(axis_types=set_mesh.axis_types), names
         if around.empty:
             return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)), names
         raise UnsupportedError(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from batchax.cache import memoized
+from batchax.cache import cached
 from batchax.errors import AxisError, UnsupportedError
 from batchax.execution.devices import meetings
 from batchax.frontend.arguments import LocalRows, Mapped, MappedRows, OwnRows
@@ -52,7 +52,7 @@ def from_all(x: np.ndarray) -> np.ndarray:
     return np.asarray(put_by_program(own, everywhere))
 
 
-@memoized("meshes of the devices of processes", most=1)
+@cached("meshes of the devices of processes", most=1)
 def _by_process() -> tuple[NamedSharding, NamedSharding]:
     """Returns shardings for one part on each process's devices, and for the whole on all."""
     devices: list[list[Any]] = [[] for _ in range(jax.process_count())]
@@ -235,6 +235,6 @@ def _types(arguments: Any, local: Mapping[int, Any]) -> Iterator[str]:
     yield f"structure: {structure}"
 
 
-@memoized("descriptions of meshes", most=128)
+@cached("descriptions of meshes", most=128)
 def _of_mesh(mesh: Mesh) -> str:
     return f"{mesh}, devices {[device.id for device in mesh.devices.flat]}"

@@ -217,7 +217,7 @@ def on_shards(
 
     def one_shard(*xs: Value) -> tuple[Any, tuple[list[Position], T]]:
         outs, at, more = run(*map(_joined, xs))
-        return outputs.told(outs, [shards.spec(a) for a in at]), (at, more)
+        return outputs.with_sharding(outs, [shards.spec(a) for a in at]), (at, more)
 
     def on_all(one_shard: Callable[..., Any]) -> list[Any]:
         mapped = jax.shard_map(

@@ -81,7 +81,7 @@ def _remedy_of_branches(context: FindingContext, record: Record) -> dict[str, An
         "one branch runs then."
     )
     # The rule itself answers whether lanes would diverge, without running anything.
-    answer = _ask(record, Runner.here(Compact()))
+    answer = _decision_by(record, Runner.here(Compact()))
     masked = (
         f"{shared} If not, return only cheap values from the branches, and compute their common "
         "part once, after them: running lanes separately would cost more than masking here."
@@ -108,7 +108,7 @@ def _apart(context: FindingContext, record: Record, brings: str) -> dict[str, An
     if (
         context.options.get("divergence") == "predicate"
         and config.divergence == "auto"
-        and _ask(record, for_any_machine("auto")) is True
+        and _decision_by(record, for_any_machine("auto")) is True
     ):
         return {"remedy": f'Remove divergence="predicate": {brings}', "advice": _AUTO}
     if _COMPACT in context.tried:
@@ -129,17 +129,17 @@ def loops(context: FindingContext) -> Iterator[Finding]:
             continue  # lanes leave that loop, and wait in this one for few others
         step, steps = _step_of(eqn)
         # Without counts, half of the steps of all lanes are taken to be for nothing.
-        waits, told = steps / 2, ""
+        waits, more = steps / 2, ""
         counted = context.counted(eqn.number)
         if counted is not None:
             if counted.waits_little:
                 continue
             waits = counted.in_vain / context.each
-            told = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
+            more = f" Of {counted.done:,} lane-steps they needed {counted.needed:,}."
         yield Finding(
             "loop waits for its slowest lane",
             f"`{eqn.primitive}` runs until the last of {lanes_at_a_time(context, record)} is done. "
-            f"Each step costs {show_work(step)} for all lanes, done or not.{told}",
+            f"Each step costs {show_work(step)} for all lanes, done or not.{more}",
             equation=eqn.number,
             cost=price(step) * waits,
             **_remedy_of_loops(context, record),
@@ -173,7 +173,7 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
 
 def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
     """Returns the remedy of a finding, and what it advises."""
-    answer = _ask(record, Runner.here(Compact()))
+    answer = _decision_by(record, Runner.here(Compact()))
     if answer is True and _masked_by_option(context):
         return _apart(context, record, "finished lanes leave, and waiting lanes refill the slots.")
     if answer == "collective":
@@ -194,12 +194,12 @@ def _masked_by_option(context: FindingContext) -> bool:
     return context.options.get("divergence", "auto") in ("auto", "predicate")
 
 
-def _ask(record: Record, divergence: Runner) -> Any:
+def _decision_by(record: Record, divergence: Runner) -> Any:
     """Whether lanes would diverge; "collective" if something inside forbids it."""
     if rule_of_user.in_equation(record.eqn):  # it may use other lanes in unknown ways
         return False
-    rule, asked = find_rule(record.eqn.primitive), _Asked(divergence)
-    axis = replace(record.axis, divergence=asked)
+    rule, recorder = find_rule(record.eqn.primitive), _DecisionRecorder(divergence)
+    axis = replace(record.axis, divergence=recorder)
     invars = record.eqn.invars
     operands = [
         v.aval if a is None else batched_aval(axis, v.aval, a)
@@ -219,10 +219,10 @@ def _ask(record: Record, divergence: Runner) -> Any:
         return "collective"
     except NameError:  # of an axis of the mesh: the call is inside ``shard_map``, this is not
         return False
-    return asked.took
+    return recorder.took
 
 
-class _Asked(Divergence):
+class _DecisionRecorder(Divergence):
     """Wraps a divergence, and remembers whether it ran a loop or branch."""
 
     @property
@@ -414,15 +414,15 @@ def _as_measured(finding: Finding, context: FindingContext) -> Iterator[Finding]
     then = next((t for t in context.timings if t.advice == finding.advice), None)
     what = show_options(finding.advice)
     if then is None:
-        told = f" {what} raised an error."
+        more = f" {what} raised an error."
     else:
-        told = f" It took {show_seconds(now.seconds)}, with {what} {show_seconds(then.seconds)}."
+        more = f" It took {show_seconds(now.seconds)}, with {what} {show_seconds(then.seconds)}."
     if then is not None and pays(now, then):
-        yield replace(finding, message=finding.message + told)
+        yield replace(finding, message=finding.message + more)
     elif finding.otherwise:
         otherwise = finding.otherwise
         yield replace(
-            finding, message=finding.message + told, remedy=otherwise, advice={}, otherwise=""
+            finding, message=finding.message + more, remedy=otherwise, advice={}, otherwise=""
         )
 
 

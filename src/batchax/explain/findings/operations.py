@@ -254,14 +254,16 @@ def _remedy_of_repeated(eqn: Equation | None) -> str:
 
 def transposed(context: FindingContext) -> Iterator[Finding]:
     """Finds arrays whose batch axis is moved."""
-    told: set[str] = set()  # results
+    reported: set[str] = set()  # results
     for instruction in context.instructions():
         if _made_by(context, instruction, "transpose") is None:
             continue
         number, size = context.number_of(instruction), instruction.shape.bytes
         eqn = context.equation(number)
         moved = (
-            _output_of(context, instruction, told) if eqn is None else _argument_of(context, eqn)
+            _output_of(context, instruction, reported)
+            if eqn is None
+            else _argument_of(context, eqn)
         )
         if moved is None:
             continue
@@ -296,9 +298,9 @@ def _argument_of(context: FindingContext, eqn: Equation) -> tuple[str, str] | No
 
 
 def _output_of(
-    context: FindingContext, instruction: Instruction, told: set[str]
+    context: FindingContext, instruction: Instruction, reported: set[str]
 ) -> tuple[str, str] | None:
-    """Returns which output, not in `told`, is moved to where `out_axes` wants it."""
+    """Returns which output, not in `reported`, is moved to where `out_axes` wants it."""
     final = {v.name: v for eqn in context.equations for v in eqn.outputs}
     dtype = _dtype(instruction.shape.text)
     for output in context.outputs:
@@ -307,8 +309,8 @@ def _output_of(
             continue
         # The compiled operation has no name of the output: it is known by type and size.
         alike = _dtype(output.batched) == dtype and output.bytes == instruction.shape.bytes
-        if alike and output.result not in told:
-            told.add(output.result)
+        if alike and output.result not in reported:
+            reported.add(output.result)
             return (
                 f"out_axes wants the batch axis of {output.result} at {output.axis}, and it is "
                 f"computed as {marked(made)}",
@@ -487,8 +489,8 @@ def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
             continue
         why, remedy = _why(eqn, record)
         each = CALLBACK if eqn.primitive in _CALLBACKS else STEP
-        asked = eqn.rule == "sequential_vmap"
-        what = "A function" if asked else f"`{eqn.primitive}`"
+        by_option = eqn.rule == "sequential_vmap"
+        what = "A function" if by_option else f"`{eqn.primitive}`"
         yield Finding(
             "sequentially",
             f"{what} runs for the {count(context.lanes, 'lane')} one after another: {why}",
@@ -499,7 +501,7 @@ def one_lane_after_another(context: FindingContext) -> Iterator[Finding]:
 
 
 def _why(eqn: Equation, record: Record) -> tuple[str, str]:
-    why, remedy = next(told for holds, *told in _REASONS if holds(eqn, record))
+    why, remedy = next(words for holds, *words in _REASONS if holds(eqn, record))
     return why, remedy.format(primitive=_expression(eqn))
 
 

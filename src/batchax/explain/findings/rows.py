@@ -82,11 +82,11 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
         if n:
             k, m = by_layout.get(region["layout"], (0, 0))
             by_layout[region["layout"]] = k + 1, m + n
-    told = [
+    layouts = [
         f"{count(m, 'operation')} {layout} in {count(k, 'region')}"
         for layout, (k, m) in by_layout.items()
     ]
-    return f"Rows run with {' and '.join(told)}."
+    return f"Rows run with {' and '.join(layouts)}."
 
 
 def _remedy(
@@ -132,7 +132,7 @@ def groups(context: FindingContext) -> Iterator[Finding]:
         lengths, each = details["lengths"], count(sum(details["rows"]), "row")
         if len(lengths) < 2:
             continue
-        asked = context.options.get("layout") == "grouped"
+        by_option = context.options.get("layout") == "grouped"
         operations = sum(1 for top in context.equations for _ in top.walk())
         yield Finding(
             "ragged rows run grouped by length",
@@ -142,7 +142,7 @@ def groups(context: FindingContext) -> Iterator[Finding]:
             else f"{each} run in {count(len(lengths), 'group')} of equal length, one after "
             "another, each compiled separately.",
             'Remove layout="grouped" if the function can be computed padded.'
-            if asked
+            if by_option
             else f"Rows of any length cannot run together: {details['why']}. Use fewer lengths: "
             "cut or pad rows to a multiple of some number beforehand, where that does no harm.",
             "",

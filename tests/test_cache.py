@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.cache import Memo, memoized, memos
+from batchax.cache import Cache, cached, caches
 from batchax.kernel.recording import Recorder
 
 from support.oracle import same
@@ -22,7 +22,7 @@ from support.oracle import same
 PACKAGE = Path(bx.__file__).parent
 
 
-# --- one memo ----------------------------------------------------------------------------------
+# --- one cache ----------------------------------------------------------------------------------
 
 
 class Owner:
@@ -30,34 +30,34 @@ class Owner:
 
 
 def test_what_was_not_asked_for_longest_is_forgotten_first():
-    memo = Memo("for this test", most=2)
+    cache = Cache("for this test", most=2)
     built = []
 
     def get(key, owner=None):
-        return memo.get(key, lambda: built.append(key) or key, owner)
+        return cache.get(key, lambda: built.append(key) or key, owner)
 
     assert [get("a"), get("b"), get("a"), get("c"), get("a"), get("b")] == list("abacab")
     assert built == ["a", "b", "c", "b"]
-    assert memo.values() == ["a", "b"]
-    assert memo.find("c") is None
+    assert cache.values() == ["a", "b"]
+    assert cache.find("c") is None
     first, second = Owner(), Owner()
     get("x", first), get("x", second), get("x", first)
     assert built[4:] == ["x", "x"]
-    assert get("y", first) == memo.find("y", first) == "y"  # in place of the second's
-    assert memo.find("x", second) is None
+    assert get("y", first) == cache.find("y", first) == "y"  # in place of the second's
+    assert cache.find("x", second) is None
 
 
 def test_what_has_an_owner_is_forgotten_with_it():
-    memo = Memo("for this test", most=100)
+    cache = Cache("for this test", most=100)
     owner, value = Owner(), Owner()
     alive = weakref.ref(value)
-    memo.get(1, lambda value=value: value, owner)
-    memo.get(2, lambda: 2, owner)
-    memo.get(1, lambda: 3)  # of nobody
+    cache.get(1, lambda value=value: value, owner)
+    cache.get(2, lambda: 2, owner)
+    cache.get(1, lambda: 3)  # of nobody
     del value
     assert alive() is not None
     del owner
-    assert (alive(), memo.values()) == (None, [3])
+    assert (alive(), cache.values()) == (None, [3])
 
 
 class OnlyOnce:
@@ -77,13 +77,13 @@ class OnlyOnce:
 
 def test_an_owner_may_go_when_python_ends(monkeypatch):
     """Then names of modules are None, and keys are not to be compared."""
-    from batchax import memo as module
+    from batchax import cache as module
 
-    memo, keys = Memo("for this test", most=100), [OnlyOnce(), OnlyOnce()]
+    cache, keys = Cache("for this test", most=100), [OnlyOnce(), OnlyOnce()]
     owner, unraisable = Owner(), []
     for key in keys:
-        memo.get(key, int, owner)
-    assert len(memo) == 2
+        cache.get(key, int, owner)
+    assert len(cache) == 2
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     for name in [name for name in vars(module) if not name.startswith("__")]:
         monkeypatch.setattr(module, name, None)
@@ -92,62 +92,62 @@ def test_an_owner_may_go_when_python_ends(monkeypatch):
     del owner
     monkeypatch.undo()
     assert not unraisable
-    assert (len(memo), memo.values()) == (0, [])
+    assert (len(cache), cache.values()) == (0, [])
 
 
 def test_what_fails_is_not_kept():
-    memo = Memo("for this test", most=1)
+    cache = Cache("for this test", most=1)
     with pytest.raises(ZeroDivisionError):
-        memo.get(1, lambda: 1 / 0)
-    assert memo.get(1, lambda: 2) == 2
+        cache.get(1, lambda: 1 / 0)
+    assert cache.get(1, lambda: 2) == 2
 
 
 def test_nothing_is_held_while_something_is_built():
     """Another thread looks up, clears, and builds the same, and all get one result."""
-    memo, other = Memo("for this test", most=4), Memo("for this test, too", most=4)
+    cache, other = Cache("for this test", most=4), Cache("for this test, too", most=4)
 
     def build():
         with ThreadPoolExecutor(1) as pool:  # would wait forever
-            found = pool.submit(lambda: memo.get("k", lambda: object()))
+            found = pool.submit(lambda: cache.get("k", lambda: object()))
             pool.submit(lambda: other.get("k", int)).result(60)
             pool.submit(other.cache_clear).result(60)
             firsts.append(found.result(60))
         return object()
 
     firsts = []
-    assert memo.get("k", build) is firsts[0]
-    assert memo.get("k", build) is firsts[0]
+    assert cache.get("k", build) is firsts[0]
+    assert cache.get("k", build) is firsts[0]
 
 
 def test_keys_whose_comparison_comes_here_again():
-    memo = Memo("for this test", most=16)
+    cache = Cache("for this test", most=16)
 
     class Key:
         def __hash__(self):
             return 0
 
         def __eq__(self, other):
-            memo.get("inside", lambda: 1)
+            cache.get("inside", lambda: 1)
             return self is other
 
     keys = [Key() for _ in range(6)]
     for _ in range(2):
-        assert [memo.get(key, lambda i=i: i) for i, key in enumerate(keys)] == list(range(6))
+        assert [cache.get(key, lambda i=i: i) for i, key in enumerate(keys)] == list(range(6))
 
 
 def test_many_threads_and_owners_that_go():
-    memo, before = Memo("for this test", most=50), sys.getswitchinterval()
+    cache, before = Cache("for this test", most=50), sys.getswitchinterval()
 
     def work(seed):
         random, kept = np.random.default_rng(seed), []
         for i in range(600):
             key, owner = int(random.integers(40)), random.choice([None, *kept[-3:]])
-            assert memo.get(key, lambda key=key, o=owner: (key, id(o)), owner) == (key, id(owner))
+            assert cache.get(key, lambda key=key, o=owner: (key, id(o)), owner) == (key, id(owner))
             kept.append(Owner())
             del kept[:-3]
             if i % 200 == 199:
-                memo.cache_clear()
-            assert len(memo) <= 50 + 8  # one more for each thread, for a moment
+                cache.cache_clear()
+            assert len(cache) <= 50 + 8  # one more for each thread, for a moment
 
     sys.setswitchinterval(1e-5)
     try:
@@ -155,13 +155,13 @@ def test_many_threads_and_owners_that_go():
             list(pool.map(work, range(8)))
     finally:
         sys.setswitchinterval(before)
-    assert {owner for owner, _ in memo._known} - {id(None)} == set(memo._owners)
+    assert {owner for owner, _ in cache._known} - {id(None)} == set(cache._owners)
 
 
 def test_results_of_functions_depend_on_options_of_jax():
     made = []
 
-    @memoized("for this test", most=8)
+    @cached("for this test", most=8)
     def zero(dtype):
         made.append(dtype)
         return jnp.zeros(1, dtype).dtype
@@ -211,9 +211,9 @@ def closure(array):
 @pytest.mark.each_commit(4)
 def test_calls_of_new_functions_keep_memory_flat(way, monkeypatch):
     """What they close over lives as long as one of the few programs that are kept."""
-    for memo in memos():
-        memo.cache_clear()
-        monkeypatch.setattr(memo, "most", 2)
+    for cache in caches():
+        cache.cache_clear()
+        monkeypatch.setattr(cache, "most", 2)
     arrays = []
     for i in range(6):
         array = jnp.full(1000, float(i))
@@ -222,7 +222,7 @@ def test_calls_of_new_functions_keep_memory_flat(way, monkeypatch):
         del array
     gc.collect()
     assert [i for i, array in enumerate(arrays) if array() is not None] in ([], [5], [4, 5])
-    assert all(len(memo) <= 2 for memo in memos())
+    assert all(len(cache) <= 2 for cache in caches())
 
 
 def test_jax_empties_all_of_them():
@@ -231,10 +231,10 @@ def test_jax_empties_all_of_them():
     f = closure(array)
     expected = [jax.tree.leaves(call(f)) for call in WAYS.values()]
     jax.jit(bx.vmap(f, out_axes=bx.Reduce("sum"), batch_size="auto"))(X)
-    assert sum(map(len, memos())) > len(WAYS)
+    assert sum(map(len, caches())) > len(WAYS)
     assert bx.batch_size_choices()
     jax.clear_caches()
-    assert {memo.of: len(memo) for memo in memos() if len(memo)} == {}
+    assert {cache.of: len(cache) for cache in caches() if len(cache)} == {}
     assert not bx.batch_size_choices()
     for call, outs in zip(WAYS.values(), expected, strict=True):  # and are filled again
         same(jax.tree.leaves(call(f)), outs)
@@ -312,7 +312,7 @@ NO_CACHES = {
         "_rules": "a table that users fill",
         "_of_jax": "what JAX's own table had, of imports",
     },
-    "cache.py": {"_all": "the memos"},
+    "cache.py": {"_all": "the caches"},
     "analysis/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
     "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
@@ -354,7 +354,7 @@ def is_empty(value):
     return isinstance(value, (ast.Dict, ast.List)) and not list(ast.iter_child_nodes(value))[1:]
 
 
-def test_whatever_is_kept_is_in_memos():
+def test_whatever_is_kept_is_in_caches():
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE).as_posix()
@@ -365,30 +365,30 @@ def test_whatever_is_kept_is_in_memos():
     assert found == {where: set(names) for where, names in NO_CACHES.items()}
 
 
-def test_memos_say_what_they_are():
+def test_caches_say_what_they_are():
     # Whoever takes notes has one of their own, which lives until cycles are looked for.
     of_one_call = {Recorder().built.of, "for this test"}
-    kept = [memo for memo in memos() if memo.of not in of_one_call]
-    assert len({memo.of for memo in kept}) == len(kept) > 12
-    assert all(memo.of and 0 < memo.most <= 8192 for memo in kept)
+    kept = [cache for cache in caches() if cache.of not in of_one_call]
+    assert len({cache.of for cache in kept}) == len(kept) > 12
+    assert all(cache.of and 0 < cache.most <= 8192 for cache in kept)
 
 
-def test_memos_that_say_the_same_are_of_one_call():
-    """Notes that were taken, and not yet freed, are no memo that was made twice."""
+def test_caches_that_say_the_same_are_of_one_call():
+    """Notes that were taken, and not yet freed, are no cache that was made twice."""
     notes = [Recorder() for _ in range(3)]
     assert {note.built.of for note in notes} == {Recorder().built.of}
-    test_memos_say_what_they_are()
+    test_caches_say_what_they_are()
 
 
-def test_memos_emptied_while_threads_batch():
+def test_caches_emptied_while_threads_batch():
     f = closure(jnp.arange(2.0) + 1)
     expected = {way: jax.tree.leaves(call(f)) for way, call in WAYS.items()}
     done = threading.Event()
 
     def clear():
         while not done.wait(0.001):
-            for memo in memos():
-                memo.cache_clear()
+            for cache in caches():
+                cache.cache_clear()
 
     with ThreadPoolExecutor(3) as pool:
         clearing = pool.submit(clear)
