@@ -57,7 +57,7 @@ BANNED = {
     r"theirs|ours|peers|rivals": "jax.vmap, batchax; other libraries",
     r"rooms?|front doors?": "modules, entry point",
     r"promise(s|d)?": "guarantees",
-    r"caches?": "cache",
+    r"memos?": "cache",
     r"processors?": "CPU",
     r"nobody|somebody|whoever": "name the actor",
     r"(is|are|was|were) no (?!longer|more|less|fewer)": "is not a",
