@@ -304,7 +304,7 @@ NO_CACHES = {
     "jaxprs/own_primitives.py": {"_own": "a table, of imports"},
     "jaxprs/primitive_facts.py": {
         "_facts": "a table, of imports",
-        "_asked": "what of that table was asked, until there is more of it",
+        "_looked_up": "what of that table was asked, until there is more of it",
     },
     "kernel/interpreter.py": {"_warned": "the lines that a warning was given for"},
     "kernel/own_primitive.py": {"_declared": "a table, of imports"},

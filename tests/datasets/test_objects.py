@@ -348,14 +348,14 @@ def test_a_store_that_does_not_answer_is_not_damaged(memory, monkeypatch, silent
     out = f"{memory}/y.zarr"
     bx.map(double, X, out=out, **UNIT)
 
-    def ask(path, done, ask, real=objects._asked):
+    def ask(path, done, ask, real=objects._request):
         def fail():
             raise OSError("no answer")
 
         return real(path, done, fail if silent in str(path) else ask)
 
     with monkeypatch.context() as context:
-        context.setattr(objects, "_asked", ask)
+        context.setattr(objects, "_request", ask)
         with pytest.raises(bx.StorageError, match="no answer"):
             verify(out) if silent != "done.json" else status(out)
     assert verify(out)
