@@ -212,6 +212,51 @@ def test_a_reverse_rule_gives_shared_weights_nothing_from_padding():
     check(layer, ragged(3, lengths=(3, 0, 2, 3)), WEIGHTS, in_axes=(0, None), modes=("vjp",))
 
 
+# What a derivative rule does to a row for which it needs the length as a number.
+NUMBERS = {
+    "len": lambda x: x * len(x),
+    "if": lambda x: x if x.shape[0] > 2 else 2 * x,
+    "split": lambda x: jnp.concatenate(jnp.split(x, 2)),
+    "convolution": lambda x: jax.vjp(
+        lambda k: jnp.convolve(k, k, "same") if len(x) else k, jnp.ones_like(x)
+    )[1](x)[0],
+}
+
+
+def with_rule_of(kind, change):
+    """`sin`, with a rule of this kind that changes a row."""
+    if kind == "forward":
+        function = jax.custom_jvp(jnp.sin)
+        function.defjvp(lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * change(t[0])))
+        return function
+    function = jax.custom_vjp(jnp.sin)
+    if kind == "reverse":
+        function.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (ct * jnp.cos(change(x)),))
+    else:
+        function.defvjp(lambda x: (jnp.sin(x), jnp.cos(change(x))), lambda kept, ct: (ct * kept,))
+    return function
+
+
+@pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
+@pytest.mark.parametrize("kind", ["forward", "of residuals", "reverse"])
+def test_a_derivative_rule_that_needs_a_length_as_a_number(kind, change):
+    function = with_rule_of(kind, change)
+    x = ragged(lengths=(2, 4, 6), poison=False)
+
+    def gradient(layout):
+        total = lambda data: bx.vmap(function, layout=layout)(x.with_data(data)).data[:12].sum()
+        return x.with_data(jax.grad(total)(x.data))
+
+    if kind == "reverse":  # it runs after the batch
+        with pytest.raises(UnsupportedError, match='layout="grouped"') as raised:
+            gradient("auto")
+        assert "CannotPad" not in repr(raised.value)
+    expected = [jax.grad(lambda row: function(row).sum())(row) for row in x.rows()]
+    for layout in ("auto", "grouped")[kind == "reverse" :]:
+        for got, row in zip(gradient(layout).rows(), expected, strict=True):
+            np.testing.assert_allclose(got, row, rtol=1e-5)
+
+
 def test_a_checkpoint_stays_one():
     def row(x):
         return jax.checkpoint(lambda x: jnp.sin(x @ WEIGHTS).sum(0), prevent_cse=False)(x)

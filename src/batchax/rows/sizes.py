@@ -349,13 +349,13 @@ ASKED_FOR_NUMBERS = jax.errors.InconclusiveDimensionOperation
 """What JAX raises where a size is no number."""
 
 
-def needs_number(error: Exception) -> bool:
-    return isinstance(error, ASKED_FOR_NUMBERS) or (
-        isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
-    )
+def needs_number(error: BaseException) -> bool:
+    if isinstance(error, ASKED_FOR_NUMBERS) or _NO_EQUAL_PARTS in str(error):
+        return True
+    return isinstance(error, TypeError) and bool(_NO_NUMBER.search(str(error)))
 
 
-def question_of(error: Exception) -> str:
+def question_of(error: BaseException) -> str:
     """The question that `error` reports, or else its first line."""
     if isinstance(error, UndecidedSizeError):
         return error.question
@@ -364,9 +364,8 @@ def question_of(error: Exception) -> str:
         return "`len(x)`, `range(n)`, `int(n)` and loops of Python over an array take a number"
     if _NO_EQUAL_PARTS in message:
         return "`jnp.split` takes a multiple of the number of parts; slice the row instead"
-    hashed = re.search(
-        f"the size [^\n]* {_HASHED}", message
-    )  # `jax.jit` keeps the text of an error
+    # `jax.jit` keeps the text of an error.
+    hashed = re.search(f"the size [^\n]* {_HASHED}", message)
     return hashed[0] if hashed else message.split("\n")[0].rstrip(".")
 
 

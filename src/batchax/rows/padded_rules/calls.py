@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +20,13 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.custom_rules.call import per_example
 from batchax.custom_rules.own_derivatives import linear_with_transpose
+from batchax.errors import BatchaxError, UnsupportedError
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.rows.padded import CannotPad, Operation, PaddedRule, Row, padded_rule, run_padded
 from batchax.rows.row_rules import in_padding, size_of_rule
-from batchax.rows.sizes import Sizes, has_symbols
+from batchax.rows.sizes import Sizes, has_symbols, needs_number, question_of
 from batchax.rules.masking import hazards, is_inexact, safe_lanes
 
 Flat = Callable[..., list[Any]]
@@ -41,6 +43,35 @@ def arrays(rows: Sequence[Row], avals: Sequence[Aval]) -> list[Any]:
     What loops, branches and rules return must have the same types whichever program ran.
     """
     return [_array(row.value, aval.dtype) for row, aval in zip(rows, avals, strict=True)]
+
+
+@contextlib.contextmanager
+def explaining_rule(op: Operation) -> Iterator[None]:
+    """Explains errors of a user's derivative rule, which is staged for a row of any length."""
+    try:
+        yield
+    except BatchaxError:
+        raise
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not needs_number(cause):
+            cause = cause.__cause__
+        if cause is None:
+            error.add_note("Rows have a symbolic size in derivative rules, as in the function.")
+            raise
+        raise op.reject(
+            "its derivative rule needs the length of a row as a number: "
+            f'{question_of(cause)}. Call vmap outside of jit with layout="grouped".'
+        ) from error
+
+
+@contextlib.contextmanager
+def after_the_batch() -> Iterator[None]:
+    """Of a reverse rule: where it runs it is too late to group rows by their lengths."""
+    try:
+        yield
+    except CannotPad as error:
+        raise UnsupportedError(str(error)) from error.__cause__
 
 
 def _array(x: Value, dtype: Any) -> Any:
@@ -449,7 +480,8 @@ def _custom_jvp(
         moving = call.for_each(tangents, None)
         moving = call.zeros(moving, types, symbolic_zeros)[num_consts:]
         zeros = [isinstance(t, SymbolicZero) for t in moving]
-        jaxpr, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*zeros)
+        with explaining_rule(op):
+            jaxpr, consts, out_zeros = jvp_jaxpr_fun.call_wrapped(*zeros)
         rule = _compat.close(_compat.constants_as_inputs(jaxpr))
         rows = rows[num_consts:]
         given = [
@@ -574,7 +606,8 @@ def _custom_vjp(
         if any(perturbed[:num_consts]):  # says that what is closed over has no derivative
             pairs = zip(rows, perturbed, strict=True)
             perturbs.call_wrapped(*(x for row, moves in pairs for x in (row.value, moves)))
-        jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
+        with explaining_rule(op):
+            jaxpr, consts = fwd_jaxpr_thunk.call_wrapped(*perturbed[num_consts:])
         rule = _compat.close(_compat.constants_as_inputs(jaxpr))
         results = run_inside(inner.sizes, rule, [*call.constants(consts), *rows[num_consts:]])
         outs = arrays(results, rule.out_avals)
@@ -586,6 +619,7 @@ def _custom_vjp(
         residuals = _Residuals(sizes, [x for x, _ in pairs], tuple(a for _, a in pairs))
         return outs[count:], residuals
 
+    @after_the_batch()
     def reverse(residuals: _Residuals, cotangents: Values) -> tuple[Any, ...]:
         sizes = op.sizes.inside(dict(zip(call.names, residuals.sizes, strict=True)))
         types = [v.aval.to_tangent_aval() for v in op.eqn.outvars]
@@ -594,7 +628,8 @@ def _custom_vjp(
             ct if isinstance(ct, SymbolicZero) else t
             for ct, t in zip(cotangents, types, strict=True)
         ]
-        rule, zeros = _staged_reverse(backward, [*residuals.avals, *given])
+        with explaining_rule(op):
+            rule, zeros = _staged_reverse(backward, [*residuals.avals, *given])
         values = [*residuals.values, *(ct for ct in cotangents if not isinstance(ct, SymbolicZero))]
         inputs = typed_rows(values, rule.in_avals)
         call.constants(rule.consts)
