@@ -35,6 +35,10 @@ class NotFinite(Exception):
     """
 
 
+class Tied(Exception):
+    """Keys of a sort are the same up to rounding, which decides what comes first."""
+
+
 class NotANumber(Exception):
     """An operation that was watched gave NaN, as `jax.debug_nans` would have noticed."""
 
@@ -67,7 +71,7 @@ def evaluate_by_numpy(closed, args):
 
 
 only_finite = contextvars.ContextVar("only_finite", default=False)
-"""Whether to raise `NotFinite`."""
+"""Whether to raise `NotFinite`, and `Tied`."""
 _only_numpy = contextvars.ContextVar("only_numpy", default=False)
 
 
@@ -135,6 +139,8 @@ def _operation(eqn, xs):
     primitive = eqn.primitive
     if only_finite.get() and _multiplies_zeros(eqn) and not all(map(_is_finite, xs)):
         raise NotFinite
+    if only_finite.get() and _has_ties(eqn, xs):
+        raise Tied
     fun = numpy_operations.find(primitive, xs, eqn.params)
     if fun is not None:
         outs = fun(*xs, **eqn.params)
@@ -154,6 +160,22 @@ def _multiplies_zeros(eqn):
     if eqn.primitive.name == "conv_general_dilated":
         return any(map(any, p["padding"])) or max(*p["lhs_dilation"], *p["rhs_dilation"], 1) > 1
     return eqn.primitive.name == "fft"
+
+
+def _has_ties(eqn, xs):
+    name, p = eqn.primitive.name, eqn.params
+    if name == "sort" and len(xs) > 1:
+        axis, equal = p["dimension"], not p["is_stable"]
+    elif name in ("argmax", "argmin", "top_k"):
+        axis, equal = p["axes"][0] if "axes" in p else p.get("axis", -1), False
+    else:
+        return False
+    if np.asarray(xs[0]).dtype.kind not in "fc" or np.shape(xs[0])[axis] < 2:
+        return False
+    keys = np.sort(np.asarray(xs[0]), axis)
+    gaps = np.abs(np.diff(keys, axis=axis))
+    sizes = np.abs(np.delete(keys, 0, axis))
+    return bool(((gaps <= 1e-5 * sizes) & ((gaps > 0) | equal)).any())
 
 
 def _is_finite(x):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 import batchax as bx
 
-from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
+from fuzz.evaluate import Endless, NotANumber, NotFinite, Tied, evaluate, evaluate_one, only_finite
 from fuzz.programs import HELPERS, PRELUDE, Program
 from support.forced import ALONE, FORCED, KERNELS, LAST, SERIAL
 
@@ -298,8 +298,9 @@ def judge(case):
             raise Discarded("infinite cotangents")
         if ill_conditioned(case, alone["f"], args, tangents, cotangents, expected, problem):
             raise Discarded("ill-conditioned")
-        if all(not_finite(run_alone, lane) for lane in lanes_of(case, problem)):
-            raise Discarded("a transform or convolution of NaN or infinities")
+        reasons = [undecided(run_alone, lane) for lane in lanes_of(case, problem)]
+        if all(reasons):
+            raise Discarded(reasons[0])
         if case.mode != "values":
             undifferentiated = one_by_one(replace(case, mode="values"), alone["f"], args, [], [])
             if difference(expected[:2], undifferentiated[:2], case.loose) is not None:
@@ -368,13 +369,15 @@ def lanes_of(case, problem):
     return sorted({*zip(around.tolist(), at[axis % own + case.nested].tolist(), strict=True)})
 
 
-def not_finite(run_alone, lane):
-    """Whether a lane alone transforms NaN or infinities, or convolves them with padding."""
+def undecided(run_alone, lane):
+    """What is left open for a lane alone: what NaN and infinities reach, or the order of a sort."""
     try:
         run_alone(finite=lane)
     except NotFinite:
-        return True
-    return False
+        return "a transform or convolution of NaN or infinities"
+    except Tied:
+        return "a tie that rounding decides"
+    return ""
 
 
 def loops(case, args, should, tangents, cotangents):
@@ -581,7 +584,7 @@ def _one_batch(case, f, args, tangents, cotangents, compiled, finite):
                 finally:
                     only_finite.reset(before)
             results = evaluate(staged, lanes, case.watched)
-    except NotFinite:
+    except (NotFinite, Tied):
         raise
     except NotANumber:
         raise Discarded("NaN alone") from None

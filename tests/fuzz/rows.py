@@ -11,7 +11,7 @@ import numpy as np
 import batchax as bx
 from batchax.jaxprs.inside import with_inside
 
-from fuzz.evaluate import Endless, NotANumber, NotFinite, evaluate, evaluate_one, only_finite
+from fuzz.evaluate import Endless, NotANumber, NotFinite, Tied, evaluate, evaluate_one, only_finite
 from fuzz.judge import (
     COMPILED_NAN,
     Discarded,
@@ -260,6 +260,8 @@ def alone(case, f, args, tangents, compiled=False, finite=None):
             # XLA's transforms leave out products with 0 and 1; of a row in a padded array it is
             # Bluestein's, in which each element reaches each frequency. XLA's own differ, too.
             raise Discarded("a transform or convolution of NaN or infinities") from None
+        except Tied:
+            raise Discarded("a tie that rounding decides") from None
         except NotANumber:
             raise Discarded("NaN alone") from None
         except Endless:

@@ -9,6 +9,7 @@ import os
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from fuzz.blocks import blocks
-from fuzz.evaluate import NotFinite, evaluate, only_finite
+from fuzz.evaluate import NotFinite, Tied, evaluate, only_finite
 from fuzz.judge import Discarded, Problem, adds_up_infinities, judge, of_nan, told_otherwise
 from fuzz.rows import draw_rows, judge_rows
 from fuzz.ways import draw_case
@@ -114,6 +115,25 @@ def test_a_lane_that_is_finite_is_not_excused_by_another():
         evaluate(convolved("VALID"), [[infinite]])  # no padding: no product with zero
         with pytest.raises(NotFinite):
             evaluate(convolved("SAME"), [[infinite]])
+    finally:
+        only_finite.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stable", "tied"),
+    [
+        ([1.0, 1.0, 2.0], True, False),
+        ([1.0, 1.0, 2.0], False, True),
+        ([1.0, 1.0 + 1e-7, 2.0], True, True),
+        ([np.nan, 1.0, 2.0], False, False),
+    ],
+)
+def test_a_tie_that_rounding_decides_is_one(keys, stable, tied):
+    order = jax.make_jaxpr(lambda x: jnp.argsort(x, stable=stable))(np.ones(3, np.float32))
+    token = only_finite.set(True)
+    try:
+        with pytest.raises(Tied) if tied else contextlib.nullcontext():
+            evaluate(order, [[np.array(keys, np.float32)]])
     finally:
         only_finite.reset(token)
 
