@@ -314,7 +314,6 @@ NO_CACHES = {
     },
     "cache.py": {"_all": "the caches"},
     "analysis/canonical.py": {"rules": "a table, of imports", "rules_by_fact": "another"},
-    "rows/index.py": {"PROGRAMS": "a table, of imports"},
     "rows/layouts.py": {"functools.cache": "what steps cost, while layouts are chosen"},
     "rows/padded.py": {"_rules": "a table, of imports", "_rules_by_fact": "a table, of imports"},
     "rows/padded_rules/calls.py": {"OF_FUNCTIONS": "a table, of imports"},

@@ -222,7 +222,7 @@ AROUND = {
         lambda x: f(x) * jnp.argmax(x < TABLE),
     ),
     "found_switch": lambda f: (with_found_sizes(f), f),
-    "index_arrays": lambda f: (
+    "row_places": lambda f: (
         lambda x: f(x) * row_places((x + TABLE[:2]).astype(np.int32), 4, 3)[1].sum(),
         lambda x: f(x) * jnp.minimum((x + TABLE[:2]).astype(np.int32).sum(), 4),
     ),

@@ -22,7 +22,7 @@ from batchax._compat import find_primitive
 from batchax.custom_rules.own_derivatives import linear_with_transpose
 from batchax.execution.gathered_lanes import put
 from batchax.execution.slices import follow_p
-from batchax.rows.index import index_arrays_p
+from batchax.rows.index import row_places_p
 from batchax.rows.sizes import found_places_p
 from batchax.rules.callbacks import lane_calls_p
 from batchax.rules.calls import in_turn_p
@@ -469,8 +469,8 @@ def _own():
             )
         },
         "rows.index": {
-            "index_arrays": (
-                partial(index_arrays_p.bind, find="rows", capacity=4, bound=3),
+            "row_places": (
+                partial(row_places_p.bind, capacity=4, bound=3),
                 several(3, dtype=np.int32),
             )
         },

@@ -7,17 +7,17 @@ would transpose a gather to a scatter, a hundred times slower on a CPU.
 A row that is ragged along several axes is so many *pieces* along the last of them, one after
 another. To what is here they are rows: padded, all rows have as many, and some of them are empty.
 
-XLA compiles each sum, sort and gather of a program for a CPU as a separate function, which takes
-10 milliseconds or more, and the positions of rows take some thirty of them. A loop of small steps
-is one function, and runs faster (`docs/decisions/short_loops.md`).
+On a CPU a loop of small steps finds the places of rows in a third of the time of sums, and XLA
+compiles it as one function.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,61 +34,9 @@ from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import NoDerivative, Of, own_primitive
 from batchax.rules.masking import is_inexact
 
-
-class IndexProgram(NamedTuple):
-    """How index arrays are computed: functions of arrays of int32, and of the same parameters."""
-
-    operations: Callable[..., list[Any]]  # by sums and sorts, side by side
-    # To the same results, in a form that a CPU compiles and runs sooner.
-    on_cpu: Callable[..., list[Any]]
-    # Those of the results, from the types of the operands.
-    shapes: Callable[..., Sequence[tuple[int, ...]]]
-
-
-PROGRAMS: dict[str, IndexProgram] = {}
-"""By what they find."""
-
-
-WINDOW = 16
-"""So many elements loops write at once. They go over rows in order: where a window reaches into the
-next row, that one writes over it."""
-
-
-def index_arrays(find: str, operands: Values, **params: Any) -> list[Any]:
-    """The arrays that a program of `PROGRAMS` finds, of int32; with their operands they vary."""
-    return index_arrays_p.bind(*_compat.varying_alike(operands), find=find, **params)
-
-
-def _operations(*operands: Value, find: str, **params: Any) -> list[Any]:
-    return PROGRAMS[find].operations(*operands, **params)
-
-
-def _on_cpu(*operands: Value, find: str, **params: Any) -> list[Any]:
-    return PROGRAMS[find].on_cpu(*operands, **params)
-
-
-def _types(*avals: Aval, find: str, **params: Any) -> list[Any]:
-    vector: Any = avals[0]
-    shapes = PROGRAMS[find].shapes(*avals, **params)
-    return [vector.update(shape=shape, dtype=np.dtype(np.int32)) for shape in shapes]
-
-
-def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Positions]:
-    return batch_function(axis, lambda *xs: _operations(*xs, **params), args, axes)
-
-
-index_arrays_p = own_primitive(
-    "index_arrays",
-    called="where rows are",
-    operations=_operations,
-    on_cpu=_on_cpu,
-    types=_types,
-    programs=(),
-    facts="",
-    rule=_batched,
-    jvp=Of(None),
-    transpose=NoDerivative("where rows are is transposed, which is not linear."),
-)
+_WINDOW = 16
+"""So many elements the loop writes at once. It goes over rows in order: where a window reaches into
+the next row, that one writes over it."""
 
 
 def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None = None) -> list[Any]:
@@ -100,36 +48,29 @@ def row_places(lengths: Value, capacity: int, bound: int, starts: Value | None =
     place beyond the last.
     """
     operands = [lengths] if starts is None else [lengths, starts]
-    return index_arrays("rows", operands, capacity=capacity, bound=bound)
+    return row_places_p.bind(*_compat.varying_alike(operands), capacity=capacity, bound=bound)
 
 
 def _row_places(lengths: Value, *elsewhere: Value, capacity: int, bound: int) -> list[Any]:
     clipped = jnp.clip(lengths, 0, min(bound, capacity))
     ends = jnp.minimum(jnp.cumsum(clipped, dtype=np.int32), capacity)
     starts = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends])[:-1]
-    sizes = ends - starts
-
-    def of_ended_rows(amounts: Any) -> Any:
-        """For each element, the sum of `amounts` of the rows before its own."""
-        marks = jnp.zeros(capacity, np.int32).at[ends].add(amounts, mode="drop")
-        return jnp.cumsum(marks, dtype=np.int32)
-
-    rows = of_ended_rows(np.int32(1))
-    own = np.arange(capacity, dtype=np.int32)
-    if not elsewhere:
-        return [starts, sizes, rows, own + of_ended_rows(bound - sizes)]
-    further = jnp.concatenate([elsewhere[0] - starts, jnp.full(1, _BEYOND, np.int32)])
-    return [starts, sizes, rows, own + further[rows]]
+    ended = jnp.zeros(capacity, np.int32).at[ends].add(np.int32(1), mode="drop")
+    rows = jnp.cumsum(ended, dtype=np.int32)
+    padded = np.arange(len(lengths), dtype=np.int32) * np.int32(bound)
+    there = elsewhere[0] if elsewhere else padded
+    further = jnp.concatenate([there - starts, jnp.full(1, _BEYOND, np.int32)])
+    return [starts, ends - starts, rows, np.arange(capacity, dtype=np.int32) + further[rows]]
 
 
 def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int) -> list[Any]:
     count = lengths.shape[0]
-    if not count or capacity < WINDOW:
+    if not count or capacity < _WINDOW:
         return _row_places(lengths, *starts, capacity=capacity, bound=bound)
     # Constants of their types: numbers of Python would be converted, each by an operation.
-    zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
+    zero, one, window = np.int32(0), np.int32(1), np.int32(_WINDOW)
     room, last = np.int32(capacity), np.int32(count - 1)
-    within = np.arange(WINDOW, dtype=np.int32)
+    within = np.arange(_WINDOW, dtype=np.int32)
 
     def step(_: Any, state: Any) -> Any:
         """A few elements of a row; what is written of the next one is written over later."""
@@ -146,9 +87,9 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
         to = lax.min(element, room - window)
         back = element - to
         there = row * np.int32(bound) if not starts else _start_elsewhere(starts[0], row)
-        new = lax.broadcast(row, (WINDOW,)), there + (place - back) + within
+        new = lax.broadcast(row, (_WINDOW,)), there + (place - back) + within
         rows, places = (
-            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, WINDOW)), to)
+            put_part(x, lax.select(within >= back, part, part_of(x, to, 0, _WINDOW)), to)
             for x, part in zip((rows, places), new, strict=True)
         )
         leaves = in_row & (size - place <= window)
@@ -158,7 +99,7 @@ def _row_places_on_cpu(lengths: Value, *starts: Value, capacity: int, bound: int
         return row, place, element, (begin, size), (begins, sizes, rows, places)
 
     arrays = [lax.full((size,), 0, np.int32) for size in (count, count, capacity, capacity)]
-    steps = np.int32(count + capacity // WINDOW + 1)
+    steps = np.int32(count + capacity // _WINDOW + 1)
     state = lax.fori_loop(zero, steps, step, (zero, zero, zero, (zero, zero), tuple(arrays)))
     return list(state[-1])
 
@@ -172,11 +113,27 @@ def _start_elsewhere(starts: Value, row: Value) -> Any:
 _BEYOND = 1 << 30
 
 
-def _row_places_shapes(lengths: Aval, *starts: Aval, capacity: int, bound: int) -> list[Any]:
-    return [lengths.shape, lengths.shape, (capacity,), (capacity,)]
+def _types(lengths: Any, *starts: Aval, capacity: int, bound: int) -> list[Any]:
+    shapes = lengths.shape, lengths.shape, (capacity,), (capacity,)
+    return [lengths.update(shape=shape, dtype=np.dtype(np.int32)) for shape in shapes]
 
 
-PROGRAMS["rows"] = IndexProgram(_row_places, _row_places_on_cpu, _row_places_shapes)
+def _batched(axis: Axis, args: Values, axes: Positions, /, **params: Any) -> tuple[Any, Positions]:
+    return batch_function(axis, functools.partial(_row_places, **params), args, axes)
+
+
+row_places_p = own_primitive(
+    "row_places",
+    called="where rows are",
+    operations=_row_places,
+    on_cpu=_row_places_on_cpu,
+    types=_types,
+    programs=(),
+    facts="",
+    rule=_batched,
+    jvp=Of(None),
+    transpose=NoDerivative("where rows are is transposed, which is not linear."),
+)
 
 
 @dataclass(frozen=True, eq=False)

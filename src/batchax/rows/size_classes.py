@@ -33,7 +33,6 @@ from batchax.execution.chunk_loop import (
     Gathered,
     chunk_loop,
 )
-from batchax.execution.slices import entry_of, put_entry, put_part
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, axis_to_front
 from batchax.kernel.captured import closed_over
@@ -41,7 +40,7 @@ from batchax.kernel.inner import batch_function, returning_alike
 from batchax.kernel.own_primitive import pullback_of, tangents_of, with_tangent_rule, with_values
 from batchax.rows.buckets import Weight, fewer_boxes, lightest_groups
 from batchax.rows.groups import KnownGroups, of_one_row
-from batchax.rows.index import PROGRAMS, WINDOW, IndexProgram, index_arrays, moved
+from batchax.rows.index import moved
 from batchax.rows.layouts import Costs, RowProgram, RowStep, differing_values
 from batchax.rows.packed import Packed, PackedRows
 from batchax.rows.packed_forms import Names, can_hold
@@ -407,21 +406,17 @@ class _Moving:
 
     def __init__(self, rows: PackedRows, classes: SizeClasses) -> None:
         self.rows, self.classes = rows, classes
-        self.lengths = {name: each.lengths for name, each in rows.index.items()}
-        limits = tuple(tuple(each[name] for name in self.lengths) for each in classes.bounds)
-        how = {"limits": limits, "rows": classes.rows, "blocks": classes.blocks}
-        own = list(self.lengths.values())
-        self.blocks = RowsOfBlocks(*find_positions("blocks", own, **how))
-        self._slots = self.blocks.slots(classes.rows[-1])
+        self.lengths = {name: jnp.asarray(each.lengths) for name, each in rows.index.items()}
+        self.blocks = find_blocks(classes, self.lengths)
         self._bounds = Sizes(rows.bounds, {})
-        self._of_elements: dict[Any, PlacesOfElements] = {}
+        self._of_elements: dict[Any, Places] = {}
 
     def into_blocks(self, given: Packed) -> Any:
         """Blocks are in front; then come the elements of a block, or the slots for its rows."""
         at, x, bounds, size = ragged_axes(given.shape), given.value, None, -1
         if not at:
             assert given.axis is not None
-            to, there, _ = self._slots
+            places = self.blocks.places
             x = jnp.moveaxis(x, given.axis, 0)
         else:
             dims = [given.shape[k] for k in at]
@@ -429,273 +424,149 @@ class _Moving:
                 x = jnp.moveaxis(x, at[0], 0)
             else:
                 x, bounds = _collapsed(x, at)
-            to, there, _ = self._places(dims, bounds)
-            size = self.classes.elements(dims)
-        x = moved(x, 0, there, to)
+            places, size = self._places(dims, bounds), self.classes.elements(dims)
+        x = moved(x, 0, places.there, places.at)
         return x.reshape(self.classes.blocks, size, *x.shape[1:])
 
     def out_of_blocks(self, x: Value, shape: tuple[Any, ...]) -> Packed:
         """A result, from what it is in blocks."""
         at, x = ragged_axes(shape), lax.collapse(x, 0, 2)
         if not at:
-            to, _, back = self._slots
-            return Packed(moved(x, 0, to, back), shape, 0)
+            places = self.blocks.places
+            return Packed(moved(x, 0, places.at, places.back), shape, 0)
         dims, packed = [shape[k] for k in at], self.rows.holds(shape)
         bounds = tuple(map(self._bounds.bound, dims))
-        to, _, back = self._places(dims, None if packed else bounds)
-        x = moved(x, 0, to, back)
+        places = self._places(dims, None if packed else bounds)
+        x = moved(x, 0, places.at, places.back)
         if packed:
             return Packed(jnp.moveaxis(x, 0, at[0]), shape)
         return Packed(_expanded(x, at, [self.rows.axis.size, *bounds]), shape, 0)
 
-    def _places(self, dims: Dims, bounds: tuple[int, ...] | None) -> PlacesOfElements:
+    def _places(self, dims: Dims, bounds: tuple[int, ...] | None) -> Places:
         """Where the elements of packed rows are in blocks, or of rows that are padded to bounds."""
         key = tuple(map(str, dims)), bounds
-        if key in self._of_elements:
-            return self._of_elements[key]
+        if key not in self._of_elements:
+            self._of_elements[key] = self._find_places(dims, bounds)
+        return self._of_elements[key]
+
+    def _find_places(self, dims: Dims, bounds: tuple[int, ...] | None) -> Places:
+        count, blocks, size = self.rows.axis.size, self.blocks, self.classes.elements(dims)
+        sizes = [self._size(dim) for dim in dims]
+        # Of each element of all rows: which row it is of, and where it is there along each axis.
         if bounds is None:
             index = self.rows.along(tuple(map(str, dims)))
-            row_of, places = index.rows, [index.places]
-            starts = index.starts[:: math.prod(index.before)]
+            row_of, places = jnp.asarray(index.rows), [jnp.asarray(index.places)]
+            starts = jnp.asarray(index.starts[:: math.prod(index.before)])
             for bound in reversed(index.before):
                 places.insert(0, row_of % np.int32(bound))
                 row_of = row_of // np.int32(bound)
         else:
-            count = self.rows.axis.size
             row_of, *places = (x.reshape(-1) for x in np.indices((count, *bounds), np.int32))
             starts = np.arange(count, dtype=np.int32) * np.int32(math.prod(bounds))
-        operands = [*self.blocks, starts, row_of, *map(self._size, dims), *places]
-        widths = tuple(tuple(self.classes.widths(dim).tolist()) for dim in dims)
-        how = {"widths": widths, "room": bounds, "size": self.classes.elements(dims)}
-        self._of_elements[key] = PlacesOfElements(*find_positions("elements", operands, **how))
-        return self._of_elements[key]
+
+        # Of each place of a block, for each class: its slot, and where in the slot it is.
+        widths = [np.maximum(self.classes.widths(dim), 1) for dim in dims]
+        slots = blocks.row.shape[1]
+        slot = np.broadcast_to(np.arange(size, dtype=np.int32), (len(widths[0]), size))
+        within: list[Any] = []
+        for width in reversed(widths):
+            within.insert(0, slot % width[:, None])
+            slot = slot // width[:, None]
+        number = jnp.minimum(blocks.number, np.int32(len(widths[0]) - 1))
+        slot = _taken(np.minimum(slot, slots), number)
+        within = [_taken(at, number) for at in within]
+        ahead = np.arange(len(number), dtype=np.int32)[:, None] * np.int32(slots)
+        row = _taken(blocks.row.reshape(-1), ahead + jnp.minimum(slot, np.int32(slots - 1)))
+        inside = slot < slots
+        for at, own in zip(within, sizes, strict=True):
+            inside &= at < _taken(own, row)
+        room = (
+            [_taken(own, row) for own in sizes] if bounds is None else list(map(np.int32, bounds))
+        )
+        element = _taken(starts, row) + linear(within, room)
+        if bounds is None:  # rows of traced lengths end where the array does
+            inside &= element < np.int32(row_of.shape[0])
+        there = jnp.where(inside, element, np.int32(-1))
+        back = jnp.where(slot < blocks.held[:, None], there, np.int32(-1))
+
+        of_row = [jnp.take(width, blocks.kind, mode="clip") for width in widths]
+        first = blocks.block * np.int32(size) + blocks.slot * math.prod(of_row)
+        own_row = jnp.minimum(row_of, np.int32(count - 1))
+        at = _taken(first, own_row) + linear(places, [_taken(width, own_row) for width in of_row])
+        belongs = row_of < np.int32(count)
+        for place, own in zip(places, sizes, strict=True):
+            belongs &= place < _taken(own, own_row)
+        at = jnp.where(belongs, at, np.int32(-1))
+        return Places(at, there.reshape(-1), back.reshape(-1))
 
     def _size(self, dim: Any) -> Any:
-        """The size `dim` of each row; of NumPy where lengths are known."""
-        size = _compat.evaluate_size(dim, self.lengths)
-        numpy = np if isinstance(size, (np.ndarray, np.generic)) else jnp
-        return numpy.maximum(numpy.asarray(size, np.int32), np.int32(0))
+        """The size `dim` of each row."""
+        size = jnp.asarray(_compat.evaluate_size(dim, self.lengths), np.int32)
+        return jnp.maximum(size, np.int32(0))
 
 
-# Which rows are in which block, and where their elements are there. Where lengths are known,
-# positions are computed when a program is staged, by NumPy.
-class RowsOfBlocks(NamedTuple):
-    """Which rows are in which block; blocks are in the order of their first rows."""
-
-    kind: Any  # the class of each row
-    block: Any  # where each row is
-    slot: Any  # its place there
-    number: Any  # the class of each block; as many as there are classes where it holds no row
-    held: Any  # how many rows each block holds
-    row: Any  # the row in each slot of each block, one block after another
-
-    @property
-    def numpy(self) -> Any:
-        """NumPy where rows are known; JAX's if not."""
-        return np if isinstance(self.number, np.ndarray) else jnp
-
-    def slots(self, slots: int) -> tuple[Any, Any, Any]:
-        """Where each row is among the slots of all blocks, and the row in each of these.
-
-        The latter once more, but -1 for those that stand in for missing rows: the first of their
-        blocks.
-        """
-        row, own = _with_stand_ins(self, slots)
-        back = self.numpy.where(own, row, np.int32(-1))
-        return self.block * np.int32(slots) + self.slot, row.reshape(-1), back.reshape(-1)
-
-
-class PlacesOfElements(NamedTuple):
-    """Where elements are in blocks."""
+class Places(NamedTuple):
+    """Where the elements of rows are in blocks, or where rows are among the slots of blocks."""
 
     at: Any  # the place in all blocks of each element; -1 for those of no row
     there: Any  # the element at each place of the blocks; -1 where there is none
     back: Any  # the same, and -1 for those of rows that are run in place of missing ones
 
 
-def _with_stand_ins(rows: Any, slots: int) -> tuple[Any, Any]:
-    """The row in each slot of each block, and which of these are not in place of missing ones."""
-    row, held = rows.row.reshape(-1, slots), rows.held
-    own = np.arange(slots, dtype=np.int32)[None] < held[:, None]
-    return rows.numpy.where(own, row, row[:, :1]), own
+class RowsOfBlocks(NamedTuple):
+    """Which rows are in which block: first the blocks of the longest rows, at last empty ones."""
+
+    kind: Any  # the class of each row
+    block: Any  # where each row is
+    slot: Any  # its place there
+    number: Any  # the class of each block; as many as there are classes where it holds no row
+    held: Any  # how many rows each block holds
+    # The row in each slot of each block, shape (blocks, slots). In place of those that are missing
+    # it is the first row of the block.
+    row: Any
+
+    @property
+    def places(self) -> Places:
+        slots = self.row.shape[1]
+        own = np.arange(slots, dtype=np.int32) < self.held[:, None]
+        back = jnp.where(own, self.row, np.int32(-1))
+        at = self.block * np.int32(slots) + self.slot
+        return Places(at, self.row.reshape(-1), back.reshape(-1))
 
 
-def find_positions(find: str, operands: Sequence[Any], **how: Any) -> list[Any]:
-    """What `_blocks` or `_elements` finds, by NumPy if everything is known."""
-    if all(isinstance(x, np.ndarray) for x in operands):
-        return {"blocks": _blocks, "elements": _elements}[find](np, *operands, **how)
-    return index_arrays(find, [jnp.asarray(x, np.int32) for x in operands], **how)
-
-
-def _blocks(numpy: Any, *lengths: Any, limits: Any, rows: Any, blocks: int) -> list[Any]:
-    """As `RowsOfBlocks` has them, of rows of these lengths, for each of their sizes.
-
-    `limits` are the bounds of each size in each class, from that of the longest rows down, of which
-    a block holds so many `rows`; there are so many `blocks`.
-    """
-    count, slots, most = len(lengths[0]), rows[-1], np.int32(len(lengths[0]) - 1)
-    capacity = np.array(rows, np.int32)
-    ints = lambda x: x.astype(np.int32)
-    in_order = lambda x: ints(np.argsort(x, kind="stable") if numpy is np else jnp.argsort(x))
-    sums = lambda x: numpy.cumsum(x, dtype=np.int32)
+def find_blocks(classes: SizeClasses, lengths: Mapping[str, Any]) -> RowsOfBlocks:
+    """The blocks of rows of these lengths, for each of their sizes."""
+    capacity, number = np.array(classes.rows, np.int32), len(classes.rows)
     fits = [
-        functools.reduce(numpy.logical_and, (n <= b for n, b in zip(lengths, bounds, strict=True)))
-        for bounds in limits[1:]
+        functools.reduce(
+            lax.bitwise_and, (lengths[name] <= np.int32(b) for name, b in each.items())
+        )
+        for each in classes.bounds[1:]
     ]
-    kind: Any = sum(map(ints, fits), numpy.zeros(count, np.int32))
-    classes = np.arange(len(rows), dtype=np.int32)
-    of_class = ints((kind[:, None] == classes[None]).sum(0))
-    first, order = sums(of_class) - of_class, in_order(kind)
-    rank = in_order(order) - first[kind]
-    # A row opens a block if the rows before it in its class fill the last one.
-    room = numpy.take(capacity, kind)
-    opens = rank % room == 0
-    opener = order[first[kind] + rank // room * room]
-    block, slot = (sums(opens) - np.int32(1))[opener], rank % room
-    of_block = in_order(~opens)[np.minimum(np.arange(blocks, dtype=np.int32), most)]
-    used = np.arange(blocks, dtype=np.int32) < ints(opens.sum())
-    its_kind = kind[of_block]
-    held = numpy.minimum(numpy.take(capacity, its_kind), of_class[its_kind] - rank[of_block])
-    held = numpy.where(used, held, np.int32(0))
-    there = (first[its_kind] + rank[of_block])[:, None] + np.arange(slots, dtype=np.int32)[None]
-    row = order[numpy.minimum(there, most)]
-    filled = np.arange(slots, dtype=np.int32)[None] < held[:, None]
-    row = numpy.where(filled, row, np.int32(0)).reshape(-1)
-    return [kind, block, slot, numpy.where(used, its_kind, np.int32(len(rows))), held, row]
+    count = next(iter(lengths.values())).shape[0]
+    kind: Any = sum((x.astype(np.int32) for x in fits), jnp.zeros(count, np.int32))
+    is_kind = (kind[:, None] == np.arange(number, dtype=np.int32)).astype(np.int32)
+    so_far = jnp.cumsum(is_kind, 0, dtype=np.int32)  # the rows of each class, up to each row
+    of_class, rank = so_far[-1], (so_far * is_kind).sum(1, dtype=np.int32) - np.int32(1)
+    filled = lax.div(of_class + capacity - np.int32(1), capacity)
+    ends = jnp.cumsum(filled, dtype=np.int32)
+    first, room = ends - filled, _taken(capacity, kind)
+    block, slot = _taken(first, kind) + lax.div(rank, room), lax.rem(rank, room)
+
+    numbers, slots = np.arange(classes.blocks, dtype=np.int32), classes.rows[-1]
+    of_block = (numbers[:, None] >= ends).sum(1, dtype=np.int32)
+    own = jnp.minimum(of_block, np.int32(number - 1))
+    before = (numbers - _taken(first, own)) * _taken(capacity, own)
+    held = jnp.clip(_taken(of_class, own) - before, np.int32(0), _taken(capacity, own))
+    row = jnp.zeros(classes.blocks * slots, np.int32)
+    row = row.at[block * np.int32(slots) + slot].set(np.arange(count, dtype=np.int32))
+    row = row.reshape(classes.blocks, slots)
+    row = jnp.where(np.arange(slots, dtype=np.int32) < held[:, None], row, row[:, :1])
+    return RowsOfBlocks(kind, block, slot, of_block, held, row)
 
 
-def _blocks_on_cpu(*lengths: Value, limits: Any, rows: Any, blocks: int) -> list[Any]:
-    """As `_blocks`, by a loop over rows, which is one function to compile."""
-    count, slots, zero, one = lengths[0].shape[0], rows[-1], np.int32(0), np.int32(1)
-    capacity = np.array(rows, np.int32)
-
-    def step(i: Any, state: Any) -> Any:
-        i = lax.convert_element_type(i, np.int32)  # in double precision loops count in 64 bits
-        opened, last, filled, (kind, block, slot, number, held, row) = state
-        own = zero
-        for bounds in limits[1:]:
-            fits = [entry_of(n, i) <= np.int32(b) for n, b in zip(lengths, bounds, strict=True)]
-            own += lax.convert_element_type(functools.reduce(lax.bitwise_and, fits), np.int32)
-        before = entry_of(filled, own)
-        opens = before == entry_of(jnp.asarray(capacity), own)
-        where = lax.select(opens, opened, entry_of(last, own))
-        place = lax.select(opens, zero, before)
-        placed = [
-            put_entry(kind, own, i),
-            put_entry(block, where, i),
-            put_entry(slot, place, i),
-            put_entry(number, own, where),
-            put_entry(held, place + one, where),
-            put_entry(row, i, where * np.int32(slots) + place),
-        ]
-        opened += lax.convert_element_type(opens, np.int32)
-        return opened, put_entry(last, where, own), put_entry(filled, place + one, own), placed
-
-    full = lambda size, value: lax.full((size,), value, np.int32)
-    empty = [full(count, 0) for _ in range(3)]
-    empty += [full(blocks, len(rows)), full(blocks, 0), full(blocks * slots, 0)]
-    state = zero, full(len(rows), 0), jnp.asarray(capacity), empty
-    return lax.fori_loop(zero, np.int32(count), step, state)[-1]
-
-
-def _elements(numpy: Any, *operands: Value, widths: Any, room: Any, size: int) -> list[Any]:
-    """As `PlacesOfElements` has them.
-
-    Operands are those of `RowsOfBlocks`, where each row begins, and the row of each element; then
-    for each axis the sizes of rows, and for each axis the places of elements. `widths` are the size
-    of a padded row in each class along each axis, and `room` that outside of blocks; None if rows
-    are packed. A block holds `size` elements.
-    """
-    rows, axes = RowsOfBlocks(*operands[:6]), len(widths)
-    starts, row_of, *rest = operands[6:]
-    sizes, places = rest[:axes], rest[axes:]
-    blocks, count = rows.number.shape[0], starts.shape[0]
-    slots = rows.row.shape[0] // blocks
-    take = functools.partial(numpy.take, mode="clip")
-
-    # Of each class, which slot a place of a block is in, and where in the row it is.
-    shape = np.maximum(np.array(widths, np.int32), 1)
-    within, of_class = np.broadcast_to(np.arange(size, dtype=np.int32), (shape.shape[1], size)), []
-    for width in shape[::-1]:
-        of_class.insert(0, within % width[:, None])
-        within = within // width[:, None]
-    kind = numpy.minimum(rows.number, np.int32(shape.shape[1] - 1))
-    slot = take(np.minimum(within, slots), kind, axis=0)
-    row, _ = _with_stand_ins(rows, slots)
-    ahead = np.arange(blocks, dtype=np.int32)[:, None] * np.int32(slots)
-    own = take(row.reshape(-1), ahead + numpy.minimum(slot, np.int32(slots - 1)))
-    inside, at_places = slot < slots, []
-    for of_axis, length in zip(of_class, sizes, strict=True):
-        at_places.append(take(of_axis, kind, axis=0))
-        inside &= at_places[-1] < take(length, own)
-    along = [take(length, own) for length in sizes] if room is None else list(map(np.int32, room))
-    element = take(starts, own) + linear(at_places, along)
-    if room is None:  # rows of traced lengths end where the array does
-        inside &= element < np.int32(row_of.shape[0])
-    there = numpy.where(inside, element, np.int32(-1))
-    back = numpy.where(slot < rows.held[:, None], there, np.int32(-1))
-
-    each = [take(width, rows.kind) for width in shape]  # of each row
-    first = rows.block * np.int32(size) + rows.slot * math.prod(each)
-    at = take(first, row_of) + linear(places, [take(width, row_of) for width in each])
-    belongs = row_of < count
-    for place, length in zip(places, sizes, strict=True):
-        belongs &= place < take(length, row_of)
-    at = numpy.where(belongs, at, np.int32(-1))
-    return [at, there.reshape(-1), back.reshape(-1)]
-
-
-def _elements_on_cpu(*operands: Value, size: int, widths: Any, room: Any) -> list[Any]:
-    """As `_elements`, by two loops over a few elements at a time, for rows of one axis."""
-    if len(widths) > 1:
-        return _elements(jnp, *operands, size=size, widths=widths, room=room)
-    rows, (starts, row_of, length, _) = RowsOfBlocks(*operands[:6]), operands[6:]
-    blocks, count, capacity = rows.number.shape[0], starts.shape[0], row_of.shape[0]
-    slots, classes = rows.row.shape[0] // blocks, len(widths[0])
-    zero, one, window = np.int32(0), np.int32(1), np.int32(WINDOW)
-    within, none = np.arange(WINDOW, dtype=np.int32), np.full(WINDOW, -1, np.int32)
-    width = jnp.asarray(np.maximum(widths[0], 1).astype(np.int32))
-    # So many rows of a class there are in a block; then comes what its rows leave of the block.
-    held = np.array([min(slots, size // max(w, 1)) for w in widths[0]], np.int32)
-    rest = jnp.asarray(np.int32(size) - held * np.maximum(widths[0], 1).astype(np.int32))
-    held, last = jnp.asarray(held), np.int32(count - 1)
-    full = lambda size: lax.full((size + WINDOW,), -1, np.int32)
-
-    def of_element(state: Values) -> Any:
-        row, place, at = state
-        start = entry_of(starts, row)
-        behind = entry_of(starts, lax.min(row + one, last))
-        extent = lax.select(row < last, behind, np.int32(capacity)) - start
-        its_width = entry_of(width, entry_of(rows.kind, row))
-        first = entry_of(rows.block, row) * np.int32(size) + entry_of(rows.slot, row) * its_width
-        values = lax.select(place + within < entry_of(length, row), first + place + within, none)
-        at = put_part(at, values, start + place)
-        leaves = place + window >= extent
-        row += lax.convert_element_type(leaves, np.int32)
-        return row, lax.select(leaves, zero, place + window), at
-
-    def of_place(state: Values) -> Any:
-        block, slot, place, there, back = state
-        kind = lax.min(entry_of(rows.number, block), np.int32(classes - 1))
-        in_slot, own = slot < entry_of(held, kind), slot < entry_of(rows.held, block)
-        row = entry_of(rows.row, block * np.int32(slots) + lax.select(own, slot, zero))
-        its_width = entry_of(width, kind)
-        here = lax.select(in_slot, lax.min(entry_of(length, row), its_width), zero)
-        values = lax.select(place + within < here, entry_of(starts, row) + place + within, none)
-        to = block * np.int32(size) + slot * its_width + place
-        there = put_part(there, values, to)
-        back = put_part(back, lax.select(lax.broadcast(own, (WINDOW,)), values, none), to)
-        extent = lax.select(in_slot, its_width, entry_of(rest, kind))
-        leaves = place + window >= extent
-        place = lax.select(leaves, zero, place + window)
-        done = leaves & ~in_slot
-        slot = lax.select(done, zero, slot + lax.convert_element_type(leaves, np.int32))
-        return block + lax.convert_element_type(done, np.int32), slot, place, there, back
-
-    at = lax.while_loop(lambda s: s[0] < count, of_element, (zero, zero, full(capacity)))[-1]
-    start = zero, zero, zero, full(blocks * size), full(blocks * size)
-    there, back = lax.while_loop(lambda s: s[0] < blocks, of_place, start)[-2:]
-    return [at[:capacity], there[: blocks * size], back[: blocks * size]]
+def _taken(x: Value, at: Value) -> Any:
+    return jnp.take(x, at, axis=0, mode="clip")
 
 
 def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
@@ -704,22 +575,3 @@ def linear(places: Sequence[Any], room: Sequence[Any]) -> Any:
     for place, size in zip(places[1:], room[1:], strict=True):
         at = at * size + place
     return at
-
-
-def _shapes_of_blocks(*lengths: Any, limits: Any, rows: Any, blocks: int) -> list[Any]:
-    return [*[lengths[0].shape] * 3, *[(blocks,)] * 2, (blocks * rows[-1],)]
-
-
-def _shapes_of_elements(
-    *operands: Value, widths: Any, room: tuple[int, ...] | None, size: int
-) -> list[Any]:
-    places = (RowsOfBlocks(*operands[:6]).number.shape[0] * size,)
-    return [operands[7].shape, places, places]
-
-
-PROGRAMS["blocks"] = IndexProgram(
-    functools.partial(_blocks, jnp), _blocks_on_cpu, _shapes_of_blocks
-)
-PROGRAMS["elements"] = IndexProgram(
-    functools.partial(_elements, jnp), _elements_on_cpu, _shapes_of_elements
-)
