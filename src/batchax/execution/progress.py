@@ -185,8 +185,7 @@ class Steps:
 
     most: Any  # the largest number of steps; a symbolic one is not reported
     callback: LoopProgress | None = None  # gets the number of steps done
-    width: int = 1  # how many steps begin at a time
-    together: int = 1  # how many such beginnings are unordered, next to each other
+    together: int = 1  # how many beginnings of steps are unordered, next to each other
 
     def derivative(self, name: str) -> Steps:
         callback = None if self.callback is None else self.callback.derivative(name)
@@ -223,10 +222,10 @@ class Steps:
     def _due(self, done: Value) -> Any:
         """Returns whether a step reports; None: every step does."""
         # At most about `_CALLS` calls a loop.
-        every = max(-(-self.most // _CALLS), self.width * self.together)
+        every = max(-(-self.most // _CALLS), self.together)
         if every == 1:
             return None
-        due = lax.lt(lax.rem(done, np.int32(every)), np.int32(self.width))
+        due = lax.eq(lax.rem(done, np.int32(every)), np.int32(0))
         if self.together == 1:
             return due
         # What is left over runs after the loop, where calls have no order.

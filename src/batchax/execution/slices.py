@@ -5,8 +5,7 @@ there copies it. Here the body reads its slice from the array itself (`entry`). 
 reverse mode would add up one full array in each step. So derivatives take another *way*: the array
 is passed on from step to step, and each step *takes* its slice out of it. No other step reads that
 slice. In reverse mode the cotangent is passed on likewise, and each step writes its slice into it.
-Results of steps have a way in the other direction. No primal value depends on ways, so XLA removes
-them unless something is differentiated.
+No primal value depends on ways, so XLA removes them unless something is differentiated.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def _operand(x: Value, axis: int | None, width: int | None, count: int) -> _Oper
 def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
     """Returns a slice of an array that is handed on, and the array.
 
-    The slice may not be read from it again, which makes this the transpose of `put`.
+    The slice may not be read from it again, so that its cotangent is written and not added.
     """
 
     def ahead(at: Sequence[Any], arrays: Values) -> list[Any]:
@@ -150,19 +149,6 @@ def take(array: Value, start: Value, axis: int, width: int) -> list[Any]:
         return [put_part(cts[1], cts[0], at[0], axis)]
 
     return linear_with_transpose(ahead, back, [start], [array], key=("take", axis, width))
-
-
-def put(array: Value, part: Value, start: Value, axis: int) -> Any:
-    """Writes a slice into an array that is handed on, where it had nothing before."""
-    width = part.shape[axis]
-
-    def ahead(at: Sequence[Any], operands: Values) -> list[Any]:
-        return [put_part(operands[0], operands[1], at[0], axis)]
-
-    def back(at: Sequence[Any], cts: Values) -> list[Any]:
-        return [cts[0], part_of(cts[0], at[0], axis, width)]
-
-    return linear_with_transpose(ahead, back, [start], [array, part], key=("put", axis, width))[0]
 
 
 def _slices_first(x: Value, axis: int, width: int | None, count: int) -> Any:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +27,14 @@ from batchax.execution.bounded_loop import bounded_loop
 from batchax.execution.call import without_references
 from batchax.execution.eager import jitted
 from batchax.execution.progress import Steps
-from batchax.execution.slices import blank, part_of, put, put_part, take, with_derivative_of
+from batchax.execution.slices import blank, entry_of, part_of, put_entry, put_part
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, expand_axis, match_axis
+from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.inner import batch_function, inline_jaxpr, staging_lanes
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.own_primitive import Of, own_primitive
 from batchax.rules.loops import settle
-from batchax.rules.masking import is_inexact
 
 
 def entry_axis(position: Position, steps_axis: int) -> Position:
@@ -84,211 +83,57 @@ class ScanProgram:
         return run(list(consts), list(carry), list(xs))
 
 
-# Compiled as one program, in which what only derivatives need is dropped. Outside of `jit` it would
-# be computed.
 def run_steps(
-    program: ScanProgram,
-    consts: list[Value],
-    carry: list[Value],
-    xs: list[Value],
-    differentiable: bool = True,
+    program: ScanProgram, consts: list[Value], carry: list[Value], xs: list[Value]
 ) -> list[Any]:
-    """Runs a scan by ``lax.scan``, and returns the last carry and the ys.
-
-    `differentiable` adds arrays to differentiate through.
-    """
-    types = program.body.out_avals[program.n_carry :]
-    axes, length = program.out_axes, program.steps.most
-    sweeps = _sweeps(program, xs)
-    in_blocks, single = sweeps[0].width is not None, len(sweeps) == 1
-    sliced = {i: a for i, a in enumerate(program.in_axes) if a is not None}
-    # lax.scan slices and stacks along axis 0. Along another one, and for several sweeps, each step
-    # reads its entry, or writes it, where it is in the whole array.
-    scanned = [
-        i
-        for i, a in sliced.items()
-        if single and (sweeps[0].count == 0 or (a == 0 and not in_blocks))
+    """Runs a scan by ``lax.scan``, with the axis of the steps moved to the front."""
+    length = program.steps.most
+    # A reference stays as it is: it is read along axis 0.
+    given = [
+        None if a is None else jnp.moveaxis(x, a, 0) if a else x
+        for x, a in zip(xs, program.in_axes, strict=True)
     ]
-    stacked = [
-        k for k, a in enumerate(axes) if length == 0 or (a == 0 and single and not in_blocks)
-    ]
-    read = {i: a for i, a in sliced.items() if i not in scanned}
-    written = {k: a for k, a in enumerate(axes) if k not in stacked}
-    # An array with the axis of the steps last is read and written in blocks, see `_WIDTH`.
-    x_blocks = [i for i, a in read.items() if in_blocks and _is_last(a, xs[i].ndim)]
-    y_blocks = [k for k, a in written.items() if in_blocks and _is_last(a, types[k].ndim + 1)]
-    # Values are cut from constants, and derivatives flow through `handed` (see `scan_slices`).
-    fixed = {i: lax.stop_gradient(xs[i]) if is_inexact(xs[i]) else xs[i] for i in read}
-    first = len(program.body.jaxpr.eqns)
 
-    def blanks(which: Iterable[int]) -> dict[int, Any]:
-        avals = {k: unmapped_aval(length, axes[k], types[k]) for k in which}
-        arrays = {k: blank(aval, first + k) for k, aval in avals.items()}
-        return {k: _compat.varying_as(array, types[k]) for k, array in arrays.items()}
+    def step(carry: Any, x: Any) -> Any:
+        index, entries = x
+        return _one(program, consts, xs, _begin(program, index, carry), entries)
 
-    def cut(state: _State, i: int, start: Value, width: int) -> Any:
-        part = part_of(fixed[i], start, read[i], width)
-        if i in state.handed:
-            way, state.handed[i] = take(state.handed[i], start, read[i], width)
-            part = with_derivative_of(part, way)
-        return part
-
-    def write(state: _State, k: int, part: Value, start: Value) -> None:
-        if k in state.ways:
-            state.ways[k] = put(state.ways[k], part, start, written[k])
-            part = lax.stop_gradient(part)
-        state.arrays[k] = put_part(state.arrays[k], part, start, written[k])
-
-    def one(state: _State, at: Value, given: dict[int, Any]) -> tuple[_State, dict[int, Any]]:
-        state = state.copy()
-        for i in read:
-            if i not in given:
-                given[i] = lax.squeeze(cut(state, i, at, 1), [read[i]])
-        entries = [
-            x if a is None else given[i]
-            for i, (x, a) in enumerate(zip(xs, program.in_axes, strict=True))
-        ]
-        outs = eval_jaxpr(program.body.jaxpr, (), *consts, *state.carry, *entries)
-        ys = dict(enumerate(outs[program.n_carry :]))
-        for k in written:
-            if k not in y_blocks:
-                write(state, k, expand_axis(ys.pop(k), written[k]), at)
-        return state._replace(carry=outs[: program.n_carry]), ys
-
-    def block(state: _State, at: Value, width: int) -> _State:
-        state = state.copy()
-        parts = {i: jnp.moveaxis(cut(state, i, at, width), read[i], 0) for i in x_blocks}
-        inner = state.without(x_blocks, y_blocks)
-        each = at + lax.iota(np.int32, width), parts
-        inner, ys = lax.scan(
-            lambda state, x: one(state, x[0], dict(x[1])),
-            inner, each, length=width, reverse=program.reverse,
-        )  # fmt: skip
-        for k in y_blocks:
-            write(state, k, jnp.moveaxis(ys[k], 0, written[k]), at)
-        return inner.with_rest(state)
-
-    def swept(sweep: _Sweep, state: _State) -> tuple[_State, Any]:
-        def step(state: _State, x: Value) -> tuple[_State, Any]:
-            index, given = x
-            state = state._replace(carry=_begin(program, sweep, index, state.carry))
-            at = sweep.first + index * np.int32(sweep.width or 1)
-            if sweep.width:
-                return block(state, at, sweep.width), {}
-            return one(state, at, dict(given))
-
-        given = {i: xs[i] if sliced[i] == 0 else jnp.moveaxis(xs[i], sliced[i], 0) for i in scanned}
-        return lax.scan(
-            step, state, (lax.iota(np.int32, sweep.count), given), length=sweep.count,
-            reverse=program.reverse, unroll=1 if sweep.width else program.unroll,
-        )  # fmt: skip
-
-    smooth = [k for k in written if differentiable and is_inexact(types[k])]
-    handed = {i: xs[i] for i in read if differentiable and is_inexact(xs[i])}
-    state, ys = _State(carry, handed, blanks(written), blanks(smooth)), {}
-    # Each sweep continues with the arrays of the one before.
-    for sweep in reversed(sweeps) if program.reverse else sweeps:
-        state, ys = swept(sweep, state)
-    program.steps.end(length, results=state.carry)
-    ys = {k: y if axes[k] == 0 else jnp.moveaxis(y, 0, axes[k]) for k, y in ys.items()}
-    for k, array in state.arrays.items():
-        array = with_derivative_of(array, state.ways[k]) if k in smooth else array
-        ys[k] = _compat.weakly(array) if types[k].weak_type else array
-    return [*state.carry, *(ys[k] for k in range(len(types)))]
-
-
-class _State(NamedTuple):
-    """Holds what a step hands to the next."""
-
-    carry: list[Value]  # of the user
-    handed: dict[int, Any]  # arrays to slice, for derivatives
-    arrays: dict[int, Any]  # the ys, written in place
-    ways: dict[int, Any]  # the ys again, for derivatives
-
-    def copy(self) -> _State:
-        return _State(self.carry, dict(self.handed), dict(self.arrays), dict(self.ways))
-
-    def without(self, xs: Sequence[int], ys: Sequence[int]) -> _State:
-        return _State(
-            self.carry,
-            {i: x for i, x in self.handed.items() if i not in xs},
-            {k: y for k, y in self.arrays.items() if k not in ys},
-            {k: y for k, y in self.ways.items() if k not in ys},
-        )
-
-    def with_rest(self, other: _State) -> _State:
-        return _State(
-            self.carry,
-            {**other.handed, **self.handed},
-            {**other.arrays, **self.arrays},
-            {**other.ways, **self.ways},
-        )
-
-
-def _is_last(axis: int, ndim: int) -> bool:
-    return axis > 0 and axis == ndim - 1
-
-
-class _Sweep(NamedTuple):
-    """Describes steps that run in one loop."""
-
-    first: int  # the first step
-    count: Any  # number of slices
-    width: int | None  # steps of a slice; None: one, without the axis
-
-
-_WIDTH = 16
-"""Steps at a time, where an array has the axis of the steps last: a line of cache holds as many
-entries of four bytes. One at a time, each of them would be read for every step. A scan of 1,000
-steps over the columns of 4,096 rows took 2.3 times as long so as to transpose the array first;
-columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes take longer."""
-
-_WIDTHS = (16, 20, 24, 12, 18, 22, 14, 10, 15, 21, 11, 13, 17, 19, 23, 9, 8)
-"""As good, if there is nothing left over, the better ones first."""
-
-_FEWEST = 4  # steps for which that is done
-
-
-def _sweeps(program: ScanProgram, xs: Values) -> list[_Sweep]:
-    """Plans all steps one by one, or in blocks, of which the last may be smaller."""
-    types, length = program.body.out_avals[program.n_carry :], program.steps.most
-    last = [
-        *(x for x, a in zip(xs, program.in_axes, strict=True) if a is not None and a == x.ndim - 1),
-        *(t for t, a in zip(types, program.out_axes, strict=True) if a and a == len(t.shape)),
-    ]
-    in_blocks = (
-        isinstance(length, int)
-        and length >= _FEWEST
-        and program.unroll == 1
-        and any(math.prod(x.shape[:-1]) >= _WIDTH for x in last)
-        and not any(map(_compat.is_reference, xs))
+    carry, ys = lax.scan(
+        step,
+        carry,
+        (lax.iota(np.int32, length), given),
+        length=length,
+        reverse=program.reverse,
+        unroll=program.unroll,
     )
-    if not in_blocks:
-        return [_Sweep(0, length, None)]
-    # Blocks of one width are one loop, of a program that is compiled once.
-    width = next((n for n in _WIDTHS if length % n == 0), _WIDTH)
-    count, rest = divmod(length, width)
-    sweeps = _Sweep(0, count, width), _Sweep(count * width, 1, rest)
-    return [sweep for sweep in sweeps if sweep.count and sweep.width]
+    program.steps.end(length, results=carry)
+    return [*carry, *(jnp.moveaxis(y, 0, a) for y, a in zip(ys, program.out_axes, strict=True))]
 
 
-def _begin(program: ScanProgram, sweep: _Sweep, index: Value, carry: list[Value]) -> list[Any]:
-    """Reports a step, or block, at its start, and returns the carry."""
+def _one(
+    program: ScanProgram, consts: Values, xs: Values, carry: Values, entries: Values
+) -> tuple[Values, Values]:
+    """Runs a step, on `entries` of the xs that have a step axis."""
+    pairs = zip(xs, entries, program.in_axes, strict=True)
+    given = [x if a is None else entry for x, entry, a in pairs]
+    outs = eval_jaxpr(program.body.jaxpr, (), *consts, *carry, *given)
+    return outs[: program.n_carry], outs[program.n_carry :]
+
+
+def _begin(program: ScanProgram, index: Value, carry: list[Value]) -> list[Any]:
+    """Reports a step at its start, and returns the carry."""
     if program.steps.callback is None:
         return carry
-    length, width = program.steps.most, sweep.width or 1
-    steps = replace(program.steps, width=width, together=program.unroll or length)
+    length = program.steps.most
+    steps = replace(program.steps, together=program.unroll or length)
     # Of fewer a compiler makes no loop, and nothing keeps calls in order, but that the last one is
-    # told what was computed before: in reverse that is the one of the first steps.
-    loops = sweep.count >= 2 * steps.together
+    # told what was computed before.
+    loops = length >= 2 * steps.together
     # Count steps from the one that runs first.
-    done = sweep.first + index * np.int32(width)
-    if program.reverse:
-        done = np.int32(length - width) - done
+    done = np.int32(length - 1) - index if program.reverse else index
     if loops:
         steps.begin(done)
-    first = sweep.first + width == length if program.reverse else sweep.first == 0
-    return steps.through(carry, done) if loops or (sweep.count == 1 and first) else carry
+    return steps.through(carry, done) if loops or length == 1 else carry
 
 
 def run_scan(program: ScanProgram, consts: Values, carry: Values, xs: Values) -> list[Any]:
@@ -323,25 +168,81 @@ def _split(program: ScanProgram, operands: Values) -> list[list[Any]]:
     return parts(operands, n_consts, program.n_carry)
 
 
-def _operations(
-    *operands: Value, program: ScanProgram, body: ClosedJaxpr, differentiable: bool = False
-) -> list[Any]:
+_WIDTH = 16
+"""Steps at a time, where an array has the axis of the steps last: a line of cache holds as many
+entries of four bytes. One at a time, each of them would be read for every step. A scan of 1,000
+steps over the columns of 4,096 rows took 2.3 times as long so as to transpose the array first;
+columns in blocks of 16 take 0.8 times as long, and no second array. Other sizes take longer."""
+
+_WIDTHS = (16, 20, 24, 12, 18, 22, 14, 10, 15, 21, 11, 13, 17, 19, 23, 9, 8)
+"""As good, if there is nothing left over, the better ones first."""
+
+_FEWEST = 4  # steps for which that is done
+
+
+def _width(program: ScanProgram, xs: Values) -> int:
+    """Returns how many steps read and write their entries at a time."""
+    types, length = program.body.out_avals[program.n_carry :], program.steps.most
+    last = [
+        *(x for x, a in zip(xs, program.in_axes, strict=True) if a and a == x.ndim - 1),
+        *(t for t, a in zip(types, program.out_axes, strict=True) if a and a == len(t.shape)),
+    ]
+    many = any(math.prod(x.shape[:-1]) >= _WIDTH for x in last)
+    if length < _FEWEST or program.unroll != 1 or not many:
+        return 1
+    # Blocks of one width are one loop, of a program that is compiled once.
+    return next((n for n in _WIDTHS if length % n == 0), min(_WIDTH, length))
+
+
+def _operations(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
+    """Runs a scan that reads and writes entries where they are in the arrays."""
+    program = replace(program, body=body)
     consts, carry, xs = _split(program, operands)
-    return run_steps(replace(program, body=body), consts, carry, xs, differentiable)
+    types, axes, length = body.out_avals[program.n_carry :], program.out_axes, program.steps.most
+    width, first = _width(program, xs), len(body.jaxpr.eqns)
+    count, rest = divmod(length, width)
+    run = functools.partial(_one, program, consts, xs)
+
+    def parts_of(get: Callable[[Value, int], Any]) -> list[Any]:
+        pairs = zip(xs, program.in_axes, strict=True)
+        return [None if a is None else get(x, a) for x, a in pairs]
+
+    def step(carry: Any, arrays: Values, at: Value) -> Any:
+        carry, ys = run(carry, parts_of(lambda x, a: entry_of(x, at, a)))
+        written = zip(arrays, ys, axes, strict=True)
+        return carry, [put_entry(x, y, at, a) for x, y, a in written]
+
+    def block(carry: Any, arrays: Values, at: Value, width: int) -> Any:
+        parts = parts_of(lambda x, a: jnp.moveaxis(part_of(x, at, a, width), a, 0))
+        carry, ys = lax.scan(run, carry, parts, length=width, reverse=program.reverse)
+        written = zip(arrays, ys, axes, strict=True)
+        return carry, [put_part(x, jnp.moveaxis(y, 0, a), at, a) for x, y, a in written]
+
+    def each(state: tuple[Values, Values], index: Value) -> tuple[Any, None]:
+        at = index * np.int32(width)
+        return (step(*state, at) if width == 1 else block(*state, at, width)), None
+
+    blanks = (blank(unmapped_aval(length, axes[k], t), first + k) for k, t in enumerate(types))
+    state: Any = carry, list(map(_compat.varying_as, blanks, types))
+    left = functools.partial(block, at=np.int32(count * width), width=rest)
+    if rest and program.reverse:
+        state = left(*state)
+    state, _ = lax.scan(
+        each,
+        state,
+        lax.iota(np.int32, count),
+        reverse=program.reverse,
+        unroll=program.unroll if width == 1 else 1,
+    )
+    if rest and not program.reverse:
+        state = left(*state)
+    carry, arrays = state
+    weak = zip(arrays, types, strict=True)
+    return [*carry, *(_compat.weakly(x) if t.weak_type else x for x, t in weak)]
 
 
 def _moved(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
-    consts, carry, xs = _split(program, operands)
-    axes = program.in_axes
-    in_front = replace(
-        program,
-        body=body,
-        in_axes=tuple(a if a is None else 0 for a in axes),
-        out_axes=(0,) * len(program.out_axes),
-    )
-    xs = [jnp.moveaxis(x, a, 0) if a else x for x, a in zip(xs, axes, strict=True)]
-    carry, ys = parts(run_steps(in_front, consts, carry, xs), program.n_carry)
-    return [*carry, *(jnp.moveaxis(y, 0, a) for y, a in zip(ys, program.out_axes, strict=True))]
+    return run_steps(replace(program, body=body), *_split(program, operands))
 
 
 def _compute(*operands: Value, program: ScanProgram, body: ClosedJaxpr) -> list[Any]:
@@ -366,7 +267,7 @@ def _batched(
 ) -> tuple[list[Any], Positions]:
     varies = any(_compat.varying_axes(jax.typeof(x)) for x in args)
     if varies or any_uses_axis(axis, body):  # in the way that the axis has for JAX's loop
-        run = functools.partial(_operations, program=program, body=body, differentiable=True)
+        run = functools.partial(_moved, program=program, body=body)
         return batch_function(axis, run, args, axes)
     consts_at, carry_at, xs_at = _split(program, axes)
     entries = [
