@@ -12,7 +12,7 @@ from jax import lax
 
 import batchax as bx
 from batchax import _compat
-from batchax.jaxprs.inside import programs_inside
+from batchax.jaxprs.bodies import programs_inside
 
 LANES, T, D, V = 5, 4, 12, 40
 RANDOM = np.random.default_rng(0)

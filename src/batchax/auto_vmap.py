@@ -22,7 +22,7 @@ from batchax.frontend.containers import check_by_position, is_container
 from batchax.frontend.in_axes import SpecifiedLeaf, anew, spread_specs
 from batchax.frontend.options import OF_RANKS, check_small_matrices, wraps
 from batchax.frontend.outputs import flatten_arrays, is_array
-from batchax.jaxprs.spoken import name_of, show
+from batchax.jaxprs.error_format import name_of, show
 from batchax.jaxprs.types import Value, Values
 from batchax.ranks.declared import (
     Core,

@@ -23,7 +23,7 @@ from batchax.frontend.outputs import (
     flatten_carry,
     settle,
 )
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.error_format import show
 from batchax.jaxprs.types import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import stage_function

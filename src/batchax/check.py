@@ -25,7 +25,7 @@ from batchax.frontend.options import (
     wraps,
 )
 from batchax.frontend.outputs import lanes_first
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value
 from batchax.kernel.inner import NEEDS_VALUES
 from batchax.kernel.own_primitive import with_values

@@ -15,7 +15,7 @@ from batchax import _compat
 from batchax.comparing import difference_of_trees, directions, scales_nearby
 from batchax.errors import ArgumentTypeError, RuleMismatchError
 from batchax.frontend.options import check_callable, check_tolerances
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import move_axis
 from batchax.kernel.own_primitive import with_values

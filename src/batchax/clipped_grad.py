@@ -18,7 +18,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import argument_names, is_array, is_position
 from batchax.frontend.options import check_callable, check_options, wraps
 from batchax.frontend.outputs import Reduce
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Value
 from batchax.vmap import MoreOptions, vmap
 

@@ -14,7 +14,7 @@ from batchax.custom_rules.own_derivatives import DerivativeRules, call_with_deri
 from batchax.custom_rules.rule import UserRule, split_arguments
 from batchax.frontend.options import check_callable, wraps
 from batchax.frontend.outputs import flatten_arrays
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Values
 
 P = ParamSpec("P")

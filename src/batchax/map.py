@@ -32,7 +32,7 @@ from batchax.frontend.options import (
     translate_argument_names,
 )
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 _ON_ERROR = ("raise", "quarantine")
 

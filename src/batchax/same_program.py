@@ -16,7 +16,7 @@ from batchax.analysis.canonical import Table
 from batchax.analysis.canonical_form import canonical
 from batchax.analysis.differences import Difference, first_difference, operations
 from batchax.errors import ArgumentTypeError
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 
 @dataclass(frozen=True)

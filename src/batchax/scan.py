@@ -45,8 +45,8 @@ from batchax.frontend.outputs import (
     flatten_outputs,
     settle,
 )
+from batchax.jaxprs.error_format import brief, listed, name_of, show
 from batchax.jaxprs.evaluate import bind_equation, evaluate, variables_in, variables_read
-from batchax.jaxprs.spoken import brief, listed, name_of, show
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.inner import example_aval, stage_described, stage_function

@@ -14,7 +14,7 @@ from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, is_container
 from batchax.frontend.in_axes import is_array, is_flag
 from batchax.frontend.options import checked_list
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Value
 
 

@@ -11,7 +11,7 @@ import batchax as bx
 from batchax.analysis.one_function import fits_single_kernel
 from batchax.analysis.thresholds import TABLE, device_kind, thresholds_here
 from batchax.execution.chunk_loop import ChunkLoop
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 
 LANES = 24
 SIDE = 6

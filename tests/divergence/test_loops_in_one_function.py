@@ -12,7 +12,7 @@ from batchax.divergence.policy import Tiles
 from batchax.divergence.runner import Runner
 from batchax.divergence.tiles import run_in_tiles
 from batchax.execution.gathered_lanes import count_active
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from divergence.test_flat_loops import FLAT
 
 from support.forced import FORCED, ONE_FUNCTION

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import batchax as bx
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 
 from fuzz.evaluate import Endless, NotANumber, NotFinite, Tied, evaluate, evaluate_one, only_finite
 from fuzz.judge import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import batchax as bx
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from batchax.rows.layouts import Costs, choose_packed, flatten
 from batchax.rows.sizes import Sizes
 

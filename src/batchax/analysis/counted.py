@@ -24,10 +24,17 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.bodies import bodies_of, control_flow
-from batchax.jaxprs.evaluate import bind_equation, plan, variables_read, variables_used, walk
+from batchax.jaxprs.evaluate import (
+    Inside,
+    bind_equation,
+    plan,
+    rewritten,
+    variables_read,
+    variables_used,
+    walk,
+)
 from batchax.jaxprs.own_primitives import expanded, operations_of, shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.rewriter import Inside, rewritten
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value
 
 _LOOP = "batchax_loop_"

@@ -21,9 +21,9 @@ from batchax import _compat
 from batchax.analysis.cost import SERIAL, windows_of
 from batchax.analysis.inner import programs_in
 from batchax.cache import Cache
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.bodies import Anywhere
+from batchax.jaxprs.evaluate import Inside, Rewriter, rewritten
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.rewriter import Inside, Rewriter, rewritten
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value
 
 _TERMS = 8  # that are added one by one

@@ -24,9 +24,8 @@ from batchax.contractions.inside import ENTERED, run_inside
 from batchax.contractions.operations import OF_ARRAYS, OPERATIONS, is_wider, terms_of
 from batchax.contractions.products import Operand, Product, Terms, arrays_of
 from batchax.contractions.squares import sum_of_squares
-from batchax.jaxprs.bodies import bodies_of, program_called
+from batchax.jaxprs.bodies import bodies_of, program_called, programs_inside
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
-from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions

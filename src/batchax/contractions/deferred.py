@@ -24,7 +24,7 @@ from batchax.contractions.products import (
 )
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.neutral import accumulator
+from batchax.jaxprs.primitive_facts import accumulator
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions
 

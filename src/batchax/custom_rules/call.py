@@ -26,9 +26,8 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.rewriter import Rewriter
+from batchax.jaxprs.bodies import Anywhere
+from batchax.jaxprs.evaluate import Rewriter, plan
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, match_axis
 from batchax.kernel.captured import captured_tracers

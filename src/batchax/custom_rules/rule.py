@@ -26,10 +26,10 @@ from jax.extend.core import Literal
 from batchax import _compat
 from batchax.custom_rules.call import custom_call_p
 from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
+from batchax.jaxprs.bodies import programs_inside
+from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
 from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, match_axis
 from batchax.kernel.captured import closes_over_tracers, program_behind

@@ -86,8 +86,8 @@ def _described(program: ClosedJaxpr, shapes: Any, platform: str) -> dict[str, An
 
 
 def _calls_of_host(jaxpr: Jaxpr) -> Iterator[str]:
-    from batchax.jaxprs.inside import with_inside
-    from batchax.jaxprs.spoken import line_of
+    from batchax.jaxprs.bodies import with_inside
+    from batchax.jaxprs.error_format import line_of
 
     for eqn in with_inside(jaxpr.eqns):
         if eqn.primitive.name in _ON_HOST:

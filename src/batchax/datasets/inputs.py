@@ -27,7 +27,7 @@ from batchax.errors import ArgumentTypeError, AxisError, UnsupportedError
 from batchax.frontend.containers import is_container
 from batchax.frontend.in_axes import check_in_axes, is_position, spread_in_axes
 from batchax.frontend.options import converted
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 
 @dataclass(frozen=True)

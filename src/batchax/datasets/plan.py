@@ -15,7 +15,7 @@ import numpy as np
 
 from batchax.datasets.addresses import needed
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 from batchax.rows.converters import plain_parts
 from batchax.rows.ragged import Ragged
 

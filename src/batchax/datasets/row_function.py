@@ -39,7 +39,7 @@ from batchax.frontend.outputs import (
     is_output_spec,
 )
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import ClosedJaxpr, Value
 from batchax.rows.building import without
 from batchax.rows.dynamic_sizes import OutputRows, rows_of_output

@@ -45,7 +45,7 @@ from batchax.errors import (
     UnsupportedError,
 )
 from batchax.frontend.options import check_count, is_word, not_one_of
-from batchax.jaxprs.spoken import brief, name_of
+from batchax.jaxprs.error_format import brief, name_of
 from batchax.progress import Progress, duration
 from batchax.rows.ragged import Ragged
 

@@ -47,7 +47,7 @@ from batchax.datasets.source import (
     native,
 )
 from batchax.errors import ArgumentTypeError, AxisError, StorageError, UnsupportedError
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 from batchax.rows.ragged import Ragged
 
 

@@ -35,7 +35,7 @@ from batchax.datasets.disk import (
 from batchax.datasets.plan import Leaf, Plan, Rows, Unit
 from batchax.errors import ArgumentTypeError, JobError, StorageError, UnsupportedError
 from batchax.frontend.outputs import Reduce
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 
 class OutputGuard:

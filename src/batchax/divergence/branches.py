@@ -56,8 +56,8 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import index_as_input
+from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.evaluate import variables_in, variables_read
-from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Branches, PlacedOutputs, Position, Positions, match_axis

@@ -12,7 +12,7 @@ import jax
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, OptionError
 from batchax.frontend.options import check_count
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 
 _lock = threading.Lock()
 

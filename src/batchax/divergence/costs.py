@@ -33,7 +33,7 @@ from batchax.analysis.cost import (
     size_of,
 )
 from batchax.cache import cached_on
-from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
+from batchax.jaxprs.bodies import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr
 from batchax.kernel.axis import AnyLoop
 from batchax.kernel.differing import LOOPS

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.inside import Anywhere
-from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.bodies import Anywhere
+from batchax.jaxprs.error_format import line_of, spoken
 from batchax.jaxprs.types import ClosedJaxpr, Values
 from batchax.kernel.axis import Axis
 from batchax.rules.masking import find_collective

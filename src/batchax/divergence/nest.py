@@ -23,8 +23,7 @@ from batchax.divergence.costs import (
     total,
 )
 from batchax.divergence.opening import opened
-from batchax.jaxprs.evaluate import plan, variables_in, variables_read
-from batchax.jaxprs.rewriter import Rewriter, fresh
+from batchax.jaxprs.evaluate import Rewriter, fresh, plan, variables_in, variables_read
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (

@@ -18,8 +18,7 @@ from jax.extend.core.primitives import scan_p, while_p
 from batchax import _compat
 from batchax.execution.slices import blank
 from batchax.jaxprs.bodies import bodies_of
-from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.rewriter import Rewriter, fresh
+from batchax.jaxprs.evaluate import Rewriter, fresh, plan
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value
 from batchax.kernel.axis import Axis
 from batchax.kernel.differing import (

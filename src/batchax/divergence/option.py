@@ -11,7 +11,7 @@ from batchax.divergence.runner import Runner
 from batchax.errors import ArgumentTypeError
 from batchax.execution.call import Call, Pass
 from batchax.frontend.options import is_word, not_one_of
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.error_format import show
 from batchax.jaxprs.types import Values
 
 

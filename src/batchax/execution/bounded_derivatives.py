@@ -34,7 +34,7 @@ from batchax.execution.bounded_loop import (
     reverse_sweep_p,
 )
 from batchax.execution.progress import Steps
-from batchax.jaxprs.inside import Anywhere, with_inside
+from batchax.jaxprs.bodies import Anywhere, with_inside
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.captured import closes_over_tracers, rules_of
 from batchax.kernel.inner import inline_jaxpr

@@ -41,7 +41,7 @@ from batchax.frontend.outputs import (
     is_added,
     place,
 )
-from batchax.jaxprs.rewriter import Inside, rewritten
+from batchax.jaxprs.evaluate import Inside, rewritten
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions

@@ -38,8 +38,8 @@ from batchax.execution.chunk_loop import (
 from batchax.execution.chunk_run import compute, elsewhere, run
 from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import find_meeting, index_as_input
-from batchax.jaxprs.neutral import accumulator
-from batchax.jaxprs.spoken import line_of, spoken
+from batchax.jaxprs.error_format import line_of, spoken
+from batchax.jaxprs.primitive_facts import accumulator
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, broadcast_axis, match_axis, move_axis
 from batchax.kernel.inner import batch_function

@@ -51,7 +51,7 @@ from batchax.execution.chunk_loop import (
 )
 from batchax.execution.chunk_run import chosen_chunk
 from batchax.execution.memory import Auto
-from batchax.jaxprs.neutral import accumulator
+from batchax.jaxprs.primitive_facts import accumulator
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import pullback_of, tangents_of, transposed, with_values
 from batchax.rules.calls import calls_library, in_turn

@@ -38,7 +38,7 @@ from batchax.execution.progress import LoopProgress
 from batchax.execution.slices import blank, put_part
 from batchax.frontend import reductions
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.neutral import accumulator, highest, lowest
+from batchax.jaxprs.primitive_facts import accumulator, highest, lowest
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.own_primitive import declare
 

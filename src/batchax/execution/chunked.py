@@ -54,7 +54,7 @@ from batchax.frontend.in_axes import is_position
 from batchax.frontend.options import check_count, check_one_of, is_word, not_one_of
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, check_unbatched, place
 from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.spoken import brief, line_of, name_of, spoken
+from batchax.jaxprs.error_format import brief, line_of, name_of, spoken
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Divergence, Position, Positions
 from batchax.kernel.captured import closed_over

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from batchax import _compat
 from batchax.cache import Cache
 from batchax.errors import SmallerChunksWarning
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.own_primitives import expanded
 from batchax.jaxprs.program_key import value_key
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values

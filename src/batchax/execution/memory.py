@@ -16,7 +16,7 @@ import jax
 from batchax.cache import Cache
 from batchax.errors import ArgumentTypeError, MemoryLimitError, OptionError
 from batchax.execution.devices import meetings
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 logger = logging.getLogger("batchax")
 

@@ -34,9 +34,8 @@ from batchax.jaxprs.bodies import (
     is_rebuilt,
     program_called,
 )
-from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import remembered

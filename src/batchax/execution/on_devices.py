@@ -37,8 +37,7 @@ from batchax.execution.eager import may_call_python
 from batchax.execution.memory import Auto
 from batchax.frontend.arguments import Mapped
 from batchax.frontend.outputs import FlatOutputs
-from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.bodies import Anywhere, control_flow
 from batchax.jaxprs.primitive_facts import facts_of, has_entry
 from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording

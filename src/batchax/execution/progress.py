@@ -33,7 +33,7 @@ from jax.sharding import AxisType
 
 from batchax import _compat
 from batchax.frontend.options import check_progress
-from batchax.jaxprs.spoken import brief, name_of
+from batchax.jaxprs.error_format import brief, name_of
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Axis, Positions
 from batchax.kernel.named_axes import mesh_around

@@ -47,9 +47,8 @@ from batchax.execution.progress import LoopProgress
 from batchax.frontend import reductions
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.bodies import bodies_of, control_flow
+from batchax.jaxprs.bodies import Anywhere, bodies_of, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
-from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis

@@ -23,7 +23,7 @@ from batchax.explain.account import Collective, Devices, Equation, Held, Memory,
 from batchax.explain.findings.operations import FindingContext
 from batchax.explain.listing import Attribution, Listing, Names, number_of, value_of
 from batchax.explain.wording import show_masked
-from batchax.jaxprs.inside import Anywhere, programs_inside
+from batchax.jaxprs.bodies import Anywhere, programs_inside
 from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel.named_axes import any_uses_axis
 from batchax.kernel.recording import PerExample, Record, Recorder

@@ -30,7 +30,7 @@ from batchax.frontend.batched import Batched
 from batchax.frontend.in_axes import check_in_axes, count
 from batchax.frontend.options import check_callable, check_flags
 from batchax.frontend.outputs import check_out_axes
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.staging import Staged, stage
 from batchax.vmap import MoreOptions, find_vmap, vmap
 

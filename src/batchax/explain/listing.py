@@ -19,9 +19,8 @@ from batchax.analysis.differences import calling_line, is_installed, source_line
 from batchax.analysis.inner import devices_of, integers_in, programs_in
 from batchax.explain.account import Equation, Service, Source, Value, Work
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce
-from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.bodies import bodies_of, programs_inside
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Eqn, Jaxpr

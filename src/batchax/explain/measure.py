@@ -21,7 +21,7 @@ from batchax.explain.wording import show_options
 from batchax.frontend.arguments import find_axis_size, flatten_arguments, with_lane_indices
 from batchax.frontend.containers import arrays_inside
 from batchax.frontend.in_axes import argument_names
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.kernel.axis import Axis
 from batchax.kernel.own_primitive import with_values
 from batchax.progress import Progress

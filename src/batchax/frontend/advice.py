@@ -19,7 +19,7 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.errors import AxisError, BatchaxError
 from batchax.frontend.in_axes import SpecifiedLeaf
-from batchax.jaxprs.spoken import name_of
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.types import Value
 from batchax.kernel.captured import of_what_is_around
 

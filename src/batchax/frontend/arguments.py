@@ -39,7 +39,7 @@ from batchax.frontend.in_axes import (
     is_position,
     spread_in_axes,
 )
-from batchax.jaxprs.spoken import listed, show
+from batchax.jaxprs.error_format import listed, show
 from batchax.jaxprs.types import Value
 from batchax.kernel.axis import Axis, Position
 from batchax.kernel.named_axes import as_lanes

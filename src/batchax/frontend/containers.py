@@ -29,7 +29,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 from batchax.jaxprs.types import Value, Values
 
 

@@ -26,7 +26,7 @@ from jax.core import Tracer
 
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import AxisSpec, DictOfBatches, is_container, is_container_spec
-from batchax.jaxprs.spoken import listed, name_of, show
+from batchax.jaxprs.error_format import listed, name_of, show
 from batchax.jaxprs.types import Value, Values
 
 

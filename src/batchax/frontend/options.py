@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from batchax.errors import ArgumentTypeError, BatchaxError, OptionError
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 
 
 def is_word(given: Any, *words: str) -> bool:

@@ -34,7 +34,7 @@ from batchax.frontend.in_axes import (
 )
 from batchax.frontend.options import check_one_of, not_one_of
 from batchax.frontend.reductions import REDUCTIONS, Kind, Reduction, adds_up, has_reduction
-from batchax.jaxprs.spoken import brief, name_of, show
+from batchax.jaxprs.error_format import brief, name_of, show
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, match_axis, move_axis
 from batchax.kernel.registry import describe_returned

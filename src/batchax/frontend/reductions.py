@@ -26,8 +26,8 @@ from jax.core import Tracer
 from batchax import _compat
 from batchax.cache import cached
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.jaxprs.neutral import accumulator, highest, lowest
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
+from batchax.jaxprs.primitive_facts import accumulator, highest, lowest
 from batchax.jaxprs.types import Value, Values
 
 

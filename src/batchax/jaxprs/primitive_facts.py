@@ -2,7 +2,8 @@
 
 How lanes are masked, rows packed, programs compared and costs estimated depends on properties of
 primitives. Each family lists them next to its rules, in a table: words, and the primitives they are
-true of. The default is false, which is safe, and may be slow.
+true of. The default is false, which is safe, and may be slow. The last part says what changes no
+result of a reduction.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from batchax import _compat
 
@@ -122,3 +126,41 @@ def _find(primitive: _compat.Primitive) -> Facts:
         return facts
     facts = _facts.get(primitive.name)
     return UNKNOWN if facts is None or _compat.is_namesake(primitive) else facts
+
+
+def lowest(dtype: np.dtype[Any]) -> Any:
+    """Returns what no value of `dtype` is less than."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return -_infinity(dtype)
+    return False if dtype == jnp.bool_ else jnp.iinfo(dtype).min
+
+
+def highest(dtype: np.dtype[Any]) -> Any:
+    """Returns what no value of `dtype` is more than."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return _infinity(dtype)
+    return True if dtype == jnp.bool_ else jnp.iinfo(dtype).max
+
+
+def _infinity(dtype: np.dtype[Any]) -> float:
+    """Returns infinity; of small floats without one, such as float8_e4m3fn, the largest number."""
+    return np.inf if np.isinf(np.asarray(np.inf, dtype)) else float(jnp.finfo(dtype).max)
+
+
+def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Returns the dtype in which values of `dtype` are added up: float32 for smaller floats."""
+    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if small else dtype
+
+
+NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "sum": lambda dtype: 0,
+    "prod": lambda dtype: 1,
+    "max": lowest,
+    "min": highest,
+    "and": lambda dtype: -1 if jnp.issubdtype(dtype, jnp.signedinteger) else highest(dtype),
+    "or": lambda dtype: 0,
+    "xor": lambda dtype: 0,
+    "logsumexp": lowest,
+}
+"""For each kind of reduction, by the dtype of its operand, a value that changes no result."""

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
-from batchax.jaxprs.spoken import show
+from batchax.jaxprs.error_format import show
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 
 Position = int | None

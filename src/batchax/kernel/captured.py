@@ -37,10 +37,9 @@ from jax.tree_util import PyTreeDef
 from batchax import _compat
 from batchax.cache import cached_on
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import bodies_of
+from batchax.jaxprs.bodies import Anywhere, bodies_of, programs_held, programs_inside
+from batchax.jaxprs.error_format import line_of
 from batchax.jaxprs.evaluate import plan
-from batchax.jaxprs.inside import Anywhere, programs_held, programs_inside
-from batchax.jaxprs.spoken import line_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions
 from batchax.kernel.interpreter import interpret

@@ -34,10 +34,10 @@ from jax.sharding import PartitionSpec
 from batchax import _compat
 from batchax.errors import SequentialFallbackWarning
 from batchax.jaxprs.bodies import bodies_of, control_flow, program_called
+from batchax.jaxprs.error_format import line_of, spoken
 from batchax.jaxprs.evaluate import Step, bind_equation, evaluate, plan, variables_in, walk
 from batchax.jaxprs.own_primitives import is_own, shown
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.spoken import line_of, spoken
 from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis, sharding_on_mesh

@@ -28,10 +28,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from batchax import _compat
 from batchax.cache import cached_on
 from batchax.errors import AxisError
+from batchax.jaxprs.bodies import Anywhere, programs_inside, with_inside
+from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.evaluate import bind_equation, variables_read
-from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
-from batchax.jaxprs.spoken import spoken
 from batchax.jaxprs.types import Aval, Eqn, Jaxpr, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, lanes_vary_over, names_in
 from batchax.kernel.registry import is_foreign, registrations

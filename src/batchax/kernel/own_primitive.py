@@ -27,10 +27,9 @@ from batchax.jaxprs.bodies import (
     held_programs,
     is_rebuilt,
 )
-from batchax.jaxprs.evaluate import bind_equation, evaluate
+from batchax.jaxprs.evaluate import Rewriter, bind_equation, evaluate
 from batchax.jaxprs.own_primitives import operations_of, stands_for
 from batchax.jaxprs.primitive_facts import enter
-from batchax.jaxprs.rewriter import Rewriter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel.registry import Rule, serve_own
 

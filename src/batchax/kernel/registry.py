@@ -33,9 +33,9 @@ from jax.interpreters import batching
 from batchax import _compat
 from batchax._compat import Primitive
 from batchax.errors import ArgumentTypeError, AxisError, RuleReplacedWarning
+from batchax.jaxprs.error_format import brief, listed, show
 from batchax.jaxprs.primitive_facts import UNKNOWN, describe, facts_of, forget
 from batchax.jaxprs.program_key import value_key
-from batchax.jaxprs.spoken import brief, listed, show
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Value, Values
 from batchax.kernel.axis import (
     Axis,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.own_primitives import divided
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.linalg import eigh, product, qr, svd

@@ -17,8 +17,8 @@ from jax.extend.core import jaxpr_as_fun
 from batchax.frontend.arguments import check_untraced
 from batchax.frontend.in_axes import spread_in_axes, without_objects
 from batchax.frontend.outputs import lanes_first
+from batchax.jaxprs.error_format import spoken
 from batchax.jaxprs.own_primitives import shown
-from batchax.jaxprs.spoken import spoken
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.nonfinite.origins import (
     FIRST_LOOP,

@@ -14,7 +14,7 @@ import jax
 
 from batchax.errors import ArgumentTypeError
 from batchax.frontend.in_axes import is_position
-from batchax.jaxprs.spoken import brief
+from batchax.jaxprs.error_format import brief
 
 
 @dataclass(frozen=True)

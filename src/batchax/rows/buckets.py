@@ -21,7 +21,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.rows import GroupsOfRows
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Value, Values
 from batchax.rows.building import as_tuple, elements_of
 from batchax.rows.index import moved

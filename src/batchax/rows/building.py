@@ -17,7 +17,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows, DictOfBatches, is_container
 from batchax.frontend.options import checked_list, converted
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Value
 from batchax.rows.index import Axes, RowIndex, pack_rows
 from batchax.stack import structures_differ

@@ -24,7 +24,7 @@ from batchax.frontend.arguments import LocalRows, Mapped
 from batchax.frontend.containers import AxisSpec, Parts
 from batchax.frontend.in_axes import is_position
 from batchax.frontend.outputs import AUTO, FlatOutputs, OutputArray, Reduce
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.kernel.axis import Axis
 from batchax.kernel.inner import example_aval, stage_described

@@ -23,8 +23,7 @@ from jax import lax
 from batchax import _compat
 from batchax.jaxprs.bodies import bind_call, program_called
 from batchax.jaxprs.evaluate import walk
-from batchax.jaxprs.neutral import NEUTRAL
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import NEUTRAL, facts_of
 from batchax.jaxprs.types import Eqn, Value
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis

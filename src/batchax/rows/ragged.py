@@ -18,7 +18,7 @@ from batchax import _compat
 from batchax.errors import ArgumentTypeError, AxisError
 from batchax.frontend.containers import BatchOfRows
 from batchax.frontend.options import translate_argument_names
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 from batchax.jaxprs.types import Value
 from batchax.rows.building import (
     Selecting,

@@ -33,7 +33,7 @@ from jax.core import ShapedArray, Tracer
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.inside import Anywhere, programs_inside, with_inside
+from batchax.jaxprs.bodies import Anywhere, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import facts_of
 from batchax.jaxprs.types import Aval, Eqn, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions

@@ -19,11 +19,10 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.cache import cached
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt
+from batchax.jaxprs.bodies import bind_with, bodies_of, is_rebuilt, programs_inside
+from batchax.jaxprs.error_format import name_of
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.inside import programs_inside
 from batchax.jaxprs.primitive_facts import enter, facts_of
-from batchax.jaxprs.spoken import name_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Positions, axis_to_front, expand_axis, move_axis

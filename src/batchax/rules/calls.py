@@ -16,9 +16,8 @@ from jax.interpreters import ad
 
 from batchax import _compat
 from batchax.errors import AxisError, UnsupportedError
-from batchax.jaxprs.bodies import bind_call
+from batchax.jaxprs.bodies import Anywhere, bind_call
 from batchax.jaxprs.evaluate import bind_equation, evaluate
-from batchax.jaxprs.inside import Anywhere
 from batchax.jaxprs.primitive_facts import body_parameter, enter, facts_of
 from batchax.jaxprs.types import ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from batchax import _compat
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel.axis import (

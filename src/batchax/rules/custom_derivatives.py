@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from batchax import _compat
 from batchax.cache import Cache, cached_on
 from batchax.errors import ArgumentTypeError, UnsupportedError
-from batchax.jaxprs.inside import Anywhere
+from batchax.jaxprs.bodies import Anywhere
 from batchax.jaxprs.primitive_facts import enter, facts_of
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, lanes_vary_over, match_axis

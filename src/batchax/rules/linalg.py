@@ -18,7 +18,7 @@ from jax.lax import linalg
 
 from batchax import _compat
 from batchax.cache import Cache
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.primitive_facts import enter
 from batchax.jaxprs.types import Aval, ClosedJaxpr, Eqn, Value, Values
 from batchax.kernel import recording

@@ -20,8 +20,7 @@ from batchax import _compat
 from batchax.analysis.inner import integers_in, programs_in
 from batchax.cache import cached_on
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.bodies import control_flow
-from batchax.jaxprs.inside import programs_inside, with_inside
+from batchax.jaxprs.bodies import control_flow, programs_inside, with_inside
 from batchax.jaxprs.primitive_facts import Facts, facts_of
 from batchax.jaxprs.types import Eqn, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, axis_to_front, move_axis

@@ -31,7 +31,7 @@ from batchax.datasets.journal import JobFiles
 from batchax.datasets.pipeline import LOOK, Stop, Work, drained, run_units
 from batchax.datasets.plan import Plan, Record, Unit
 from batchax.errors import ArgumentTypeError, JobError, OptionError, RowError, UnsupportedError
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
 
 _KNOWN_SECONDS = 5.0  # seconds for which it is known how many workers a cluster has
 

@@ -43,8 +43,8 @@ from batchax.execution.devices.processes import (
 )
 from batchax.execution.devices.shards import Shards, sharding_of, typed_mesh
 from batchax.frontend.arguments import LocalRows
-from batchax.jaxprs.neutral import NEUTRAL, accumulator
-from batchax.jaxprs.spoken import brief, show
+from batchax.jaxprs.error_format import brief, show
+from batchax.jaxprs.primitive_facts import NEUTRAL, accumulator
 from batchax.jaxprs.types import Value, Values
 from batchax.kernel.axis import Position, Positions, inserted
 from batchax.kernel.debug_nans import in_jit

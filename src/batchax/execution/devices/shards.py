@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from batchax import _compat
 from batchax.errors import UnsupportedError
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.types import ClosedJaxpr, Jaxpr, Value, Values
 from batchax.kernel.axis import Axis, Position, Positions, inserted
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from batchax.jaxprs.neutral import NEUTRAL
-from batchax.jaxprs.primitive_facts import facts_of
+from batchax.jaxprs.primitive_facts import NEUTRAL, facts_of
 from batchax.jaxprs.types import Value
 from batchax.kernel.registry import reduced_dims
 from batchax.rows.padded import Operation, Row, padded_rule

@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from batchax import _compat
 from batchax.custom_rules.own_derivatives import linear_with_transpose
-from batchax.jaxprs.neutral import highest, lowest
+from batchax.jaxprs.primitive_facts import highest, lowest
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
 from batchax.rows.index import moved
 from batchax.rows.padded import Operation, Row, padded_rule

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from batchax import _compat
-from batchax.jaxprs.inside import with_inside
+from batchax.jaxprs.bodies import with_inside
 from batchax.jaxprs.own_primitives import shown
 from batchax.jaxprs.types import Eqn
 
