@@ -38,6 +38,7 @@ from batchax.rows.packed_forms import (
     groups_in,
     has_several,
     merge,
+    merged_size,
     packed_move,
     shorter,
 )
@@ -421,7 +422,7 @@ def _can_pack(eqn: Eqn, batched: Sequence[bool], look: _Look) -> bool:
         if facts_of(eqn.primitive).again:
             return _can_pack_inside(eqn, batched, look)
         merged = merge(eqn)
-        return merged is not None and _can_pack(merged, batched, look)
+        return merged is not None and _can_pack(merged[1], batched, look)
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     ragged = {shorter(d, look.bounds) for shape in shapes for d in shape if is_symbolic(d)}
     if None in ragged:
@@ -484,7 +485,8 @@ class Costs:
         sizes, times = (self.packed, 1) if packed else (self.padded, self.rows)
         merged = merge(eqn) if packed and has_several(eqn) else None
         if merged is not None:
-            eqn, sizes = merged, Sizes({merged.size: self.room[merged.names]}, {})
+            names, eqn = merged
+            sizes = Sizes({str(merged_size(names)): self.room[names]}, {})
         elif packed and size_of_rule(eqn) is not None:  # which tells rows apart
             each = {n: -(-size // self.rows) for n, size in self.packed.bounds.items()}
             sizes, times = Sizes(each, {}), self.rows

@@ -37,13 +37,14 @@ from batchax.rows.packed_forms import (
     has_several,
     merge,
     merged_shape,
+    merged_size,
     names_of,
     packed_move,
     shorter,
 )
 from batchax.rows.padded import Operation, Row, fold_known, run_equation
 from batchax.rows.row_rules import Rows, in_packed_rows, size_of_rule
-from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic, ragged_axes, ragged_axis
+from batchax.rows.sizes import depends_on_sizes, has_symbols, is_symbolic, ragged_axis
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class PackedRows:
         return self.index[named[0]]
 
     def holds(self, shape: Sequence[Any]) -> bool:
-        """Whether values of that shape are packed: see `merged.can_hold`."""
+        """Whether values of that shape are packed: see `can_hold`."""
         return can_hold(self.room, shape)
 
     def along(self, names: Names) -> RowIndex:
@@ -90,11 +91,11 @@ class PackedRows:
         index = [self.index[name] for name in names]
         return [x.lengths for x in index], [x.bound for x in index]
 
-    def merged(self, names: Names, size: str) -> PackedRows:
-        """These rows, with one axis in place of several, whose size has that name."""
+    def merged(self, names: Names) -> PackedRows:
+        """These rows, with one axis in place of several."""
         lengths, bounds = self._several(names)
         index = RowIndex.of(math.prod(lengths), self.room[names], math.prod(bounds))
-        return PackedRows(self.axis, {size: index})
+        return PackedRows(self.axis, {str(merged_size(names)): index})
 
     def cut(self, x: Packed) -> Any:
         """The array of a value; if it is packed, no derivative passes through what is no row's."""
@@ -103,7 +104,7 @@ class PackedRows:
         names, rows, shape = names_of(x.shape), self, x.shape
         if names is not None and len(names) > 1:
             shape = merged_shape(shape)
-            rows = self.merged(names, str(shape[ragged_axes(shape)[0]]))
+            rows = self.merged(names)
         return Operation(None, rows.sizes).cut(x.value, shape)
 
     def inside(self) -> PackedRows:
@@ -185,14 +186,15 @@ def _merged(rows: PackedRows, eqn: Eqn, values: Sequence[Packed]) -> list[Packed
     merged = merge(eqn)
     assert merged is not None
     operands = []
-    for x, v in zip(values, merged.invars, strict=True):
+    names, one_axis = merged
+    for x, v in zip(values, one_axis.invars, strict=True):
         shape = tuple(v.aval.shape)
         if not has_symbols(x.shape) and shape != x.shape:  # of one element along ragged axes
             value = x.value if x.axis is None else move_axis(x.value, x.axis, 0)
             lanes = () if x.axis is None else value.shape[:1]
             x = Packed(lax.reshape(value, (*lanes, *shape)), shape, None if x.axis is None else 0)
         operands.append(replace(x, shape=shape))
-    outs = run_packed(rows.merged(merged.names, merged.size), merged, operands)
+    outs = run_packed(rows.merged(names), one_axis, operands)
     return [replace(x, shape=eqn.outvars[0].aval.shape) for x in outs]
 
 

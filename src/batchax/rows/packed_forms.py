@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -315,24 +315,6 @@ class _Typed:
     aval: Aval
 
 
-@dataclass(frozen=True, eq=False)
-class Merged:
-    """An equation whose values have one ragged axis in place of several."""
-
-    names: Names  # of the sizes along these
-    size: str  # the name of the size along that
-    primitive: Any  # the rest is that of an equation
-    invars: Sequence[Any]
-    outvars: Sequence[Any]
-    params: dict[str, Any]
-    effects: Any
-    source_info: Any
-    ctx: Any
-
-    def replace(self, **changes: Any) -> Merged:
-        return replace(self, **changes)
-
-
 def has_several(eqn: Eqn) -> bool:
     atoms = (*eqn.invars, *eqn.outvars)
     return any(len(ragged_axes(getattr(v.aval, "shape", ()))) > 1 for v in atoms)
@@ -378,29 +360,30 @@ def merged_size(names: Names) -> Any:
     return _sizes.get(names, made)
 
 
-def merge(eqn: Eqn) -> Merged | None:
-    """The equation of values that have one ragged axis; None if it tells several apart."""
+def merge(eqn: Eqn) -> tuple[Names, Eqn] | None:
+    """The sizes along several ragged axes, and the equation of values that have one in their place.
+
+    None if the equation tells the axes apart.
+    """
     shapes = [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
     ragged = {names_of(shape) for shape in shapes if ragged_axes(shape)}
     names = next(iter(ragged))
     if len(ragged) != 1 or names is None or len(eqn.outvars) != 1:
         return None
-    facts, params = facts_of(eqn.primitive), eqn.params
-    name = eqn.primitive.name
-    invars = [_Typed(_with_shape(v.aval, merged_shape(v.aval.shape))) for v in eqn.invars]
+    params, name = eqn.params, eqn.primitive.name
+    invars: list[Any] = [
+        _Typed(_with_shape(v.aval, merged_shape(v.aval.shape))) for v in eqn.invars
+    ]
     if name in _PARAMS:
         changed = _PARAMS[name](eqn, invars)
         if changed is None:
             return None
         params = {**params, **changed}
-    elif not facts.elementwise or not _as_wide(eqn, invars):
+    elif not facts_of(eqn.primitive).elementwise or not _as_wide(eqn, invars):
         return None
     out = eqn.outvars[0].aval
-    outvars = [_Typed(_with_shape(out, merged_shape(out.shape)))]
-    size = str(merged_size(names))
-    return Merged(
-        names, size, eqn.primitive, invars, outvars, params, eqn.effects, eqn.source_info, eqn.ctx
-    )
+    outvars: list[Any] = [_Typed(_with_shape(out, merged_shape(out.shape)))]
+    return names, eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
 def _with_shape(aval: Aval, shape: tuple[Any, ...]) -> Aval:
@@ -429,31 +412,13 @@ def _places(shape: Sequence[Any]) -> dict[int, int]:
     return {i: at[0] if i in at else i - sum(k < i for k in at[1:]) for i in range(len(shape))}
 
 
-def _all_or_none(eqn: Eqn, axes: Sequence[int]) -> list[int] | None:
-    """Axes of the first operand in the merged one, of which ragged ones are all meant or none."""
-    shape = eqn.invars[0].aval.shape
-    meant = set(ragged_axes(shape)) & set(axes)
-    if meant and len(meant) < len(ragged_axes(shape)):
+def _reduced(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
+    """Of a reduction over all ragged axes or none."""
+    shape, axes = eqn.invars[0].aval.shape, eqn.params["axes"]
+    if set(ragged_axes(shape)) & set(axes) not in (set(), set(ragged_axes(shape))):
         return None
     places = _places(shape)
-    return sorted({places[axis] for axis in axes})
-
-
-def _reduced(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
-    axes = _all_or_none(eqn, eqn.params["axes"])
-    return None if axes is None else {"axes": tuple(axes)}
-
-
-def _along(name: str) -> Callable[[Eqn, list[Any]], dict[str, Any] | None]:
-    """Of an operation along one axis, which is none of the ragged ones."""
-
-    def change(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
-        shape, axis = eqn.invars[0].aval.shape, eqn.params[name]
-        if axis in ragged_axes(shape) or not all(ragged_axes(v.aval.shape) for v in eqn.invars):
-            return None
-        return {name: _places(shape)[axis]}
-
-    return change
+    return {"axes": tuple(sorted({places[axis] for axis in axes}))}
 
 
 def _broadcast(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
@@ -478,47 +443,6 @@ def _broadcast(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
     }
 
 
-def _squeezed(eqn: Eqn, invars: list[Any]) -> dict[str, Any]:
-    places = _places(eqn.invars[0].aval.shape)
-    return {"dimensions": tuple(places[axis] for axis in eqn.params["dimensions"])}
-
-
-def _sliced(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
-    """Of a slice that takes all along ragged axes."""
-    params, shape = eqn.params, eqn.invars[0].aval.shape
-    starts, limits = params["start_indices"], params["limit_indices"]
-    strides = params["strides"] or (1,) * len(shape)
-    at = ragged_axes(shape)
-    if any(starts[k] != 0 or limits[k] is not shape[k] or strides[k] != 1 for k in at):
-        return None
-    kept = [k for k in range(len(shape)) if k not in at[1:]]
-    size = merged_shape(shape)[at[0]]
-    return {
-        "start_indices": tuple(starts[k] for k in kept),
-        "limit_indices": tuple(size if k == at[0] else limits[k] for k in kept),
-        "strides": tuple(strides[k] for k in kept),
-    }
-
-
-def _reshaped(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
-    """Of a reshape between, before or behind ragged axes, which stay apart or together."""
-    before, after = eqn.invars[0].aval.shape, eqn.params["new_sizes"]
-    if eqn.params["dimensions"] is not None or _between(before) != _between(after):
-        return None
-    return {"new_sizes": merged_shape(after), "sharding": None}
-
-
-def _between(shape: Sequence[Any]) -> list[int]:
-    """How many elements there are before, between and behind ragged axes."""
-    sizes = [1]
-    for dim in shape:
-        if is_symbolic(dim):
-            sizes.append(1)
-        else:
-            sizes[-1] *= dim
-    return sizes
-
-
 def _product(eqn: Eqn, invars: list[Any]) -> dict[str, Any] | None:
     """Of rows with what all share, along other axes."""
     (contracted, batch), shapes = (
@@ -540,11 +464,6 @@ _PARAMS: dict[str, Callable[[Eqn, list[Any]], dict[str, Any] | None]] = {
         ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"),
         _reduced,
     ),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    "concatenate": _along("dimension"),
-    "squeeze": _squeezed,
-    "slice": _sliced,
-    "reshape": _reshaped,
     "broadcast_in_dim": _broadcast,
     "dot_general": _product,
 }
