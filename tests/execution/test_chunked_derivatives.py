@@ -269,3 +269,18 @@ def test_steps_over_rows_that_do_not_read_the_row(step):
 
     for options in ({}, {"batch_size": 1}, {"batch_size": 2}, {"batch_size": 3}):
         same(jax.jit(jax.grad(lambda x, o=options: loss(x, **o)))(x), jax.grad(alone)(x))
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"divergence": "serial"}], ids=str)
+@pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", ""])
+def test_a_call_that_does_not_read_an_argument(call, options):
+    """The norm has no finite derivative here, and nothing depends on it."""
+
+    def scaled(x, w):
+        return call(lambda unread: jnp.abs(w)[1:] * x)(jnp.linalg.norm(w))
+
+    def gradient(vmap, **options):
+        return jax.grad(lambda w: vmap(scaled, (0, None), **options)(X[:, :2], w).sum())(w)
+
+    w = jnp.array([np.inf, 3.0, 0.5])
+    np.testing.assert_allclose(gradient(bx.vmap, **options), gradient(jax.vmap), rtol=1e-5)

@@ -194,7 +194,11 @@ def inner_product(gradient: Sequence[Any], tangents: Values) -> Any:
 
 
 def jvp(primals: Values, tangents: Values, *, loop: ChunkLoop, program: Any) -> Any:
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    # A call reads operands that its body may not use. Their cotangent is a symbolic zero: zeros
+    # would be multiplied by derivatives that may be infinite.
+    used = _compat.used_inputs(program, [True] * len(program.out_avals))[1:]
+    pairs = enumerate(zip(tangents, used, strict=True))
+    moving = [i for i, (t, is_used) in pairs if is_used and type(t) is not ad.Zero]
     types = result_types(loop, program)
     zeros: list[Any] = [ad.Zero(aval.to_tangent_aval()) for aval in types]
     dependent = _dependent(program, moving, types)
