@@ -13,7 +13,7 @@ ONE_IN = 6
 # What holds of the project as a whole, and random programs: always run.
 ALWAYS = (
     *("editor/", "test_compat.py", "test_docs.py", "test_names.py", "test_package.py"),
-    *("test_primitives.py", "test_rooms.py", "laws/test_random_programs.py"),
+    *("test_primitives.py", "test_packages.py", "laws/test_random_programs.py"),
     # Nothing else sees that what is not finite is kept out of a mean or a variance.
     "execution/test_reductions.py::test_every_kind_of_every_dtype",
 )

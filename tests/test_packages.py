@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "batchax"
 
 
-def rooms():
-    """From the page: each room's name, with how far down it is."""
+def packages():
+    """From the page: the name of each package, with how far down it is."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page[page.index("| package |") :].split("\n\n")[0].splitlines()[2:]
     return {
@@ -48,23 +48,23 @@ def _imported(path):
             yield from (alias.name for alias in node.names)
 
 
-def room_of(module):
+def package_of(module):
     parts = module.split(".")[1:] or ["__init__"]
     return f"{parts[0]}/" if (PACKAGE / parts[0]).is_dir() else f"{parts[0]}.py"
 
 
-def test_every_room_is_on_the_page_and_every_room_of_the_page_is_there():
-    assert set(rooms()) == set(map(room_of, modules()))
+def test_every_package_is_on_the_page_and_every_package_of_the_page_is_there():
+    assert set(packages()) == set(map(package_of, modules()))
 
 
 def test_imports_go_down():
-    depths, wrong = rooms(), []
+    depths, wrong = packages(), []
     for module, path in modules().items():
-        own = room_of(module)
+        own = package_of(module)
         for other in imported(path):
-            if other.split(".")[0] != "batchax" or room_of(other) == own:
+            if other.split(".")[0] != "batchax" or package_of(other) == own:
                 continue
-            below = depths[room_of(other)] - depths[own]
+            below = depths[package_of(other)] - depths[own]
             if below < 0 or (below == 0 and own.endswith("/")):
                 wrong.append(f"{module} imports {other}")
     assert not wrong
@@ -105,9 +105,9 @@ def names_of_private_modules(path):
         yield from (name for name in names if re.search(r"(jax|^)\._src\b", name))
 
 
-def test_private_jax_is_in_one_room_only():
+def test_private_jax_is_in_one_package_only():
     private = {
-        room_of(module)
+        package_of(module)
         for module, path in modules().items()
         if any(True for _ in names_of_private_modules(path))
     }
