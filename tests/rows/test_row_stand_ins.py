@@ -16,7 +16,6 @@ from jax import lax
 
 import batchax as bx
 from batchax.errors import UnsupportedError
-from batchax.rows import specialize
 
 from support.rows import check_rows, ragged, ways
 
@@ -79,7 +78,11 @@ def between(x):
     table, some = jnp.sort(x), jnp.array([0.1, jnp.nan, -3.0, 3.0], x.dtype)
     n = x.shape[0]
     return (
+        jnp.linspace(0, 1, n) * x,
+        jnp.linspace(x.sum(), jnp.array([1.0, 2.0], x.dtype), n, endpoint=False),
+        jnp.linspace(1, 9, n, retstep=True),
         jnp.fft.rfftfreq(n, 0.5),
+        jnp.linspace(1, 9, n, dtype=np.int32),
         jnp.searchsorted(table, some),
         jnp.searchsorted(x, jnp.cos(x), side="right", sorter=jnp.argsort(x)),
         jnp.interp(some[::2], table, x),
@@ -88,23 +91,8 @@ def between(x):
 
 
 def test_places_between_others():
-    """Where numbers belong in a sorted row, and what a row says between its elements"""
+    """Even steps, where numbers belong in a sorted row, and what a row says between its elements"""
     check_rows(between, ragged(spare=40), ways=LAYOUTS)
-
-
-def even_steps(x):
-    n = x.shape[0]
-    return (
-        jnp.linspace(0, 1, n) * x,
-        jnp.linspace(x.sum(), jnp.array([1.0, 2.0], x.dtype), n, endpoint=False),
-        jnp.linspace(1, 9, n, retstep=True),
-        jnp.linspace(1, 9, n, dtype=np.int32),
-    )
-
-
-def test_even_steps_over_a_row(monkeypatch):
-    monkeypatch.setattr(specialize, "MOST_LENGTHS", 1)
-    check_rows(even_steps, ragged())
 
 
 def shuffled(x, key):
@@ -119,6 +107,12 @@ def shuffled(x, key):
 
 def test_a_row_is_shuffled_as_if_alone():
     check_rows(shuffled, ragged(3, lengths=(3, 5, 1, 4)), jax.random.key(1), in_axes=(0, None))
+
+
+def test_long_rows_are_shuffled_more_often():
+    keys = jax.random.split(jax.random.key(2), 3)
+    x = ragged(lengths=(1626, 5, 1625))
+    check_rows(lambda x, key: jax.random.permutation(key, x), x, keys, derivatives=False)
 
 
 def affine(first, second):
@@ -247,7 +241,7 @@ def test_a_function_that_was_looked_up_before_is_told_of():
 
 def test_what_is_mapped_is_not_looked_up():
     x = ragged(lengths=(2, 4, 1))
-    for f in (jnp.cov, lambda x: jnp.interp(x[:1], x, x)):
+    for f in (jnp.fft.irfft, jnp.cov, lambda x: jnp.interp(x[:1], x, x)):
         out = jax.jit(bx.vmap(f))(x)
         rows = out.rows() if isinstance(out, bx.Ragged) else out
         for y, row in zip(rows, x.rows(), strict=True):
@@ -297,19 +291,19 @@ def test_a_mistake_for_rows_of_any_length_is_what_it_is(name):
 
 
 def test_functions_of_jax_are_its_own_again_after_a_call():
-    functions = jax.lax.fori_loop, jax.lax.associative_scan
+    functions = jax.random.permutation, jax.lax.associative_scan
     seen = []
 
     def f(x):
-        seen.append(lax.fori_loop is not functions[0])
-        return lax.associative_scan(jnp.add, x)
+        seen.append(jax.random.permutation is not functions[0])
+        return jax.random.permutation(jax.random.key(0), x), lax.associative_scan(jnp.add, x)
 
     x = ragged(lengths=(2, 3))
     jax.jit(bx.vmap(f))(x)
     with pytest.raises(ZeroDivisionError):
         bx.vmap(lambda x: x[1 // 0])(x)
     assert seen[0]
-    assert functions == (jax.lax.fori_loop, jax.lax.associative_scan)
+    assert functions == (jax.random.permutation, jax.lax.associative_scan)
     assert pickle.loads(pickle.dumps(functions)) == functions
 
 
@@ -348,7 +342,7 @@ def test_a_program_with_symbolic_sizes_beside_rows_that_are_staged():
         return module, exported.out_avals, refusals
 
     def of_others():
-        at_hand = lax.fori_loop, lax.associative_scan
+        at_hand = jax.random.permutation, lax.associative_scan
         return pickle.loads(pickle.dumps(at_hand)) == at_hand, program()
 
     seen = []
@@ -383,12 +377,12 @@ def test_what_was_found_while_rows_were_staged_is_jaxs_for_others():
 
 def test_a_function_that_is_replaced_while_rows_are_staged_stays_replaced(monkeypatch):
     def f(x):
-        jnp.convolve = len
+        jax.random.permutation = len
         return x
 
-    monkeypatch.setattr(jnp, "convolve", jnp.convolve)  # put back afterwards
+    monkeypatch.setattr(jax.random, "permutation", jax.random.permutation)  # put back afterwards
     jax.jit(bx.vmap(f))(ragged(lengths=(2, 3)))
-    assert jnp.convolve is len
+    assert jax.random.permutation is len
 
 
 def test_nothing_of_jax_is_changed_but_for_rows_that_are_staged():

@@ -8,6 +8,7 @@ symbolic size go to JAX's own function.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -86,6 +87,38 @@ def _fori_loop(
     return lax.scan(step, (lower, init_val), steps)[0][1]
 
 
+@_compat.patches("jax.random.permutation")
+def _permutation(
+    original: Any, key: Any, x: Value, axis: int = 0, independent: bool = False, **options: Any
+) -> Any:
+    x = jnp.arange(x) if _compat.is_row_size(x) else x
+    size = np.shape(x)[axis] if np.ndim(x) else None
+    if options or not any(map(_compat.is_row_size, np.shape(x))):
+        return original(key, x, axis, independent, **options)
+    if independent or np.ndim(x) == 1:
+        return _shuffled(key, x, axis)
+    return jnp.take(x, _shuffled(key, jnp.arange(size), 0), axis, unique_indices=True)
+
+
+def _shuffled(key: Any, x: Value, axis: int) -> Any:
+    # JAX sorts by random keys, in so many rounds that no two elements are likely to have had equal
+    # keys in each. That number grows with the size. Here there are the rounds of the longest row,
+    # and a row that takes fewer keeps what it has in the others.
+    most: Any = greatest(x.size)
+    for count in range(1, _rounds(most) + 1):
+        key, own = jax.random.split(key)
+        _, again = lax.sort_key_val(jax.random.bits(own, x.shape, np.uint32), x, axis)
+        if count > 1:
+            least = bisect.bisect_left(range(most + 1), count, key=_rounds)
+            again = jnp.where(jnp.asarray(x.size) >= least, again, x)
+        x = again
+    return x
+
+
+def _rounds(size: int) -> int:
+    return int(np.ceil(3 * np.log(max(1, size)) / np.log(np.iinfo(np.uint32).max)))
+
+
 @_compat.patches("jax.numpy.convolve")
 def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: Any) -> Any:
     # JAX swaps the two if the second is longer, so it has to know. Here zeros follow both, up to
@@ -104,6 +137,38 @@ def _convolve(original: Any, a: Value, v: Value, mode: str = "full", **options: 
         "valid": (shorter - 1, n + m - 2 * shorter + 1),
     }[mode]
     return jnp.take(whole, jnp.arange(size) + start, mode="clip")
+
+
+@_compat.patches("jax.numpy.linspace")
+def _linspace(
+    original: Callable[..., Any],
+    start: Any,
+    stop: Any,
+    num: Any = 50,
+    endpoint: bool = True,
+    retstep: bool = False,
+    dtype: Any = None,
+    axis: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """As `jnp.linspace`: JAX computes the number of steps as a number, and puts the end behind."""
+    if not _compat.is_row_size(num) or kwargs or axis != 0:
+        return original(start, stop, num, endpoint, retstep, dtype, axis, **kwargs)
+    start, stop = jnp.asarray(start), jnp.asarray(stop)
+    inexact = jnp.promote_types(jnp.result_type(start, stop), np.float16)
+    of_result = jnp.result_type(float) if inexact == np.float16 else inexact
+    of_result = jax.dtypes.canonicalize_dtype(of_result if dtype is None else dtype)
+    floats = of_result if jnp.issubdtype(of_result, jnp.inexact) else jnp.result_type(float)
+    start, stop = start.astype(floats), stop.astype(floats)
+    count = jnp.asarray(num, floats) - (1 if endpoint else 0)
+    at = jnp.arange(num).astype(floats).reshape(-1, *[1] * max(start.ndim, stop.ndim))
+    part = at / jnp.maximum(count, 1)
+    out = start * (1 - part) + stop * part
+    if endpoint:
+        out = jnp.where((at == count) & (at > 0), stop, out)
+    out = out if floats == of_result else jnp.floor(out)
+    step = jnp.where(count > 0, (stop - start) / jnp.maximum(count, 1), jnp.nan)
+    return (out.astype(of_result), step) if retstep else out.astype(of_result)
 
 
 @_compat.patches("jax.numpy.searchsorted")
@@ -247,3 +312,38 @@ def _cov(
     count = shape[-1 if rowvar or len(shape) == 1 else 0] if len(shape) else 1
     out = original(m, y, rowvar, *args, **more)
     return jnp.where(jnp.asarray(count) == 0, jnp.nan, out) if _compat.is_row_size(count) else out
+
+
+@_compat.patches(*(f"jax.numpy.fft.{name}" for name in ("fft", "ifft", "rfft", "irfft")))
+def _fft(
+    original: Callable[..., Any], a: Value, n: Any = None, axis: int = -1, norm: str | None = None
+) -> Any:
+    # JAX asks for the wanted size as an int, and crops and pads to it.
+    a = jnp.asarray(a)
+    halved = original is _irfft
+    if n is None and halved and a.ndim and _compat.is_row_size(a.shape[axis]):
+        n = 2 * (a.shape[axis] - 1)
+    if not _compat.is_row_size(n):
+        return original(a, n, axis, norm)
+    size: Any = n
+    a = jnp.moveaxis(a, axis, -1)
+    a = _cropped(a, a.ndim - 1, size // 2 + 1 if halved else size)
+    if not halved:
+        return jnp.moveaxis(original(a, None, -1, norm), -1, axis)
+    out = lax.fft(a.astype(jnp.result_type(a, np.complex64)), "IRFFT", (n,))
+    if norm in ("ortho", "forward"):
+        count = jnp.asarray(n, out.dtype)
+        out = out * (count if norm == "forward" else jnp.sqrt(count))
+    return jnp.moveaxis(out, -1, axis)
+
+
+_irfft = jnp.fft.irfft
+
+
+def _cropped(x: Value, axis: int, size: Any) -> Any:
+    """`x` with so many elements along an axis, the first ones, and zeros behind them."""
+    own = np.shape(x)[axis]
+    if own is size or (_compat.is_row_size(own) and own.is_known_to_be(size)):
+        return x
+    least = min_dim(own, size)
+    return _resized(lax.slice_in_dim(x, 0, least, axis=axis), size, axis)
