@@ -125,6 +125,7 @@ def test_a_lane_that_is_finite_is_not_excused_by_another():
         ([1.0, 1.0, 2.0], True, False),
         ([1.0, 1.0, 2.0], False, True),
         ([1.0, 1.0 + 1e-7, 2.0], True, True),
+        ([0.1, 0.1, 2.0], True, True),
         ([np.nan, 1.0, 2.0], False, False),
     ],
 )
