@@ -3,9 +3,9 @@
 Packed, a step costs what its rows' elements cost; padded, what the longest row would cost for
 every row. A value that one step leaves in one layout and another wants in the other has to be
 moved between them. What is cheapest in sum is a minimum cut of a graph with an edge for each of
-these costs. Without a solver, the cheapest of three assignments is taken: all that can be packed
-is; or not what lies between padded steps; or nothing. Then each part of steps that pass rows on in
-one layout moves to the other where that costs less.
+these costs. Without a solver, the cheaper of two assignments is taken: all that can be packed is,
+or nothing. Then each part of steps that pass rows on in one layout moves to the other where that
+costs less.
 """
 
 from __future__ import annotations
@@ -480,8 +480,6 @@ class Costs:
         """Nanoseconds, roughly, for all rows; `differs` says of values whether rows do."""
         eqn = step.eqn
         own = [not isinstance(i, Constant) and differs[i] for i in step.inputs]
-        if not packed and eqn.primitive.name == "sort":
-            return self._of_sort(eqn, own)
         sizes, times = (self.packed, 1) if packed else (self.padded, self.rows)
         merged = merge(eqn) if packed and has_several(eqn) else None
         if merged is not None:
@@ -495,17 +493,6 @@ class Costs:
         if packed and eqn.primitive.name in REDUCED and not has_symbols(eqn.outvars[0].aval.shape):
             cost += Cost(places=2 * max(sizes.bounds.values()))  # elements are added one by one
         return ROWS.time(cost)
-
-    def _of_sort(self, eqn: Eqn, differs: Sequence[bool]) -> float:
-        """As `of`: padding is equal numbers, each of which a sort looks at once."""
-        bounds = {
-            n: min(bound, -(-self.packed.bounds[n] // self.rows))
-            for n, bound in self.padded.bounds.items()
-        }
-        with reading_symbols(Sizes(bounds, {}).bound):
-            own = cost_of_equation(eqn, differs=differs)
-        looked_at = math.prod(self.padded.bounds_of(eqn.invars[0].aval.shape))
-        return self.rows * ROWS.time(own + Cost(places=looked_at)) / 2
 
     def places(self, bounds: Mapping[str, int]) -> int:
         """The places of a padded row of these bounds, along the axes that arguments have."""
@@ -568,10 +555,8 @@ def _cheaper(
     differs: Sequence[bool],
     costs: Costs,
 ) -> list[bool]:
-    """For each step whether it runs packed: all that can, or those at either end, or none."""
-    packed = [p is True for p in possible]
-    ends = [p and not b for p, b in zip(packed, _between(program, possible), strict=True)]
-    ways = packed, ends, [False] * len(possible)
+    """For each step whether it runs packed: all that can, or none, but for parts that cost less."""
+    ways = [p is True for p in possible], [False] * len(possible)
     price = functools.cache(functools.partial(costs.of, differs=differs))
     cost = lambda each: _cost(program, each, possible, ragged, price, costs)
     best = min(ways, key=cost)
@@ -600,23 +585,6 @@ def _parts(
                 part |= before
         part_of.update(dict.fromkeys(part, part))
     return list({id(part): part for part in part_of.values()}.values())
-
-
-def _between(program: RowProgram, possible: Sequence[bool | None]) -> list[bool]:
-    """For each step whether it uses what a padded step made, and a padded step what it made."""
-    steps = list(zip(program.steps, possible, strict=True))
-    after: set[int] = set()  # values made by padded steps, or of those
-    for step, may_be in steps:
-        if may_be is False or not after.isdisjoint(step.used):
-            after.update(step.outputs)
-    before: set[int] = set()  # values that padded steps use, or that those are made of
-    for step, may_be in reversed(steps):
-        if may_be is False or not before.isdisjoint(step.outputs):
-            before.update(step.used)
-    return [
-        not after.isdisjoint(step.used) and not before.isdisjoint(step.outputs)
-        for step in program.steps
-    ]
 
 
 def _cost(
