@@ -23,6 +23,7 @@ from jax.core import max_dim, min_dim
 from batchax import _compat
 from batchax.errors import UnsupportedError
 from batchax.jaxprs.types import Value
+from batchax.rows.padded_rules.positions import greatest_of
 from batchax.rows.sizes import agreed, greatest
 
 
@@ -180,25 +181,16 @@ def _searchsorted(
     sorter: Any = None,
     **kwargs: Any,
 ) -> Any:
-    # JAX halves as often as the size says. Here it is as often as the longest row needs.
+    # JAX halves as often as the size says. The table is as long as that of the longest row here,
+    # and ends with what no value sorts after.
     size = np.shape(a)[0] if np.ndim(a) == 1 else None
     most = greatest(size) if _compat.is_row_size(size) else None
-    if most is None or side not in ("left", "right"):
+    if most is None:
         return original(a, v, side, sorter, **kwargs)
-    a, v = jnp.asarray(a), jnp.asarray(v)
-    a = a if sorter is None else a[sorter]
-    a, v = (x.astype(jnp.promote_types(a.dtype, v.dtype)) for x in (a, v))
-    before = lambda x, y: (x < y) | ((y != y) & (x == x))  # NaN is last
-    low = jnp.zeros(v.shape, np.int32)
-    high = jnp.zeros(v.shape, np.int32) + jnp.asarray(size, np.int32)
-    for _ in range(most.bit_length()):
-        middle = (low + high) // 2
-        there = jnp.take(a, middle, mode="clip")
-        after = before(there, v) if side == "left" else ~before(v, there)
-        going = low < high
-        low = jnp.where(going & after, middle + 1, low)
-        high = jnp.where(going & ~after, middle, high)
-    return low
+    a = jnp.asarray(a) if sorter is None else jnp.asarray(a)[sorter]
+    own = jnp.arange(most) < jnp.asarray(size)
+    table = jnp.where(own, _resized(a, most), jnp.asarray(greatest_of(a.dtype), a.dtype))
+    return jnp.minimum(original(table, v, side, **kwargs), jnp.asarray(size, np.int32))
 
 
 @_compat.patches("searchsorted", "nonzero")

@@ -42,17 +42,6 @@ def _has_ragged_core(x: Row, rank: int) -> bool:
     return any(map(is_symbolic, x.shape[len(x.shape) - rank :]))
 
 
-def _own_matrices(op: Operation, x: Row) -> Any:
-    """Which matrices are a row's own, where there are some that are padding, whole; else None.
-
-    The mask has axes of size one for those of a matrix.
-    """
-    if len(x.shape) == 2:
-        return None
-    inside = op.sizes.mask(x.shape, op.sizes.padded_axes(x.shape))
-    return None if inside is None else inside.any((-1, -2), keepdims=True)
-
-
 def _check_square(op: Operation, x: Row) -> None:
     if x.shape[-1] != x.shape[-2]:
         raise op.reject(
@@ -149,25 +138,24 @@ def _custom_linear_solve(
 
 def _beside_large(op: Operation, x: Row) -> tuple[Any, Any]:
     """The array of matrices with a diagonal in place of padding, and how many numbers that has."""
+    if any(map(is_symbolic, x.shape[:-2])):
+        raise op.reject(
+            "how large its matrices are and how many there are differs from row to row."
+        )
     value = jnp.asarray(op.filled(x, 0))
     shape: Any = x.shape
     rows, columns = shape[-2:]
-    sizes = op.sizes.size(rows), op.sizes.size(columns)
-    return _diagonal_added(value, *sizes, _own_matrices(op, x), rows == columns)
+    return _diagonal_added(value, op.sizes.size(rows), op.sizes.size(columns), rows == columns)
 
 
-@functools.partial(jax.jit, static_argnums=4)  # to be one program outside of `jit`, too
-def _diagonal_added(
-    value: Any, own_rows: Any, own_columns: Any, own: Any, square: bool
-) -> tuple[Any, Any]:
+@functools.partial(jax.jit, static_argnums=3)  # to be one program outside of `jit`, too
+def _diagonal_added(value: Any, own_rows: Any, own_columns: Any, square: bool) -> tuple[Any, Any]:
     rows, columns = value.shape[-2:]
     size = jnp.abs(lax.stop_gradient(value))
     most = jnp.maximum(*(size.sum(axis).max(-1) for axis in (-1, -2)))[..., None, None]
     most = 1.5 * jnp.where(most > 0, most, 1)
     at, along = np.arange(rows)[:, None] - own_rows, np.arange(columns) - own_columns
     there = (at == along) & (at >= 0)
-    if own is not None:
-        there = jnp.where(own, there, np.eye(rows, columns) > 0)
     apart = most * (1 + np.arange(rows)[:, None] / rows).astype(most.dtype)
     value = jnp.where(there, apart.astype(value.dtype), value)
     if not square:

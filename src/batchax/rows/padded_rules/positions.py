@@ -595,13 +595,13 @@ def _dynamic_update_slice(op: Operation, x: Row, update: Row, *starts: Row) -> A
 def _sort(op: Operation, *rows: Row, dimension: int, num_keys: int, **params: Any) -> list[Any]:
     if op.sizes.is_exact(rows[0].shape[dimension]):
         return op.bind(*(row.value for row in rows))
-    last = [_last(row.value.dtype) for row in rows[:num_keys]]
+    last = [greatest_of(row.value.dtype) for row in rows[:num_keys]]
     keys = [op.filled(row, value, (dimension,)) for row, value in zip(rows, last, strict=False)]
     # Stably: what is equal in the row, NaN for one, comes before the padding.
     return op.bind(*keys, *(row.value for row in rows[num_keys:]), is_stable=True)
 
 
-def _last(dtype: np.dtype[Any]) -> Any:
+def greatest_of(dtype: np.dtype[Any]) -> Any:
     """What no value of `dtype` sorts after."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return complex(jnp.nan, jnp.nan)
