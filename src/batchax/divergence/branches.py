@@ -315,7 +315,7 @@ class _Part:
 
     def run(self, active: Any) -> PlacedOutputs:
         """What the branch returns for the lanes that are `active`, and zeros for the others."""
-        size, plan, most = self.axis.size, self.plan, None
+        size, plan = self.axis.size, self.plan
         serial = plan.most if isinstance(plan, Serial) else 0
         if serial:
             chunk = size
@@ -324,7 +324,7 @@ class _Part:
         elif self.width is not None:
             chunk = min(self.width, size)
         else:
-            most, chunk = _chunk(self.work), self._chunk()
+            chunk = self._chunk()
         share = plan.all_from if isinstance(plan, policy.Gathered) else None
         back = plan.all_from_back if isinstance(plan, policy.Gathered) else None
         inside = self.axis.divergence.inside(recompiled=share is not None)
@@ -345,7 +345,7 @@ class _Part:
                 lanes = replace(axis, size=width)
                 return lambda _, active, *xs: _masked(lanes, program, positions, active, xs, surely)
 
-            specs = (ActiveMask(most), *map(_spec, positions))
+            specs = (ActiveMask(), *map(_spec, positions))
             results = (Gathered(0),) * len(program.out_avals)
             every = ChunkBody(functools.partial(of_all, True, axis))
             how: dict[str, Any] = {"serial": serial}

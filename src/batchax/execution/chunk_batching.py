@@ -1,8 +1,7 @@
 """A chunk loop under an outer vmap, of batchax or of JAX: each chunk has all outer lanes.
 
-If a mask selects the lanes, each outer lane has its own mask. If the loop has many lanes, the outer
-lanes run in sequence, as chunks of one, each with its own loop. If it has few, those of one outer
-lane would not fill a chunk: then the lanes of both axes become the lanes of one loop.
+If a mask selects the lanes, each outer lane has its own mask. Outer lanes then run in sequence, as
+chunks of one, each with its own loop.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import eval_jaxpr
@@ -26,7 +24,6 @@ from batchax.execution.chunk_loop import (
     ChunkBody,
     ChunkLoop,
     Combined,
-    Gathered,
     Lanes,
     Sum,
     Whole,
@@ -36,19 +33,13 @@ from batchax.execution.chunk_loop import (
     result_types,
 )
 from batchax.execution.chunk_run import compute, elsewhere, run
-from batchax.execution.gathered_lanes import fitting_width
 from batchax.execution.names import find_meeting, index_as_input
 from batchax.jaxprs.error_format import line_of, spoken
-from batchax.jaxprs.primitive_facts import accumulator
 from batchax.jaxprs.types import ClosedJaxpr, Value, Values
-from batchax.kernel.axis import Axis, Position, Positions, broadcast_axis, match_axis, move_axis
+from batchax.kernel.axis import Axis, Position, Positions, match_axis
 from batchax.kernel.inner import batch_function
 from batchax.kernel.own_primitive import own_primitive
 from batchax.rules.custom_derivatives import reached
-
-# How many full chunks the inner lanes must make for each outer lane to have its own loop: then its
-# last chunk, which may not be full, is one of several.
-_CHUNKS_EACH = 4
 
 
 def batch_gathered(
@@ -61,13 +52,19 @@ def batch_gathered(
     if named:
         loop = _with_index(axis, loop)
         args, axes = [*args, lax.iota(np.int32, axis.size)], [*axes, 0]
-    mask = loop.operands[0]
-    assert isinstance(mask, ActiveMask)
-    assert isinstance(loop.chunk, int)
-    wide = mask.most or loop.chunk
-    # With many inner lanes, one loop for each outer lane wastes little of its last chunk.
-    run = _one_by_one if loop.size >= _CHUNKS_EACH * wide else _as_one
-    return run(axis, args, axes, loop)
+
+    def run(start: Any, *xs: Value) -> list[Any]:
+        lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
+        return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
+
+    outer = ChunkLoop(
+        ChunkBody(lambda width: run, of=loop.body),
+        tuple(WHOLE if a is None else Lanes(a) for a in axes),
+        (Lanes(0),) * len(loop.results),
+        axis.size,
+        1,
+    )
+    return chunk_loop(outer, args)
 
 
 def _with_index(axis: Axis, loop: ChunkLoop) -> ChunkLoop:
@@ -98,114 +95,10 @@ def _check_apart(axis: Axis, program: ClosedJaxpr) -> None:
     if eqn is not None:
         raise UnsupportedError(
             f"{line_of(eqn)}: {spoken(eqn)} uses the axis {axis.name!r} inside a branch that not "
-            'every lane takes, and divergence="compact" runs lanes of several axes together there. '
+            'every lane takes, and divergence="compact" runs its lanes one after another there. '
             f"Take lax.axis_index({axis.name!r}) outside of the branch, or use "
             'divergence="predicate".'
         )
-
-
-def _one_by_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[Any]:
-    """Runs the outer lanes in sequence, each with a chunk loop."""
-
-    def run(start: Any, *xs: Value) -> list[Any]:
-        lane = [x if a is None else lax.squeeze(x, (a,)) for x, a in zip(xs, axes, strict=True)]
-        return [lax.expand_dims(x, (0,)) for x in chunk_loop(loop, lane)]
-
-    outer = ChunkLoop(
-        ChunkBody(lambda width: run, of=loop.body),
-        tuple(WHOLE if a is None else Lanes(a) for a in axes),
-        (Lanes(0),) * len(loop.results),
-        axis.size,
-        1,
-    )
-    return chunk_loop(outer, args)
-
-
-def _as_one(axis: Axis, args: Values, axes: Positions, loop: ChunkLoop) -> list[Any]:
-    """Runs one loop over the lanes of both axes."""
-    specs = tuple(map(_joined_spec, loop.operands, axes))
-    operands = [_joined(axis, loop, *each) for each in zip(args, axes, loop.operands, strict=True)]
-    size = axis.size * loop.size
-    most = specs[0].most
-    # More lanes may allow wider chunks, up to the requested width.
-    chunk = loop.chunk if most is None else fitting_width(most, size)
-    chunk = size if loop.serial else chunk
-
-    def joined(body: ChunkBody) -> ChunkBody:
-        def of_width(width: int) -> Callable[..., list[Any]]:
-            one_lane = body.function(1)
-            lanes = replace(axis, size=width, name=None, spmd_name=None, mesh_axis=None)
-
-            def run(start: Any, *xs: Value) -> list[Any]:
-                # Lanes of a chunk may belong to different outer lanes, which differ in operands
-                # that are whole in `loop`. So what runs is a chunk of one lane, batched over the
-                # lanes: a value has an axis for these, and next to it one of size one for the
-                # chunk's.
-                pairs = [(start, None), *map(_apart, xs, specs, loop.operands)]
-                xs_at = [a for _, a in pairs]
-                outs, outs_at = batch_function(lanes, one_lane, [x for x, _ in pairs], xs_at)
-                placed = zip(outs, outs_at, loop.results, strict=True)
-                return [_together(lanes, *each) for each in placed]
-
-            return run
-
-        return ChunkBody(of_width, of=body)
-
-    # A sum is one over the inner lanes of each outer lane: `_split` adds up what each lane returns.
-    results = tuple(Gathered(0) if isinstance(spec, Sum) else spec for spec in loop.results)
-    how = {"operands": specs, "results": results, "size": size, "chunk": chunk, "progress": None}
-    serial = loop.serial * axis.size
-    outs = chunk_loop(loop.changed(joined, serial=serial, **how), operands)
-    return [_split(axis, loop, *each) for each in zip(outs, loop.results, strict=True)]
-
-
-def _joined_spec(spec: Any, position: Position) -> Any:
-    if isinstance(spec, ActiveMask):
-        return replace(spec, first=False)
-    # Outer lanes differ in a batched operand, so it is gathered for each lane.
-    return Gathered(0) if isinstance(spec, Whole) and position is not None else spec
-
-
-def _joined(axis: Axis, loop: ChunkLoop, x: Value, position: Position, spec: Any) -> Any:
-    """Merges the lanes of both axes of an operand into one."""
-    if isinstance(spec, Whole):
-        if position is None:
-            return x
-        x = move_axis(x, position, 0)
-        x, at = broadcast_axis(Axis(loop.size), x, 1), 0
-    else:
-        at = 0 if isinstance(spec, ActiveMask) else spec.axis
-        x = match_axis(axis, x, position, at)
-    return lax.reshape(x, (*x.shape[:at], axis.size * loop.size, *x.shape[at + 2 :]))
-
-
-def _apart(x: Value, spec: Any, before: Any) -> tuple[Any, Position]:
-    """Returns what one-lane chunks see of an operand, and the axis of the lanes.
-
-    `spec` is its spec in the loop over both axes, and `before` that in the loop over inner lanes.
-    """
-    if isinstance(spec, Whole):
-        return x, None
-    if isinstance(before, Whole):
-        return x, 0
-    at = 0 if isinstance(spec, ActiveMask) else spec.axis
-    return lax.expand_dims(x, (at + 1,)), at
-
-
-def _together(lanes: Axis, x: Value, position: Position, spec: Any) -> Any:
-    if isinstance(spec, Sum):
-        return match_axis(lanes, x, position, 0)
-    return lax.squeeze(match_axis(lanes, x, position, spec.axis), (spec.axis + 1,))
-
-
-def _split(axis: Axis, loop: ChunkLoop, x: Value, spec: Any) -> Any:
-    """Splits a result of the loop over both axes into outer and inner lanes, outer ones first."""
-    at = 0 if isinstance(spec, Sum) else spec.axis
-    x = lax.reshape(x, (*x.shape[:at], axis.size, loop.size, *x.shape[at + 1 :]))
-    if isinstance(spec, Sum):
-        # Sums accumulate in float32 at least, as in the loop.
-        return jnp.sum(x, 1, dtype=accumulator(x.dtype)).astype(x.dtype)
-    return move_axis(x, at, 0)
 
 
 def _batched(

@@ -119,11 +119,7 @@ class ActiveMask:
     Integers estimate how long a lane takes: similar lanes share a chunk, and lanes of 0 do not run.
     """
 
-    # The width of a chunk for many lanes, from which `chunk` was chosen. An outer vmap adds lanes
-    # and chooses again. None keeps `chunk`.
-    most: int | None = None
-    # Whether selected lanes come first. A mask of both axes under an outer vmap is not such a one.
-    first: bool = False
+    first: bool = False  # whether selected lanes come first
 
 
 @dataclass(frozen=True)
