@@ -64,15 +64,6 @@ def _dot_general(
             # Lanes stay last where they were: otherwise a sum over earlier dimensions is slow.
             were = lhs_axis == lhs.ndim - 1 or rhs_axis == rhs.ndim - 1
             return (out, position) if were else (move_axis(out, position, 0), 0)
-    plain = precision is None and out_sharding is None and axis.mesh_axis is None
-    if (
-        both
-        and plain
-        and axis.columns
-        and _is_outer_of_columns(args, axes, dimension_numbers, **params)
-    ):
-        lhs, rhs = (move_axis(x, a, 1) for x, a in zip(args, axes, strict=True))
-        return lax.expand_dims(lhs, (1,)) * lax.expand_dims(rhs, (0,)), 2
     keeps = _keeps_place(axis, lhs, lhs_axis, rhs, rhs_axis, dimension_numbers)
     if keeps and _symmetric(precision):
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -91,25 +82,6 @@ def _dot_general(
         **params,
     )
     return out, position
-
-
-def _is_outer_of_columns(
-    args: Values,
-    axes: Positions,
-    numbers: Dimensions,
-    preferred_element_type: np.dtype[Any],
-) -> bool:
-    """Returns whether it is an outer product of vectors with lanes last in one of them.
-
-    In a loop the result then has lanes last, too.
-    """
-    # XLA fuses outer products that are added up, as in gradients of layers. With lanes first, it
-    # would read vectors from another loop, whose lanes are last, one number at a time: 5x to 10x
-    # the time.
-    (contracted, _), (batch, _) = numbers
-    vectors = all(x.ndim == 2 for x in args) and not (contracted or batch) and 1 in axes
-    dtypes = {x.dtype for x in args} | {preferred_element_type or args[0].dtype}
-    return vectors and len(dtypes) == 1
 
 
 def _keeps_place(
