@@ -224,10 +224,8 @@ def select_results(
     def select(k: int, cases: Sequence[tuple[Any, Position]]) -> tuple[Any, Position]:
         written = [case for case, none in zip(cases, blank, strict=True) if k not in none]
         some = (written or cases)[0]
-        everywhere = len(written) == len(cases)
-        as_they_are = everywhere or not (some[1] is None and _short(some[0]))
-        spared = not everywhere and some[1] is not None and k in fused
-        if as_they_are and not spared and all(_same(x, some[0]) for x, _ in written):
+        spared = len(written) < len(cases) and some[1] is not None and k in fused
+        if not spared and all(_same(x, some[0]) for x, _ in written):
             return some
         other = (lax.full_like(some[0], 0), some[1]) if spared else some
         cases = [other if k in none else case for case, none in zip(cases, blank, strict=True)]
@@ -241,13 +239,6 @@ def select_results(
     outputs = zip(*(zip(*placed, strict=True) for placed in results), strict=True)
     selected = [cases[-1] if k in updated else select(k, cases) for k, cases in enumerate(outputs)]
     return [x for x, _ in selected], [a for _, a in selected]
-
-
-def _short(x: Value) -> bool:
-    """Returns whether it is a matrix of rows so short that its products have lanes last."""
-    # In a loop, gradients of each lane by a shared matrix then read across lanes, which takes
-    # longer than a copy of it: 2.5x the time of `jax.vmap` for rows of 24.
-    return np.ndim(x) > 1 and min(np.shape(x)[-2:]) < _SHORT
 
 
 def _number_by_number(branch: Any) -> frozenset[int]:
@@ -277,7 +268,6 @@ def _unwritten(branch: Any) -> frozenset[int]:
 
 
 _UNWRITTEN = "empty", "empty2"
-_SHORT = 32
 
 
 def _same(x: Value, y: Value) -> bool:
