@@ -363,11 +363,10 @@ class SectionRunner:
         batch_bytes = bytes_per_lane(
             v for v, (_, a) in self._known.items() if a is not None and v is not index
         )
-        lanes = LanesToRun(local, batch_size, index, repeated, progress).apart()
+        lanes = LanesToRun(local, batch_size, index, repeated, progress)
         self._setting = Setting(axis, lanes, keep, shards, batch_bytes)
 
     def outputs(self) -> tuple[list[Any], list[Position]]:
-        """Returns the outputs, placed, and their batch axes."""
         setting, env, lanes = self._setting, dict(self._known), self._setting.lanes
         needed = section_for(self._jaxpr.eqns, self._jaxpr.outvars, ()).eqns
         eqns: Sequence[Eqn] = without_donations(needed)
@@ -401,7 +400,6 @@ class SectionRunner:
         return values, [x.position for x in placed]
 
     def _in_sections(self, shards: Shards | None) -> Axis:
-        """Returns the axis for loops and branches that run in sections."""
         axis, keep = self._setting.axis, self._setting.keep
         how = self._setting.lanes.batch_size, keep, shards
         return replace(axis, bodies=BodiesInSections(axis, *how))
@@ -463,7 +461,6 @@ class BodiesInSections:
     def run(
         self, program: ClosedJaxpr, args: Values, axes: Positions
     ) -> tuple[list[Any], list[Position]]:
-        """Returns the results of a jaxpr for all lanes, and their batch axes."""
         outputs = [OutputArray("", AUTO)] * len(program.out_avals)
         how = self.axis, self.batch_size, self.keep
         return SectionRunner(*how, program, args, axes, outputs, self.shards).outputs()
@@ -471,8 +468,6 @@ class BodiesInSections:
 
 @dataclass(frozen=True)
 class Chunking:
-    """Says how lanes run in chunks."""
-
     batch_size: int | Auto  # at most that many at a time
     keep: bool  # whether reverse mode saves what each chunk computed
     progress: LoopProgress | None = None
@@ -540,8 +535,6 @@ def find_chunking(
 
 @dataclass(frozen=True)
 class InChunks(Way):
-    """Runs lanes in chunks, section by section."""
-
     chunking: Chunking
 
     @property

@@ -47,13 +47,18 @@ from batchax.execution.progress import LoopProgress
 from batchax.frontend import reductions
 from batchax.frontend.outputs import AUTO, OutputArray, Reduce, is_added
 from batchax.frontend.reductions import Reduction
-from batchax.jaxprs.bodies import Anywhere, bodies_of, control_flow
+from batchax.jaxprs.bodies import Anywhere, control_flow
 from batchax.jaxprs.evaluate import bind_equation, evaluate, plan, variables_in, variables_read
 from batchax.jaxprs.types import Eqn, Value, Values
 from batchax.kernel import recording
 from batchax.kernel.axis import Axis, Position, Positions, move_axis
 from batchax.kernel.captured import MappedProgram, closed_over, running
-from batchax.kernel.differing import differing_through, differs_of, has_other_rule
+from batchax.kernel.differing import (
+    differing_in,
+    differing_through,
+    differs_of,
+    has_other_rule,
+)
 from batchax.kernel.interpreter import interpret
 from batchax.kernel.named_axes import uses_axis, varying_of
 from batchax.linalg.pays import LOOP_STEPS
@@ -169,16 +174,7 @@ def divergent_loops(eqns: Sequence[Eqn], env: Env, most: int) -> set[int]:
         # A loop with much data for each lane would keep that for all lanes at once.
         if bytes_per_lane(v for v in eqn.invars if differs(v)) > most:
             continue
-        test, body = bodies_of(eqn)
-        marks = list(map(differs, eqn.invars))
-        same = [marks[i] for i in body.operands[: body.same]]
-        carry = [marks[i] for i in body.carry_operands]
-        while True:  # until a step makes no more of the carry differ between lanes
-            new = reached(body.jaxpr, [*same, *carry])
-            if not any(n and not c for n, c in zip(new, carry, strict=True)):
-                break
-            carry = [n or c for n, c in zip(new, carry, strict=True)]
-        if any(reached(test.jaxpr, [*(marks[i] for i in test.operands[: test.same]), *carry])):
+        if differing_in(eqn, tuple(map(differs, eqn.invars))).parts:
             divergent.add(id(eqn))
     return divergent
 
@@ -281,25 +277,6 @@ class LanesToRun:
     def are_one_chunk(self) -> bool:
         return isinstance(self.batch_size, int) and self.axis.size <= self.batch_size
 
-    def may_repeat(self, width: int) -> bool:
-        """Returns whether chunks of `width` lanes may contain repeated lanes."""
-        chunk = self.batch_size
-        # Not if they are all in the last chunk, of another width. The reductions of other chunks
-        # then need no mask, and XLA can turn a sum of outer products into a matrix product.
-        apart = isinstance(chunk, int) and self.axis.size % chunk >= self.repeated
-        return self.repeated > 0 and not (apart and width == chunk)
-
-    def apart(self) -> LanesToRun:
-        """Lowers the chunk size slightly so that only the last chunk has repeated lanes."""
-        size, chunk = self.axis.size, self.batch_size
-        if isinstance(chunk, Auto) or not self.repeated:
-            return self
-        most = min(chunk, size - self.repeated)
-        sizes = range(most, max(0, most - most // 4 - 1), -1)
-        fitting = [c for c in sizes if size % c >= self.repeated]
-        # The fewer lanes are in the last chunk the better: its reductions are the slower ones.
-        return replace(self, batch_size=min(fitting, key=lambda c: size % c, default=chunk))
-
 
 class Found(NamedTuple):
     """Holds a value for all lanes; `position` is None if lanes share it."""
@@ -373,7 +350,6 @@ class SectionBody:
 
     @property
     def shared(self) -> list[Target]:
-        """Lists the targets that do not depend on the batch."""
         return [t for t, specs in self.specs.items() if specs == [None]]
 
     def of_first_lane(self) -> dict[Target, Found]:
@@ -439,7 +415,7 @@ class _Chunk:
         if self.lanes.index in self.section.invars:
             place = self.section.invars.index(self.lanes.index)
             index = values[place]
-            if self.lanes.may_repeat(width):
+            if self.lanes.repeated:
                 # The second entry of the index is the end of the lanes that count.
                 real = lax.lt(index, lax.broadcast(xs[place][1], (width,)))
         if self._is_one_example(values):
@@ -602,7 +578,6 @@ def _loops_to_cut(setting: Setting, eqns: Sequence[Eqn], env: Env) -> set[int]:
 
 
 def _is_placed(setting: Setting, env: Env, v: Any, output: OutputArray) -> bool:
-    """Returns whether an output is known and already in place."""
     if not setting.knows(env, v):
         return False
     position = None if isinstance(v, Literal) else env[v][1]
