@@ -47,7 +47,8 @@ from batchax.kernel.axis import (
     Positions,
     match_axis,
 )
-from batchax.kernel.inner import ANYWHERE, batch_inner, emitted, interpret_again
+from batchax.kernel.inner import ANYWHERE, batch_inner, emitted
+from batchax.kernel.interpreter import interpret
 from batchax.kernel.own_primitive import OF_OPERATIONS, own_primitive
 from batchax.rules.callbacks import is_seen, with_active
 from batchax.rules.loops import axis_for, predicate, predicate_if, run_divergent, settle
@@ -330,7 +331,6 @@ def _masked(
     positions = [*at.consts, *[0] * len(carried), *map(entry_axis, at.xs, loop.form.x_axes)]
 
     def plan(program: Any, differentiated: bool) -> MaskPlan:
-        """Plans what masked lanes need in a step, with or without derivatives."""
         calls = is_seen(program)
         jaxpr = (with_active(axis, program) if calls else program).jaxpr
         # Derivatives of masked lanes must be finite too: NaN times a zero cotangent is NaN. So all
@@ -363,7 +363,7 @@ def _masked_step(
         program, positions = with_active(axis, program), [0, *positions]
 
     def run(operands: Values, positions: Positions) -> PlacedOutputs:
-        return interpret_again(axis, program, operands, positions)
+        return interpret(axis, program.jaxpr, program.consts, operands, positions)
 
     def step(active: Any, consts: Values, carry: Values, x: Values) -> tuple[Values, Values]:
         operands = [*[active] * calls, *consts, *carry, *x]
@@ -418,7 +418,6 @@ def _with_common_checkpoints(loop: BoundedLoop) -> BoundedLoop:
 
 
 def _placed(axis: Axis, loop: BoundedLoop, targets: Operands) -> list[Any]:
-    """Moves the batch axis of each operand to its target."""
     return [
         x if to is None else match_axis(axis, x, a, to)
         for x, a, to in zip(loop.args, loop.axes, targets.flat, strict=True)

@@ -17,7 +17,6 @@ import jax
 from jax import lax
 from jax.core import ShapedArray, eval_jaxpr
 from jax.extend.core import mapped_aval, unmapped_aval
-from jax.extend.core.primitives import while_p
 
 from batchax import _compat
 from batchax.cache import Cache
@@ -113,19 +112,6 @@ def inline_jaxpr(program: ClosedJaxpr, operands: Values) -> list[Any]:
     return eval_jaxpr(program.jaxpr, program.consts, *operands)
 
 
-def interpret_again(
-    axis: Axis, body: ClosedJaxpr, operands: Values, axes: Positions
-) -> tuple[list[Any], list[Position]]:
-    types = [batched_aval(axis, aval, a) for aval, a in zip(body.in_avals, axes, strict=True)]
-    here = _compat.staging() and not _compat.checked_axes() and not recording.is_on()
-    # The batched body is reused only where it is traced into a program without mesh types, notes,
-    # or effects, and the operand types are those it was built for.
-    if not here or body.effects or types != list(map(jax.typeof, operands)):
-        return interpret(axis, body.jaxpr, body.consts, operands, axes)
-    program, at = batch_inner(axis, body, axes)
-    return inline_jaxpr(program, operands), list(at)
-
-
 def emitted(
     axis: Axis,
     body: ClosedJaxpr,
@@ -154,8 +140,6 @@ def emitted(
 
 
 class _Met:
-    """Remembers whether it was called before."""
-
     def __init__(self) -> None:
         self._met = False
 
@@ -381,34 +365,10 @@ def staged_once(key: Hashable, fun: Callable[..., Sequence[Any]], *operands: Val
 
 
 def while_loop(goes_on: Callable[[Any], Any], once: Callable[[Any], Any], state: Any) -> Any:
-    """Runs as ``lax.while_loop``, which takes longer to find out what the loop closes over."""
-    leaves, structure = jax.tree.flatten(state)
-    # A weakly typed carry would change its type in the first step.
-    leaves = list(map(_strong, leaves))
-
-    def flat(*leaves: Value) -> list[Any]:
-        return list(map(_strong, jax.tree.leaves(once(structure.unflatten(leaves)))))
-
-    types = list(map(jax.typeof, leaves))
-    test = _compat.stage(lambda *leaves: [goes_on(structure.unflatten(leaves))], types)
-    body = _compat.stage(flat, types)
-    # JAX raises the error about carry types, with its wording.
-    if list(body.out_avals) != types:  # JAX says what is wrong
-        return lax.while_loop(goes_on, once, state)
-    (test,), asked = _compat.hoist_constants(test)
-    (body,), consts = _compat.hoist_constants(body)
-    outs = while_p.bind(
-        *asked,
-        *consts,
-        *leaves,
-        cond_nconsts=len(asked),
-        cond_jaxpr=test,
-        body_nconsts=len(consts),
-        body_jaxpr=body,
-    )
-    return structure.unflatten(outs)
+    """Runs as ``lax.while_loop``, with a strongly typed carry, as a step may return one."""
+    strong = lambda state: jax.tree.map(_strong, state)
+    return lax.while_loop(goes_on, lambda state: strong(once(state)), strong(state))
 
 
 def _strong(x: Value) -> Any:
-    """Removes the weak type of `x`, as a step may return a strong one."""
     return lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
