@@ -154,8 +154,6 @@ def _find_rule(primitive: _compat.Primitive) -> CanonicalRule:
 
 
 class CanonicalProgram:
-    """Reads one program into a table."""
-
     def __init__(self, table: Table, program: ClosedJaxpr) -> None:
         self.table = table
         self.equations: dict[int, Any] = {}
@@ -200,7 +198,6 @@ class CanonicalProgram:
         return whole(self.leaf(name, params, reads, without_ones(shape), dtype), shape)
 
     def results(self, eqn: Eqn, node: int) -> list[CanonicalValue]:
-        """Returns the results of an equation with the node `node`."""
         return [
             self.entry("result", i, v.aval, [node])
             if len(eqn.outvars) > 1

@@ -693,7 +693,6 @@ class Weights:
     call: float = 100.0  # of a library, the shortest one
 
     def time(self, cost: Cost) -> Nanoseconds:
-        """Estimates the time of a cost."""
         computed = self.flop * (cost.flops - cost.serial) + self.serial * cost.serial
         moved = self.byte * (cost.bytes - cost.fused) + self.fused * cost.fused
         other = self.place * cost.places + self.call * cost.calls

@@ -20,8 +20,6 @@ class UnreadableProgram(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """Describes the type of an array, or of a tuple of values."""
-
     text: str  # such as "f32[8,300]"; empty for a tuple
     bytes: int  # its memory; of a tuple, that of its parts
     parts: tuple[Shape, ...] | None = None  # None for an array
@@ -33,8 +31,6 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Instruction:
-    """Describes one instruction."""
-
     name: str
     shape: Shape
     opcode: str  # such as "fusion"
@@ -56,8 +52,6 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """Holds a compiled program."""
-
     computations: Mapping[str, Computation]
     entry: str  # the computation that runs
     donated: Mapping[Path, int]  # outputs in the memory of an argument: path to argument
@@ -151,7 +145,6 @@ _DIGITS = re.compile(r"[a-z]+(\d+)")
 
 
 def read_shape(text: str) -> Shape:
-    """Parses the type of arrays, with or without layouts, and tuples."""
     open_: list[list[Shape]] = [[]]
     for part in _PARTS.finditer(text):
         if part[0] == "(":
@@ -189,5 +182,4 @@ def normalised_hlo(text: str) -> str:
 
 
 def operations(hlo: str) -> Counter[str]:
-    """Counts the operations in normalized HLO."""
     return Counter(re.findall(r"= (?:\([^=]*?\)|\S+) ([a-z][\w\-]*)\(", hlo))

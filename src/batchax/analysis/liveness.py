@@ -22,8 +22,6 @@ Kind = Literal["argument", "output", "temporary", "constant"]
 
 @dataclass(frozen=True)
 class LiveValue:
-    """Describes a value that is held at the peak."""
-
     opcode: str
     bytes: int  # such as "f32[8,300]"
     shape: str  # the user's operation, such as "jit(f)/vmap/tanh"
@@ -77,8 +75,6 @@ def held_at_worst(module: Module) -> tuple[LiveValue, ...]:
 
 @dataclass(eq=False)
 class _Value:
-    """Describes an array that is written to memory."""
-
     made: Instruction  # the instruction that writes it
     # Where it comes from: of an unnamed copy, the source; of the start of a loop, what replaces it
     # in a step.
@@ -173,8 +169,6 @@ _NOT_IN_PLACE = frozenset(
 
 
 class _Lives:
-    """Follows the lifetime of each value of a program."""
-
     # Called computations are followed where they are called, on one time line. A loop body is
     # followed once.
     def __init__(self, module: Module):
@@ -287,7 +281,6 @@ class _Lives:
         return result
 
     def _is_in_place(self, instruction: Instruction) -> bool:
-        """Returns whether it may overwrite one of its operands."""
         if instruction.opcode != "fusion":
             return instruction.opcode not in _NOT_IN_PLACE
         inside = self._module.computations[instruction.called[0]].instructions
@@ -304,7 +297,6 @@ class _Lives:
         return result
 
     def _done(self, opcode: str, started: Tree) -> Tree:
-        """Returns the result of an asynchronous start."""
         if opcode == "all-reduce-done":
             # A start returns its operands and results in a tuple.
             return started

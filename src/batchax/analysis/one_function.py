@@ -185,7 +185,6 @@ def _product(params: dict[str, Any], x: Value, y: Value) -> Any:
 
 
 def _last(x: Value, axis: int) -> Any:
-    """Moves an axis to the end."""
     return lax.transpose(x, [*(i for i in range(x.ndim) if i != axis), axis])
 
 
@@ -232,7 +231,6 @@ def _may_be(jaxpr: Jaxpr) -> bool:
 
 
 def _is_small_float(aval: Aval) -> bool:
-    """Returns whether a type is a float of fewer than 32 bits."""
     # CPUs have no arithmetic for these. XLA inserts float32 around each operation of functions that
     # it compiles through MLIR, but not of this one. LLVM does so for some only: in jaxlib 0.12 a
     # bitcast of bfloat16 ends the process ("Do not know how to soft promote this operator's

@@ -131,7 +131,6 @@ class _Derivative:
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, n_kept))
 
     def forward(self, residuals: Values, tangents: Values) -> list[Any]:
-        """Computes the tangents of the results."""
         form = self.form
         steps, consts, carry, _, xs = self._split(residuals)
         dconsts, dcarry, dxs = parts(tangents, len(self.consts), len(self.carry))
@@ -156,7 +155,6 @@ class _Derivative:
         return [*results.carry[len(carry) :], *results.ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
-        """Computes the cotangents of constants, first carry, and xs."""
         form, n, n_consts = self.form, len(self.carry), len(self.consts)
         steps, consts, carry, checkpoints, xs = self._split(residuals)
         ct_carry, ct_ys = parts(cotangents, n)
@@ -441,7 +439,6 @@ class _SweepDerivative:
         return (residuals[0], *parts(residuals[1:], form.n_consts, form.n_carry, form.n_back))
 
     def forward(self, residuals: Values, tangents: Values) -> list[Any]:
-        """Computes the tangents of the results."""
         form, n = self.form, self.form.n_back
         count, consts, carry, returning, xs = self._split(residuals)
         sizes = len(self.consts), len(self.carry), len(self.xs)
@@ -478,7 +475,6 @@ class _SweepDerivative:
         return [*returned[n:], *ys]
 
     def back(self, residuals: Values, cotangents: Values) -> list[Any]:
-        """Computes the cotangents of constants, first carry, xs, and returning values."""
         form, n, n_moving = self.form, self.form.n_back, len(self.carry)
         count, consts, carry, returning, xs = self._split(residuals)
         ct_back, ct_ys = parts(cotangents, n)

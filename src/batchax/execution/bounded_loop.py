@@ -81,8 +81,6 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class LoopSignature:
-    """Describes the operands and results of a bounded loop."""
-
     n_test: int  # number of constants of the predicate
     n_consts: int  # number of constants of the body
     n_carry: int  # number of values in the carry
@@ -109,8 +107,6 @@ class LoopSignature:
 
 @dataclass(frozen=True)
 class SweepSignature:
-    """Describes the operands and results of a sweep."""
-
     n_consts: int  # number of constants of both programs
     n_carry: int  # number of values in the carry of the loop
     kept: tuple[int, ...]  # values of the carry in checkpoints; the sweep needs no others
@@ -364,7 +360,6 @@ def varied(x: Value, like: Sequence[Any]) -> Any:
 def run_loop(
     *operands: Value, test: Any, body: Any, guarded: ClosedJaxpr, form: LoopSignature
 ) -> list[Any]:
-    """Runs the bounded loop as ordinary JAX operations."""
     count, test_consts, consts, carry, _, _, xs = form.split(operands)
     avals = loop_types(test, body, form, jax.typeof(count))
     *blank, n = map(zeros, avals[form.n_carry :])
@@ -499,7 +494,6 @@ def reverse_sweep(
 def run_sweep(
     *operands: Value, forward: Any, back: Any, guarded: Any, form: SweepSignature
 ) -> list[Any]:
-    """Runs the sweep as ordinary JAX operations."""
     count, _, consts, carry, checkpoints, returning, xs = form.split(operands)
     ys = list(map(zeros, sweep_types(back, form)[form.n_back :]))
     if form.steps.most == 0:
@@ -575,7 +569,6 @@ def run_sweep(
 
 
 def sweep_types(back: Any, form: SweepSignature) -> list[Any]:
-    """Returns the types of what is carried back, and of the ys."""
     outs = back.out_avals
     ys = [
         aval.strip_weak_type() if a is None else unmapped_aval(form.steps.most, a, aval)

@@ -85,7 +85,6 @@ class Way:
         return True
 
     def note(self, call: Call) -> None:
-        """Notes what runs, for a recorder."""
         recording.found_program(call.axis, call.staged, call.mapped)
 
     def prepared(self, call: Call) -> Call:
@@ -185,7 +184,6 @@ class Call:
 
     @property
     def staged(self) -> ClosedJaxpr:
-        """Returns the traced function of one example."""
         return self._program[0]
 
     @property

@@ -144,7 +144,6 @@ def _batched(
 
 
 def _shifted(spec: Any, position: Position) -> Any:
-    """Adapts the spec of a value to one more axis at `position`."""
     if position is None or isinstance(spec, (Whole, Sum, ActiveMask)):
         return spec
     if isinstance(spec, Combined):

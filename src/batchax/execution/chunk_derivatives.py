@@ -354,7 +354,6 @@ def _reverse_loop(
 
 
 def _as_operand(spec: Result) -> Operand:
-    """Returns the spec of the cotangent of a result."""
     match spec:
         case Sum():
             return WHOLE

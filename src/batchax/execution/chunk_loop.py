@@ -212,8 +212,6 @@ class AllAtOnce:
 @_compat.held_weakly
 @dataclass(frozen=True)
 class ChunkLoop:
-    """Describes a chunk loop."""
-
     body: ChunkBody  # for one chunk
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
@@ -286,7 +284,6 @@ class ChunkLoop:
         return list(map(seen, avals, self.operands))
 
     def result_aval(self, aval: Aval, spec: Result) -> Any:
-        """Returns the type of a result from that of one chunk."""
         aval = aval.strip_weak_type()
         match spec:
             case Lanes(axis) | Gathered(axis):
@@ -344,7 +341,6 @@ def result_types(loop: ChunkLoop, program: Any) -> list[Any]:
 
 
 def results_before(loop: ChunkLoop, program: ClosedJaxpr) -> list[Any]:
-    """Returns the results before the first chunk."""
     # `blank` wants another number for each array, in other loops as well: their programs mostly
     # differ in length.
     first = len(program.jaxpr.eqns)

@@ -101,7 +101,6 @@ def _few(loop: ChunkLoop, count: Any, operands: Values) -> list[Any]:
 
 
 def run(loop: ChunkLoop, operands: Values) -> list[Any]:
-    """Runs the chunk loop as ordinary JAX operations."""
     avals = [jax.typeof(x) for x in operands]
     if isinstance(loop.chunk, Auto):
         loop = replace(loop, chunk=chosen_chunk(loop, avals))
@@ -173,8 +172,6 @@ def elsewhere(*, loop: ChunkLoop, program: ClosedJaxpr) -> Callable[..., list[An
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """Holds the chunks of a loop, each known by its index."""
-
     loop: ChunkLoop
     width: int  # lanes of a chunk; the last may have fewer
     operands: Values
@@ -283,7 +280,6 @@ def _part(
     width: int,
     gathered: GatheredLanes | None,
 ) -> Any:
-    """Returns what one chunk sees of an operand."""
     match spec:
         case ActiveMask():
             assert gathered is not None

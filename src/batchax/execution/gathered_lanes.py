@@ -47,8 +47,6 @@ def fitting_width(most: int, size: int, least: int = _FEWEST) -> int:
 
 
 class GatheredLanes(NamedTuple):
-    """Holds the lanes of one chunk."""
-
     # Their indices. The first lane stands in for missing ones: its values are safe, as it runs
     # anyway.
     lanes: Any

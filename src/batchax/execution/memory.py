@@ -42,7 +42,6 @@ class CompilersAccount:
 
 
 def memory_of(compiled: Any) -> CompilersAccount:
-    """Reads XLA's memory analysis of a compiled program."""
     stats = compiled.memory_analysis()
     return CompilersAccount(
         stats.argument_size_in_bytes,
@@ -125,7 +124,6 @@ def parse_limit(limit: Any) -> int | None:
 
 
 def show_bytes(count: int) -> str:
-    """Formats a number of bytes: "1.5 GiB"."""
     value, unit = float(count), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

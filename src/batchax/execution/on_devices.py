@@ -227,7 +227,6 @@ def infer_mesh_from_arguments(apart: Pass) -> Pass:
 
 
 def _is_spread(m: Mapped) -> bool:
-    """Returns whether an argument is sharded along its lanes."""
     sharding = sharding_of(m.value)
     if m.axis is None or not isinstance(sharding, NamedSharding):
         return False

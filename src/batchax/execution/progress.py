@@ -115,8 +115,6 @@ def find_progress(how: How, fun: Any, unit: str) -> LoopProgress | None:
 
 
 class _Shown:
-    """Holds the display of a loop, from its first call to its last."""
-
     def __init__(self, of: LoopProgress, total: int) -> None:
         self.failed, self._done = False, 0
         self._heard, self._longest = time.monotonic(), 0.0

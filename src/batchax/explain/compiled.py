@@ -58,7 +58,6 @@ def _held(
 
 
 def counted_by_compiler(compiled: Any) -> Work | None:
-    """Returns FLOPs and bytes by the count of the compiler, if it makes one."""
     try:
         counts = compiled.cost_analysis() or {}
     except NotImplementedError:
@@ -124,7 +123,6 @@ def count_steps(
     in_chunks: bool,
     lengths_known: bool = True,
 ) -> tuple[StepCount, ...]:
-    """Runs a batched function once more, and counts the steps of its loops."""
     if not any(e.primitive in _SHOWN for e in equations.values()):
         return ()
     staged = stage(batched, args, kwargs, (), partial(Recorder, counts=True), lengths_known)
@@ -268,7 +266,6 @@ def _needed(
 
 
 def _by_key(marks: Sequence[Mark], counts: Value) -> dict[_Key, int]:
-    """Sums the lane-steps of each loop and branch."""
     sums: dict[_Key, int] = {}
     for mark, count in zip(marks, np.asarray(counts), strict=True):
         key = mark.loop, mark.branch

@@ -257,7 +257,6 @@ def _of_batched(
 
 
 def _parameters(fun: Callable[..., Any]) -> list[str]:
-    """Returns the names of a function's positional parameters."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # of some built-in functions nothing is known

@@ -281,7 +281,6 @@ def _runs_programs(entry: Entry) -> bool:
 
 
 def shown_name(eqn: Eqn) -> str:
-    """Returns the name of an equation's primitive; of a call also what is called."""
     name, called = shown(eqn.primitive), eqn.params.get("name")
     return f"{name} {called}" if isinstance(called, str) and called else name
 
@@ -491,7 +490,6 @@ def value_of(
     batched: Any = None,
     literal: bool = False,
 ) -> Value:
-    """Makes a value from its type for one example and where it has the batch axis."""
     if batched is None:
         batched = example
         if position is not None and getattr(example, "shape", None) is not None:

@@ -48,7 +48,6 @@ class _Way:
 
 
 def measure_alone(way: _Way, time_limit: float) -> tuple[Timing, ...]:
-    """Times a function as it is."""
     end = time.monotonic() + time_limit
     return _times([(way, first_call(way))], end)
 

@@ -45,8 +45,6 @@ class Run:
 
 @dataclass(eq=False)
 class Record:
-    """Describes an equation and how it was batched."""
-
     number: int  # its index among the records, which its mark shows
     eqn: Eqn  # of one example
     axis: Axis

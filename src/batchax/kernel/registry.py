@@ -182,8 +182,6 @@ def _types_for_one(
     axes: Positions,
     params: dict[str, Any],
 ) -> Sequence[Any]:
-    """Computes the result types of a primitive for one example."""
-
     def one_example(*xs: Value) -> list[Any]:
         out = primitive.bind(*xs, **primitive.get_bind_params(params))
         # `get_bind_params` restores functions that JAX stores in parameters as jaxprs.
@@ -234,8 +232,6 @@ R = TypeVar("R", bound=Rule)
 
 @dataclass(frozen=True)
 class Registered:
-    """Describes a rule in the table."""
-
     rule: Rule
     origin: str  # the module that registered it
     is_users: bool  # not a module of batchax, so results are checked

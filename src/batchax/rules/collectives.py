@@ -174,7 +174,6 @@ def _reducing_collective(
 def _reduce_groups(
     x: Value, position: Position, groups: Groups, reduce: Callable[..., Any], adds_up: bool
 ) -> tuple[Any, Position]:
-    """Reduces over the group of each lane."""
     if position is None and groups.equal:
         return (times(x, groups.sizes[0]) if adds_up else x), None
     if position is None:

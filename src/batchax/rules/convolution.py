@@ -75,7 +75,6 @@ def _channels(lhs: Any, params: dict[str, Any]) -> int:
 
 
 def _places(lane: Sequence[Any], params: dict[str, Any]) -> _Places:
-    """Computes the sizes from the operands of one lane."""
     lhs, rhs = lane
     numbers = params["dimension_numbers"]
     kernel = tuple(rhs.shape[d] for d in numbers.rhs_spec[2:])
@@ -377,7 +376,6 @@ _LEAST_PRODUCTS = 288  # to a place of the result
 
 
 def _channels_last(lhs: Value, rhs: Value, groups: dict[str, int], params: dict[str, Any]) -> Any:
-    """Convolves with channels moved last, in images and kernels."""
     images, kernel, result = params["dimension_numbers"]
     first, *spatial, last = range(lhs.ndim)
     numbers = lax.ConvDimensionNumbers(
@@ -417,7 +415,6 @@ def _merged_sharding(example: Value, batched: Any, dim: int, position: int) -> A
 
 
 def _empty(args: Any, axes: Any, params: dict[str, Any]) -> Any:
-    """Returns the result for a batch of no lanes."""
     avals = [example_aval(Axis(0), jax.typeof(x), a) for x, a in zip(args, axes, strict=True)]
     one = jax.eval_shape(lambda *xs: lax.conv_general_dilated_p.bind(*xs, **params), *avals)
     return lax.full((0, *one.shape), 0, one.dtype)

@@ -306,7 +306,6 @@ def _scatter(active: Value, eqn: Eqn, xs: Values) -> Sequence[Any]:
 
 
 def _window(dnums: Any, shape: Sequence[int], update: Sequence[int]) -> list[int]:
-    """Returns the size of a scatter window in each dimension of the operand."""
     single = {*dnums.inserted_window_dims, *dnums.operand_batching_dims}
     sizes = iter(update[d] for d in dnums.update_window_dims)
     return [1 if d in single else next(sizes) for d in range(len(shape))]

@@ -280,7 +280,6 @@ class OnMesh:
 
     @property
     def devices(self) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the mesh, and the names of the axes that shard the lanes."""
         mesh = self.mesh
         if mesh is None:
             mesh = Mesh(np.array(jax.devices()), ("devices",))

@@ -50,7 +50,6 @@ class Shards:
 
     @property
     def each(self) -> int:
-        """Returns the number of lanes of a shard, repeated ones included."""
         return max(map(len, self.given), default=-(-self.lanes // self.count))
 
     @functools.cached_property
@@ -124,7 +123,6 @@ def in_parts(exchange: Callable[[Any], Any], xs: Any) -> Any:
 
 
 def _split(x: Value) -> Any:
-    """Splits a complex array into its real and imaginary parts."""
     return (jnp.real(x), jnp.imag(x)) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
@@ -268,7 +266,6 @@ def sharding_of(x: Value) -> Any:
 
 
 def _shards(sharding: Any, position: Position) -> tuple[Any, ...]:
-    """Returns the mesh axes that axis `position` is sharded over."""
     if position is None or not isinstance(sharding, NamedSharding):
         return ()
     entry = sharding.spec[position] if position < len(sharding.spec) else None

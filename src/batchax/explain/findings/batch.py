@@ -75,7 +75,6 @@ def branches(context: FindingContext) -> Iterator[Finding]:
 
 
 def _remedy_of_branches(context: FindingContext, record: Record) -> dict[str, Any]:
-    """Returns the remedy of a finding, and what it advises."""
     shared = (
         "If the predicate is the same in all lanes, compute it from arguments with in_axes=None: "
         "one branch runs then."
@@ -162,7 +161,6 @@ def _around(context: FindingContext, eqn: Equation) -> Iterator[Equation]:
 
 
 def _step_of(eqn: Equation) -> tuple[Work, int]:
-    """Returns the work of one step, and the number of steps in one call."""
     total = sum((part.work for part in eqn.parts), Work())
     counts = [part.times for part in eqn.parts]
     if not counts or None in counts:
@@ -172,7 +170,6 @@ def _step_of(eqn: Equation) -> tuple[Work, int]:
 
 
 def _remedy_of_loops(context: FindingContext, record: Record) -> dict[str, Any]:
-    """Returns the remedy of a finding, and what it advises."""
     answer = _decision_by(record, Runner.here(Compact()))
     if answer is True and _masked_by_option(context):
         return _apart(context, record, "finished lanes leave, and waiting lanes refill the slots.")

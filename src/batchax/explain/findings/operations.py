@@ -109,14 +109,12 @@ class FindingContext:
         return {eqn.number: eqn for top in self.equations for eqn in top.walk()}
 
     def walk(self) -> Iterator[tuple[Equation, Record]]:
-        """Iterates over all equations, with the record that shows how they were batched."""
         for top in self.equations:
             for eqn in top.walk():
                 yield eqn, self.records[eqn.number][0]
 
     @cached_property
     def module(self) -> Module | None:
-        """Returns the compiled program, if it can be read."""
         if self.compiled is None:
             return None
         try:

@@ -92,7 +92,6 @@ def _described(regions: Sequence[dict[str, Any]]) -> str:
 def _remedy(
     context: FindingContext, rows_of: Sequence[_Sizes], waste: float, exact: bool
 ) -> dict[str, Any]:
-    """Returns the remedy of a finding, and what it advises."""
     if context.options.get("layout") == "padded":
         remedy = 'Remove layout="padded": operations then run packed where that costs less.'
         return {"remedy": remedy, "advice": {"layout": "auto"}}
