@@ -17,6 +17,8 @@ JAX_ONLY = {
     # Of the checks of random keys, which ask for them one example at a time.
     "assert_consumed_value",
     "consume",
+    # Of narrow floats with scales: the rule of JAX gives what each example does.
+    "scaled_dot",
     # Calls of cuDNN, which come with a layout that their own rules know.
     "dot_product_attention_bwd_wrapper",
     "dot_product_attention_fp8_bwd_wrapper",

@@ -152,12 +152,11 @@ def shapes_handed_on(gradients, w, x):
     return [{v.aval.shape for v in e.outvars if v.aval.shape} for e in scans]
 
 
-def test_sums_of_few_outer_products_of_columns_have_lanes_last():
+def test_few_products_in_a_step_have_lanes_last():
     ours, theirs, w, x = layers_of_scans(2, 5, 205)
     same(ours(w, x), theirs(w, x))
-    forth, back = shapes_handed_on(ours, w, x)
+    forth, _ = shapes_handed_on(ours, w, x)
     assert forth == {(5, 205), (2, 5, 205)}
-    assert (5, 5, 205) in back
     x, y = batch((5,), 0), batch((5,), 1)
     outer = lambda x, y: lax.fori_loop(0, 2, lambda i, z: z + jnp.outer(x, y), jnp.zeros((5, 5)))
     same(bx.vmap(outer, (0, 1))(x, y), 2 * np.einsum("bi,jb->bij", x, y))

@@ -33,7 +33,6 @@ from batchax.rules.random import drawn_p
 from batchax.rules.sorting_by_image import sorted_floats_p
 from batchax.rules.sorting_network import sorted_rows_p
 from rules.test_collectives import COLLECTIVES
-from rules.test_contraction import SCALED
 from rules.test_elementwise import COUNT, NARY, UNARY
 from rules.test_linalg import DIFFERENTIABLE, VALUES_ONLY
 from rules.test_reduction import DTYPES, cumulative, reduction
@@ -414,16 +413,6 @@ def _windows():
     }
 
 
-def _scaled():
-    values = [several(*dims, dtype=jnp.float8_e4m3fn) for dims in ((2, 4, 8), (2, 5, 8))]
-    scales = [several(*dims, dtype=jnp.float8_e8m0fnu) for dims in ((2, 4, 2), (2, 5, 2))]
-
-    def fun(x, y, x_scale, y_scale):
-        return lax.scaled_dot(x, y, lhs_scale=x_scale, rhs_scale=y_scale, dimension_numbers=SCALED)
-
-    return fun, *values, *scales
-
-
 _on_devices = lambda x: jax.shard_map(jnp.sin, mesh=MESH, in_specs=P("a"), out_specs=P("a"))(x)
 _sum = lambda _, xs: [x.sum() for x in xs]
 _spread = lambda _, cotangents: [jnp.broadcast_to(c, (3,)) for c in cotangents]
@@ -512,7 +501,7 @@ for _module, _programs in (
     ("rules.callbacks", _callbacks()),
     ("rules.calls", _calls()),
     ("rules.collectives", _collectives()),
-    ("rules.contraction", {"dot_general": (jnp.matmul, M, X), "scaled_dot": _scaled()}),
+    ("rules.contraction", {"dot_general": (jnp.matmul, M, X)}),
     (
         "rules.convolution",
         {"conv_general_dilated": (lambda x, w: jnp.convolve(x, w), X, several(2))},

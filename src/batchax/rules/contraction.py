@@ -18,13 +18,12 @@ from batchax.kernel.axis import (
     Position,
     Positions,
     broadcast_axis,
-    expand_axis,
     match_axis,
     move_axis,
     sharding_with_axis,
     shift_dims,
 )
-from batchax.kernel.registry import matched, register_rule
+from batchax.kernel.registry import register_rule
 from batchax.rules.linalg import with_lanes_last
 
 Dimensions = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -177,42 +176,6 @@ def batched_dimensions(
     free: list[tuple[int, Any]] = [(0, d) for d in lhs_free] + [(1, d) for d in rhs_free]
     position = free.index((0, lhs_axis) if lhs_axis is not None else (1, rhs_axis))
     return (contract, (lhs_batch, rhs_batch)), len(lhs_batch) + position
-
-
-_scaled_dot_p: Any = _compat.find_primitive("scaled_dot")
-
-
-@register_rule(_scaled_dot_p)
-def _scaled_dot(
-    axis: Axis,
-    args: Values,
-    axes: Positions,
-    /,
-    *,
-    dimension_numbers: Dimensions,
-    **params: Any,
-) -> tuple[Any, Any]:
-    # Each operand goes with its scale. All four must have one rank, so a side that
-    # is not batched gets a free dimension of size one, which the result then loses.
-    (lhs, lhs_scale), lhs_axis, lhs_batched = _with_scale(axis, args[::2], axes[::2])
-    (rhs, rhs_scale), rhs_axis, rhs_batched = _with_scale(axis, args[1::2], axes[1::2])
-    ndims = lhs.ndim, rhs.ndim
-    lose: tuple[int, ...] = ()
-    if lhs_batched and rhs_batched:
-        dims, position = batched_dimensions(dimension_numbers, ndims, (lhs_axis, rhs_axis))
-    else:
-        dims, from_lhs = batched_dimensions(dimension_numbers, ndims, (lhs_axis, None))
-        dims, from_rhs = batched_dimensions(dims, ndims, (None, rhs_axis))
-        position, lose = (from_lhs, (from_rhs,)) if lhs_batched else (from_rhs - 1, (from_lhs,))
-    out = _scaled_dot_p.bind(lhs, rhs, lhs_scale, rhs_scale, dimension_numbers=dims, **params)
-    return lax.squeeze(out, lose) if lose else out, position
-
-
-def _with_scale(axis: Axis, args: Values, axes: Positions) -> tuple[Sequence[Any], int, bool]:
-    """Aligns an operand with its scale; also returns whether the axis is the batch axis."""
-    if all(a is None for a in axes):
-        return [expand_axis(x, 0) for x in args], 0, False
-    return *matched(axis, args, axes), True
 
 
 _ragged_dot_general_p: Any = _compat.find_primitive("ragged_dot_general")
